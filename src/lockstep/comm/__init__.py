@@ -1,0 +1,10 @@
+"""Communication between ranks, always through a process group that is passed in."""
+
+from lockstep.comm.exchange import (
+    TensorBroadcast,
+    all_gather_bytes,
+    broadcast_tensors,
+    start_all_reduce,
+)
+
+__all__ = ["TensorBroadcast", "all_gather_bytes", "broadcast_tensors", "start_all_reduce"]

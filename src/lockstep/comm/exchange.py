@@ -1,0 +1,114 @@
+"""A few things said through a process group, in terms of tensors and bytes.
+
+They call the group's own methods and not the functions of ``torch.distributed``: those look
+groups up in a registry, and a group need not be in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+# Large enough that latency is nothing beside the transfer, small enough as a second copy.
+_CHUNK_BYTES = 25 * 1024 * 1024
+
+
+def start_all_reduce(
+    group: dist.ProcessGroup, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType
+) -> dist.Work:
+    """Start an all-reduce of ``tensor`` in place and return at once.
+
+    Every rank of ``group`` must call it, in the same order; ``tensor`` may be read or written
+    again after the ``wait()`` of the Work that is returned.
+    """
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return group.allreduce([wire], options)
+
+
+class TensorBroadcast:
+    """A broadcast of many tensors in few transfers, started now and taken over later.
+
+    Every rank of ``group`` creates it with tensors of the same shapes and dtypes, and then calls
+    :meth:`finish`. In between the tensors may be read and written; what the others get is what
+    rank ``source`` held at the start.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, tensors: Iterable[torch.Tensor], source: int = 0
+    ) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self._keeps_its_own = group.rank() == source
+        self._transfers: list[tuple[list[torch.Tensor], torch.Tensor, dist.Work]] = []
+        for chunk in _chunks(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+            wire = torch.view_as_real(flat) if flat.is_complex() else flat
+            self._transfers.append((chunk, flat, group.broadcast([wire], options)))
+
+    def finish(self) -> None:
+        """Wait, and write what came into the tensors, on every rank but the source.
+
+        The tensors' version counters stay as they are: BatchNorm's statistics are saved for a
+        backward that may still come, which reads nothing of them that this could falsify.
+        Shown by test_two_forwards_with_batch_norm_then_two_backwards.
+        """
+        for chunk, flat, work in self._transfers:
+            work.wait()
+            if self._keeps_its_own:
+                continue
+            parts = flat.split([tensor.numel() for tensor in chunk])
+            for tensor, part in zip(chunk, parts, strict=True):
+                tensor.data.copy_(part.view(tensor.shape))
+
+
+def broadcast_tensors(
+    group: dist.ProcessGroup, tensors: Iterable[torch.Tensor], source: int = 0
+) -> None:
+    """Give every rank the values that ``tensors`` have on rank ``source``, and wait for it."""
+    TensorBroadcast(group, tensors, source).finish()
+
+
+def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors that can travel together: one dtype, one device, a bounded size."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        kinds[tensor.dtype, tensor.device].append(tensor)
+    chunks: list[list[torch.Tensor]] = []
+    for kind in kinds.values():
+        room = 0
+        for tensor in kind:
+            if room <= 0:
+                chunks.append([])
+                room = _CHUNK_BYTES
+            chunks[-1].append(tensor)
+            room -= tensor.numel() * tensor.element_size()
+    return chunks
+
+
+def all_gather_bytes(
+    group: dist.ProcessGroup, payload: bytes, device: torch.device
+) -> Sequence[bytes]:
+    """Return every rank's ``payload``, in rank order, on every rank.
+
+    Bytes and not objects: nothing that a peer sends is unpickled. All ranks must call it; it
+    blocks. ``device`` is one that the group can carry tensors of.
+    """
+    lengths = _all_gather(group, torch.tensor([len(payload)], device=device))
+    longest = max(int(length) for length in lengths)
+    padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
+    gathered = _all_gather(group, padded.to(device))
+    return [
+        bytes(part[: int(length)].tolist())
+        for part, length in zip(gathered, lengths, strict=True)
+    ]
+
+
+def _all_gather(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    group.allgather([gathered], [tensor]).wait()
+    return gathered

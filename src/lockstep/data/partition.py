@@ -1,0 +1,227 @@
+"""A dataset in parts, one per rank: every element in exactly one, and the same on every rank.
+
+No rank asks another: the same dataset, sizes and seed give the same parts everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import random
+import reprlib
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from fractions import Fraction
+from typing import Generic, Protocol, TypeVar
+
+from torch.utils.data import Dataset, IterableDataset
+
+from lockstep.errors import SplitError
+
+T_co = TypeVar("T_co", covariant=True)
+
+# How far fractions may be from adding up to 1. Ten float32 of 0.1 are 1.5e-8 off, while a
+# forgotten digit, as in [0.333, 0.333, 0.333], is 1e-3 off.
+_TOLERANCE = Fraction(1, 10**6)
+
+
+class SizedDataset(Protocol[T_co]):
+    """What can be divided: a map-style dataset, a list, a tensor."""
+
+    def __len__(self) -> int:
+        """The number of elements."""
+
+    def __getitem__(self, index: int, /) -> T_co:
+        """The element at ``index``."""
+
+
+class Partition(Dataset[T_co]):
+    """Part of a dataset, itself a dataset: those of its elements that ``indices`` names.
+
+    Args:
+        data: The whole dataset.
+        indices: Which of its elements, in which order.
+
+    Source:
+        ``Partition`` of the PyTorch tutorial "Writing Distributed Applications with PyTorch".
+    """
+
+    def __init__(self, data: SizedDataset[T_co], indices: Sequence[int]) -> None:
+        self.data = data
+        self.indices = indices
+
+    def __len__(self) -> int:
+        """The number of elements in this part."""
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> T_co:
+        """The element at ``index`` of this part; negative indices count from its end."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for a part of {len(self)} elements")
+        return self.data[self.indices[index]]
+
+    def __iter__(self) -> Iterator[T_co]:
+        """The elements of this part, in its order."""
+        # Without this, Python would take an IndexError of the dataset's for the end of the part.
+        return (self.data[index] for index in self.indices)
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[T_co]:
+        """Several elements at once, which is how torch's DataLoader asks for a batch."""
+        whole = [self.indices[index] for index in indices]
+        # A dataset that reads a batch in one go (from a table, over a network) still does.
+        read: object = getattr(self.data, "__getitems__", None)
+        if callable(read):
+            batch: Sequence[T_co] = read(whole)
+            return batch
+        return [self.data[index] for index in whole]
+
+
+class DataPartitioner(Generic[T_co]):
+    """A dataset divided into parts, of which each rank uses one.
+
+    Args:
+        data: The dataset to divide.
+        sizes: As for :func:`partition`.
+        seed: As for :func:`partition`.
+
+    Raises:
+        SplitError: If ``data`` can't be divided so.
+        TypeError: If ``data`` has no length, or a size is not a number.
+
+    Source:
+        ``DataPartitioner`` of the PyTorch tutorial "Writing Distributed Applications with
+        PyTorch". The same seed gives the same order; the sizes are rounded so that no element
+        is left out, where the tutorial drops some.
+    """
+
+    def __init__(
+        self,
+        data: SizedDataset[T_co],
+        sizes: Sequence[float] = (0.7, 0.2, 0.1),
+        seed: int | None = 1234,
+    ) -> None:
+        self.data = data
+        self.partitions = partition(data, sizes, seed)
+
+    def use(self, part: int) -> Partition[T_co]:
+        """The part with this number, which is a rank's if there is a part for each rank.
+
+        Args:
+            part: From 0 up to, and without, the number of ``sizes``.
+
+        Raises:
+            IndexError: If there is no such part. Negative numbers don't count from the end:
+                no rank is negative.
+        """
+        if not 0 <= part < len(self.partitions):
+            raise IndexError(
+                f"There is no part {part} of {len(self.partitions)}, numbered from 0. "
+                "Give one size for each rank."
+            )
+        return self.partitions[part]
+
+
+def partition(
+    dataset: SizedDataset[T_co], sizes: Sequence[float], seed: int | None = 1234
+) -> list[Partition[T_co]]:
+    """Divide ``dataset`` into shuffled parts, with every element in exactly one of them.
+
+    Args:
+        dataset: The dataset to divide; it has a length and is indexed from 0.
+        sizes: One per part, as uneven as you like, zero included. If all are whole numbers
+            (``int``), they count elements and add up to ``len(dataset)``; if any is a float,
+            they are fractions and add up to 1. Fractions of an element are rounded by largest
+            remainder, ties to the first part, so each part is less than one element from its
+            exact size.
+        seed: Seed of the shuffle; every rank must give the same. None keeps the order.
+
+    Returns:
+        One part per size, in their order: ``partition(dataset, sizes)[world.rank]``.
+
+    Raises:
+        SplitError: If the sizes are none, negative, not finite, more than the data or less.
+        TypeError: If ``dataset`` has no length, or a size is not a number.
+    """
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        raise TypeError(
+            f"{type(dataset).__name__} is not a dataset of known length, so it can't be divided "
+            "beforehand. Give a map-style dataset, with __len__ and __getitem__."
+        )
+    counts = _counts(_checked_numbers(sizes), len(dataset))
+    order: Sequence[int] = range(len(dataset))
+    if seed is not None:
+        order = list(order)
+        random.Random(seed).shuffle(order)
+    parts, start = [], 0
+    for count in counts:
+        parts.append(Partition(dataset, order[start : start + count]))
+        start += count
+    return parts
+
+
+def _checked_numbers(sizes: Iterable[object]) -> list[int | float]:
+    if not isinstance(sizes, Iterable):
+        raise TypeError(f"sizes is {sizes!r}, not one size for each part, such as [0.5, 0.5].")
+    checked: list[int | float] = []
+    for part, size in enumerate(sizes):
+        # A bool is an int to Python, but [True, False] is surely not meant as [1, 0].
+        if isinstance(size, bool) or not isinstance(size, numbers.Real):
+            raise TypeError(
+                f"sizes[{part}] is {size!r}, a {type(size).__name__}; "
+                "a fraction (float) or a count (int) is needed."
+            )
+        number = int(size) if isinstance(size, numbers.Integral) else float(size)
+        if number < 0 or (isinstance(number, float) and not math.isfinite(number)):
+            raise SplitError(f"sizes[{part}] is {size}; a part has a size from 0 up.")
+        checked.append(number)
+    if not checked:
+        raise SplitError("sizes is empty. Give one size for each part, such as [0.5, 0.5].")
+    return checked
+
+
+def _counts(sizes: list[int | float], num_elements: int) -> list[int]:
+    counts = [size for size in sizes if isinstance(size, int)]
+    if len(counts) < len(sizes):
+        return _round_fractions(sizes, num_elements)
+    rest = num_elements - sum(counts)
+    if rest:
+        todo = f"Add a last part of {rest} for the rest" if rest > 0 else f"Take {-rest} away"
+        raise SplitError(
+            f"sizes {reprlib.repr(sizes)} count {sum(counts)} elements, but the dataset has "
+            f"{num_elements}. {todo}, or give floats for fractions."
+        )
+    return counts
+
+
+def _round_fractions(sizes: list[int | float], num_elements: int) -> list[int]:
+    """Round by largest remainder, in exact arithmetic."""
+    if max(sizes) > 1 + _TOLERANCE:
+        raise SplitError(
+            f"sizes {reprlib.repr(sizes)} has a float in it, so all are fractions, but "
+            f"{max(sizes)} is more than the whole. Give only whole numbers (int) to count elements."
+        )
+    fractions = [_meant(size) for size in sizes]
+    total = sum(fractions, Fraction())
+    if abs(total - 1) > _TOLERANCE:
+        rest = float(1 - total)
+        todo = f"Add a last part of {rest:.9g} for the rest" if rest > 0 else "Make them smaller"
+        raise SplitError(
+            f"sizes {reprlib.repr(sizes)} are fractions that add up to {float(total):.9g}, "
+            f"not to 1. {todo}, or divide each by their sum."
+        )
+    # Divided by the total, they add up to exactly 1, whatever the floats did.
+    exact = [num_elements * fraction / total for fraction in fractions]
+    counts = [int(size) for size in exact]
+    remainders = [size - count for size, count in zip(exact, counts, strict=True)]
+    largest_first = sorted(range(len(sizes)), key=lambda part: -remainders[part])
+    for part in largest_first[: num_elements - sum(counts)]:
+        counts[part] += 1
+    return counts
+
+
+def _meant(size: float) -> Fraction:
+    """The simplest fraction that rounds to this float: 7/10 for 0.7, 1/3 for 1/3."""
+    # As a binary fraction 0.7 is a little less than 7/10, and in [0.7, 0.3] of 5 elements the
+    # tie of 3.5 and 1.5 would go to the wrong side. Shown by test_tie_goes_to_the_lower_part.
+    exact = Fraction(size)
+    simpler = (exact.limit_denominator(10**digits) for digits in range(1, 17))
+    return next((fraction for fraction in simpler if float(fraction) == size), exact)

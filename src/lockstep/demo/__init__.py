@@ -1,0 +1,1 @@
+"""What ``lockstep demo`` trains, on what."""

@@ -1,0 +1,134 @@
+"""One flat buffer that is all-reduced at once, and the gradients that are views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import start_all_reduce
+from lockstep.errors import ParameterChanged
+
+
+class Bucket:
+    """Some parameters' gradients, side by side in one buffer.
+
+    Between two backwards every gradient that has been reduced IS its view here: nothing is
+    copied back, and where it is still there in the next backward, autograd adds to it in place.
+
+    Attributes:
+        indices: Which of the reducer's parameters these are, in buffer order.
+        tail: Room at the end of the buffer for facts that travel with the gradients.
+        num_missing: How many gradients of this backward have yet to come.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        tail_size: int = 0,
+    ) -> None:
+        self.indices = list(indices)
+        self.num_missing = len(self.indices)
+        self._names = list(names)
+        self._parameters = list(parameters)
+        sizes = [parameter.numel() for parameter in self._parameters]
+        first = self._parameters[0]
+        self._buffer = torch.zeros(
+            sum(sizes) + tail_size, dtype=first.dtype, device=first.device
+        )
+        *parts, self.tail = self._buffer.split([*sizes, tail_size])
+        self._gradients = self._buffer[: sum(sizes)]
+        self.views = [
+            _view_like(part, parameter)
+            for part, parameter in zip(parts, self._parameters, strict=True)
+        ]
+        self._work: dist.Work | None = None
+
+    def is_in_flight(self) -> bool:
+        """Whether the all-reduce was launched and not yet waited for."""
+        return self._work is not None
+
+    def fill(self, touched: bytearray) -> None:
+        """Move every gradient that is not here yet into its view, and zeros for those that lack.
+
+        A gradient that is there but that no backward has touched since the last reduction is
+        copied and left alone: the other ranks may not touch it either, and then it must be as
+        it was, to the bit.
+        """
+        views, sources, lacking = [], [], []
+        entries = zip(self.indices, self._parameters, self.views, strict=True)
+        for place, (index, parameter, view) in enumerate(entries):
+            gradient = parameter.grad
+            if gradient is None:
+                touched[index] = 0  # it was, but zero_grad() has dropped it since
+                lacking.append(view)
+            elif not touched[index]:
+                if gradient is view:
+                    parameter.grad = view.clone()
+                else:
+                    views.append(view)
+                    sources.append(gradient)
+            elif gradient is not view:
+                self.adopt(place)
+                views.append(view)
+                sources.append(gradient)
+        if views:
+            _copy(views, sources)
+        if lacking:
+            torch._foreach_zero_(lacking)
+
+    def adopt(self, place: int) -> None:
+        """Make the parameter at ``place`` have its view here as its gradient.
+
+        torch itself compares shape, dtype and device then, which costs us nothing.
+        """
+        parameter, view = self._parameters[place], self.views[place]
+        try:
+            parameter.grad = view
+        except RuntimeError as error:
+            raise ParameterChanged(
+                f"{self._names[place]!r} is {_describe(parameter)}, but was {_describe(view)} when "
+                "it was made parallel. Build the model as it is to be trained, then call "
+                "parallelize() or DistributedDataParallel()."
+            ) from error
+
+    def launch(self, group: dist.ProcessGroup, scale: float) -> None:
+        """Start summing ``scale`` times the gradients, and the tail as it is, over the ranks."""
+        self._gradients.mul_(scale)
+        self._work = start_all_reduce(group, self._buffer, dist.ReduceOp.SUM)
+
+    def wait(self) -> None:
+        """Wait for the sum, on this device's stream if it is a GPU."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
+
+    def forget(self) -> None:
+        """Get ready for the next backward, whatever became of this one."""
+        self._work = None
+        self.num_missing = len(self.indices)
+
+
+def _view_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A view with the parameter's shape and, if it is dense, its memory order.
+
+    Optimizers and autograd are fastest if a gradient lies in memory as its parameter does
+    (say, channels last).
+    """
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return part.as_strided(parameter.shape, parameter.stride())
+    return part.view(parameter.shape)
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if any(source.layout is not torch.strided for source in sources):
+        sources = [source.to_dense() for source in sources]
+    torch._foreach_copy_(targets, sources)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{tuple(tensor.shape)} {dtype} on {tensor.device}"

@@ -1,0 +1,237 @@
+"""From gradients that trickle in to gradients that are the mean over all ranks.
+
+The reducer knows parameters, buckets and a process group. It knows neither modules nor autograd:
+whoever does says when a backward begins, when each gradient has come, and when it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum, IntEnum, auto
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import broadcast_tensors
+from lockstep.errors import LateGradient
+from lockstep.grad.assignment import FIRST_BUCKET_BYTES, assign_buckets
+from lockstep.grad.bucket import Bucket
+
+
+class Phase(Enum):
+    """Where a reducer is in the course of a step."""
+
+    IDLE = auto()  # no backward runs; gradients are what the last one left
+    COLLECTING = auto()  # a backward runs; full buckets are on their way
+    FINISHING = auto()  # the backward is over; the rest is launched and all is waited for
+
+
+class _Arrival(IntEnum):
+    """What is known in this backward of one parameter's gradient."""
+
+    AWAITED = 0  # its bucket waits for it
+    EXCUSED = 1  # it isn't expected: the bucket doesn't wait, but would take it
+    COME = 2
+
+
+class Reducer:
+    """Replaces gradients by their mean over the ranks, while backward still computes others.
+
+    Three rules keep the ranks together, whatever each of them does in between:
+
+    - Buckets launch in index order, not in the order in which they fill. Ranks fill them in
+      different orders, and collectives that don't match are what hangs are made of. Shown by
+      test_buckets_launch_in_index_order.
+    - The last bucket launches when the backward is over, and carries which parameters this rank
+      used. So no step needs another collective to learn which ones nobody used.
+    - After the first backward the buckets are arranged anew, in the order in which rank 0 saw
+      its gradients come.
+
+    In the first backward nothing is launched before its end. It shows whether a parameter gets
+    several gradients in one backward (as it does where reentrant checkpoints share weights); if
+    one does, buckets go on waiting for the end.
+
+    Args:
+        named_parameters: The parameters to reduce, in the same order on every rank.
+        group: The process group; every rank of it must have a reducer of the same parameters.
+        cap_bytes: The most that a bucket holds.
+        first_cap_bytes: The most that the first bucket holds.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        group: dist.ProcessGroup,
+        *,
+        cap_bytes: int,
+        first_cap_bytes: int = FIRST_BUCKET_BYTES,
+    ) -> None:
+        self.phase = Phase.IDLE
+        self.process_group = group
+        self._names = [name for name, _ in named_parameters]
+        self._parameters = [parameter for _, parameter in named_parameters]
+        self._cap_bytes = cap_bytes
+        self._first_cap_bytes = first_cap_bytes
+        count = len(self._parameters)
+        # What came since gradients were last reduced, in backwards without reduction as well.
+        self._touched = bytearray(count)
+        # One _Arrival for each parameter, of this backward.
+        self._arrivals = bytearray(count)
+        self._arrival_order: list[int] = []
+        self._is_rearranged = False
+        self._launches_early = False
+        self._gets_gradients_twice = False
+        self._next_launch = 0
+        # Registration order turned around is a good guess: backward ends where forward began.
+        self._arrange(range(count - 1, -1, -1))
+
+    @property
+    def buckets(self) -> Sequence[Sequence[str]]:
+        """The names of the parameters in each bucket, in the order in which buckets launch."""
+        return [[self._names[index] for index in bucket.indices] for bucket in self._buckets]
+
+    @property
+    def wants_forecast(self) -> bool:
+        """Whether :meth:`expect_only` would help: the last backward left parameters out."""
+        return self._launches_early and len(self._arrival_order) < len(self._parameters)
+
+    def begin(self) -> None:
+        """A backward has begun whose gradients are to be reduced.
+
+        Every rank must begin. What an earlier backward left that never ended is dropped.
+        """
+        self._reset()
+        if self._arrival_order and not self._is_rearranged:
+            self._is_rearranged = True
+            self._arrange(self._agreed_order())
+        self._arrival_order = []
+        self.phase = Phase.COLLECTING
+
+    def expect_only(self, reached: Iterable[bool]) -> None:
+        """Wait for no gradient of which ``reached`` says that this backward won't compute it."""
+        for index, is_reached in enumerate(reached):
+            if not is_reached:
+                self._arrivals[index] = _Arrival.EXCUSED
+                self._bucket_of[index].num_missing -= 1
+        self._launch_full_buckets()
+
+    def mark_accumulated(self, index: int) -> None:
+        """The gradient of parameter ``index`` has grown, and is not to be reduced yet."""
+        self._touched[index] = 1
+
+    def mark_ready(self, index: int) -> None:
+        """The gradient of parameter ``index`` has come; its bucket leaves when it is full."""
+        bucket = self._bucket_of[index]
+        if bucket.is_in_flight():
+            self._refuse_late(index)
+        arrival = self._arrivals[index]
+        if arrival == _Arrival.COME:
+            self._gets_gradients_twice = True
+            return
+        self._arrivals[index] = _Arrival.COME
+        self._touched[index] = 1
+        self._arrival_order.append(index)
+        if arrival == _Arrival.AWAITED:
+            bucket.num_missing -= 1
+        if not bucket.num_missing and self._launches_early:
+            self._launch_full_buckets()
+
+    def finish(self) -> None:
+        """The backward is over: wait until every gradient is the mean over all ranks.
+
+        A parameter that no rank used keeps the gradient that it had, None included.
+
+        Raises:
+            ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
+            RuntimeError: What the process group raises if another rank is lost.
+        """
+        self.phase = Phase.FINISHING
+        try:
+            with torch.no_grad():
+                for bucket in self._buckets[self._next_launch :]:
+                    self._launch(bucket)
+                for bucket in self._buckets:
+                    bucket.wait()
+                self._adopt_what_others_used()
+        finally:
+            self._reset()
+        self._touched = bytearray(len(self._parameters))
+        self._launches_early = not self._gets_gradients_twice
+
+    def _launch_full_buckets(self) -> None:
+        with torch.no_grad():
+            while self._next_launch < len(self._buckets) - 1:
+                bucket = self._buckets[self._next_launch]
+                if bucket.num_missing:
+                    return
+                self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.fill(self._touched)
+        if bucket is self._buckets[-1]:
+            # All buckets are filled by now, and so every one of these facts is final.
+            bucket.tail.copy_(torch.tensor(list(self._touched), dtype=bucket.tail.dtype))
+        bucket.launch(self.process_group, 1 / self.process_group.size())
+        self._next_launch += 1
+
+    def _adopt_what_others_used(self) -> None:
+        """Take the mean for parameters that this rank left out and another one used."""
+        # Reading the tail waits for a GPU. A rank that used everything has no need to.
+        if all(self._touched):
+            return
+        used_by_any = self._buckets[-1].tail.tolist()
+        for bucket in self._buckets:
+            for place, index in enumerate(bucket.indices):
+                if used_by_any[index] and not self._touched[index]:
+                    bucket.adopt(place)
+
+    def _agreed_order(self) -> list[int]:
+        """Rank 0's order of arrival on every rank; what it never saw comes last."""
+        seen = self._arrival_order
+        unseen = sorted(set(range(len(self._parameters))) - set(seen), reverse=True)
+        order = torch.tensor([*seen, *unseen], device=self._parameters[0].device)
+        broadcast_tensors(self.process_group, [order])
+        return [int(index) for index in order.tolist()]
+
+    def _arrange(self, order: Sequence[int]) -> None:
+        """Make buckets for gradients that become ready in ``order``.
+
+        Gradients that live in the old buckets move over when they are filled in next.
+        """
+        parameters = self._parameters
+        groups = assign_buckets(
+            [parameter.numel() * parameter.element_size() for parameter in parameters],
+            [(parameter.dtype, parameter.device) for parameter in parameters],
+            order,
+            cap_bytes=self._cap_bytes,
+            first_cap_bytes=self._first_cap_bytes,
+        )
+        self._buckets = [
+            Bucket(
+                group,
+                [self._names[index] for index in group],
+                [parameters[index] for index in group],
+                tail_size=len(parameters) if group is groups[-1] else 0,
+            )
+            for group in groups
+        ]
+        buckets = {index: bucket for bucket in self._buckets for index in bucket.indices}
+        self._bucket_of = [buckets[index] for index in range(len(parameters))]
+
+    def _reset(self) -> None:
+        self.phase = Phase.IDLE
+        self._next_launch = 0
+        self._arrivals = bytearray(len(self._parameters))
+        for bucket in self._buckets:
+            bucket.forget()
+
+    def _refuse_late(self, index: int) -> None:
+        self._gets_gradients_twice = True
+        self._launches_early = False
+        raise LateGradient(
+            f"{self._names[index]!r} got a gradient in a backward that had already sent the one "
+            "before, so the mean over the ranks would be wrong. A backward inside of a backward "
+            "does that, such as checkpoint(..., use_reentrant=True) on shared weights; "
+            "use_reentrant=False does not. Repeat the step: from now on gradients are sent when "
+            "a backward is over."
+        )

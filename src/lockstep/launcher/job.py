@@ -1,0 +1,181 @@
+"""What to run, and on how many ranks. Nothing here starts anything."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import BadLaunch
+
+_DEFAULT_NUM_RANKS = 2
+_GRACE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Script:
+    """A file to run as ``python path argv...`` would."""
+
+    path: str
+    argv: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module to run as ``python -m name argv...`` would."""
+
+    name: str
+    argv: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function and its arguments, pickled by cloudpickle, to call with the rank's world."""
+
+    pickled: bytes
+    name: str
+
+
+Program = Script | Module | Call
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that the supervisor of one host has to know.
+
+    Attributes:
+        program: What each rank runs.
+        num_ranks: How many ranks run on this host.
+        num_threads: How many threads each of them computes with.
+        log_dir: Where each rank's output is kept as well, or None.
+        labelled: Whether output goes through the supervisor, which labels each line. If not,
+            the ranks write straight to the supervisor's own stdout and stderr.
+        grace_seconds: How long a rank that is asked to end may take before it is killed.
+        num_hosts: On how many hosts there is such a supervisor.
+    """
+
+    program: Program
+    num_ranks: int
+    num_threads: int
+    log_dir: str | None = None
+    labelled: bool = True
+    grace_seconds: float = _GRACE_SECONDS
+    num_hosts: int = 1
+
+
+def default_num_ranks() -> int:
+    """One rank for each GPU, or two where there is none.
+
+    The device files are counted rather than CUDA asked: CUDA cannot be used in a process whose
+    parent used it before the fork, and ranks are forked.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if num_gpus and visible is not None:
+        num_gpus = len([name for name in visible.split(",") if name.strip()])
+    return num_gpus or _DEFAULT_NUM_RANKS
+
+
+def default_num_threads(num_ranks: int) -> int:
+    """The cores that this process may use, divided by the ranks that share them; at least 1."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    num_cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return max(1, num_cores // num_ranks)
+
+
+def check_num_ranks(value: object) -> int:
+    """``value`` if ranks can be counted by it.
+
+    Raises:
+        BadLaunch: If it isn't a whole number from 1 up.
+    """
+    return _positive(value, "The number of ranks", "Ask for at least one, as in '-n 2'.")
+
+
+def check_num_threads(value: object) -> int:
+    """``value`` if threads can be counted by it.
+
+    Raises:
+        BadLaunch: If it isn't a whole number from 1 up.
+    """
+    return _positive(value, "The number of threads per rank", "Leave it out to share the cores.")
+
+
+def _positive(value: object, what: str, advice: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BadLaunch(f"{what} is {value!r}, but a whole number from 1 up is needed. {advice}")
+    return value
+
+
+def check_script(script: Script) -> Script:
+    """``script`` if Python can begin to run it.
+
+    Raises:
+        BadLaunch: If it doesn't exist, can't be read, or isn't Python.
+    """
+    path = Path(script.path)
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise BadLaunch(
+            f"{script.path} is a directory without a __main__.py. Give the script inside it, or "
+            "-m and the name of a module."
+        )
+    if path.is_dir():
+        return script
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise BadLaunch(
+            f"The script {script.path} can't be read: {error.strerror}. "
+            f"The current directory is {Path.cwd()}."
+        ) from error
+    _check_source(source, script.path)
+    return script
+
+
+def _check_source(source: bytes, path: str) -> None:
+    try:
+        compile(source, path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        where = f", line {error.lineno}" if error.lineno else ""
+        line = f"\n    {error.text.strip()}\n" if error.text else " "
+        raise BadLaunch(
+            f"{path} isn't a Python script that {sys.executable} can run: "
+            f"{error.msg}{where}.{line}Nothing was started."
+        ) from error
+    except ValueError as error:  # null bytes, before Python 3.12
+        raise BadLaunch(
+            f"{path} isn't a Python script: {error}. Nothing was started; lockstep runs Python "
+            "only, and other programs are started from within a script."
+        ) from error
+
+
+def check_module(module: Module) -> Module:
+    """``module`` if there is something of its name.
+
+    Only the first part of the name is looked up: to find more, Python has to import it, and
+    what a user's package starts at its import must not be running when ranks are forked. The
+    ranks look up the rest.
+
+    Raises:
+        BadLaunch: If there isn't.
+    """
+    top = module.name.partition(".")[0]
+    # A module is looked up first where the command is given, as by python -m.
+    path = [os.getcwd(), *sys.path]
+    found = top and (
+        top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(top, path)
+    )
+    if not found:
+        raise BadLaunch(no_such_module(module.name))
+    return module
+
+
+def no_such_module(name: str) -> str:
+    """What to say about a module that isn't there."""
+    advice = f" To run a file, leave -m out: {name}" if name.endswith(".py") else ""
+    return (
+        f"There is no module named {name!r}; it was looked for in {os.getcwd()} and among the "
+        f"packages that {sys.executable} has installed.{advice}"
+    )

@@ -1,0 +1,150 @@
+"""Which rank failed first, and how to say it. Pure functions from endings to words.
+
+A rank that dies takes its peers along: within some 10 ms their collectives raise "connection
+closed by peer", often before the kernel has told the launcher of the death. So the earliest
+stamp alone would blame the wrong rank.
+"""
+
+from __future__ import annotations
+
+import re
+import signal as signals
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# What torch's process groups say when a peer is gone. A rank whose traceback has one of these
+# is to blame only if no rank failed in another way.
+_LOST_A_PEER = re.compile(
+    r"connection (?:was )?(?:closed|reset) by (?:remote )?peer|connection refused|broken pipe"
+    r"|gloo[/\\]transport|remote process exited|ncclremoteerror|nccl communicator was aborted"
+    r"|socket(?: has)? (?:closed|timed ?out)|DistNetworkError|failed to recv, got 0 bytes",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank has to say of itself before it ends.
+
+    Attributes:
+        at_seconds: When, by ``time.monotonic()``, which all processes of a host share.
+        exit_code: The exit code that it is about to end with.
+        traceback: Its Python traceback, if an exception ends it.
+        advice: What to say instead of a traceback, if the program couldn't be started at all.
+        result: What the function returned, pickled; None if there is no function or no result.
+    """
+
+    at_seconds: float
+    exit_code: int
+    traceback: str | None = None
+    advice: str | None = None
+    result: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended: what it reported, and what the kernel says.
+
+    Attributes:
+        rank: Which rank.
+        at_seconds: When the launcher learned of it, by ``time.monotonic()``.
+        exit_code: Its exit code, or None if a signal ended it or it hasn't ended yet.
+        signal: The number of that signal, or None.
+        report: What it reported, if it did.
+        asked: Whether the launcher had asked it to end before.
+        last_words: The end of what it wrote to stderr, which is all there is of a crash.
+    """
+
+    rank: int
+    at_seconds: float
+    exit_code: int | None = None
+    signal: int | None = None
+    report: Report | None = None
+    asked: bool = False
+    last_words: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it went wrong, other than because the launcher asked it to end."""
+        if self.report is not None and self.report.exit_code != 0:
+            return True
+        return not self.asked and (self.signal is not None or bool(self.exit_code))
+
+    @property
+    def failed_at_seconds(self) -> float:
+        """When it went wrong, as exactly as is known."""
+        return self.report.at_seconds if self.report is not None else self.at_seconds
+
+    @property
+    def traceback(self) -> str | None:
+        """The traceback of its exception or, of a crash, what faulthandler wrote."""
+        if self.report is not None:
+            return self.report.traceback
+        start = self.last_words.find("Fatal Python error:")
+        return self.last_words[start:] if start >= 0 else None
+
+    @property
+    def lost_a_peer(self) -> bool:
+        """Whether it failed because another rank was gone."""
+        return self.report is not None and bool(_LOST_A_PEER.search(self.traceback or ""))
+
+
+def first_failure(endings: Sequence[Ending]) -> Ending | None:
+    """The rank to blame, or None if none failed."""
+    failures = [ending for ending in endings if ending.failed]
+    culprits = [ending for ending in failures if not ending.lost_a_peer]
+    return min(culprits or failures, key=lambda ending: ending.failed_at_seconds, default=None)
+
+
+def exit_status(ending: Ending) -> int:
+    """The exit code for the whole run: that of the rank to blame, as a shell would give it."""
+    if ending.signal is not None:
+        return 128 + ending.signal
+    if ending.exit_code:
+        return ending.exit_code
+    return (ending.report.exit_code if ending.report is not None else 0) or 1
+
+
+def describe(culprit: Ending, endings: Sequence[Ending], world_size: int) -> str:
+    """The message for ``culprit``: who, how, with which traceback, and whom it took along."""
+    if culprit.report is not None and culprit.report.advice is not None:
+        return culprit.report.advice
+    others = sorted(e.rank for e in endings if e.failed and e.rank != culprit.rank)
+    headline = f"rank {culprit.rank} of {world_size} failed first: {_how(culprit)}."
+    if others:
+        headline += f" After it, and likely because of it, failed {_ranks(others)}."
+    return "\n".join([headline, *_evidence(culprit)])
+
+
+def _evidence(culprit: Ending) -> list[str]:
+    if culprit.traceback is not None:
+        return ["", culprit.traceback.rstrip("\n")]
+    if culprit.last_words:
+        return ["", "It left no traceback. The last it wrote to stderr:", culprit.last_words]
+    return ["It left no traceback and wrote nothing to stderr."]
+
+
+def signal_name(number: int) -> str:
+    """``9`` -> ``"SIGKILL"``; a number that has no name is called by its number."""
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _how(ending: Ending) -> str:
+    if ending.signal == signals.SIGKILL:
+        return (
+            "it was ended by SIGKILL. Where nobody sent that, it is how Linux ends a process "
+            "when memory runs out; 'dmesg' tells"
+        )
+    if ending.signal is not None:
+        return f"it was ended by {signal_name(ending.signal)}"
+    return f"exit code {exit_status(ending)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(str(rank) for rank in ranks[:16])
+    return f"ranks {shown}" + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")

@@ -1,0 +1,86 @@
+"""``average_gradients(model)``: the mean over the ranks, taken by hand after a backward."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm import start_all_reduce
+from lockstep.grad import MIB, Bucket, assign_buckets
+from lockstep.world import init
+
+_CAP_BYTES = 25 * MIB
+
+
+def average_gradients(
+    module: nn.Module,
+    *,
+    weight: float | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Replace each parameter's ``.grad`` by its mean over the ranks.
+
+    For models that are not parallel: it is called after ``backward()`` and before the optimizer's
+    step. A parameter without a gradient counts as zero where another rank has one, and is left
+    without where none has. Every rank must call it; it blocks until all have. On one rank it
+    does nothing.
+
+    Args:
+        module: The model, the same on every rank.
+        weight: How much this rank's gradients count: the number of samples that its loss is the
+            mean of, so that uneven parts give the answer of one process on all of them. A rank
+            of weight 0 contributes nothing, whatever its gradients are. By default all count
+            the same.
+        process_group: The ranks to average over; by default all of ``lockstep.init()``.
+
+    Raises:
+        ValueError: If a weight is negative or not finite, or all are zero.
+
+    Source: the function of this name in PyTorch's tutorial "Writing Distributed Applications".
+    """
+    share = 1.0 if weight is None else float(weight)
+    if not (math.isfinite(share) and share >= 0):
+        raise ValueError(f"weight is {weight}, but must be a finite number of samples, 0 or more.")
+    group = process_group or init().process_group
+    if group is None or group.size() == 1:
+        return
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if not named:
+        return
+    if share == 0:
+        # Not zero times the gradient: the mean over no samples is NaN, and so is its gradient.
+        module.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        _average(named, share, group)
+
+
+def _average(
+    named: list[tuple[str, nn.Parameter]], share: float, group: dist.ProcessGroup
+) -> None:
+    parameters = [parameter for _, parameter in named]
+    used = [float(parameter.grad is not None) for parameter in parameters]
+    facts = torch.tensor([share, *used], dtype=torch.float64, device=parameters[0].device)
+    start_all_reduce(group, facts, dist.ReduceOp.SUM).wait()
+    total, *used_by = facts.tolist()
+    if total == 0:
+        raise ValueError("Every rank gave a weight of 0, so there is nothing to average.")
+    buckets = [
+        Bucket(group_, [named[i][0] for i in group_], [parameters[i] for i in group_])
+        for group_ in assign_buckets(
+            [p.numel() * p.element_size() for p in parameters],
+            [(p.dtype, p.device) for p in parameters],
+            range(len(parameters)),
+            cap_bytes=_CAP_BYTES,
+        )
+    ]
+    for bucket in buckets:
+        bucket.fill(bytearray(b"\1" * len(parameters)))
+        bucket.launch(group, share / total)
+    for bucket in buckets:
+        bucket.wait()
+        for place, index in enumerate(bucket.indices):
+            if used_by[index]:
+                bucket.adopt(place)

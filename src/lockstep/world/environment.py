@@ -1,0 +1,224 @@
+"""From environment variables to a place among the ranks, and back.
+
+:func:`detect` reads what a starter left in the environment; :func:`rank_environment` writes
+what ``lockstep run`` leaves there. Both are pure, so every starter is tested without one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from lockstep.errors import InitError
+
+RUN_ID = "LOCKSTEP_RUN_ID"
+_LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+
+# SLURM gives no port. Those below the range from which the kernel picks at random (32768 and
+# up on Linux) are free of everything but long-lived services.
+_SLURM_FIRST_PORT, _SLURM_NUM_PORTS = 20_000, 10_000
+
+
+class Starter(Enum):
+    """What started this process; the value is how it is called in messages."""
+
+    LOCKSTEP = "lockstep run"
+    TORCHRUN = "torchrun"  # or whatever else sets the variables of torch's env:// method
+    OPEN_MPI = "Open MPI's mpiexec"
+    MPICH = "MPICH's mpiexec"
+    SLURM = "srun"
+    PROCESS_GROUP = "a process group that was there already"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """This process's place among the ranks, as its starter gave it.
+
+    ``local_rank`` and ``local_world_size`` are None where the starter doesn't tell; the ranks
+    then find out by comparing the names of their hosts. ``master`` is (host, port) of the store,
+    which the starter's agent holds open if ``agent_hosts_store``, else rank 0; it is None where
+    the ranks of one host find each other by ``job_id`` instead. ``one_device_per_task`` says
+    that each rank was given a GPU of its own and sees no other.
+    """
+
+    starter: Starter
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = 0
+    local_world_size: int | None = 1
+    master: tuple[str, int] | None = None
+    job_id: str | None = None
+    agent_hosts_store: bool = False
+    one_device_per_task: bool = False
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether the starter says that all ranks are on this host."""
+        return self.local_world_size == self.world_size
+
+
+def detect(environ: Mapping[str, str]) -> Placement:
+    """Tell from ``environ`` what started this process, and with which rank.
+
+    The innermost starter wins: torchrun inside a SLURM job is torchrun, and so is a rank of
+    MPI whose daemons srun started.
+
+    Raises:
+        InitError: If the variables of a starter are incomplete or not numbers.
+    """
+    if RUN_ID in environ:
+        return _from_torch_variables(environ, Starter.LOCKSTEP)
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return _from_torch_variables(environ, Starter.TORCHRUN)
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return _from_open_mpi(environ)
+    if "PMI_RANK" in environ and "PMI_SIZE" in environ:
+        return _from_mpich(environ)
+    # The batch script of a SLURM job has SLURM_PROCID too; only what srun starts is a step.
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+        return _from_slurm(environ)
+    return Placement(Starter.NOTHING)
+
+
+def rank_environment(
+    *,
+    run_id: str,
+    rank: int,
+    world_size: int,
+    master_port: int,
+    num_threads: int,
+) -> dict[str, str]:
+    """The variables that ``lockstep run`` sets for one rank of a run on one host.
+
+    They are those of torchrun, so that scripts written for it run unchanged, and one more by
+    which :func:`detect` knows us. The store on ``master_port`` is the launcher's, which is what
+    ``TORCHELASTIC_USE_AGENT_STORE`` tells torch: no rank has to open it.
+    """
+    return {
+        RUN_ID: run_id,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": run_id,
+        "OMP_NUM_THREADS": str(num_threads),
+        **loopback_environment(),
+    }
+
+
+def loopback_environment() -> dict[str, str]:
+    """The variables that keep Gloo's sockets off the network when all ranks are on one host."""
+    return {"GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
+
+
+def _from_torch_variables(environ: Mapping[str, str], starter: Starter) -> Placement:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing:
+        raise InitError(
+            f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}. Start the script "
+            "with 'lockstep run' or torchrun, which set them all, or unset RANK and WORLD_SIZE "
+            "to run on one rank."
+        )
+    return Placement(
+        starter,
+        rank=_number(environ, "RANK"),
+        world_size=_number(environ, "WORLD_SIZE"),
+        local_rank=_number_or_none(environ, "LOCAL_RANK"),
+        local_world_size=_number_or_none(environ, "LOCAL_WORLD_SIZE"),
+        master=(environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")),
+        job_id=environ.get(RUN_ID) or environ.get("TORCHELASTIC_RUN_ID"),
+        agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _from_open_mpi(environ: Mapping[str, str]) -> Placement:
+    job_ids = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
+    return Placement(
+        Starter.OPEN_MPI,
+        rank=_number(environ, "OMPI_COMM_WORLD_RANK"),
+        world_size=_number(environ, "OMPI_COMM_WORLD_SIZE"),
+        local_rank=_number_or_none(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_world_size=_number_or_none(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        master=_master(environ),
+        job_id=next((environ[name] for name in job_ids if name in environ), None),
+    )
+
+
+def _from_mpich(environ: Mapping[str, str]) -> Placement:
+    return Placement(
+        Starter.MPICH,
+        rank=_number(environ, "PMI_RANK"),
+        world_size=_number(environ, "PMI_SIZE"),
+        local_rank=_number_or_none(environ, "MPI_LOCALRANKID"),
+        local_world_size=_number_or_none(environ, "MPI_LOCALNRANKS"),
+        master=_master(environ),
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Placement:
+    sizes = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    world_size = _number(environ, sizes)
+    job_id = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
+    tasks = _slurm_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _number_or_none(environ, "SLURM_NODEID")
+    local_world_size = tasks[node] if node is not None and node < len(tasks) else None
+    master = _master(environ)
+    nodes = environ.get("SLURM_STEP_NODELIST", "")
+    if master is None and local_world_size != world_size and nodes:
+        port = _SLURM_FIRST_PORT + zlib.crc32(job_id.encode()) % _SLURM_NUM_PORTS
+        master = (_first_slurm_host(nodes), port)
+    return Placement(
+        Starter.SLURM,
+        rank=_number(environ, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number_or_none(environ, "SLURM_LOCALID"),
+        local_world_size=local_world_size,
+        master=master,
+        job_id=job_id,
+        one_device_per_task=environ.get("SLURM_GPUS_PER_TASK", "").split(":")[-1] == "1",
+    )
+
+
+def _slurm_tasks_per_node(text: str) -> list[int]:
+    """``"2(x3),1"`` -> ``[2, 2, 2, 1]``."""
+    tasks: list[int] = []
+    for count, _, repeat in re.findall(r"(\d+)(\(x(\d+)\))?", text):
+        tasks += [int(count)] * int(repeat or 1)
+    return tasks
+
+
+def _first_slurm_host(nodes: str) -> str:
+    """``"gpu[003-007,9],login"`` -> ``"gpu003"``."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", nodes)
+    if match is None:
+        raise InitError(f"SLURM_STEP_NODELIST={nodes!r} names no host. Set MASTER_ADDR instead.")
+    return "".join(part or "" for part in match.groups())
+
+
+def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")
+    return None
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    if not text.isdecimal():
+        raise InitError(
+            f"The environment variable {name} is {text!r}, but a whole number from 0 up is "
+            "needed. Start the script with 'lockstep run', which sets it."
+        )
+    return int(text)
+
+
+def _number_or_none(environ: Mapping[str, str], name: str) -> int | None:
+    return _number(environ, name) if name in environ else None

@@ -1,0 +1,272 @@
+"""``init()``: join the other ranks, whatever started them, and say who this one is."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import BackendUnavailable, ContradictoryInit
+from lockstep.world.device import NCCL_AND_GLOO, choose_backend, choose_device
+from lockstep.world.environment import Placement, Starter, detect, loopback_environment
+from lockstep.world.rendezvous import meet, roll_call
+
+_log = logging.getLogger("lockstep")
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others.
+
+    Attributes:
+        rank: Its number, from 0 to ``world_size - 1``.
+        world_size: How many ranks there are.
+        local_rank: Its number among the ranks on this host.
+        local_world_size: How many ranks there are on this host.
+        device: Where this rank computes.
+        process_group: What it communicates through; None for a rank that is alone.
+        starter: What started it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    process_group: dist.ProcessGroup | None
+    starter: Starter
+
+
+# torch.distributed has one default group in a process, and so there is one World. It is only
+# believed while that group is still the one it was made from: see _still_current.
+_current: World | None = None
+_num_inits = 0
+
+
+def init(
+    *,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    timeout: timedelta | None = None,
+) -> World:
+    """Join the other ranks and return this one's :class:`World`.
+
+    Every rank calls it, once, before anything else; more calls return the same World. It
+    recognises ``lockstep run``, torchrun, ``srun``, ``mpiexec`` (Open MPI, MPICH), and a process
+    group that exists already. Started by none of them, a process is the only rank.
+
+    Args:
+        backend: A backend of torch.distributed, such as ``"gloo"``, ``"nccl"`` or
+            ``"cpu:gloo,cuda:nccl"``. By default NCCL for GPUs and Gloo for the CPU; should NCCL
+            fail, all ranks go on with Gloo, and a warning says why.
+        device: Where this rank computes. By default ``cuda:local_rank`` where the host has a
+            GPU for each of its ranks, else the CPU.
+        timeout: How long to wait for the other ranks, here and in each collective; 10 minutes
+            by default.
+
+    Returns:
+        The World, which doesn't change any more.
+
+    Raises:
+        RendezvousFailed: If the others can't be reached, or don't come, within ``timeout``.
+        BackendUnavailable: If the ``backend`` asked for can't be used here.
+        ContradictoryInit: If ``init()`` was called before, for something else.
+        InitError: If the starter's environment variables make no sense.
+    """
+    global _current
+    wanted = torch.device(device) if device is not None else None
+    if _current is not None and _still_current(_current):
+        _check_same(_current, backend, wanted)
+        return _current
+    if dist.is_initialized():
+        _current = _from_existing_group(wanted, timeout or DEFAULT_TIMEOUT)
+        _check_same(_current, backend, wanted)
+        return _current
+    place = detect(os.environ)
+    if place.starter is Starter.NOTHING:
+        chosen = wanted or choose_device(0, 1, _num_cuda_devices(), False)
+        _current = World(0, 1, 0, 1, chosen, None, place.starter)
+    else:
+        _current = _join(place, backend, wanted, timeout or DEFAULT_TIMEOUT)
+    if _current.device.type == "cuda":
+        torch.cuda.set_device(_current.device)
+    return _current
+
+
+def _still_current(world: World) -> bool:
+    if world.process_group is None:
+        return not dist.is_initialized()
+    return dist.is_initialized() and dist.group.WORLD is world.process_group
+
+
+def _check_same(world: World, backend: str | None, device: torch.device | None) -> None:
+    if device is not None and not _same_device(device, world.device):
+        raise ContradictoryInit(
+            f"init(device={str(device)!r}) was called on rank {world.rank}, but this rank already "
+            f"computes on {world.device}. Call init() once, with all you want of it."
+        )
+    if backend is None or world.process_group is None:
+        return
+    there = dist.get_backend_config(world.process_group)
+    if _backend_map(backend) != _backend_map(str(there)):
+        raise ContradictoryInit(
+            f"init(backend={backend!r}) was called on rank {world.rank}, but its process group "
+            f"already uses {str(there)!r}. Call init() once, with all you want of it."
+        )
+
+
+def _same_device(asked: torch.device, there: torch.device) -> bool:
+    return asked.type == there.type and asked.index in (None, there.index)
+
+
+def _backend_map(backend: str) -> dict[str, str]:
+    return dict(dist.BackendConfig(dist.Backend(backend)).get_device_backend_map())
+
+
+def _num_cuda_devices() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _join(
+    place: Placement, backend: str | None, device: torch.device | None, timeout: timedelta
+) -> World:
+    global _num_inits
+    if place.on_one_host:
+        # A copy for the children too: what this process starts is on the same host.
+        for name, value in loopback_environment().items():
+            os.environ.setdefault(name, value)
+    # A store outlives a process group, and what the first one left there would mislead a second.
+    store = dist.PrefixStore(f"lockstep/init/{_num_inits}", meet(place, timeout))
+    _num_inits += 1
+    hosts = roll_call(store, place, timeout, note=socket.gethostname())
+    place = _with_local_rank(place, list(hosts))
+    assert place.local_rank is not None
+    assert place.local_world_size is not None
+    chosen = device or choose_device(
+        place.local_rank,
+        place.local_world_size,
+        _num_cuda_devices(),
+        place.one_device_per_task,
+    )
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if backend is None:
+        _create_default_group(store, place, chosen, timeout)
+    else:
+        _create_group(backend, store, place, chosen, timeout)
+    atexit.register(_leave)
+    return World(
+        place.rank,
+        place.world_size,
+        place.local_rank,
+        place.local_world_size,
+        chosen,
+        dist.group.WORLD,
+        place.starter,
+    )
+
+
+def _with_local_rank(place: Placement, hosts: list[str]) -> Placement:
+    """Fill in what the starter didn't tell, from the names of all ranks' hosts."""
+    if place.local_rank is not None and place.local_world_size is not None:
+        return place
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
+    return replace(place, local_rank=here.index(place.rank), local_world_size=len(here))
+
+
+def _create_default_group(
+    store: dist.Store, place: Placement, device: torch.device, timeout: timedelta
+) -> None:
+    """Create the group with the backend that suits ``device``; without NCCL, if that fails."""
+    backend = choose_backend(device)
+    if backend != NCCL_AND_GLOO:
+        _create_group(backend, store, place, device, timeout)
+        return
+    trouble = ""
+    try:
+        _create_group(backend, dist.PrefixStore("nccl", store), place, device, timeout)
+    except BackendUnavailable as error:
+        trouble = f"on rank {place.rank}: {error}"
+    # Either all ranks use NCCL or none does: a rank that alone went on with Gloo would wait
+    # there for ever. So each tells how it went, and all look at the same list.
+    troubles = roll_call(dist.PrefixStore("went", store), place, timeout, note=trouble)
+    first_trouble = next(filter(None, troubles), None)
+    if first_trouble is None:
+        return
+    if place.rank == 0:
+        _log.warning("NCCL can't be used, going on with Gloo. It said, %s", first_trouble)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _create_group("gloo", dist.PrefixStore("gloo", store), place, device, timeout)
+
+
+def _create_group(
+    backend: str, store: dist.Store, place: Placement, device: torch.device, timeout: timedelta
+) -> None:
+    # With a device NCCL connects now, so that what is wrong with it is known now.
+    connect_now = device if "nccl" in backend and device.type == "cuda" else None
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=connect_now,
+        )
+    except (RuntimeError, ValueError) as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        reason = str(error).strip().partition("\n")[0]
+        raise BackendUnavailable(
+            f"The backend {backend!r} can't be used on rank {place.rank} with {device}: {reason} "
+            "Leave 'backend' out to let lockstep choose."
+        ) from error
+
+
+def _from_existing_group(device: torch.device | None, timeout: timedelta) -> World:
+    group = dist.group.WORLD
+    assert group is not None
+    told = detect(os.environ)
+    place = Placement(Starter.PROCESS_GROUP, group.rank(), group.size(), None, None)
+    if (told.rank, told.world_size) == (place.rank, place.world_size):
+        place = replace(
+            place, local_rank=told.local_rank, local_world_size=told.local_world_size
+        )
+    if place.local_rank is None or place.local_world_size is None:
+        global _num_inits
+        default_store = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"lockstep/found/{_num_inits}", default_store)
+        _num_inits += 1
+        place = _with_local_rank(
+            place, list(roll_call(store, place, timeout, note=socket.gethostname()))
+        )
+    assert place.local_rank is not None
+    assert place.local_world_size is not None
+    can_use_cuda = "cuda" in _backend_map(str(dist.get_backend_config(group)))
+    num_devices = _num_cuda_devices() if can_use_cuda else 0
+    chosen = device or choose_device(
+        place.local_rank, place.local_world_size, num_devices, told.one_device_per_task
+    )
+    return World(
+        place.rank,
+        place.world_size,
+        place.local_rank,
+        place.local_world_size,
+        chosen,
+        group,
+        place.starter,
+    )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

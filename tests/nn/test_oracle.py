@@ -1,0 +1,70 @@
+"""N ranks on their parts of a batch give the gradients of one process on the whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from tests.nn.models import MODELS, build
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-10
+SPLITS = {1: [[12]], 2: [[6, 6], [1, 11]], 3: [[4, 4, 4], [5, 0, 7]], 4: [[3, 3, 3, 3], [9, 1, 1, 1]]}
+CASES = [(n, sizes) for n, splits in SPLITS.items() for sizes in splits]
+
+
+def one_process(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of one step for each batch, with SGD steps in between."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    gradients = []
+    for batch in batches:
+        optimizer.zero_grad()
+        (model(batch).square().sum() / len(batch)).backward()
+        gradients.append(gradients_of(model))
+        optimizer.step()
+    return gradients
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+
+
+def assert_same(ours: list, oracle: list, tolerance: float = TOLERANCE) -> None:
+    for mine, theirs in zip(ours, oracle, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                slack = tolerance if a.dtype in (torch.float64, torch.complex128) else 1e-5
+                torch.testing.assert_close(a, b, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("world_size", "sizes"), CASES, ids=str)
+def test_gradients_are_those_of_one_process(
+    name: str, world_size: int, sizes: list[int]
+) -> None:
+    model = build(name)
+    batches = [torch.randn(12, *model.sample, dtype=torch.float64) for _ in range(4)]
+    oracle = one_process(copy.deepcopy(model), batches)
+
+    def rank_body(rank: int, group: dist.ProcessGroup) -> list:
+        mine = lockstep.parallelize(
+            copy.deepcopy(model), process_group=group, bucket_cap_mb=0.001
+        )
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.001, momentum=0.9)
+        gradients = []
+        for batch in batches:
+            part = batch.split(sizes)[rank]
+            optimizer.zero_grad()
+            (mine(part).square().sum() * world_size / len(batch)).backward()
+            gradients.append(gradients_of(mine))
+            optimizer.step()
+        return gradients
+
+    for gradients in run_ranks(world_size, rank_body):
+        assert_same(gradients, oracle)

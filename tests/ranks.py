@@ -1,0 +1,76 @@
+"""Ranks as threads of the test's process, each with its own end of a Gloo group.
+
+A rank is a rank, whether thread or process: lockstep takes a process group and asks for no more.
+Threads start in a millisecond, which is what makes property tests over ranks possible.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+TIMEOUT_SECONDS = 60
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def gloo_group(
+    store: dist.Store, rank: int, world_size: int, timeout_seconds: float = 20
+) -> dist.ProcessGroup:
+    """A process group as ``init_process_group("gloo")`` makes it, but known to nobody."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(interface=_LOOPBACK)]
+    options._timeout = timedelta(seconds=timeout_seconds)
+    backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+    group = dist.ProcessGroup(store, rank, world_size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_group_name(f"threads-{id(store)}")
+    return group
+
+
+def run_ranks(
+    world_size: int,
+    body: Callable[[int, dist.ProcessGroup], T],
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> list[T]:
+    """Run ``body(rank, group)`` on every rank and return the results in rank order.
+
+    The first rank that raises fails the test with its own traceback. Ranks that don't come
+    back in time fail it too, with the stacks of all of them.
+    """
+    store = dist.HashStore()
+    results: dict[int, T] = {}
+    failures: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank, gloo_group(store, rank, world_size))
+        except BaseException as error:
+            failures.append((rank, error))
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_seconds)
+    if any(thread.is_alive() for thread in threads):
+        faulthandler.dump_traceback()
+        stuck = [thread.name for thread in threads if thread.is_alive()]
+        raise TimeoutError(f"{', '.join(stuck)} did not end within {timeout_seconds} s")
+    if failures:
+        rank, error = failures[0]
+        error.add_note(f"(raised on rank {rank} of {world_size})")
+        raise error
+    return [results[rank] for rank in range(world_size)]
