@@ -1,6 +1,10 @@
 from . import errors as errors
+from .data import DataPartitioner as DataPartitioner
+from .data import Partition as Partition
+from .data import partition as partition
 from .nn import DistributedDataParallel as DistributedDataParallel
 from .nn import no_sync as no_sync
 from .nn import parallelize as parallelize
+from .train import average_gradients as average_gradients
 from .world import World as World
 from .world import init as init

@@ -82,6 +82,8 @@ def _image_reader(image_size: int) -> Callable[[Path], Tensor]:
             # The formats are given since Pillow goes by content: a file that only calls itself
             # PNG would otherwise reach any of its decoders.
             with image_module.open(path, formats=("JPEG", "PNG")) as image:
+                if image.mode.startswith("I"):  # convert() would clip them: all of it white
+                    raise ValueError("it has 16 bits per pixel, and 8 are needed")
                 grey = image.convert("L").resize((image_size, image_size))
         # Pillow says SyntaxError for a PNG gone wrong, and has an error of its own for images
         # of absurd size.

@@ -78,6 +78,7 @@ class Reducer:
         # One _Arrival for each parameter, of this backward.
         self._arrivals = bytearray(count)
         self._arrival_order: list[int] = []
+        self._left_out: list[int] = []
         self._is_rearranged = False
         self._launches_early = False
         self._gets_gradients_twice = False
@@ -91,15 +92,21 @@ class Reducer:
         return [[self._names[index] for index in bucket.indices] for bucket in self._buckets]
 
     @property
-    def wants_forecast(self) -> bool:
-        """Whether :meth:`expect_only` would help: the last backward left parameters out."""
-        return self._launches_early and len(self._arrival_order) < len(self._parameters)
+    def left_out(self) -> Sequence[int]:
+        """Those parameters, by index, that the last backward gave no gradient.
+
+        Whoever knows that this one won't either can :meth:`excuse` them.
+        """
+        return self._left_out
 
     def begin(self) -> None:
         """A backward has begun whose gradients are to be reduced.
 
-        Every rank must begin. What an earlier backward left that never ended is dropped.
+        Every rank must begin. What an earlier backward launched that never ended is waited for,
+        since its buffers are about to be filled again, and then dropped.
         """
+        for bucket in self._buckets:
+            bucket.wait()
         self._reset()
         if self._arrival_order and not self._is_rearranged:
             self._is_rearranged = True
@@ -107,13 +114,11 @@ class Reducer:
         self._arrival_order = []
         self.phase = Phase.COLLECTING
 
-    def expect_only(self, reached: Iterable[bool]) -> None:
-        """Wait for no gradient of which ``reached`` says that this backward won't compute it."""
-        for index, is_reached in enumerate(reached):
-            if not is_reached:
-                self._arrivals[index] = _Arrival.EXCUSED
-                self._bucket_of[index].num_missing -= 1
-        self._launch_full_buckets()
+    def excuse(self, indices: Iterable[int]) -> None:
+        """Don't let buckets wait for these gradients: this backward won't compute them."""
+        for index in indices:
+            self._arrivals[index] = _Arrival.EXCUSED
+            self._bucket_of[index].num_missing -= 1
 
     def mark_accumulated(self, index: int) -> None:
         """The gradient of parameter ``index`` has grown, and is not to be reduced yet."""
@@ -136,6 +141,10 @@ class Reducer:
         if not bucket.num_missing and self._launches_early:
             self._launch_full_buckets()
 
+    def give_up(self) -> None:
+        """The backward ended otherwise, and :meth:`finish` won't be called for it."""
+        self.phase = Phase.IDLE
+
     def finish(self) -> None:
         """The backward is over: wait until every gradient is the mean over all ranks.
 
@@ -153,6 +162,7 @@ class Reducer:
                 for bucket in self._buckets:
                     bucket.wait()
                 self._adopt_what_others_used()
+            self._left_out = [i for i, came in enumerate(self._arrivals) if came != _Arrival.COME]
         finally:
             self._reset()
         self._touched = bytearray(len(self._parameters))

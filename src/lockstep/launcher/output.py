@@ -1,40 +1,79 @@
-"""From the bytes that ranks write to whole, labelled lines. Pure, apart from the log files."""
+"""From the bytes that ranks write to whole, labelled lines. Nothing here reads or writes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from pathlib import Path
+import re
+from collections.abc import Hashable, Iterable
 
 # A line that never ends must not fill the memory: from here on it is cut.
 MAX_LINE_BYTES = 1 << 20
+_PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")
 
 
 class LineSplitter:
     r"""Cuts a stream into pieces, each a whole line.
 
-    A piece ends in ``\n``, or in ``\r`` if that is how the writer ends it: a progress bar has
-    to be seen before its line is over. Nothing else is ever passed on by :meth:`feed`.
+    A piece ends in ``\n``, or in ``\r`` where the writer means to write over it: a progress bar
+    has to be seen before its line is over.
     """
 
-    def __init__(self, max_bytes: int = MAX_LINE_BYTES) -> None:
-        self._rest = bytearray()
-        self._max_bytes = max_bytes
+    def __init__(self, max_line_bytes: int = MAX_LINE_BYTES) -> None:
+        self._rest = b""
+        self._max_line_bytes = max_line_bytes
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take in what was read, and return the pieces that it completes."""
-        self._rest += data
-        if b"\r" in data:
-            pieces = self._rest.splitlines_crlf() if False else _split(bytes(self._rest))
-        else:
-            pieces = bytes(self._rest).split(b"\n")
-            pieces = [piece + b"\n" for piece in pieces[:-1]] + pieces[-1:]
-        self._rest = bytearray(pieces.pop())
-        while len(self._rest) >= self._max_bytes:
-            pieces.append(bytes(self._rest[: self._max_bytes]) + b"\n")
-            del self._rest[: self._max_bytes]
+        """Take in ``data`` and return the pieces that it completes."""
+        data = self._rest + data
+        pieces: list[bytes] = _PIECE.findall(data)
+        self._rest = data[sum(map(len, pieces)) :]
+        while len(self._rest) >= self._max_line_bytes:
+            pieces.append(self._rest[: self._max_line_bytes] + b"\n")
+            self._rest = self._rest[self._max_line_bytes :]
         return pieces
 
     def finish(self) -> list[bytes]:
         """What is left when the stream ends, made a whole line."""
-        rest, self._rest = bytes(self._rest), bytearray()
+        rest, self._rest = self._rest, b""
         return [rest + b"\n"] if rest else []
+
+
+class Labeller:
+    r"""Labels the pieces of several sources that go to one destination.
+
+    Invariant: what one source writes never continues a line of another. A piece that ends in
+    ``\r`` leaves its line open, so another source's piece is preceded by a newline.
+    """
+
+    def __init__(self) -> None:
+        self._open: Hashable = None  # whose piece the cursor stands on
+        self._returned: set[Hashable] = set()  # whose last piece ended in \r
+
+    def label(self, source: Hashable, label: bytes, pieces: Iterable[bytes]) -> bytes:
+        """The bytes to write for ``pieces``, which came from ``source``."""
+        return b"".join(self._one(source, label, piece) for piece in pieces)
+
+    def finish(self) -> bytes:
+        """What to write at the very end, so that whatever comes next begins its own line."""
+        was_open, self._open = self._open, None
+        return b"\n" if was_open is not None else b""
+
+    def _one(self, source: Hashable, label: bytes, piece: bytes) -> bytes:
+        if piece == b"\r":  # tqdm writes it before a bar; there is nothing to show yet
+            return b""
+        if piece in (b"\n", b"\r\n") and source in self._returned:
+            return self._end_bar(source)
+        newline = b"\n" if self._open not in (None, source) else b""
+        if piece.endswith(b"\r"):
+            self._open = source
+            self._returned.add(source)
+        else:
+            self._open = None
+            self._returned.discard(source)
+        return newline + label + piece
+
+    def _end_bar(self, source: Hashable) -> bytes:
+        self._returned.discard(source)
+        if self._open != source:  # another source's newline has ended it already
+            return b""
+        self._open = None
+        return b"\n"

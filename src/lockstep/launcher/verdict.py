@@ -51,7 +51,8 @@ class Ending:
         exit_code: Its exit code, or None if a signal ended it or it hasn't ended yet.
         signal: The number of that signal, or None.
         report: What it reported, if it did.
-        asked: Whether the launcher had asked it to end before.
+        asked: Whether the launcher had asked it to end before it went wrong.
+        without_result: Whether a function's result is missing, though it ended as if well.
         last_words: The end of what it wrote to stderr, which is all there is of a crash.
     """
 
@@ -61,32 +62,46 @@ class Ending:
     signal: int | None = None
     report: Report | None = None
     asked: bool = False
+    without_result: bool = False
     last_words: str = ""
+
+    @property
+    def reported_failure(self) -> Report | None:
+        """Its report, if that tells of a failure. What follows one is a mere consequence."""
+        return self.report if self.report is not None and self.report.exit_code else None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it, and nothing had gone wrong before."""
+        return self.signal is not None and self.reported_failure is None
 
     @property
     def failed(self) -> bool:
         """Whether it went wrong, other than because the launcher asked it to end."""
-        if self.report is not None and self.report.exit_code != 0:
-            return True
-        return not self.asked and (self.signal is not None or bool(self.exit_code))
+        if self.asked:
+            return False
+        ended_badly = self.signal is not None or bool(self.exit_code) or self.without_result
+        return self.reported_failure is not None or ended_badly
 
     @property
     def failed_at_seconds(self) -> float:
         """When it went wrong, as exactly as is known."""
-        return self.report.at_seconds if self.report is not None else self.at_seconds
+        report = self.reported_failure
+        return self.at_seconds if report is None else report.at_seconds
 
     @property
     def traceback(self) -> str | None:
         """The traceback of its exception or, of a crash, what faulthandler wrote."""
-        if self.report is not None:
-            return self.report.traceback
+        if self.reported_failure is not None:
+            return self.reported_failure.traceback
         start = self.last_words.find("Fatal Python error:")
         return self.last_words[start:] if start >= 0 else None
 
     @property
     def lost_a_peer(self) -> bool:
         """Whether it failed because another rank was gone."""
-        return self.report is not None and bool(_LOST_A_PEER.search(self.traceback or ""))
+        report = self.reported_failure
+        return report is not None and bool(_LOST_A_PEER.search(report.traceback or ""))
 
 
 def first_failure(endings: Sequence[Ending]) -> Ending | None:
@@ -98,11 +113,11 @@ def first_failure(endings: Sequence[Ending]) -> Ending | None:
 
 def exit_status(ending: Ending) -> int:
     """The exit code for the whole run: that of the rank to blame, as a shell would give it."""
+    if ending.reported_failure is not None:
+        return ending.reported_failure.exit_code
     if ending.signal is not None:
         return 128 + ending.signal
-    if ending.exit_code:
-        return ending.exit_code
-    return (ending.report.exit_code if ending.report is not None else 0) or 1
+    return ending.exit_code or 1
 
 
 def describe(culprit: Ending, endings: Sequence[Ending], world_size: int) -> str:
@@ -133,6 +148,8 @@ def signal_name(number: int) -> str:
 
 
 def _how(ending: Ending) -> str:
+    if ending.reported_failure is not None:
+        return f"exit code {ending.reported_failure.exit_code}"
     if ending.signal == signals.SIGKILL:
         return (
             "it was ended by SIGKILL. Where nobody sent that, it is how Linux ends a process "
@@ -140,7 +157,9 @@ def _how(ending: Ending) -> str:
         )
     if ending.signal is not None:
         return f"it was ended by {signal_name(ending.signal)}"
-    return f"exit code {exit_status(ending)}"
+    if ending.without_result and not ending.exit_code:
+        return "it ended with exit code 0 before the function had returned"
+    return f"exit code {ending.exit_code}"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -66,8 +66,7 @@ class Engine:
         self._reducer = Reducer(
             trained, self.process_group, cap_bytes=int(bucket_cap_mb * MIB)
         )
-        # The nodes have to be held: autograd makes a new one when nobody does.
-        self._nodes = [get_gradient_edge(parameter).node for _, parameter in trained]
+        self._parameters = [parameter for _, parameter in trained]
         for index, (_, parameter) in enumerate(trained):
             hook = _gradient_hook(weakref.ref(self), self._reducer, index)
             parameter.register_post_accumulate_grad_hook(hook)
@@ -78,20 +77,48 @@ class Engine:
         # Reentrant checkpoints run a backward inside of a backward. This is the end of the
         # innermost one around this gradient: mostly the head of the model comes first, and that
         # is in the outermost. Should it be an inner one, gradients are reduced in several goes.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        end = _EndOfBackward(self)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        # A backward that raises drops its callbacks without calling them.
+        # Shown by test_a_failed_backward_does_not_spoil_the_next.
+        self._end = weakref.ref(end, lambda _, reducer=self._reducer: reducer.give_up())
         self._reducer.begin()
         if self._buffers:
             # Now rather than before the next forward: it travels while backward computes, and
             # no forward waits for it, whichever method that will be.
             self._buffers_on_their_way = TensorBroadcast(self.process_group, self._buffers)
-        if self._reducer.wants_forecast:
-            self._reducer.expect_only(map(torch._C._will_engine_execute_node, self._nodes))
+        self._reducer.excuse(
+            index for index in self._reducer.left_out if not _is_reached(self._parameters[index])
+        )
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """The backward is over: wait until everything has arrived."""
         self._reducer.finish()
         if self._buffers_on_their_way is not None:
             self._buffers_on_their_way.finish()
             self._buffers_on_their_way = None
+
+
+class _EndOfBackward:
+    """What autograd calls at the end of a backward; only autograd holds it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self) -> None:
+        self._engine.end_backward()
+
+
+def _is_reached(parameter: nn.Parameter) -> bool:
+    """Whether the backward that is running will compute a gradient for ``parameter``.
+
+    It can't see into the segments of reentrant checkpoints, and then says no too often.
+    """
+    # The node is not kept. While somebody holds it autograd believes the shape that it was made
+    # with, and a parameter that has changed fails inside of autograd, without its name.
+    return parameter.requires_grad and torch._C._will_engine_execute_node(
+        get_gradient_edge(parameter).node
+    )
 
 
 def _gradient_hook(

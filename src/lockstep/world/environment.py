@@ -69,8 +69,17 @@ def detect(environ: Mapping[str, str]) -> Placement:
     MPI whose daemons srun started.
 
     Raises:
-        InitError: If the variables of a starter are incomplete or not numbers.
+        InitError: If the variables of a starter are incomplete, not numbers, or contradict
+            each other.
     """
+    place = _detect(environ)
+    _check_range("RANK", place.rank, place.world_size)
+    if place.local_rank is not None and place.local_world_size is not None:
+        _check_range("LOCAL_RANK", place.local_rank, place.local_world_size)
+    return place
+
+
+def _detect(environ: Mapping[str, str]) -> Placement:
     if RUN_ID in environ:
         return _from_torch_variables(environ, Starter.LOCKSTEP)
     if "RANK" in environ and "WORLD_SIZE" in environ:
@@ -208,6 +217,14 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         return environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")
     return None
+
+
+def _check_range(name: str, rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise InitError(
+            f"{name} is {rank}, but must be from 0 to {size - 1} in a world of {size}. Start the "
+            "ranks with 'lockstep run', which numbers them."
+        )
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -29,6 +29,11 @@ _RETRY_SECONDS = 0.05
 _MPI_DAEMONS = ("hydra_pmi_proxy", "orted", "prted", "orterun", "prterun", "mpiexec", "mpirun")
 
 
+# The stores that this process holds open, by address. A port can be listened on once, and a
+# process that calls init() again, after destroy_process_group(), is told the same port.
+_held_open: dict[tuple[str, int], dist.TCPStore] = {}
+
+
 def meet(place: Placement, timeout: timedelta) -> dist.Store:
     """Connect to the store of this run, opening it first if that is this rank's part.
 
@@ -39,9 +44,11 @@ def meet(place: Placement, timeout: timedelta) -> dist.Store:
         InitError: If the starter told no way to find it.
     """
     if place.master is not None:
-        host, port = place.master
-        opens_store = place.rank == 0 and not place.agent_hosts_store
-        return _open_store(place, host, port, timeout) if opens_store else _connect(place, timeout)
+        if place.rank != 0 or place.agent_hosts_store:
+            return _connect(place, timeout)
+        if place.master not in _held_open:
+            _held_open[place.master] = _open_store(place, *place.master, timeout)
+        return _held_open[place.master]
     if place.on_one_host and sys.platform == "linux":
         return _meet_by_name(place, timeout)
     if place.starter in (Starter.OPEN_MPI, Starter.MPICH):

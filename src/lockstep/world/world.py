@@ -6,6 +6,8 @@ import atexit
 import logging
 import os
 import socket
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -138,48 +140,42 @@ def _num_cuda_devices() -> int:
 def _join(
     place: Placement, backend: str | None, device: torch.device | None, timeout: timedelta
 ) -> World:
-    global _num_inits
     if place.on_one_host:
         # A copy for the children too: what this process starts is on the same host.
         for name, value in loopback_environment().items():
             os.environ.setdefault(name, value)
-    # A store outlives a process group, and what the first one left there would mislead a second.
-    store = dist.PrefixStore(f"lockstep/init/{_num_inits}", meet(place, timeout))
-    _num_inits += 1
+    store = dist.PrefixStore(_new_prefix(), meet(place, timeout))
     hosts = roll_call(store, place, timeout, note=socket.gethostname())
-    place = _with_local_rank(place, list(hosts))
-    assert place.local_rank is not None
-    assert place.local_world_size is not None
-    chosen = device or choose_device(
-        place.local_rank,
-        place.local_world_size,
-        _num_cuda_devices(),
-        place.one_device_per_task,
+    local_rank, local_world_size = _place_on_host(place, hosts)
+    device = device or choose_device(
+        local_rank, local_world_size, _num_cuda_devices(), place.one_device_per_task
     )
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if backend is None:
-        _create_default_group(store, place, chosen, timeout)
+        _create_default_group(store, place, device, timeout)
     else:
-        _create_group(backend, store, place, chosen, timeout)
+        _create_group(backend, store, place, device, timeout)
     atexit.register(_leave)
+    group = dist.group.WORLD
     return World(
-        place.rank,
-        place.world_size,
-        place.local_rank,
-        place.local_world_size,
-        chosen,
-        dist.group.WORLD,
-        place.starter,
+        place.rank, place.world_size, local_rank, local_world_size, device, group, place.starter
     )
 
 
-def _with_local_rank(place: Placement, hosts: list[str]) -> Placement:
-    """Fill in what the starter didn't tell, from the names of all ranks' hosts."""
+def _new_prefix() -> str:
+    """Keep what one init() leaves in the store, which outlives a group, from misleading a second."""
+    global _num_inits
+    _num_inits += 1
+    return f"lockstep/init/{_num_inits}"
+
+
+def _place_on_host(place: Placement, hosts: Sequence[str]) -> tuple[int, int]:
+    """The local rank and world size: what the starter told, else from the names of the hosts."""
     if place.local_rank is not None and place.local_world_size is not None:
-        return place
+        return place.local_rank, place.local_world_size
     here = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
-    return replace(place, local_rank=here.index(place.rank), local_world_size=len(here))
+    return here.index(place.rank), len(here)
 
 
 def _create_default_group(
@@ -241,32 +237,26 @@ def _from_existing_group(device: torch.device | None, timeout: timedelta) -> Wor
         place = replace(
             place, local_rank=told.local_rank, local_world_size=told.local_world_size
         )
+    hosts: Sequence[str] = ()
     if place.local_rank is None or place.local_world_size is None:
-        global _num_inits
-        default_store = dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore(f"lockstep/found/{_num_inits}", default_store)
-        _num_inits += 1
-        place = _with_local_rank(
-            place, list(roll_call(store, place, timeout, note=socket.gethostname()))
-        )
-    assert place.local_rank is not None
-    assert place.local_world_size is not None
-    can_use_cuda = "cuda" in _backend_map(str(dist.get_backend_config(group)))
-    num_devices = _num_cuda_devices() if can_use_cuda else 0
-    chosen = device or choose_device(
-        place.local_rank, place.local_world_size, num_devices, told.one_device_per_task
+        store = dist.PrefixStore(_new_prefix(), dist.distributed_c10d._get_default_store())
+        hosts = roll_call(store, place, timeout, note=socket.gethostname())
+    local_rank, local_world_size = _place_on_host(place, hosts)
+    carries_cuda = "cuda" in _backend_map(str(dist.get_backend_config(group)))
+    num_devices = _num_cuda_devices() if carries_cuda else 0
+    device = device or choose_device(
+        local_rank, local_world_size, num_devices, told.one_device_per_task
     )
     return World(
-        place.rank,
-        place.world_size,
-        place.local_rank,
-        place.local_world_size,
-        chosen,
-        group,
-        place.starter,
+        place.rank, place.world_size, local_rank, local_world_size, device, group, place.starter
     )
 
 
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        # One of Gloo's threads may be about to let go of the last collective's tensor, for which
+        # it wants the interpreter lock. Should it find the interpreter shutting down, it takes
+        # the process with it ("terminate called without an active exception"): one run in
+        # ten. It needs microseconds; sleeping gives it the lock.
+        time.sleep(0.02)

@@ -1,0 +1,76 @@
+"""A loss may come from any method of a parallel model, not from ``forward`` alone.
+
+    lockstep run -n 2 examples/any_method.py     two ranks
+    python examples/any_method.py                the same program, one rank
+
+The first layer learns to give the sums of pairs, through ``model.middle(x)``; ``forward`` is
+never called, and the second layer, which no rank uses, stays as it is.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import lockstep
+
+NUM_STEPS = 100
+
+
+class Net(nn.Module):
+    """Two layers, and a method that stops between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 4)
+        self.second = nn.Linear(4, 1)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        """What the first layer makes of ``x``."""
+        return self.first(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What both layers make of it."""
+        return self.second(F.relu(self.middle(x)))
+
+
+def same_on_all_ranks(model: nn.Module, world: lockstep.World) -> bool:
+    """Whether all ranks hold the same parameters, to the last bit."""
+    if world.process_group is None:  # this rank is alone
+        return True
+    mine = nn.utils.parameters_to_vector(model.parameters()).detach()
+    theirs = [torch.empty_like(mine) for _ in range(world.world_size)]
+    dist.all_gather(theirs, mine, group=world.process_group)
+    return all(torch.equal(mine, parameters) for parameters in theirs)
+
+
+def main() -> None:
+    """Train through ``middle``, and compare the ranks."""
+    world = lockstep.init()
+
+    # It is still a Net, and everything that a Net has is there. All ranks start from rank 0's
+    # parameters, so no seed is needed here.
+    model = lockstep.parallelize(Net().to(world.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    # Each rank has samples of its own.
+    torch.manual_seed(world.rank)
+    x = torch.randn(64, 8, device=world.device)
+    y = x[:, 0::2] + x[:, 1::2]
+
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model.middle(x), y)
+        loss.backward()  # leaves in .grad the mean over all ranks
+        optimizer.step()
+        if world.rank == 0 and step % 20 == 0:
+            print(f"step {step}: loss {loss.item():.6f} on rank 0", flush=True)
+
+    if not same_on_all_ranks(model, world):
+        raise SystemExit(f"rank {world.rank}: the ranks hold different parameters")
+    if world.rank == 0:
+        print(f"ranks: {world.world_size}; all of them hold the same parameters")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+from .calling import launch as launch

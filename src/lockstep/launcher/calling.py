@@ -1,0 +1,219 @@
+"""``launch(fn)``: call a function on new ranks, from a script, a notebook or a test."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Literal, TextIO, TypeVar
+
+from lockstep.errors import BadLaunch, LaunchError, RankFailed
+from lockstep.launcher.handover import (
+    Descriptors,
+    Outcome,
+    job_file,
+    supervisor_command,
+    supervisor_environment,
+)
+from lockstep.launcher.job import (
+    Call,
+    Job,
+    check_num_ranks,
+    check_num_threads,
+    default_num_threads,
+)
+
+Result = TypeVar("Result")
+_READ_BYTES = 1 << 16
+_PATIENCE_SECONDS = 10.0  # longer than the supervisor takes for ranks that don't want to end
+
+
+def launch(
+    fn: Callable[..., Result],
+    nprocs: int = 2,
+    args: Sequence[object] = (),
+    *,
+    num_threads: int | None = None,
+    output: Literal["labelled", "plain"] = "labelled",
+    log_dir: str | os.PathLike[str] | None = None,
+) -> list[Result]:
+    """Call ``fn(world, *args)`` on ``nprocs`` new processes and wait for all of them.
+
+    Each process is a rank: ``world`` is what :func:`lockstep.init` returns in it. The processes
+    are fresh ones, not forks of the caller, so it doesn't matter which threads, locks or devices
+    the caller uses. When ``launch`` returns or raises, none of them is left.
+
+    Args:
+        fn: What to call. It is pickled by ``cloudpickle``, so a lambda, a function inside a
+            function or one of a notebook will do. Changes that it makes to the caller's
+            variables are lost; what it returns is not.
+        nprocs: The number of ranks.
+        args: What to pass to ``fn`` after the world, the same to every rank.
+        num_threads: How many threads each rank computes with; by default the cores that this
+            process may use, divided by ``nprocs``.
+        output: ``"labelled"`` writes what the ranks write to ``sys.stdout`` and ``sys.stderr``
+            of the caller, line by line, each with its rank. ``"plain"`` lets the ranks write to
+            the caller's file descriptors 1 and 2 themselves.
+        log_dir: A directory in which to keep each rank's output, as ``rank-R.log``.
+
+    Returns:
+        What each rank returned, in the order of ranks.
+
+    Raises:
+        BadLaunch: If ``fn`` isn't callable, it or ``args`` can't be pickled, or the numbers make
+            no sense.
+        RankFailed: If a rank didn't end well: the first that failed, with its traceback.
+        LaunchError: If the ranks couldn't be started.
+    """
+    if output not in ("labelled", "plain"):
+        raise BadLaunch(f"output is {output!r}, but only 'labelled' and 'plain' are known.")
+    if output == "plain" and log_dir is not None:
+        raise BadLaunch(
+            "Plain output doesn't pass through the launcher, so it can't be kept in log_dir "
+            "as well. Leave out one of them."
+        )
+    num_ranks = check_num_ranks(nprocs)
+    threads = default_num_threads(num_ranks) if num_threads is None else num_threads
+    job = Job(
+        _call(fn, args),
+        num_ranks,
+        check_num_threads(threads),
+        log_dir=None if log_dir is None else os.fspath(Path(log_dir).absolute()),
+        labelled=output == "labelled",
+    )
+    outcome = _run(job)
+    if outcome.exit_status == 0:
+        return [pickle.loads(result) for result in outcome.results]
+    raise _error(outcome)
+
+
+def _call(fn: Callable[..., object], args: Sequence[object]) -> Call:
+    import cloudpickle
+
+    if not callable(fn):
+        raise BadLaunch(
+            f"launch() was given a {type(fn).__name__} to call: {fn!r}. Give it a function that "
+            "takes the world, and pass the function's other arguments as args=(...)."
+        )
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    try:
+        return Call(cloudpickle.dumps((fn, tuple(args))), name)
+    except Exception as error:  # what is pickled raises what it likes
+        raise BadLaunch(
+            f"{name} and its arguments can't be sent to other processes: {error}. Open files, "
+            "locks, sockets and generators can't be pickled: make them inside the function."
+        ) from error
+
+
+def _error(outcome: Outcome) -> LaunchError:
+    message = outcome.message or f"The ranks ended with exit code {outcome.exit_status}."
+    if outcome.rank is None:
+        return LaunchError(message)
+    return RankFailed(
+        message,
+        rank=outcome.rank,
+        exit_code=outcome.exit_code,
+        signal=outcome.signal,
+        traceback=outcome.traceback,
+    )
+
+
+def _run(job: Job) -> Outcome:
+    """Run ``job`` in a supervisor, copy its output, and return what came of it."""
+    lifeline, outcome = os.pipe(), os.pipe()
+    descriptors = Descriptors(job_file(job), lifeline[0], outcome[1])
+    given = (descriptors.job, *descriptors.after_job())
+    piped = subprocess.PIPE if job.labelled else None
+    _flush()
+    try:
+        supervisor = subprocess.Popen(
+            supervisor_command(descriptors),
+            stdin=subprocess.DEVNULL,
+            stdout=piped,
+            stderr=piped,
+            env=supervisor_environment(os.environ, job),
+            pass_fds=given,
+            # Ctrl-C is for the caller to handle, who may be more than a launcher.
+            start_new_session=True,
+        )
+    except OSError as error:
+        os.close(outcome[0])
+        raise LaunchError(f"{sys.executable} can't be started: {error.strerror}.") from error
+    finally:
+        for descriptor in given:
+            os.close(descriptor)
+    with open(lifeline[1], "wb"), open(outcome[0], "rb") as answer, _ended(supervisor):
+        answered = _copy_until_end(supervisor, answer)
+    if not answered:
+        raise LaunchError(
+            "The process that starts and watches the ranks ended with exit code "
+            f"{supervisor.returncode} and without a word. Its output, above, may tell why; if "
+            "it is -9, it was killed, and the ranks with it."
+        )
+    result = pickle.loads(answered)
+    assert isinstance(result, Outcome)
+    return result
+
+
+@contextlib.contextmanager
+def _ended(supervisor: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Wait for the supervisor in the end, and end it if the block is left by an exception."""
+    try:
+        yield
+    except BaseException:
+        # KeyboardInterrupt, or whatever an output stream of the caller's raised.
+        supervisor.send_signal(signal.SIGINT)
+        _close_output(supervisor)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            supervisor.wait(_PATIENCE_SECONDS)
+        supervisor.kill()  # its guardian then ends the ranks
+        raise
+    finally:
+        _close_output(supervisor)
+        supervisor.wait()
+
+
+def _close_output(supervisor: subprocess.Popen[bytes]) -> None:
+    for pipe in (supervisor.stdout, supervisor.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def _copy_until_end(supervisor: subprocess.Popen[bytes], answer: IO[bytes]) -> bytes:
+    """Copy the supervisor's output to ``sys.stdout`` and ``sys.stderr``; return its answer."""
+    answered = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(answer, selectors.EVENT_READ, answered.extend)
+        for pipe, stream in ((supervisor.stdout, sys.stdout), (supervisor.stderr, sys.stderr)):
+            if pipe is not None:
+                selector.register(pipe, selectors.EVENT_READ, _writer(stream))
+        while selector.get_map():
+            for key, _ in selector.select():
+                data = os.read(key.fd, _READ_BYTES)
+                key.data(data)
+                if not data:
+                    selector.unregister(key.fileobj)
+    return bytes(answered)
+
+
+def _writer(stream: TextIO) -> Callable[[bytes], None]:
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def write(data: bytes) -> None:
+        stream.write(decoder.decode(data, final=not data))
+        stream.flush()
+
+    return write
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()

@@ -1,0 +1,119 @@
+"""Which ranks run on this host, with which environment, and the store they meet at."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+from lockstep.launcher.job import Job
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+_STORE_TIMEOUT = timedelta(seconds=30)
+_BACKLOG = 1024  # every rank may connect before the store accepts the first
+
+
+class Host(NamedTuple):
+    """This host's share of a run.
+
+    Attributes:
+        ranks: The ranks that run here.
+        world_size: How many run everywhere.
+        environments: The variables that each of ``ranks`` gets.
+    """
+
+    ranks: range
+    world_size: int
+    environments: list[dict[str, str]]
+
+
+def place(job: Job, environ: Mapping[str, str]) -> tuple[Host, int | None]:
+    """Find this host's place, and listen for the ranks where their store will be.
+
+    Args:
+        job: The job.
+        environ: The environment, in which an elastic agent says which of several hosts this is.
+
+    Returns:
+        The host, and the descriptor of a listening socket for :func:`open_store`; None where
+        the store is the agent's.
+    """
+    if job.num_hosts > 1:
+        return _one_of_several(job, environ), None
+    # Port 0: the kernel finds a free one, so that two runs never collide.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+    port = listener.getsockname()[1]
+    return _the_only_one(job, port), listener.detach()
+
+
+def open_store(listener: int | None) -> TCPStore | None:
+    """Answer the ranks on ``listener``; it has threads, so fork first.
+
+    The store is the supervisor's rather than rank 0's, so no rank's end takes it away. It is
+    given a bound socket because it would bind one to every interface.
+    """
+    if listener is None:
+        return None
+    from torch.distributed import TCPStore
+
+    port = _port_of(listener)
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+
+
+def _port_of(listener: int) -> int:
+    with socket.socket(fileno=listener) as borrowed:
+        port = borrowed.getsockname()[1]
+        borrowed.detach()
+    assert isinstance(port, int)
+    return port
+
+
+# lockstep.world imports torch, which the supervisor does in its own time: so only when called.
+def _the_only_one(job: Job, port: int) -> Host:
+    from lockstep.world.environment import rank_environment
+
+    run_id, size = uuid.uuid4().hex, job.num_ranks
+    environments = [
+        rank_environment(
+            run_id=run_id,
+            rank=rank,
+            world_size=size,
+            master_port=port,
+            num_threads=job.num_threads,
+        )
+        for rank in range(size)
+    ]
+    return Host(range(size), size, environments)
+
+
+def _one_of_several(job: Job, environ: Mapping[str, str]) -> Host:
+    """Take the agent's numbers, which count hosts, for a number of ranks on each."""
+    from lockstep.world.environment import RUN_ID
+
+    host, size = int(environ["RANK"]), job.num_ranks
+    ranks = range(host * size, (host + 1) * size)
+    world_size = job.num_hosts * size
+    shared = {
+        RUN_ID: environ["TORCHELASTIC_RUN_ID"],
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(job.num_hosts),
+        "OMP_NUM_THREADS": str(job.num_threads),
+    }
+    environments = [
+        {**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        for local_rank, rank in enumerate(ranks)
+    ]
+    return Host(ranks, world_size, environments)

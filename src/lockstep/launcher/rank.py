@@ -1,0 +1,217 @@
+"""What a rank does, from the fork that makes it to the exit code that it ends with.
+
+A rank is forked from the supervisor, which has imported torch, but must be to the program what
+a fresh interpreter is: a process group, signal handlers, a standard input, streams and random
+numbers of its own. When the program is over, :func:`run_rank` returns, and the interpreter
+ends as it always does: it waits for threads and runs exit handlers.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+from lockstep.errors import BadLaunch, LaunchError
+from lockstep.launcher.job import Call, Module, Program, Script
+from lockstep.launcher.processes import end_with_parent
+from lockstep.launcher.program import run_module, run_script
+from lockstep.launcher.verdict import Report
+
+REPORT_LENGTH_BYTES = 8
+_NOT_THE_PROGRAMS = ("<frozen importlib", "<frozen runpy>", os.path.dirname(__file__) + os.sep)
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What a rank is born with.
+
+    Attributes:
+        rank: Its number among all ranks.
+        environment: The environment variables to add.
+        num_threads: How many threads it computes with.
+        stdout, stderr: File descriptors to write to, or None to write where the supervisor does.
+        report: The file descriptor that its :class:`Report` goes to.
+        signal_mask: The signals to block, which is what the supervisor was started with.
+    """
+
+    rank: int
+    environment: Mapping[str, str]
+    num_threads: int
+    stdout: int | None
+    stderr: int | None
+    report: int
+    signal_mask: Collection[int]
+
+
+def run_rank(start: RankStart, program: Program, supervisor: int) -> int:
+    """Become a rank, run ``program``, report how it went.
+
+    Args:
+        start: What makes this rank this rank.
+        program: What to run.
+        supervisor: The process that forked this one.
+
+    Returns:
+        The exit code to end with.
+    """
+    end_with_parent(supervisor, signal.SIGKILL)
+    _become_a_process_of_its_own(start)
+    # Only now, and not while it was the supervisor still, may a signal interrupt it.
+    signal.pthread_sigmask(signal.SIG_SETMASK, start.signal_mask)
+    report = _run(program)
+    sent = report.exit_code == 0 and report.result is None
+    if not sent:
+        _send(report, start.report)
+    os.close(start.report)
+    return report.exit_code
+
+
+def _become_a_process_of_its_own(start: RankStart) -> None:
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    # What a shell's nohup or & has asked to ignore stays ignored.
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _redirect(start)
+    os.environ.update(start.environment)
+    _refresh_libraries(start.num_threads)
+    faulthandler.enable()
+
+
+def _redirect(start: RankStart) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    for descriptor, standard, stream in (
+        (start.stdout, 1, sys.stdout),
+        (start.stderr, 2, sys.stderr),
+    ):
+        if descriptor is None:
+            continue
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+        # A pipe is block-buffered by default: lines would come late, and not at all from a
+        # rank that is killed.
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True)
+
+
+def _refresh_libraries(num_threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(num_threads)
+    # The fork copied the state of numpy's global generator: all ranks would draw the same. The
+    # one of the module random is reseeded by Python itself, and torch's has a fixed first seed.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _run(program: Program) -> Report:
+    try:
+        result = _execute(program)
+    except SystemExit as error:
+        return _report_of_exit(error, program)
+    except KeyboardInterrupt:
+        return _report(128 + signal.SIGINT)
+    except BadLaunch as error:
+        # Raised by this package before the program began, or by a launch() inside the program.
+        if _program_frames(error.__traceback__) is None:
+            return _report(2, advice=str(error))
+        return _report_of_exception(error)
+    except BaseException as error:  # whatever ends the program has to be reported
+        return _report_of_exception(error)
+    return _report(0, result=result)
+
+
+def _execute(program: Program) -> bytes | None:
+    match program:
+        case Script():
+            run_script(program)
+        case Module():
+            run_module(program)
+        case Call():
+            return _call(program)
+    return None
+
+
+def _call(program: Call) -> bytes:
+    import cloudpickle
+
+    from lockstep.world import init
+
+    function, args = pickle.loads(program.pickled)
+    result = function(init(), *args)
+    try:
+        return bytes(cloudpickle.dumps(result))
+    except Exception as error:
+        raise LaunchError(
+            f"{program.name}() returned a {type(result).__name__} that can't be pickled "
+            f"({error}), so it can't be sent back. Return numbers, tensors or other plain data."
+        ) from error
+
+
+def _report_of_exit(error: SystemExit, program: Program) -> Report:
+    """What Python makes of ``sys.exit(...)``: a number is the exit code, all else a message."""
+    code = error.code
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    # As an exit code has 8 bits; and a function that exits hasn't returned.
+    status = (code or 0) & 0xFF or (1 if isinstance(program, Call) else 0)
+    return _report(status, traceback=_format(error) if status else None)
+
+
+def _report_of_exception(error: BaseException) -> Report:
+    report = _report(1, traceback=_format(error))
+    # The program may have put its own hook there, such as rich's.
+    sys.excepthook(type(error), error, error.__traceback__)
+    return report
+
+
+def _report(
+    exit_code: int,
+    *,
+    traceback: str | None = None,
+    advice: str | None = None,
+    result: bytes | None = None,
+) -> Report:
+    return Report(time.monotonic(), exit_code, traceback, advice, result)
+
+
+def _format(error: BaseException) -> str:
+    """The traceback as Python would print it had the launcher not been there."""
+    error.__traceback__ = _program_frames(error.__traceback__)
+    return "".join(traceback.format_exception(error))
+
+
+def _program_frames(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` without the frames on top of it that started the program."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_NOT_THE_PROGRAMS):
+        trace = trace.tb_next
+    return trace
+
+
+def _send(report: Report, descriptor: int) -> None:
+    """Write ``report``, and how long it is: what the rank forked may hold the pipe open."""
+    payload = pickle.dumps(report)
+    data = memoryview(len(payload).to_bytes(REPORT_LENGTH_BYTES, "little") + payload)
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except BrokenPipeError:  # the supervisor was killed; the end of this rank is near
+        pass
+
+

@@ -1,0 +1,121 @@
+"""The process that starts the ranks of one host, watches them, and leaves none behind.
+
+It imports torch once and forks the ranks: an import takes about a second, a fork a twentieth
+of one. A fork copies only the thread that forks, so nothing here may start a thread before the
+ranks are forked; the store, which has threads, is opened afterwards.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import sys
+
+from lockstep.errors import LaunchError
+from lockstep.launcher.console import Console, open_log_files
+from lockstep.launcher.forking import fork_ranks
+from lockstep.launcher.handover import Descriptors, Outcome, read_command, read_job
+from lockstep.launcher.host import open_store, place
+from lockstep.launcher.job import Job
+from lockstep.launcher.processes import MARK, end_with_parent
+from lockstep.launcher.rank import RankStart, run_rank
+from lockstep.launcher.signals import ENDING, SignalPipe, handle_ending_signals
+from lockstep.launcher.verdict import describe, exit_status, first_failure, signal_name
+from lockstep.launcher.watch import Watch
+
+
+def main() -> int:
+    """Run the job that the command line tells of.
+
+    Returns:
+        In the supervisor the exit code of the run; in a rank its own. It is left to the caller
+        to exit with it, so that a rank ends as any Python program does.
+    """
+    # Until there are ranks there is nothing to do but go, and no traceback to show.
+    handle_ending_signals(lambda number, frame: os._exit(128 + number))
+    caller, descriptors = read_command(sys.argv)
+    del sys.argv[1:]
+    if descriptors.lifeline is not None:
+        end_with_parent(caller, signal.SIGTERM)
+    job = read_job(descriptors.job)
+    _import_torch()
+    try:
+        return _start(job, descriptors)
+    except LaunchError as error:
+        return _conclude(Outcome(2, message=str(error)), descriptors)
+
+
+def _import_torch() -> None:
+    # The collector finds nothing to free in an import, but looks for it a hundred times.
+    gc.disable()
+    import torch
+    import torch.distributed  # noqa: F401  (here, so that no rank has to)
+
+    # What is frozen isn't visited by the ranks' collectors, so its memory stays shared.
+    gc.freeze()
+    gc.enable()
+
+
+def _start(job: Job, descriptors: Descriptors) -> int:
+    """Fork the ranks, and either watch them or be one."""
+    mark, supervisor = os.environ[MARK], os.getpid()
+    host, listener = place(job, os.environ)
+    log_files = open_log_files(job.log_dir, host.ranks)
+    # A rank that is being born must not run the handlers below: they are the supervisor's.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
+    signals = SignalPipe()
+    ours = [*signals.descriptors, *descriptors.after_job(), *log_files.values()]
+    forked = fork_ranks(
+        host.ranks,
+        host.environments,
+        num_threads=job.num_threads,
+        labelled=job.labelled,
+        not_the_ranks=ours if listener is None else [*ours, listener],
+        signal_mask=mask,
+    )
+    if isinstance(forked, RankStart):
+        return run_rank(forked, job.program, supervisor)
+    # From here on this is the supervisor, whatever happens.
+    console = Console(log_files, signals)
+    watch = Watch(job, forked, mark, console, signals=signals, lifeline=descriptors.lifeline)
+    with watch:
+        watch.guard()
+        # Its threads are started while signals are blocked, so that none is sent to them.
+        store = open_store(listener)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        watch.until_all_ended()
+    del store
+    return _conclude(_outcome(watch, host.world_size), descriptors)
+
+
+def _outcome(watch: Watch, world_size: int) -> Outcome:
+    endings = watch.endings()
+    culprit = first_failure(endings)
+    if culprit is not None:
+        return Outcome(
+            exit_status(culprit),
+            message=describe(culprit, endings, world_size),
+            rank=culprit.rank,
+            exit_code=None if culprit.was_killed else exit_status(culprit),
+            signal=signal_name(culprit.signal) if culprit.was_killed else None,
+            traceback=culprit.traceback,
+        )
+    number = watch.interrupted_by
+    if number is None:
+        return Outcome(0, watch.results())
+    if number == signal.SIGPIPE:  # as every program in a pipe that nobody reads from
+        return Outcome(128 + number)
+    name = signal_name(number)
+    return Outcome(128 + number, message=f"ended by {name}; no rank is left running.")
+
+
+def _conclude(outcome: Outcome, descriptors: Descriptors) -> int:
+    """Send ``outcome`` to the caller or, on a command line, print what it has to say."""
+    if descriptors.outcome is not None:
+        with open(descriptors.outcome, "wb") as pipe:
+            pickle.dump(outcome, pipe)
+    elif outcome.message is not None:
+        print(f"lockstep: {outcome.message}", file=sys.stderr)
+    return outcome.exit_status

@@ -1,0 +1,167 @@
+"""The reducer's states, without modules, autograd or other ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import LateGradient
+from lockstep.grad import Phase, Reducer
+from tests.ranks import run_ranks
+
+
+class Recorder:
+    """A process group of one rank that counts for two, and notes what it is asked to carry."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> dist.Work:
+        self.sizes.append(tensors[0].numel())
+        tensors[0].mul_(2)  # as if the other rank had the same
+        return DoneWork()
+
+    def broadcast(self, tensors: list[torch.Tensor], options: object) -> dist.Work:
+        return DoneWork()
+
+
+class DoneWork:
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+def reducer_of(count: int, numel: int = 1) -> tuple[Reducer, list[torch.nn.Parameter], Recorder]:
+    """Parameter i has numel + i elements and a bucket of its own, so sizes tell who went."""
+    group = Recorder()
+    parameters = [torch.nn.Parameter(torch.zeros(numel + index)) for index in range(count)]
+    named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+    return Reducer(named, group, cap_bytes=1, first_cap_bytes=1), parameters, group
+
+
+def backward(reducer: Reducer, parameters: list, order: list[int]) -> None:
+    reducer.begin()
+    for index in order:
+        come(reducer, parameters, index)
+    reducer.finish()
+
+
+def come(reducer: Reducer, parameters: list, index: int) -> None:
+    parameters[index].grad = torch.full_like(parameters[index], index + 1.0)
+    reducer.mark_ready(index)
+
+
+def test_first_backward_launches_in_reverse_registration_order_at_its_end():
+    reducer, parameters, group = reducer_of(4)
+    reducer.begin()
+    for index in (0, 1, 2, 3):
+        come(reducer, parameters, index)
+    assert group.sizes == []
+    reducer.finish()
+    assert group.sizes == [4, 3, 2, 1 + 4]  # the last one carries a fact for each parameter
+
+
+def test_buckets_launch_in_index_order():
+    reducer, parameters, group = reducer_of(4)
+    backward(reducer, parameters, [3, 2, 1, 0])
+    group.sizes.clear()
+    reducer.begin()
+    come(reducer, parameters, 1)
+    come(reducer, parameters, 2)
+    assert group.sizes == []  # full, but not their turn
+    come(reducer, parameters, 3)
+    assert group.sizes == [4, 3, 2]
+    come(reducer, parameters, 0)
+    assert group.sizes == [4, 3, 2]  # the last one waits for the end of the backward
+    reducer.finish()
+    assert group.sizes == [4, 3, 2, 5]
+
+
+def test_buckets_are_arranged_once_in_the_order_of_the_first_backward():
+    reducer, parameters, _ = reducer_of(4)
+    assert reducer.buckets == [["p3"], ["p2"], ["p1"], ["p0"]]
+    backward(reducer, parameters, [1, 3, 0])
+    backward(reducer, parameters, [0, 1, 2, 3])
+    assert reducer.buckets == [["p1"], ["p3"], ["p0"], ["p2"]]
+    backward(reducer, parameters, [0, 1, 2, 3])
+    assert reducer.buckets == [["p1"], ["p3"], ["p0"], ["p2"]]
+
+
+def test_ranks_agree_on_the_order_that_rank_0_saw():
+    def body(rank: int, group: dist.ProcessGroup) -> list:
+        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+        reducer = Reducer(named, group, cap_bytes=1, first_cap_bytes=1)
+        for _ in range(2):
+            backward(reducer, parameters, [1, 0, 2] if rank == 0 else [2, 1, 0])
+        return list(reducer.buckets)
+
+    assert run_ranks(2, body) == [[["p1"], ["p0"], ["p2"]]] * 2
+
+
+def test_excused_gradients_hold_nothing_up():
+    reducer, parameters, group = reducer_of(3)
+    backward(reducer, parameters, [2, 0])
+    assert list(reducer.left_out) == [1]
+    backward(reducer, parameters, [2, 0])  # p1 is in the last bucket from here on
+    backward(reducer, parameters, [2, 1, 0])
+    assert list(reducer.left_out) == []
+    backward(reducer, parameters, [2, 1])
+    group.sizes.clear()
+    reducer.begin()
+    reducer.excuse(reducer.left_out)
+    come(reducer, parameters, 2)
+    assert group.sizes == [3, 1]
+    reducer.finish()
+
+
+def test_an_excused_gradient_that_comes_after_all_is_taken():
+    reducer, parameters, _ = reducer_of(3)
+    backward(reducer, parameters, [2, 1])
+    reducer.begin()
+    reducer.excuse([0])
+    for index in (0, 1, 2):
+        come(reducer, parameters, index)
+    reducer.finish()
+    assert [p.grad[0].item() for p in parameters] == [1, 2, 3]
+
+
+def test_a_gradient_that_comes_twice_makes_buckets_wait_for_the_end():
+    reducer, parameters, group = reducer_of(3)
+    backward(reducer, parameters, [2, 1, 2, 0])
+    group.sizes.clear()
+    reducer.begin()
+    for index in (2, 1, 0):
+        come(reducer, parameters, index)
+    assert group.sizes == []
+    reducer.finish()
+
+
+def test_a_late_gradient_is_an_error_once():
+    reducer, parameters, _ = reducer_of(3)
+    backward(reducer, parameters, [2, 1, 0])
+    reducer.begin()
+    come(reducer, parameters, 2)
+    with pytest.raises(LateGradient, match="'p2' got a gradient"):
+        come(reducer, parameters, 2)
+    reducer.give_up()
+    backward(reducer, parameters, [2, 1, 2, 0])
+    assert [p.grad[0].item() for p in parameters] == [1, 2, 3]
+
+
+def test_phases():
+    reducer, parameters, _ = reducer_of(2)
+    assert reducer.phase is Phase.IDLE
+    reducer.begin()
+    assert reducer.phase is Phase.COLLECTING
+    come(reducer, parameters, 0)
+    reducer.finish()
+    assert reducer.phase is Phase.IDLE

@@ -1,0 +1,108 @@
+"""Run the command in processes that cannot outlive their test, and see whether any tried to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+MARK = "LOCKSTEP_TEST"
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> bool:
+    """Whether ``condition`` became true within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """The processes, other than this one, that were started with ``mark`` in the environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if (
+                process.pid != os.getpid()
+                and process.status() != psutil.STATUS_ZOMBIE
+                and process.environ().get(MARK) == mark
+            ):
+                found.append(process)
+    return found
+
+
+def lines_of(output: str, rank: int) -> list[str]:
+    """What ``rank`` wrote, without its label."""
+    label = f"[rank {rank}] "
+    return [line[len(label) :] for line in output.splitlines() if line.startswith(label)]
+
+
+class Bench:
+    """Where scripts are written and run."""
+
+    def __init__(self, directory: Path, mark: str) -> None:
+        self.directory = directory
+        self._mark = mark
+        self._started: list[subprocess.Popen[str]] = []
+
+    def script(self, text: str, name: str = "script.py") -> Path:
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    def command(self, *arguments: object) -> list[str]:
+        return [sys.executable, "-m", "lockstep", *map(str, arguments)]
+
+    def start(self, *arguments: object, **options: object) -> subprocess.Popen[str]:
+        """Start ``lockstep arguments...``; its output is kept in pipes."""
+        process = subprocess.Popen(
+            self.command(*arguments),
+            **{  # type: ignore[call-overload]
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.PIPE,
+                "text": True,
+                "cwd": self.directory,
+                **options,
+            },
+        )
+        self._started.append(process)
+        return process
+
+    def run(
+        self, *arguments: object, seconds: float = 60.0, **options: object
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``lockstep arguments...`` to its end."""
+        process = self.start(*arguments, **options)
+        out, err = process.communicate(timeout=seconds)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def processes(self) -> list[psutil.Process]:
+        """What is running of all that was started here."""
+        return _marked(self._mark)
+
+    def close(self) -> list[str]:
+        """End what is left; tell what it was."""
+        until(lambda: not self.processes(), 5.0)
+        left = self.processes()
+        told = []
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                told.append(f"{process.pid} {process.cmdline()}")
+                process.send_signal(signal.SIGKILL)
+        for started in self._started:
+            started.wait(10)
+            for pipe in (started.stdout, started.stderr):
+                if pipe is not None:
+                    pipe.close()
+        return told

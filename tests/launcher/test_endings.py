@@ -1,0 +1,120 @@
+"""However the launcher ends, nothing that it started outlives it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.launcher.bench import Bench, until
+
+# Each rank has two children: one in its process group, one in a session of its own.
+BUSY = """
+    import os, subprocess, sys, time
+    subprocess.Popen(["sleep", "1000"])
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    print("ready", flush=True)
+    while True:
+        time.sleep(100)
+    """
+STUBBORN = """
+    import signal
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    """
+
+
+def start_busy(bench: Bench, *, stubborn: bool = False, **options: object) -> subprocess.Popen[str]:
+    text = STUBBORN + BUSY if stubborn else BUSY
+    run = bench.start("run", "-n", 2, bench.script(text), **options)
+    if run.stdout is not None:
+        for _ in range(2):
+            assert "ready" in run.stdout.readline()
+        # The launcher, its guardian, two ranks, four children.
+        assert len(bench.processes()) == 8
+    return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_to_the_launcher_leaves_nothing(bench: Bench, number: signal.Signals) -> None:
+    run = start_busy(bench)
+    run.send_signal(number)
+    assert run.wait(5) == 128 + number
+    assert bench.processes() == []
+    assert run.stderr is not None
+    said = run.stderr.read()
+    assert number.name in said
+    assert "Traceback" not in said
+
+
+def test_second_ctrl_c_ends_at_once(bench: Bench) -> None:
+    run = start_busy(bench, stubborn=True)
+    run.send_signal(signal.SIGINT)
+    time.sleep(0.2)  # two signals of one kind that come together are one
+    asked_at = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    assert run.wait(5) == 130
+    assert time.monotonic() - asked_at < 1.4
+    assert bench.processes() == []
+
+
+def test_ranks_that_will_not_end_are_killed(bench: Bench) -> None:
+    run = start_busy(bench, stubborn=True)
+    run.terminate()
+    assert run.wait(5) == 143
+    assert bench.processes() == []
+
+
+def test_killed_launcher_leaves_nothing(bench: Bench) -> None:
+    run = start_busy(bench)
+    run.kill()
+    assert until(lambda: not bench.processes(), 5)
+
+
+def test_closed_terminal_leaves_nothing(bench: Bench) -> None:
+    ours, theirs = pty.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        import fcntl
+        import termios
+
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    run = start_busy(
+        bench, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal
+    )
+    os.close(theirs)
+    shown = b""
+    while shown.count(b"ready") < 2:
+        shown += os.read(ours, 4096)
+    assert len(bench.processes()) == 8
+    os.close(ours)  # the kernel sends SIGHUP
+    assert run.wait(5) == 128 + signal.SIGHUP
+    assert bench.processes() == []
+
+
+def test_ctrl_c_lets_a_script_clean_up(bench: Bench) -> None:
+    script = bench.script(
+        """
+        import time
+        try:
+            print("ready", flush=True)
+            time.sleep(1000)
+        except KeyboardInterrupt:
+            print("saving")
+            raise
+        """
+    )
+    run = bench.start("run", "-n", 1, script)
+    assert run.stdout is not None
+    assert run.stderr is not None
+    run.stdout.readline()
+    run.send_signal(signal.SIGINT)
+    assert run.wait(5) == 130
+    assert run.stdout.read() == "[rank 0] saving\n"
+    assert "Traceback" not in run.stderr.read()

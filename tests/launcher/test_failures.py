@@ -1,0 +1,133 @@
+"""The first rank that fails is named, with how it failed; the others end within five seconds."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.launcher.bench import Bench
+
+TRAIN = """
+    import ctypes, os, signal, sys, time
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    dist.barrier()
+
+    def fail():
+        {failure}
+
+    if rank == 1:
+        fail()
+    {meanwhile}
+    """
+
+IN_A_COLLECTIVE = "dist.all_reduce(torch.ones(1))"
+
+FAILURES = {
+    "exception": (
+        "raise ValueError('this batch is bad')",
+        1,
+        ["exit code 1", "in fail", "ValueError: this batch is bad"],
+    ),
+    "sys.exit": ("sys.exit(3)", 3, ["exit code 3", "in fail", "SystemExit: 3"]),
+    "os._exit": (
+        "print('out of luck', file=sys.stderr); os._exit(7)",
+        7,
+        ["exit code 7", "no traceback", "out of luck"],
+    ),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, ["SIGKILL"]),
+    "segfault": (
+        "ctypes.string_at(0)",
+        128 + 11,
+        ["SIGSEGV", "Fatal Python error: Segmentation fault", "in fail"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_first_failure_is_reported_though_its_peers_fail_too(bench: Bench, kind: str) -> None:
+    failure, code, said = FAILURES[kind]
+    script = bench.script(TRAIN.format(failure=failure, meanwhile=IN_A_COLLECTIVE))
+    done = bench.run("run", "-n", 3, script)
+    assert done.returncode == code, done.stderr
+    verdict = done.stderr[done.stderr.index("lockstep: ") :]
+    assert verdict.startswith("lockstep: rank 1 of 3 failed first")
+    for words in said:
+        assert words in verdict
+    # Only the program's own frames.
+    assert "lockstep/launcher" not in done.stderr
+    assert "runpy" not in done.stderr
+
+
+def test_failure_ends_ranks_that_sleep_and_those_that_will_not_end(bench: Bench) -> None:
+    meanwhile = """
+    if rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        import subprocess
+        subprocess.Popen(["sleep", "1000"])
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    open(f"ready-{rank}", "w").close()
+    while True:
+        time.sleep(100)
+    """
+    failure = """
+        while not (os.path.exists("ready-0") and os.path.exists("ready-2")):
+            time.sleep(0.01)
+        print("failing", flush=True)
+        raise RuntimeError("so it goes")
+    """
+    run = bench.start("run", "-n", 3, bench.script(TRAIN.format(failure=failure, meanwhile=meanwhile)))
+    assert run.stdout is not None
+    assert run.stderr is not None
+    assert "failing" in run.stdout.readline()
+    failed_at = time.monotonic()
+    assert run.wait(20) == 1
+    assert time.monotonic() - failed_at < 5.0
+    assert bench.processes() == []
+    verdict = run.stderr.read()
+    assert "rank 1 of 3 failed first: exit code 1." in verdict
+    assert "After it" not in verdict  # who is asked to end hasn't failed
+
+
+def test_failure_is_noticed_though_the_rank_does_not_end(bench: Bench) -> None:
+    """A thread that isn't a daemon keeps a failed rank alive, as it does any Python program."""
+    script = bench.script(
+        """
+        import os, threading, time
+        if os.environ["RANK"] == "1":
+            threading.Thread(target=time.sleep, args=(1000,)).start()
+            raise RuntimeError("but the thread goes on")
+        time.sleep(1000)
+        """
+    )
+    done = bench.run("run", "-n", 2, script, seconds=20)
+    assert done.returncode == 1
+    assert "rank 1 of 2 failed first: exit code 1" in done.stderr
+
+
+def test_what_a_rank_started_ends_with_a_run_that_went_well(bench: Bench) -> None:
+    script = bench.script(
+        """
+        import subprocess
+        subprocess.Popen(["sleep", "1000"])
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        """
+    )
+    done = bench.run("run", "-n", 2, script, seconds=20)
+    assert done.returncode == 0
+    assert bench.processes() == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "code"), [("None", 0), ("0", 0), ("'no data'", 1), ("256 + 5", 5), ("-1", 255)]
+)
+def test_sys_exit_means_what_it_means_to_python(argument: str, code: int) -> None:
+    from lockstep.launcher.job import Script
+    from lockstep.launcher.rank import _report_of_exit
+
+    report = _report_of_exit(SystemExit(eval(argument)), Script("x.py"))
+    assert report.exit_code == code

@@ -1,0 +1,144 @@
+"""What ranks write comes out whole, labelled, and in order."""
+
+from __future__ import annotations
+
+import pty
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.launcher.output import Labeller, LineSplitter
+from tests.launcher.bench import Bench, lines_of
+
+
+@given(st.lists(st.binary(max_size=20) | st.sampled_from([b"\n", b"\r", b"\r\n", b"a\rb"])))
+def test_splitter_loses_nothing(chunks: list[bytes]) -> None:
+    splitter = LineSplitter()
+    pieces = [piece for chunk in chunks for piece in splitter.feed(chunk)]
+    assert all(piece.endswith((b"\n", b"\r")) for piece in pieces)
+    data, rest = b"".join(chunks), splitter.finish()
+    assert b"".join(pieces + rest) in (data, data + b"\n")
+    assert not rest or not data.endswith((b"\n", b"\r"))
+
+
+def test_splitter_cuts_a_line_that_never_ends() -> None:
+    splitter = LineSplitter(max_line_bytes=4)
+    assert splitter.feed(b"abc") == []
+    assert splitter.feed(b"defghij") == [b"abcd\n", b"efgh\n"]
+    assert splitter.finish() == [b"ij\n"]
+
+
+def shown(*writes: tuple[int, bytes]) -> bytes:
+    """What is shown when each (rank, data) is written in turn."""
+    labeller, splitters = Labeller(), {0: LineSplitter(), 1: LineSplitter()}
+    out = b""
+    for rank, data in writes:
+        out += labeller.label(rank, b"%d:" % rank, splitters[rank].feed(data))
+    return out + labeller.finish()
+
+
+@pytest.mark.parametrize(
+    ("writes", "expected"),
+    [
+        ([(0, b"a\nb\n"), (1, b"c\n")], b"0:a\n0:b\n1:c\n"),
+        ([(0, b"a"), (1, b"c\n"), (0, b"b\n")], b"1:c\n0:ab\n"),
+        ([(0, b"10%\r"), (0, b"20%\r"), (0, b"\n")], b"0:10%\r0:20%\r\n"),
+        ([(0, b"10%\r"), (1, b"c\n"), (0, b"20%\r")], b"0:10%\r\n1:c\n0:20%\r\n"),
+        ([(0, b"10%\r"), (1, b"c\n"), (0, b"\n"), (0, b"d\n")], b"0:10%\r\n1:c\n0:d\n"),
+        ([(0, b"\r10%"), (0, b"\r20%"), (0, b"\n")], b"0:10%\r0:20%\n"),
+        ([(0, b"\n\n")], b"0:\n0:\n"),
+    ],
+)
+def test_labeller_never_lets_one_source_continue_the_line_of_another(
+    writes: list[tuple[int, bytes]], expected: bytes
+) -> None:
+    assert shown(*writes) == expected
+
+
+def test_run_keeps_lines_whole(bench: Bench) -> None:
+    script = bench.script(
+        """
+        import os, sys
+        rank = os.environ["RANK"]
+        for i in range(2000):
+            sys.stdout.write(f"{i} " + rank * 3000)
+            sys.stdout.write("\\n")
+            if i % 10 == 0:
+                print("e", i, rank * 3000, file=sys.stderr)
+        sys.stdout.write("unfinished")
+        """
+    )
+    done = bench.run("run", "-n", 2, "--log-dir", "logs", script)
+    assert done.returncode == 0
+    for rank in range(2):
+        text = str(rank) * 3000
+        out = [f"{i} {text}" for i in range(2000)] + ["unfinished"]
+        err = [f"e {i} {text}" for i in range(0, 2000, 10)]
+        assert lines_of(done.stdout, rank) == out
+        assert lines_of(done.stderr, rank) == err
+        log = (bench.directory / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert sorted(log) == sorted(out + err)
+    assert len(done.stdout.splitlines()) == 2 * 2001
+
+
+def test_run_shows_a_line_when_it_is_written(bench: Bench) -> None:
+    script = bench.script("import time; print('now'); time.sleep(60)")
+    run = bench.start("run", "-n", 1, script)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "[rank 0] now\n"
+    run.terminate()
+    assert run.wait(10) == 128 + 15
+
+
+def test_run_ends_when_nobody_reads_its_output(bench: Bench) -> None:
+    script = bench.script("while True: print('y' * 100)")
+    run = bench.start("run", "-n", 2, script)
+    assert run.stdout is not None
+    run.stdout.readline()
+    run.stdout.close()
+    run.stdout = None
+    assert run.wait(10) == 128 + 13
+    assert run.stderr is not None
+    assert "Traceback" not in run.stderr.read()
+
+
+def test_run_is_ended_though_its_reader_has_stopped_reading(bench: Bench) -> None:
+    script = bench.script("while True: print('y' * 100)")
+    run = bench.start("run", "-n", 2, script)
+    assert run.stdout is not None
+    run.stdout.readline()  # and no more: the pipe fills, and the launcher can't write
+    run.terminate()
+    assert run.wait(10) == 128 + 15
+
+
+def test_run_puts_both_streams_of_a_terminal_on_lines_of_their_own(bench: Bench) -> None:
+    script = bench.script(
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            print("10%", end="\\r", flush=True)
+            open("bar", "w").close()
+        else:
+            while not os.path.exists("bar"):
+                time.sleep(0.01)
+            time.sleep(0.2)
+            print("warning", file=sys.stderr)
+        """
+    )
+    ours, theirs = pty.openpty()
+    run = bench.start("run", "-n", 2, script, stdout=theirs, stderr=theirs)
+    assert run.wait(30) == 0
+    os.close(theirs)
+    shown = os.read(ours, 4096)
+    os.close(ours)
+    assert shown == b"[rank 0] 10%\r\r\n[rank 1] warning\r\n"
+
+
+def test_run_log_dir_that_cannot_be_made_is_named(bench: Bench) -> None:
+    bench.script("", "file")
+    done = bench.run("run", "--log-dir", "file/logs", bench.script(""))
+    assert done.returncode == 2
+    assert "file/logs" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,465 @@
+"""parallelize() and its wrapper: what stays as it was, and what is kept in step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep import errors
+from tests.ranks import run_ranks
+
+
+class Net(nn.Module):
+    """Two layers, a middle to call, a counter to set, and branches to leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 3)
+        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+        self.count = 0
+
+    def forward(self, x: torch.Tensor, branch: int | None = None) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        out = self.second(hidden)
+        return out if branch is None else out + self.branches[branch](hidden)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x))
+
+
+def wrapped(model: nn.Module, group: dist.ProcessGroup, **options: object) -> nn.Module:
+    return lockstep.DistributedDataParallel(model, process_group=group, **options)
+
+
+def in_place(model: nn.Module, group: dist.ProcessGroup, **options: object) -> nn.Module:
+    return lockstep.parallelize(model, process_group=group, **options)
+
+
+BOTH = pytest.mark.parametrize("parallel", [wrapped, in_place])
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net().double()
+
+
+def parts(world_size: int, rows: int = 4) -> torch.Tensor:
+    torch.manual_seed(5)
+    return torch.randn(world_size, rows, 4, dtype=torch.float64)
+
+
+def mean_of(values: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(values).mean(0)
+
+
+@BOTH
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_method_is_synchronised(parallel, world_size: int) -> None:
+    model, data = net(), parts(world_size)
+    oracle = copy.deepcopy(model)
+    oracle.middle(data.flatten(0, 1)).square().mean().backward()
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor | None]:
+        mine = parallel(copy.deepcopy(model), group)
+        mine.middle(data[rank]).square().mean().backward()
+        return [p.grad for p in mine.parameters()]
+
+    for gradients in run_ranks(world_size, body):
+        for mine, theirs in zip(gradients, oracle.parameters(), strict=True):
+            if theirs.grad is None:
+                assert mine is None
+            else:
+                torch.testing.assert_close(mine, theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_parallelize_leaves_the_object_as_it_was() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = net()
+        keys, attributes = list(model.state_dict()), set(vars(model))
+        assert lockstep.parallelize(model, process_group=group) is model
+        assert type(model) is Net
+        assert list(model.state_dict()) == keys
+        assert set(vars(model)) == attributes
+        pickle.loads(pickle.dumps(model))
+
+    run_ranks(2, body)
+
+
+def test_a_deep_copy_is_a_plain_model() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        average = copy.deepcopy(lockstep.parallelize(net(), process_group=group))
+        if rank == 0:  # alone: a hook that came along would wait here for rank 1
+            average(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+            assert average.first.weight.grad is not None
+
+    run_ranks(2, body)
+
+
+def test_wrapper_passes_attributes_and_prefixes_keys() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = wrapped(net(), group)
+        assert model.count == 0
+        assert model.branches is model.module.branches
+        assert all(key.startswith("module.") for key in model.state_dict())
+        with pytest.raises(AttributeError, match="nowhere"):
+            model.nowhere  # noqa: B018
+
+    run_ranks(2, body)
+
+
+@BOTH
+def test_everyone_starts_from_rank_0(parallel) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.fill_(rank + 1)
+        return parallel(model, group).state_dict()
+
+    for state in run_ranks(3, body):
+        assert all((tensor == 1).all() for tensor in state.values())
+
+
+@BOTH
+def test_different_branches_on_each_rank_each_step(parallel) -> None:
+    data, steps = parts(3), [(0, 1, 1), (2, None, 0), (None, None, None), (1, 2, 0), (0, 0, 0)]
+    model = net()
+
+    def expected(step: tuple[int | None, ...]) -> dict[str, torch.Tensor | None]:
+        copies = [copy.deepcopy(model) for _ in step]
+        for one, branch, x in zip(copies, step, data, strict=True):
+            one(x, branch).square().mean().backward()
+        return {
+            name: None
+            if all(one.get_parameter(name).grad is None for one in copies)
+            else sum(
+                g for one in copies if (g := one.get_parameter(name).grad) is not None
+            ) / len(copies)
+            for name, _ in model.named_parameters()
+        }
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        mine = parallel(copy.deepcopy(model), group, bucket_cap_mb=0.0002)
+        bare = getattr(mine, "module", mine)
+        for step in steps:
+            mine.zero_grad()
+            mine(data[rank], step[rank]).square().mean().backward()
+            for name, theirs in expected(step).items():
+                gradient = bare.get_parameter(name).grad
+                assert (gradient is None) == (theirs is None), (name, step)
+                if theirs is not None:
+                    torch.testing.assert_close(gradient, theirs, rtol=1e-10, atol=1e-10)
+
+    run_ranks(3, body)
+
+
+def test_gradient_nobody_touched_keeps_its_bits() -> None:
+    """Three times a third is not one: what no rank used must not even pass through the sum."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(net(), process_group=group)
+        x = parts(3)[rank]
+        for _ in range(2):
+            model(x, 0).sum().backward()
+        before = {name: p.grad.clone() for name, p in model.branches[0].named_parameters()}
+        for _ in range(3):
+            model(x, 1).sum().backward()
+        for name, gradient in before.items():
+            assert torch.equal(model.branches[0].get_parameter(name).grad, gradient)
+
+    run_ranks(3, body)
+
+
+def test_gradient_only_one_rank_adds_to_grows_by_its_share() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(1, 1, bias=False).double(), process_group=group)
+        other = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        one = torch.ones(1, 1, dtype=torch.float64)
+        model(one).sum().backward()
+        assert model.weight.grad.item() == 1
+        model.weight.grad.mul_(5)
+        holder = nn.ParameterDict({"w": model.weight, "o": other})
+        del holder
+        ((model(one) * (4 if rank == 1 else 0)).sum()).backward()
+        assert model.weight.grad.item() == 5 + 2
+
+    run_ranks(2, body)
+
+
+@BOTH
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_no_sync_adds_up_and_the_next_backward_reduces(parallel, set_to_none: bool) -> None:
+    model, data = net(), parts(4)
+    oracle = copy.deepcopy(model)
+    for x in data:
+        (oracle(x).square().mean() / 2).backward()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        mine = parallel(copy.deepcopy(model), group)
+        context = mine.no_sync if parallel is wrapped else lambda: lockstep.no_sync(mine)
+        for _ in range(3):
+            mine.zero_grad(set_to_none=set_to_none)
+            with context():
+                mine(data[rank]).square().mean().backward()
+                local = mine.first.weight.grad.clone()
+            others = [torch.empty_like(local) for _ in range(2)]
+            group.allgather([others], [local]).wait()
+            assert not torch.equal(*others)
+            mine(data[rank + 2]).square().mean().backward()
+            for gradient, theirs in zip(mine.parameters(), oracle.parameters(), strict=True):
+                if theirs.grad is not None:
+                    torch.testing.assert_close(
+                        gradient.grad, theirs.grad, rtol=1e-10, atol=1e-10
+                    )
+
+    run_ranks(2, body)
+
+
+def test_gradient_dropped_after_no_sync_still_takes_part() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(net(), process_group=group)
+        x = parts(2)[rank]
+        model(x, 0).sum().backward()
+        with lockstep.no_sync(model):
+            model(x, 0).sum().backward()
+        model.zero_grad()
+        model(x, 0 if rank == 1 else None).sum().backward()  # rank 0 leaves the branch out
+        assert torch.equal(
+            model.branches[0].bias.grad, torch.full((3,), 2.0, dtype=torch.float64)
+        )
+
+    run_ranks(2, body)
+
+
+def test_second_backward_of_one_forward_is_reduced_too() -> None:
+    model, data = net(), parts(2)
+    oracle = copy.deepcopy(model)
+    for _ in range(2):
+        oracle(data.flatten(0, 1)).square().mean().backward()
+
+    def body(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        mine = lockstep.parallelize(copy.deepcopy(model), process_group=group)
+        loss = mine(data[rank]).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return mine.first.weight.grad
+
+    for gradient in run_ranks(2, body):
+        torch.testing.assert_close(gradient, oracle.first.weight.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_have_the_layout_of_their_parameters() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        model = lockstep.parallelize(conv, process_group=group)
+        model(torch.randn(2, 3, 8, 8)).sum().backward()
+        assert model.weight.grad.stride() == model.weight.stride()
+
+    run_ranks(2, body)
+
+
+def test_gradients_are_views_of_few_buffers() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(net(), process_group=group)
+        model(torch.ones(2, 4, dtype=torch.float64), 0).sum().backward()
+        used = [p.grad for p in model.parameters() if p.grad is not None]
+        assert len({g.untyped_storage().data_ptr() for g in used}) == 1 < len(used)
+
+    run_ranks(2, body)
+
+
+def test_buffers_follow_rank_0_with_each_backward() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        mine = lockstep.parallelize(model, process_group=group)
+        for _ in range(3):
+            mine(torch.randn(4, 3) + rank).sum().backward()
+        return [b.clone() for b in model.buffers()]
+
+    first, *others = run_ranks(3, body)
+    for buffers in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, buffers, strict=True))
+    assert first[0].abs().sum() > 0
+
+
+def test_buffers_stay_apart_if_asked_to() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        mine = lockstep.parallelize(model, process_group=group, broadcast_buffers=False)
+        mine(torch.randn(4, 3) + rank).sum().backward()
+        return model[1].running_mean
+
+    assert not torch.equal(*run_ranks(2, body))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_two_forwards_with_batch_norm_then_two_backwards(mode: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        mine = getattr(lockstep.parallelize(model, process_group=group), mode)()
+        losses = [mine(torch.randn(4, 3) + rank).sum() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+
+    run_ranks(2, body)
+
+
+def test_a_failed_backward_does_not_spoil_the_next() -> None:
+    class Refuses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ArithmeticError("refused")
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(net(), process_group=group, bucket_cap_mb=0.0001)
+        x = parts(2)[rank]
+        model(x).sum().backward()
+        expected = model.second.bias.grad.clone()
+        model.zero_grad()
+        with pytest.raises(ArithmeticError):
+            model.second(Refuses.apply(model.middle(x))).sum().backward()
+        model.zero_grad()
+        model(x).sum().backward()
+        assert torch.equal(model.second.bias.grad, expected)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_double_backward_leaves_gradients_without_history() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(net(), process_group=group)
+        model(parts(2)[rank]).square().sum().backward(create_graph=True)
+        assert not model.first.weight.grad.requires_grad
+
+    run_ranks(2, body)
+
+
+@BOTH
+def test_engine_goes_with_its_module(parallel) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = parallel(net(), group)
+        parameter = weakref.ref(model.first.weight)
+        model(parts(2)[rank]).sum().backward()
+        del model
+        gc.collect()
+        assert parameter() is None
+
+    run_ranks(2, body)
+
+
+# What is refused, and how.
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        (nn.Linear(60, 320), r"'weight' is .*\(320, 60\).* on rank 1 and .*\(320, 50\).* on rank 0"),
+        (nn.Linear(50, 320).double(), r"float64 on rank 1 and .*float32 on rank 0"),
+        (nn.Linear(50, 320, bias=False), "'bias' is not there on rank 1"),
+        (nn.Bilinear(50, 2, 320), r"'weight' is .*\(320, 50, 2\)"),
+    ],
+)
+def test_another_model_on_one_rank_is_named_on_every_rank(parallel, theirs, says: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = copy.deepcopy(theirs) if rank == 1 else nn.Linear(50, 320)
+        with pytest.raises(errors.ModelMismatch, match=says):
+            parallel(model, group)
+
+    run_ranks(3, body)
+
+
+def test_a_part_frozen_on_one_rank_only_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = net()
+        model.second.weight.requires_grad_(rank == 0)
+        with pytest.raises(errors.ModelMismatch, match=r"'second.weight' is a frozen parameter"):
+            lockstep.parallelize(model, process_group=group)
+
+    run_ranks(2, body)
+
+
+@BOTH
+def test_nothing_to_train_is_refused(parallel) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        for model in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)):
+            with pytest.raises(errors.NothingToTrain, match="no parameter that requires"):
+                parallel(model, group)
+
+    run_ranks(2, body)
+
+
+def test_lazy_parameters_are_refused_by_name() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        with pytest.raises(errors.ModelError, match="'0.weight' has no shape yet"):
+            in_place(nn.Sequential(nn.LazyLinear(3)), group)
+
+    run_ranks(1, body)
+
+
+@BOTH
+def test_wrapping_what_is_parallel_is_refused(parallel) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = parallel(net(), group)
+        others = [model, nn.Sequential(nn.Linear(2, 2), model)]
+        others.append(nn.parallel.DistributedDataParallel(net(), process_group=group))
+        for again in (wrapped, in_place):
+            for other in others:
+                with pytest.raises(errors.AlreadyParallel, match="is parallel already"):
+                    again(other, group)
+
+    run_ranks(2, body)
+
+
+def test_a_refused_model_can_be_mended_and_tried_again() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = nn.Linear(2, 2).requires_grad_(False)
+        with pytest.raises(errors.NothingToTrain):
+            in_place(model, group)
+        in_place(model.requires_grad_(True), group)
+
+    run_ranks(2, body)
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(2, 6), (1, 6)], ids=["smaller", "would broadcast"])
+def test_a_parameter_that_changed_shape_is_named(parallel, shape: tuple[int, ...]) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = parallel(net(), group)
+        model.second.weight.data = torch.ones(shape, dtype=torch.float64)
+        model.second.bias.data = torch.ones(shape[:1], dtype=torch.float64)
+        with pytest.raises(errors.ParameterChanged, match=r"'second.(weight|bias)' is .*, but was \(3,"):
+            model(parts(2)[rank]).sum().backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("cap", [0, -1, float("nan")])
+@BOTH
+def test_a_bucket_that_holds_nothing_is_refused(parallel, cap: float) -> None:
+    with pytest.raises(ValueError, match="bucket_cap_mb"):
+        parallel(net(), None, bucket_cap_mb=cap)
+
+
+def test_two_devices_for_one_rank_are_refused() -> None:
+    with pytest.raises(ValueError, match="device_ids names 2 devices"):
+        wrapped(net(), None, device_ids=[0, 1])
+
+
+def test_no_sync_of_a_plain_model_is_refused() -> None:
+    with pytest.raises(errors.ModelError, match="isn't parallel"):
+        lockstep.no_sync(net())

@@ -1,0 +1,116 @@
+"""The house: imports point only to lower floors, and what is public is listed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+SOURCE = Path(lockstep.__file__).parent
+
+FLOORS = {
+    "errors": 0,
+    "trace": 1,
+    "comm": 2,
+    "world": 2,
+    "grad": 3,
+    "data": 4,
+    "nn": 4,
+    "launcher": 5,
+    "observe": 5,
+    "train": 5,
+    "__main__": 6,
+    "bench": 6,
+    "cli": 6,
+    "demo": 6,
+}
+MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def rooms_imported_by(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the floor they point to"
+            names = [node.module] if node.module != "lockstep" else [
+                f"lockstep.{alias.name}" for alias in node.names
+            ]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        rooms |= {name.split(".")[1] for name in names if name.startswith("lockstep.")}
+        assert "lockstep" not in names, f"{path}: import from the module, not from the roof"
+    return rooms
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_to_lower_floors(path: Path) -> None:
+    room = room_of(path)
+    for other in rooms_imported_by(path) - {room}:
+        assert FLOORS[other] < FLOORS[room], f"{room} (floor {FLOORS[room]}) imports {other}"
+
+
+def test_every_file_has_a_reader() -> None:
+    """No file drifts to a size that nobody reads at one sitting."""
+    for path in MODULES:
+        assert len(path.read_text().splitlines()) <= 500, path
+
+
+PUBLIC_MODULES = [
+    "lockstep.comm",
+    "lockstep.data",
+    "lockstep.errors",
+    "lockstep.grad",
+    "lockstep.launcher",
+    "lockstep.nn",
+    "lockstep.train",
+    "lockstep.world",
+]
+
+
+def test_public_names_are_listed_and_exist() -> None:
+    stub = ast.parse((SOURCE / "__init__.pyi").read_text())
+    listed = {a.asname or a.name for node in ast.walk(stub)
+              if isinstance(node, ast.ImportFrom) for a in node.names}
+    assert listed == set(lockstep.__all__)
+    for name in lockstep.__all__:
+        assert getattr(lockstep, name) is not None
+    public = {name for name in vars(lockstep) if not name.startswith("_")}
+    submodules = {path.stem for path in SOURCE.iterdir()}
+    assert public - submodules - {"lazy_loader"} <= listed
+
+
+@pytest.mark.parametrize("module_name", PUBLIC_MODULES)
+def test_all_is_what_is_public(module_name: str) -> None:
+    module = importlib.import_module(module_name)
+    for name in module.__all__:
+        assert getattr(module, name).__doc__ or not callable(getattr(module, name)), name
+
+
+def test_every_error_is_in_the_tree_and_its_drawing() -> None:
+    errors = lockstep.errors
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert defined == set(errors.__all__)
+    for name in defined:
+        assert issubclass(getattr(errors, name), errors.LockstepError)
+        assert name in errors.__doc__
+
+
+def test_only_world_reads_the_environment() -> None:
+    """What a rank is told through the environment is read in one place."""
+    readers = {
+        room_of(path)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
+    }
+    assert readers <= {"world", "launcher"}  # the launcher hands it on to the ranks

@@ -1,0 +1,294 @@
+"""init() in this process: alone, in a group that exists, and where ranks don't meet."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep import errors
+from lockstep.world import Placement, Starter
+from lockstep.world import world as world_module
+from lockstep.world.rendezvous import meet, roll_call
+
+SOON = timedelta(seconds=1)
+LATER = timedelta(seconds=30)
+
+
+@pytest.fixture(autouse=True)
+def a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if nothing had been started yet; and nothing is left when the test is over."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCKSTEP_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(world_module, "_current", None)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def torch_variables(monkeypatch, rank: int, world_size: int, port: int) -> None:
+    values = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_alone_there_is_no_process_group() -> None:
+    world = lockstep.init()
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (0, 1, 0, 1)
+    assert world.process_group is None
+    assert not dist.is_initialized()
+    with pytest.raises(AttributeError):
+        world.rank = 1
+
+
+def test_alone_every_call_still_works() -> None:
+    model = lockstep.parallelize(torch.nn.Linear(2, 1))
+    with lockstep.no_sync(model):
+        model(torch.ones(1, 2)).sum().backward()
+    lockstep.average_gradients(model)
+    other = lockstep.DistributedDataParallel(torch.nn.Linear(2, 1))
+    with other.no_sync():
+        other(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad.tolist() == other.module.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_init_twice_is_the_same_world() -> None:
+    assert lockstep.init() is lockstep.init(device="cpu") is lockstep.init(backend="gloo")
+
+
+def test_another_device_the_second_time_is_refused() -> None:
+    lockstep.init(device="cpu")
+    with pytest.raises(errors.ContradictoryInit, match="already computes on cpu"):
+        lockstep.init(device="cuda")
+
+
+def test_one_rank_of_torchrun_has_a_group(monkeypatch) -> None:
+    torch_variables(monkeypatch, 0, 1, free_port())
+    world = lockstep.init()
+    assert world.starter is Starter.TORCHRUN
+    assert world.process_group is dist.group.WORLD
+    assert dist.get_backend() == "gloo"
+    assert (world.local_rank, world.local_world_size) == (0, 1)
+
+
+def test_another_backend_the_second_time_is_refused(monkeypatch) -> None:
+    torch_variables(monkeypatch, 0, 1, free_port())
+    assert lockstep.init(backend="gloo") is lockstep.init(backend="cpu:gloo,cuda:gloo")
+    with pytest.raises(errors.ContradictoryInit, match="already uses 'cpu:gloo,cuda:gloo'"):
+        lockstep.init(backend="mpi")
+
+
+def test_a_group_that_exists_is_used() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = lockstep.init()
+    assert world.starter is Starter.PROCESS_GROUP
+    assert world.process_group is dist.group.WORLD
+    assert (world.local_rank, world.local_world_size) == (0, 1)
+
+
+def test_a_new_group_makes_a_new_world(monkeypatch) -> None:
+    port = free_port()
+    torch_variables(monkeypatch, 0, 1, port)
+    first = lockstep.init()
+    dist.destroy_process_group()
+    second = lockstep.init()
+    assert second is not first
+    assert second.process_group is dist.group.WORLD
+    dist.all_reduce(torch.ones(1))
+
+
+def test_store_on_loopback_listens_nowhere_else(monkeypatch) -> None:
+    port = free_port()
+    torch_variables(monkeypatch, 0, 1, port)
+    lockstep.init()
+    listening = [c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+    assert port in {address.port for address in listening}
+    assert {address.ip for address in listening} <= {"127.0.0.1", "::1"}
+
+
+def test_a_store_that_is_not_there_is_named(monkeypatch) -> None:
+    port = free_port()
+    torch_variables(monkeypatch, 1, 2, port)
+    began = time.monotonic()
+    with pytest.raises(errors.RendezvousFailed, match=f"127.0.0.1:{port} within 1 s"):
+        lockstep.init(timeout=SOON)
+    assert time.monotonic() - began < 10
+
+
+def test_a_host_that_is_not_there_is_named(monkeypatch) -> None:
+    torch_variables(monkeypatch, 1, 2, 29500)
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    with pytest.raises(errors.RendezvousFailed, match=r"no-such-host\.invalid:29500 within 1 s"):
+        lockstep.init(timeout=SOON)
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        torch_variables(monkeypatch, 0, 1, other.getsockname()[1])
+        with pytest.raises(errors.RendezvousFailed, match=f"127.0.0.1:{other.getsockname()[1]}"):
+            lockstep.init(timeout=SOON)
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch) -> None:
+    torch_variables(monkeypatch, 0, 3, free_port())
+    with pytest.raises(errors.RendezvousFailed, match="did not see rank 1, 2"):
+        lockstep.init(timeout=SOON)
+
+
+def test_an_explicit_backend_that_fails_is_an_error(monkeypatch) -> None:
+    torch_variables(monkeypatch, 0, 1, free_port())
+    with pytest.raises(errors.BackendUnavailable, match="'nccl' can't be used on rank 0"):
+        lockstep.init(backend="nccl", timeout=SOON)
+    assert lockstep.init().process_group is not None  # and nothing of it is left
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="needs a torch whose NCCL fails")
+def test_without_nccl_it_says_why_and_goes_on_with_gloo(monkeypatch, caplog) -> None:
+    torch_variables(monkeypatch, 0, 1, free_port())
+    monkeypatch.setattr(world_module, "choose_backend", lambda _: world_module.NCCL_AND_GLOO)
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        world = lockstep.init()
+    assert [record.getMessage()[:22] for record in caplog.records] == ["NCCL can't be used, go"]
+    assert "on rank 0" in caplog.text
+    assert dist.get_backend() == "gloo"
+    assert world.process_group is dist.group.WORLD
+
+
+# Ranks of mpiexec or srun on one host, as threads: they find each other by the job's name.
+
+
+def together(places: list[Placement], timeout: timedelta) -> list[object]:
+    results: list[object] = [None] * len(places)
+
+    def run(index: int) -> None:
+        try:
+            store = meet(places[index], timeout)
+            results[index] = list(roll_call(store, places[index], timeout, f"I am {index}"))
+            if places[index].rank:
+                store.add("done", 1)
+            else:  # the store is this rank's: it is gone when it leaves
+                while store.add("done", 0) < places[index].world_size - 1:
+                    time.sleep(0.01)
+        except errors.LockstepError as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(places))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    return results
+
+
+def placements(world_size: int, job_id: str | None = None) -> list[Placement]:
+    job_id = job_id or uuid.uuid4().hex
+    return [
+        Placement(Starter.OPEN_MPI, rank, world_size, rank, world_size, None, job_id)
+        for rank in range(world_size)
+    ]
+
+
+def test_ranks_of_one_job_meet_by_its_name() -> None:
+    assert together(placements(3), LATER) == [["I am 0", "I am 1", "I am 2"]] * 3
+
+
+def test_two_jobs_do_not_meet() -> None:
+    first, second = placements(2), placements(2)
+    assert together(first + second, LATER) == [
+        ["I am 0", "I am 1"], ["I am 0", "I am 1"], ["I am 2", "I am 3"], ["I am 2", "I am 3"]
+    ]  # fmt: skip
+
+
+def test_ranks_missing_from_a_job_are_named() -> None:
+    outcomes = together(placements(4)[:2], SOON)
+    assert all(isinstance(outcome, errors.RendezvousFailed) for outcome in outcomes)
+    assert "rank 2, 3 of 4" in str(outcomes[0])
+
+
+def test_rank_0_missing_from_a_job_is_named() -> None:
+    (outcome,) = together(placements(2)[1:], SOON)
+    assert isinstance(outcome, errors.RendezvousFailed)
+    assert "did not find rank 0" in str(outcome)
+
+
+def test_mpi_on_several_hosts_without_an_address_says_what_to_set() -> None:
+    place = Placement(Starter.OPEN_MPI, 0, 4, 0, 2, None, "job")
+    with pytest.raises(errors.InitError, match=r"MASTER_ADDR|torch-lockstep\[mpi\]"):
+        meet(place, SOON)
+
+
+ALL_REDUCE = r"""
+import torch, torch.distributed as dist, lockstep
+world = lockstep.init()
+total = torch.ones(1) * (world.rank + 1)
+dist.all_reduce(total)
+print(f"{world.starter.name} {world.rank} {world.local_rank} {int(total)}\n", end="", flush=True)
+"""
+
+# MPICH gives its jobs no name; what the ranks share is the process that started them.
+LIKE_MPICH = """
+import os, subprocess, sys
+ranks = [
+    subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**os.environ,
+        "PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"})
+    for rank in range(2)
+]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+
+
+def test_ranks_of_mpich_meet_by_the_process_that_started_them() -> None:
+    command = [sys.executable, "-c", LIKE_MPICH, ALL_REDUCE]
+    runs = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    for run in runs:
+        output, _ = run.communicate(timeout=60)
+        assert sorted(output.splitlines()) == ["MPICH 0 0 3", "MPICH 1 1 3"]
+        assert run.returncode == 0
+
+
+def mpiexecs() -> list[list[str]]:
+    """The MPI launchers on this machine, with what they need to run here."""
+    found = []
+    for name in ("mpiexec.mpich", "mpiexec.openmpi"):
+        if any(os.access(os.path.join(p, name), os.X_OK) for p in os.get_exec_path()):
+            options = ["--oversubscribe"] if name == "mpiexec.openmpi" else []
+            options += ["--allow-run-as-root"] if options and os.getuid() == 0 else []
+            found.append([name, *options])
+    return found
+
+
+@pytest.mark.skipif(not mpiexecs(), reason="neither MPICH nor Open MPI is installed")
+def test_mpiexec() -> None:
+    for mpiexec in mpiexecs():
+        run = subprocess.run(
+            [*mpiexec, "-n", "2", sys.executable, "-c", ALL_REDUCE],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        starter = "MPICH" if "mpich" in mpiexec[0] else "OPEN_MPI"
+        lines = sorted(run.stdout.split("\n"))
+        assert lines[-2:] == [f"{starter} 0 0 3", f"{starter} 1 1 3"]
