@@ -34,7 +34,10 @@ def test_first_bucket_is_smaller():
 
 def test_first_bucket_is_never_larger_than_the_others_may_be():
     assert assign_buckets([4] * 4, [0] * 4, range(4), cap_bytes=4, first_cap_bytes=100) == [
-        [0], [1], [2], [3]
+        [0],
+        [1],
+        [2],
+        [3],
     ]
 
 

@@ -7,14 +7,19 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from tests.nn.models import MODELS, build
+from tests.ranks import run_ranks
 from torch import nn
 
 import lockstep
-from tests.nn.models import MODELS, build
-from tests.ranks import run_ranks
 
 TOLERANCE = 1e-10
-SPLITS = {1: [[12]], 2: [[6, 6], [1, 11]], 3: [[4, 4, 4], [5, 0, 7]], 4: [[3, 3, 3, 3], [9, 1, 1, 1]]}
+SPLITS = {
+    1: [[12]],
+    2: [[6, 6], [1, 11]],
+    3: [[4, 4, 4], [5, 0, 7]],
+    4: [[3, 3, 3, 3], [9, 1, 1, 1]],
+}
 CASES = [(n, sizes) for n, splits in SPLITS.items() for sizes in splits]
 
 
@@ -45,17 +50,13 @@ def assert_same(ours: list, oracle: list, tolerance: float = TOLERANCE) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("world_size", "sizes"), CASES, ids=str)
-def test_gradients_are_those_of_one_process(
-    name: str, world_size: int, sizes: list[int]
-) -> None:
+def test_gradients_are_those_of_one_process(name: str, world_size: int, sizes: list[int]) -> None:
     model = build(name)
     batches = [torch.randn(12, *model.sample, dtype=torch.float64) for _ in range(4)]
     oracle = one_process(copy.deepcopy(model), batches)
 
     def rank_body(rank: int, group: dist.ProcessGroup) -> list:
-        mine = lockstep.parallelize(
-            copy.deepcopy(model), process_group=group, bucket_cap_mb=0.001
-        )
+        mine = lockstep.parallelize(copy.deepcopy(model), process_group=group, bucket_cap_mb=0.001)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.001, momentum=0.9)
         gradients = []
         for batch in batches:

@@ -7,14 +7,14 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from tests.nn.models import MODELS, build
+from tests.ranks import run_ranks
 from torch import nn
 
 import lockstep
-from tests.nn.models import MODELS, build
-from tests.ranks import run_ranks
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sizes", [[12], [6, 6], [5, 0, 7], [9, 1, 1, 1]], ids=str)
 def test_weighted_mean_is_the_gradient_of_one_process(name: str, sizes: list[int]) -> None:
     model = build(name)

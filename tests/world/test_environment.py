@@ -31,9 +31,7 @@ def test_nothing_started_it() -> None:
 
 
 def test_lockstep_run_is_read_back_as_it_was_written() -> None:
-    written = rank_environment(
-        run_id="abc", rank=1, world_size=2, master_port=4321, num_threads=3
-    )
+    written = rank_environment(run_id="abc", rank=1, world_size=2, master_port=4321, num_threads=3)
     assert written["OMP_NUM_THREADS"] == "3"
     assert detect(written) == Placement(
         Starter.LOCKSTEP, 1, 2, 1, 2, ("127.0.0.1", 4321), "abc", agent_hosts_store=True
@@ -87,7 +85,13 @@ def test_slurm_on_one_host_needs_no_port() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("a", "a"), ("a,b", "a"), ("n[1-3]", "n1"), ("n[007,9]-ib,x", "n007-ib"), ("n7.x.org", "n7.x.org")],
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("n[1-3]", "n1"),
+        ("n[007,9]-ib,x", "n007-ib"),
+        ("n7.x.org", "n7.x.org"),
+    ],
 )
 def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert detect(SLURM | {"SLURM_STEP_NODELIST": nodes}).master[0] == first

@@ -46,7 +46,12 @@ def free_port() -> int:
 
 
 def torch_variables(monkeypatch, rank: int, world_size: int, port: int) -> None:
-    values = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
 
@@ -191,7 +196,9 @@ def together(places: list[Placement], timeout: timedelta) -> list[object]:
         except errors.LockstepError as error:
             results[index] = error
 
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(places))]
+    threads = [
+        threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(places))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -249,7 +256,8 @@ LIKE_MPICH = """
 import os, subprocess, sys
 ranks = [
     subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**os.environ,
-        "PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"})
+        "PMI_RANK": str(rank), "PMI_SIZE": "2",
+        "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"})
     for rank in range(2)
 ]
 sys.exit(max(rank.wait() for rank in ranks))

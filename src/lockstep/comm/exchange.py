@@ -16,18 +16,14 @@ import torch.distributed as dist
 _CHUNK_BYTES = 25 * 1024 * 1024
 
 
-def start_all_reduce(
-    group: dist.ProcessGroup, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType
-) -> dist.Work:
-    """Start an all-reduce of ``tensor`` in place and return at once.
+def start_all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
+    """Start summing ``tensor`` over the ranks, in place, and return at once.
 
     Every rank of ``group`` must call it, in the same order; ``tensor`` may be read or written
     again after the ``wait()`` of the Work that is returned.
     """
-    options = dist.AllreduceOptions()
-    options.reduceOp = op
     wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return group.allreduce([wire], options)
+    return group.allreduce([wire], dist.AllreduceOptions())
 
 
 class TensorBroadcast:
@@ -103,8 +99,7 @@ def all_gather_bytes(
     padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
     gathered = _all_gather(group, padded.to(device))
     return [
-        bytes(part[: int(length)].tolist())
-        for part, length in zip(gathered, lengths, strict=True)
+        bytes(part[: int(length)].tolist()) for part, length in zip(gathered, lengths, strict=True)
     ]
 
 

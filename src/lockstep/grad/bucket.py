@@ -36,9 +36,7 @@ class Bucket:
         self._parameters = list(parameters)
         sizes = [parameter.numel() for parameter in self._parameters]
         first = self._parameters[0]
-        self._buffer = torch.zeros(
-            sum(sizes) + tail_size, dtype=first.dtype, device=first.device
-        )
+        self._buffer = torch.zeros(sum(sizes) + tail_size, dtype=first.dtype, device=first.device)
         *parts, self.tail = self._buffer.split([*sizes, tail_size])
         self._gradients = self._buffer[: sum(sizes)]
         self.views = [
@@ -98,7 +96,7 @@ class Bucket:
     def launch(self, group: dist.ProcessGroup, scale: float) -> None:
         """Start summing ``scale`` times the gradients, and the tail as it is, over the ranks."""
         self._gradients.mul_(scale)
-        self._work = start_all_reduce(group, self._buffer, dist.ReduceOp.SUM)
+        self._work = start_all_reduce(group, self._buffer)
 
     def wait(self) -> None:
         """Wait for the sum, on this device's stream if it is a GPU."""

@@ -28,14 +28,9 @@ def check_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
     digests = all_gather_bytes(group, hashlib.sha256(description).digest(), device)
     if len(set(digests)) == 1:
         return
-    descriptions = [
-        json.loads(payload) for payload in all_gather_bytes(group, description, device)
-    ]
-    rank, difference = next(
-        (rank, first_difference(descriptions[0], theirs, rank))
-        for rank, theirs in enumerate(descriptions)
-        if digests[rank] != digests[0]
-    )
+    descriptions = [json.loads(payload) for payload in all_gather_bytes(group, description, device)]
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    difference = first_difference(descriptions[0], descriptions[other], other)
     raise ModelMismatch(
         f"{difference}.\nBuild the same model on every rank before making it parallel."
     )

@@ -63,9 +63,7 @@ class Engine:
             broadcast_tensors(self.process_group, [*module.parameters(), *module.buffers()])
         self._buffers = list(module.buffers()) if broadcast_buffers else []
         self._buffers_on_their_way: TensorBroadcast | None = None
-        self._reducer = Reducer(
-            trained, self.process_group, cap_bytes=int(bucket_cap_mb * MIB)
-        )
+        self._reducer = Reducer(trained, self.process_group, cap_bytes=int(bucket_cap_mb * MIB))
         self._parameters = [parameter for _, parameter in trained]
         for index, (_, parameter) in enumerate(trained):
             hook = _gradient_hook(weakref.ref(self), self._reducer, index)
@@ -81,7 +79,7 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(end)
         # A backward that raises drops its callbacks without calling them.
         # Shown by test_a_failed_backward_does_not_spoil_the_next.
-        self._end = weakref.ref(end, lambda _, reducer=self._reducer: reducer.give_up())
+        self._end = weakref.ref(end, self._backward_is_gone)
         self._reducer.begin()
         if self._buffers:
             # Now rather than before the next forward: it travels while backward computes, and
@@ -90,6 +88,9 @@ class Engine:
         self._reducer.excuse(
             index for index in self._reducer.left_out if not _is_reached(self._parameters[index])
         )
+
+    def _backward_is_gone(self, _: object) -> None:
+        self._reducer.give_up()
 
     def end_backward(self) -> None:
         """The backward is over: wait until everything has arrived."""

@@ -57,13 +57,11 @@ def average_gradients(
         _average(named, share, group)
 
 
-def _average(
-    named: list[tuple[str, nn.Parameter]], share: float, group: dist.ProcessGroup
-) -> None:
+def _average(named: list[tuple[str, nn.Parameter]], share: float, group: dist.ProcessGroup) -> None:
     parameters = [parameter for _, parameter in named]
     used = [float(parameter.grad is not None) for parameter in parameters]
     facts = torch.tensor([share, *used], dtype=torch.float64, device=parameters[0].device)
-    start_all_reduce(group, facts, dist.ReduceOp.SUM).wait()
+    start_all_reduce(group, facts).wait()
     total, *used_by = facts.tolist()
     if total == 0:
         raise ValueError("Every rank gave a weight of 0, so there is nothing to average.")

@@ -59,9 +59,7 @@ def meet(place: Placement, timeout: timedelta) -> dist.Store:
     )
 
 
-def roll_call(
-    store: dist.Store, place: Placement, timeout: timedelta, note: str
-) -> Sequence[str]:
+def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str) -> Sequence[str]:
     """Wait until every rank is there and return what each one noted about itself.
 
     Raises:

@@ -164,7 +164,7 @@ def _join(
 
 
 def _new_prefix() -> str:
-    """Keep what one init() leaves in the store, which outlives a group, from misleading a second."""
+    """A store outlives a group: what one init() leaves there must not mislead a second one."""
     global _num_inits
     _num_inits += 1
     return f"lockstep/init/{_num_inits}"
@@ -234,9 +234,7 @@ def _from_existing_group(device: torch.device | None, timeout: timedelta) -> Wor
     told = detect(os.environ)
     place = Placement(Starter.PROCESS_GROUP, group.rank(), group.size(), None, None)
     if (told.rank, told.world_size) == (place.rank, place.world_size):
-        place = replace(
-            place, local_rank=told.local_rank, local_world_size=told.local_world_size
-        )
+        place = replace(place, local_rank=told.local_rank, local_world_size=told.local_world_size)
     hosts: Sequence[str] = ()
     if place.local_rank is None or place.local_world_size is None:
         store = dist.PrefixStore(_new_prefix(), dist.distributed_c10d._get_default_store())

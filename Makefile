@@ -1,0 +1,35 @@
+# Every target sets up what it needs: a virtual environment in .venv with pinned packages.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check bench format clean
+
+demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
+	$(BIN)/lockstep demo
+
+test: .venv/ready  ## Run the tests
+	$(BIN)/python -m pytest -q
+
+check: .venv/ready  ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/ready  ## Time steps and start-up, side by side with torch's
+	$(BIN)/lockstep run -n 2 -m benchmarks.steps
+	$(BIN)/python -m benchmarks.startup
+
+format: .venv/ready  ## Put the code into the house's form
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean:  ## Remove the virtual environment
+	rm -rf .venv
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "lockstep needs Python 3.11 or newer, and $(PYTHON) is older. Try: make PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[demo,dev]'
+	touch $@

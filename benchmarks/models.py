@@ -1,0 +1,71 @@
+"""The four models that steps are timed with, each hard on something else.
+
+Convolutions keep the cores busy with few parameters; the MLP has many for little arithmetic; 200
+small layers are all overhead; the transformer is large in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.demo.convnet import ConvNet
+
+
+class Workload(NamedTuple):
+    """A model, and what one rank trains it on in a step."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def small_layers() -> nn.Module:
+    layers = [layer for _ in range(200) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(64, 10))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    )
+
+
+class Transformer(nn.Module):
+    """A language model of 9 M parameters: six blocks of width 256 over 8,192 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8192, 256)
+        self.position = nn.Parameter(torch.zeros(64, 256))
+        block = nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(block, 6, enable_nested_tensor=False)
+        self.head = nn.Linear(256, 8192)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embed(tokens) + self.position)).flatten(0, 1)
+
+
+def images(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
+
+
+def vectors(width: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    return lambda rank: (torch.randn(32, width), torch.randint(10, (32,)))
+
+
+def tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(8192, (4, 64)), torch.randint(8192, (256,))
+
+
+WORKLOADS = [
+    Workload("ConvNet", ConvNet, images, F.nll_loss),
+    Workload("MLP, 2 M", mlp, vectors(784), F.cross_entropy),
+    Workload("200 small layers", small_layers, vectors(64), F.cross_entropy),
+    Workload("transformer, 9 M", Transformer, tokens, F.cross_entropy),
+]

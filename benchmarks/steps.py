@@ -1,0 +1,125 @@
+"""Milliseconds a training step: ours, torch's DDP, and no communication, side by side.
+
+    lockstep run -n 2 benchmarks/steps.py [--rounds 15] [--json FILE]
+
+Every rank holds one replica for each contender and they take turns, some steps at a time, round
+after round, so that whatever else the machine does happens to all of them. A round's figure is
+that of the slower rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import lockstep
+from benchmarks.models import WORKLOADS, Workload
+
+SECONDS_PER_TURN = 0.25
+WARM_UP_STEPS = 5
+
+CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "no communication": lambda model: model,
+    "lockstep": lockstep.parallelize,
+    "torch DDP": lambda model: nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=True
+    ),
+}
+
+
+def stepper(workload: Workload, model: nn.Module, rank: int) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    torch.manual_seed(rank)
+    inputs, targets = workload.batch(rank)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        workload.loss(model(inputs), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def slowest(seconds: float) -> float:
+    value = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+def turn(step: Callable[[], None], num_steps: int) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    return slowest(time.perf_counter() - began) / num_steps * 1000
+
+
+def measure(workload: Workload, rounds: int, rank: int) -> dict[str, list[float]]:
+    torch.manual_seed(0)
+    model = workload.build()
+    steps = {
+        name: stepper(workload, wrap(copy.deepcopy(model)), rank)
+        for name, wrap in CONTENDERS.items()
+    }
+    warm = max(turn(step, WARM_UP_STEPS) for step in steps.values())
+    num_steps = max(2, round(SECONDS_PER_TURN * 1000 / warm))
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds):
+        # Whoever comes first finds another machine than whoever comes last.
+        for name in sorted(steps, key=lambda name: (list(steps).index(name) + number) % len(steps)):
+            times[name].append(turn(steps[name], num_steps))
+    return times
+
+
+def ratios(ours: list[float], theirs: list[float]) -> list[float]:
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def spread(values: list[float], digits: int) -> str:
+    low, _, high = statistics.quantiles(values, n=4)
+    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="write every round's figures to this file")
+    args = parser.parse_args()
+    world = lockstep.init()
+    if world.process_group is None:
+        raise SystemExit("Start it on several ranks: lockstep run -n 2 benchmarks/steps.py")
+    table = Table(
+        "model", *CONTENDERS, "ours / none", "ours / torch",
+        title=f"ms a step, {world.world_size} ranks, {torch.get_num_threads()} threads each, "
+        f"{dist.get_backend()}: median (quartiles) of {args.rounds} rounds",
+    )  # fmt: skip
+    results = {}
+    for workload in WORKLOADS:
+        times = measure(workload, args.rounds, world.rank)
+        results[workload.name] = times
+        ours = times["lockstep"]
+        table.add_row(
+            workload.name,
+            *(spread(values, 2) for values in times.values()),
+            spread(ratios(ours, times["no communication"]), 3),
+            spread(ratios(ours, times["torch DDP"]), 3),
+        )
+    if world.rank == 0:
+        Console(width=140).print(table)
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What ``lockstep demo`` does, once its options are read."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from lockstep.demo.datasets import load
+from lockstep.demo.training import (
+    GLOBAL_BATCH_SIZE,
+    global_batches,
+    largest_difference,
+    train,
+    train_exactly,
+)
+from lockstep.errors import BadLaunch
+from lockstep.launcher import launch
+from lockstep.launcher.job import check_num_ranks
+from lockstep.world import init
+
+# What rounding in another order may make of float64 parameters in an epoch, with a wide margin;
+# a single sample lost or counted twice makes 1e-4.
+TOLERANCE = 1e-9
+
+
+def demo(nprocs: str, epochs: str, seed: int, data: str) -> bool:
+    """Train on ``nprocs`` processes, then show that splitting has changed nothing.
+
+    Returns:
+        Whether one more epoch on ``nprocs`` processes and in one gave the same parameters.
+
+    Raises:
+        BadLaunch: If a number makes no sense.
+        MissingExtra: If the data needs a package that isn't installed.
+        ValueError: If there is no such data.
+    """
+    num_ranks = check_num_ranks(nprocs)
+    if not epochs.isdecimal() or int(epochs) < 1:
+        raise BadLaunch(f"--epochs is {epochs!r}, but must be a whole number from 1 up.")
+    if num_ranks > GLOBAL_BATCH_SIZE:
+        raise BadLaunch(
+            f"--nprocs is {num_ranks}, but a batch of {GLOBAL_BATCH_SIZE} images can't be split "
+            f"over more than {GLOBAL_BATCH_SIZE} ranks."
+        )
+    console = Console()
+    digits = load(data)
+    console.print(
+        f"Training a ConvNet on {digits.name}: {len(digits.train_labels):,} images to train on, "
+        f"{len(digits.test_labels):,} to test with, {GLOBAL_BATCH_SIZE} a step over "
+        f"{_processes(num_ranks)}.",
+        highlight=False,
+    )
+    trained = launch(train, num_ranks, (digits, int(epochs), seed), output="plain")[0]
+    alone = train_exactly(trained.start, digits, init(device="cpu"), seed)
+    difference = largest_difference(trained.end, alone)
+    num_parameters = sum(value.numel() for value in alone.values())
+    num_batches = len(list(global_batches(digits, init(), seed)))
+    is_same = difference < TOLERANCE
+    console.print(
+        f"\nOne more epoch from there, dropout off, in float64, on {_processes(num_ranks)} and "
+        f"in one, the same {num_batches} batches: the largest difference in {num_parameters:,} "
+        f"parameters is [bold]{difference:.1e}[/bold]. "
+        + (
+            "[green]Nothing was lost by splitting.[/green]"
+            if is_same
+            else f"[red]It should be below {TOLERANCE:.0e}: please report this.[/red]"
+        ),
+        highlight=False,
+    )
+    return is_same
+
+
+def _processes(count: int) -> str:
+    return "one process" if count == 1 else f"{count} processes"

@@ -1,0 +1,125 @@
+"""The demo: what it proves, and that it would notice if it were not so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.demo import training
+from lockstep.demo.convnet import ConvNet
+from lockstep.demo.datasets import Digits
+from lockstep.demo.training import State, largest_difference, train_exactly
+from lockstep.world import Starter, World
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def world_of(rank: int, world_size: int, group: dist.ProcessGroup | None) -> World:
+    return World(rank, world_size, rank, world_size, CPU, group, Starter.PROCESS_GROUP)
+
+
+ALONE = world_of(0, 1, None)
+
+
+@pytest.fixture
+def digits() -> Digits:
+    """Noise in the shape of digits, of a number that no world size divides."""
+    images, labels = torch.randn(397, 1, 28, 28), torch.randint(10, (397,))
+    return Digits(images, labels, images[:31], labels[:31], "noise")
+
+
+@pytest.fixture
+def start() -> State:
+    return ConvNet().state_dict()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_train_as_one_process_does(digits, start, world_size: int) -> None:
+    alone = train_exactly(start, digits, ALONE, seed=1)
+    assert largest_difference(alone, start) > 1e-3
+
+    def body(rank: int, group: dist.ProcessGroup) -> State:
+        return train_exactly(start, digits, world_of(rank, world_size, group), seed=1)
+
+    for together in run_ranks(world_size, body):
+        assert largest_difference(together, alone) < 1e-12
+
+
+def test_one_sample_taken_twice_would_be_seen(digits, start, monkeypatch) -> None:
+    alone = train_exactly(start, digits, ALONE, seed=1)
+    right = training.batch_slice
+
+    def wrong(size: int, rank: int, world_size: int) -> slice:
+        part = right(size, rank, world_size)
+        return slice(part.start - (rank > 0), part.stop - (rank > 0))
+
+    monkeypatch.setattr(training, "batch_slice", wrong)
+
+    def body(rank: int, group: dist.ProcessGroup) -> State:
+        return train_exactly(start, digits, world_of(rank, 2, group), seed=1)
+
+    for together in run_ranks(2, body):
+        assert largest_difference(together, alone) > 1e-6
+
+
+def test_batches_are_the_same_for_any_number_of_ranks(digits) -> None:
+    def batches(world: World) -> Iterator[list[int]]:
+        return (batch.tolist() for batch in training.global_batches(digits, world, seed=3))
+
+    alone = list(batches(ALONE))
+    assert sorted(sum(alone, [])) == list(range(397))
+    assert list(batches(world_of(1, 3, None))) == alone
+    # 397 = 3 * 128 + 13: thirteen images are too few for fourteen ranks
+    assert list(batches(world_of(1, 14, None))) == alone[:-1]
+
+
+def demo(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep", "demo", *options],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize("nprocs", ["1", "3"])
+def test_demo_command(nprocs: str) -> None:
+    run = demo("--nprocs", nprocs, "--epochs", "2", "--seed", "5")
+    assert run.returncode == 0, run.stderr
+    lines = re.findall(r"epoch +\d+ +loss [\d.]+ +accuracy +[\d.]+%", run.stdout)
+    assert len(lines) == 2
+    difference = re.search(r"parameters\s+is\s+([\d.e+-]+)\.\s", run.stdout)
+    assert difference is not None, run.stdout
+    assert float(difference[1]) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--nprocs", "0"], "0"),
+        (["--nprocs", "two"], "two"),
+        (["--nprocs", "129"], "can't be split"),
+        (["--epochs", "0"], "--epochs is '0'"),
+        (["--data", "no-such-folder"], "no such folder"),
+        (["--data", "mnist"], "torch-lockstep[mnist]"),
+    ],
+)
+def test_demo_refuses_in_a_sentence(options: list[str], says: str) -> None:
+    if says == "torch-lockstep[mnist]":
+        try:
+            import torchvision  # noqa: F401
+        except ImportError:
+            pass
+        else:
+            pytest.skip("torchvision is installed, and would download MNIST")
+    run = demo(*options)
+    assert run.returncode != 0
+    assert says in run.stderr
+    assert "Traceback" not in run.stderr

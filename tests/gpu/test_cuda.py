@@ -1,0 +1,112 @@
+"""What can only be seen on a GPU. Skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.nn.models import build
+from torch import nn
+
+import lockstep
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(300),
+]
+
+
+def gradients(world: lockstep.World, name: str, wrapped: bool) -> list[torch.Tensor | None]:
+    """Three steps on this rank's part; the gradients of the last."""
+    model = build(name).to(world.device)
+    if wrapped:
+        parallel = lockstep.DistributedDataParallel(model, bucket_cap_mb=0.01)
+    else:
+        parallel = lockstep.parallelize(model, bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.001, momentum=0.9)
+    for batch in batches(model):
+        part = batch.chunk(world.world_size)[world.rank].to(world.device)
+        optimizer.zero_grad()
+        parallel(part).square().sum(1).mean().backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    return [None if p.grad is None else p.grad.cpu() for p in parallel.parameters()]
+
+
+def batches(model: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(12, *model.sample, dtype=torch.float64) for _ in range(3)]
+
+
+def oracle(name: str) -> list[torch.Tensor | None]:
+    model = build(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    for batch in batches(model):
+        optimizer.zero_grad()
+        model(batch).square().sum(1).mean().backward()
+        optimizer.step()
+    return [p.grad for p in model.parameters()]
+
+
+def assert_same(ours: list, theirs: list) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            slack = 1e-8 if mine.dtype in (torch.float64, torch.complex128) else 1e-4
+            torch.testing.assert_close(mine, other, rtol=slack, atol=slack)
+
+
+def where(world: lockstep.World) -> tuple[str, str]:
+    return str(world.device), str(dist.get_backend_config(world.process_group))
+
+
+def test_one_rank_takes_its_gpu_and_nccl() -> None:
+    assert lockstep.launch(where, 1) == [("cuda:0", "cpu:gloo,cuda:nccl")]
+
+
+@pytest.mark.parametrize("name", ["digits", "layers", "shared", "unused", "checkpointed", "odd"])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_one_rank_over_nccl(name: str, wrapped: bool) -> None:
+    (mine,) = lockstep.launch(gradients, 1, (name, wrapped))
+    assert_same(mine, oracle(name))
+
+
+def on_one_gpu(world: lockstep.World, name: str, wrapped: bool) -> list:
+    """Two ranks share a GPU: NCCL refuses that, Gloo doesn't."""
+    from dataclasses import replace
+
+    return gradients(replace(world, device=torch.device("cuda", 0)), name, wrapped)
+
+
+@pytest.mark.parametrize("name", ["digits", "layers", "shared", "unused"])
+def test_two_ranks_sharing_a_gpu_over_gloo(name: str) -> None:
+    for mine in lockstep.launch(on_one_gpu, 2, (name, False)):
+        assert_same(mine, oracle(name))
+
+
+def test_nccl_that_fails_is_replaced_on_all_ranks(monkeypatch) -> None:
+    def body(world: lockstep.World) -> str:
+        return str(dist.get_backend_config(world.process_group))
+
+    # More ranks than GPUs: all compute on the CPU, over Gloo.
+    too_many = torch.cuda.device_count() + 1
+    assert lockstep.launch(body, too_many) == ["cpu:gloo,cuda:gloo"] * too_many
+
+
+def test_wrapper_moves_inputs_to_its_device() -> None:
+    def body(world: lockstep.World) -> str:
+        model = lockstep.DistributedDataParallel(nn.Linear(2, 2).cuda(), device_ids=[0])
+        return str(model({"x": torch.ones(1, 2)}["x"]).device)
+
+    assert lockstep.launch(body, 1) == ["cuda:0"]
+
+
+def test_a_deep_copy_on_the_gpu_is_plain() -> None:
+    def body(world: lockstep.World) -> bool:
+        model = copy.deepcopy(lockstep.parallelize(nn.Linear(2, 2).cuda()))
+        model(torch.ones(1, 2, device="cuda")).sum().backward()
+        return model.weight.grad is not None
+
+    assert lockstep.launch(body, 1) == [True]
