@@ -46,6 +46,21 @@ class Layers(nn.Module):
         return x
 
 
+class Wide(nn.Module):
+    """Gradients large enough to be dealt with one by one."""
+
+    sample = (160,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(160, 160, bias=False), nn.Tanh(), nn.Linear(160, 160, bias=False)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
 class Shared(nn.Module):
     """One weight used three times, twice under another name."""
 
@@ -118,6 +133,7 @@ class Odd(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "digits": Digits,
     "layers": Layers,
+    "wide": Wide,
     "shared": Shared,
     "unused": Unused,
     "checkpointed": Checkpointed,

@@ -19,16 +19,17 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Divide gradients into buckets, in the order in which they become ready.
 
-    A bucket holds one kind (say, one dtype and device) and at most its cap, unless a single
-    gradient is larger. Buckets are sorted by when their last gradient is ready, as they are
-    launched in index order and each would hold up those after it.
+    A bucket holds one kind (say, one dtype and device), and is full with the gradient that takes
+    it to its cap: to wait for one that doesn't fit would only delay those that are there.
+    Buckets are sorted by when their last gradient is ready, as they are launched in index order
+    and each would hold up those after it.
 
     Args:
         num_bytes: The size of each gradient.
         kinds: The kind of each gradient; only equal kinds share a bucket.
         order: The indices of all gradients, in the order in which they become ready.
-        cap_bytes: The most that a bucket holds.
-        first_cap_bytes: The most that the first bucket to be closed holds.
+        cap_bytes: How much makes a bucket full.
+        first_cap_bytes: How much makes the first one full.
 
     Returns:
         The indices of each bucket's gradients. Every index is in exactly one bucket.
@@ -38,12 +39,11 @@ def assign_buckets(
     filled_bytes: dict[Hashable, int] = {}
     for index in order:
         kind, size = kinds[index], num_bytes[index]
-        cap = cap_bytes if full else min(first_cap_bytes, cap_bytes)
-        if kind in filling and filled_bytes[kind] + size > cap:
-            full.append(filling.pop(kind))
         if kind not in filling:
             filling[kind], filled_bytes[kind] = [], 0
         filling[kind].append(index)
         filled_bytes[kind] += size
+        if filled_bytes[kind] >= (cap_bytes if full else min(first_cap_bytes, cap_bytes)):
+            full.append(filling.pop(kind))
     position = {index: place for place, index in enumerate(order)}
     return sorted(full + list(filling.values()), key=lambda bucket: position[bucket[-1]])

@@ -54,8 +54,8 @@ class Reducer:
     Args:
         named_parameters: The parameters to reduce, in the same order on every rank.
         group: The process group; every rank of it must have a reducer of the same parameters.
-        cap_bytes: The most that a bucket holds.
-        first_cap_bytes: The most that the first bucket holds.
+        cap_bytes: How much makes a bucket full.
+        first_cap_bytes: How much makes the first one full.
     """
 
     def __init__(
@@ -177,11 +177,14 @@ class Reducer:
                 self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        bucket.fill(self._touched)
+        bucket.fill(self._touched, 1 / self.process_group.size())
         if bucket is self._buckets[-1]:
             # All buckets are filled by now, and so every one of these facts is final.
-            bucket.tail.copy_(torch.tensor(list(self._touched), dtype=bucket.tail.dtype))
-        bucket.launch(self.process_group, 1 / self.process_group.size())
+            if all(self._touched):
+                bucket.tail.fill_(1)
+            else:
+                bucket.tail.copy_(torch.tensor(list(self._touched), dtype=bucket.tail.dtype))
+        bucket.launch(self.process_group)
         self._next_launch += 1
 
     def _adopt_what_others_used(self) -> None:

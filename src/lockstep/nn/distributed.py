@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from lockstep.nn.engine import Engine, accumulating, attach
+from lockstep.nn.engine import Engine, accumulating, attach, attach_wrapper, engine_of
 from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, check_bucket_cap
 from lockstep.world import init
 
@@ -34,7 +34,7 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers: Whether buffers follow rank 0's.
         init_sync: Whether to check that the ranks' models agree and to start from rank 0's.
         process_group: The ranks to keep in step; by default all of ``lockstep.init()``.
-        bucket_cap_mb: The most that one all-reduce carries, in MiB; 25 by default.
+        bucket_cap_mb: How much makes a bucket full, in MiB; 25 by default.
         find_unused_parameters: Not needed: parameters may be unused at any time.
         check_reduction: Not needed, as in torch.
         gradient_as_bucket_view: Gradients are always views of the buckets.
@@ -75,7 +75,7 @@ class DistributedDataParallel(nn.Module):
         self.static_graph = static_graph
         group = process_group or init().process_group
         self.process_group = group
-        self._engine = attach(
+        engine = attach(
             module,
             lambda: Engine(
                 module,
@@ -85,6 +85,7 @@ class DistributedDataParallel(nn.Module):
                 init_sync=init_sync,
             ),
         )
+        attach_wrapper(self, engine)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the module's
         if self._input_device is not None:
@@ -95,7 +96,7 @@ class DistributedDataParallel(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards add up gradients on each rank; the first one after reduces them."""
-        return accumulating(self._engine)
+        return accumulating(engine_of(self))
 
     @property
     def device(self) -> torch.device:

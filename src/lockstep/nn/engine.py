@@ -8,6 +8,7 @@ parameter, and these fire whichever method made the loss. That is why any method
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -39,7 +40,7 @@ class Engine:
     Args:
         module: The module, the same on every rank.
         group: The process group to keep it in step with; None if this rank is alone.
-        bucket_cap_mb: The most that one all-reduce carries, in MiB.
+        bucket_cap_mb: How much makes a bucket full, in MiB.
         broadcast_buffers: Whether rank 0's buffers go to everyone with each reduced backward.
         init_sync: Whether to check the model and start from rank 0's values.
     """
@@ -55,6 +56,7 @@ class Engine:
     ) -> None:
         trained = _trained_parameters(module)
         self.is_syncing = True
+        self.lock = threading.Lock()
         self.process_group = group if group is not None and group.size() > 1 else None
         if self.process_group is None:
             return
@@ -63,11 +65,10 @@ class Engine:
             broadcast_tensors(self.process_group, [*module.parameters(), *module.buffers()])
         self._buffers = list(module.buffers()) if broadcast_buffers else []
         self._buffers_on_their_way: TensorBroadcast | None = None
-        self._reducer = Reducer(trained, self.process_group, cap_bytes=int(bucket_cap_mb * MIB))
+        self.reducer = Reducer(trained, self.process_group, cap_bytes=int(bucket_cap_mb * MIB))
         self._parameters = [parameter for _, parameter in trained]
         for index, (_, parameter) in enumerate(trained):
-            hook = _gradient_hook(weakref.ref(self), self._reducer, index)
-            parameter.register_post_accumulate_grad_hook(hook)
+            parameter.register_post_accumulate_grad_hook(_gradient_hook(weakref.ref(self), index))
 
     def begin_backward(self) -> None:
         """The first gradient of a backward has come: get ready for the others."""
@@ -80,21 +81,21 @@ class Engine:
         # A backward that raises drops its callbacks without calling them.
         # Shown by test_a_failed_backward_does_not_spoil_the_next.
         self._end = weakref.ref(end, self._backward_is_gone)
-        self._reducer.begin()
+        self.reducer.begin()
         if self._buffers:
             # Now rather than before the next forward: it travels while backward computes, and
             # no forward waits for it, whichever method that will be.
             self._buffers_on_their_way = TensorBroadcast(self.process_group, self._buffers)
-        self._reducer.excuse(
-            index for index in self._reducer.left_out if not _is_reached(self._parameters[index])
+        self.reducer.excuse(
+            index for index in self.reducer.left_out if not _is_reached(self._parameters[index])
         )
 
     def _backward_is_gone(self, _: object) -> None:
-        self._reducer.give_up()
+        self.reducer.give_up()
 
     def end_backward(self) -> None:
         """The backward is over: wait until everything has arrived."""
-        self._reducer.finish()
+        self.reducer.finish()
         if self._buffers_on_their_way is not None:
             self._buffers_on_their_way.finish()
             self._buffers_on_their_way = None
@@ -122,21 +123,21 @@ def _is_reached(parameter: nn.Parameter) -> bool:
     )
 
 
-def _gradient_hook(
-    engine_ref: weakref.ref[Engine], reducer: Reducer, index: int
-) -> Callable[[torch.Tensor], None]:
-    reducer_ref = weakref.ref(reducer)
-
+def _gradient_hook(engine_ref: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], None]:
     def gradient_has_come(_: torch.Tensor) -> None:
-        engine, reducer = engine_ref(), reducer_ref()
-        if engine is None or reducer is None:
+        engine = engine_ref()
+        if engine is None:
             return
-        if not engine.is_syncing:
-            reducer.mark_accumulated(index)
-            return
-        if reducer.phase is Phase.IDLE:
-            engine.begin_backward()
-        reducer.mark_ready(index)
+        reducer = engine.reducer
+        # Where parameters are on the CPU and on a GPU, autograd has a thread for each, and a
+        # collective that one of them launches lets the other one run.
+        with engine.lock:
+            if not engine.is_syncing:
+                reducer.mark_accumulated(index)
+                return
+            if reducer.phase is Phase.IDLE:
+                engine.begin_backward()
+            reducer.mark_ready(index)
 
     return gradient_has_come
 
@@ -158,8 +159,8 @@ def _trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return trained
 
 
-def attach(module: nn.Module, engine_of: Callable[[], Engine]) -> Engine:
-    """Make ``module`` parallel through the engine that ``engine_of`` makes.
+def attach(module: nn.Module, make_engine: Callable[[], Engine]) -> Engine:
+    """Make ``module`` parallel through the engine that ``make_engine`` makes.
 
     Raises:
         AlreadyParallel: If the module or one of its parts is parallel already.
@@ -171,8 +172,13 @@ def attach(module: nn.Module, engine_of: Callable[[], Engine]) -> Engine:
                 f"{type(module).__name__} can't be made parallel: {where} is parallel already, "
                 "and its gradients would be reduced twice. Pass the bare model, once."
             )
-    _engines[module] = engine_of()
+    _engines[module] = make_engine()
     return _engines[module]
+
+
+def attach_wrapper(wrapper: nn.Module, engine: Engine) -> None:
+    """Make ``wrapper`` parallel through the engine of the module inside."""
+    _engines[wrapper] = engine
 
 
 def engine_of(module: nn.Module) -> Engine:

@@ -38,8 +38,8 @@ def parallelize(
         module: The model, already on its device and with its final dtypes. Rank 0's parameters
             and buffers go to everyone.
         process_group: The ranks to keep in step; by default all of ``lockstep.init()``.
-        bucket_cap_mb: The most that one all-reduce carries, in MiB. Gradients are sent in
-            buckets of this size while backward computes the next ones.
+        bucket_cap_mb: How much makes a bucket full, in MiB. Gradients are sent in
+            buckets, each when it is full, while backward computes the next ones.
         broadcast_buffers: Whether buffers (BatchNorm's statistics) follow rank 0's, with each
             backward that reduces gradients.
         init_sync: Whether to check that all ranks have the same model and to give them rank 0's

@@ -75,8 +75,8 @@ def _average(named: list[tuple[str, nn.Parameter]], share: float, group: dist.Pr
         )
     ]
     for bucket in buckets:
-        bucket.fill(bytearray(b"\1" * len(parameters)))
-        bucket.launch(group, share / total)
+        bucket.fill(bytearray(b"\1" * len(parameters)), share / total)
+        bucket.launch(group)
     for bucket in buckets:
         bucket.wait()
         for place, index in enumerate(bucket.indices):
