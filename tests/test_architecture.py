@@ -24,9 +24,9 @@ FLOORS = {
     "observe": 5,
     "train": 5,
     "bench": 6,
-    "cli": 6,
     "demo": 6,
-    "__main__": 7,
+    "cli": 7,
+    "__main__": 8,
 }
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 

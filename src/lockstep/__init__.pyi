@@ -2,6 +2,7 @@ from . import errors as errors
 from .data import DataPartitioner as DataPartitioner
 from .data import Partition as Partition
 from .data import partition as partition
+from .launcher import launch as launch
 from .nn import DistributedDataParallel as DistributedDataParallel
 from .nn import no_sync as no_sync
 from .nn import parallelize as parallelize

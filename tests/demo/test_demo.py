@@ -74,7 +74,7 @@ def test_batches_are_the_same_for_any_number_of_ranks(digits) -> None:
         return (batch.tolist() for batch in training.global_batches(digits, world, seed=3))
 
     alone = list(batches(ALONE))
-    assert sorted(sum(alone, [])) == list(range(397))
+    assert sorted(index for batch in alone for index in batch) == list(range(397))
     assert list(batches(world_of(1, 3, None))) == alone
     # 397 = 3 * 128 + 13: thirteen images are too few for fourteen ranks
     assert list(batches(world_of(1, 14, None))) == alone[:-1]

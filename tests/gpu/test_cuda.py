@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from tests.nn.models import build
 from torch import nn
 
 import lockstep
+from tests.nn.models import build
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -7,10 +7,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks import run_ranks
 
 from lockstep.errors import LateGradient
 from lockstep.grad import Phase, Reducer
+from tests.ranks import run_ranks
 
 
 class Recorder:

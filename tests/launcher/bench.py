@@ -61,13 +61,14 @@ class Bench:
         path.write_text(textwrap.dedent(text))
         return path
 
-    def command(self, *arguments: object) -> list[str]:
-        return [sys.executable, "-m", "lockstep", *map(str, arguments)]
-
     def start(self, *arguments: object, **options: object) -> subprocess.Popen[str]:
         """Start ``lockstep arguments...``; its output is kept in pipes."""
+        return self.start_python("-m", "lockstep", *arguments, **options)
+
+    def start_python(self, *arguments: object, **options: object) -> subprocess.Popen[str]:
+        """Start ``python arguments...``, likewise."""
         process = subprocess.Popen(
-            self.command(*arguments),
+            [sys.executable, *map(str, arguments)],
             **{  # type: ignore[call-overload]
                 "stdout": subprocess.PIPE,
                 "stderr": subprocess.PIPE,

@@ -65,10 +65,10 @@ def test_run_names_an_endpoint_that_cannot_be_reached(bench: Bench, options: lis
     # An address that is reserved for documentation: it is nobody's.
     endpoint = "192.0.2.1:29500"
     message = refusal(
-        bench, "--nnodes", 2, *options, "--rdzv-endpoint", endpoint, "--rdzv-timeout", 2, "good.py"
+        bench, "--nnodes", 2, *options, "--rdzv-endpoint", endpoint, "--rdzv-timeout", 1, "good.py"
     )
     assert endpoint in message
-    assert "2 seconds" in message
+    assert "1 seconds" in message
 
 
 def test_script_that_raises_at_import_is_reported_as_a_failure(bench: Bench) -> None:

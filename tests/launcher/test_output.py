@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pty
 import os
+import pty
 
 import pytest
 from hypothesis import given

@@ -8,11 +8,11 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from tests.nn.models import build
-from tests.ranks import run_ranks
 from torch import nn
 
 import lockstep
+from tests.nn.models import build
+from tests.ranks import run_ranks
 
 TOLERANCE = 1e-12
 OPTIMIZERS = {

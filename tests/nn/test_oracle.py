@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from tests.nn.models import MODELS, build
-from tests.ranks import run_ranks
 from torch import nn
 
 import lockstep
+from tests.nn.models import MODELS, build
+from tests.ranks import run_ranks
 
 TOLERANCE = 1e-10
 SPLITS = {

@@ -10,12 +10,12 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from tests.nn.models import build
-from tests.ranks import run_ranks
 from torch import nn
 
 import lockstep
 from lockstep import errors
+from tests.nn.models import build
+from tests.ranks import run_ranks
 
 
 class Net(nn.Module):

@@ -29,9 +29,8 @@ def demo(nprocs: str, epochs: str, seed: int, data: str) -> bool:
         Whether one more epoch on ``nprocs`` processes and in one gave the same parameters.
 
     Raises:
-        BadLaunch: If a number makes no sense.
+        BadLaunch: If a number makes no sense, or there is no such data.
         MissingExtra: If the data needs a package that isn't installed.
-        ValueError: If there is no such data.
     """
     num_ranks = check_num_ranks(nprocs)
     if not epochs.isdecimal() or int(epochs) < 1:
@@ -42,7 +41,10 @@ def demo(nprocs: str, epochs: str, seed: int, data: str) -> bool:
             f"over more than {GLOBAL_BATCH_SIZE} ranks."
         )
     console = Console()
-    digits = load(data)
+    try:
+        digits = load(data)
+    except ValueError as error:
+        raise BadLaunch(str(error)) from error
     console.print(
         f"Training a ConvNet on {digits.name}: {len(digits.train_labels):,} images to train on, "
         f"{len(digits.test_labels):,} to test with, {GLOBAL_BATCH_SIZE} a step over "

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lockstep.comm import start_all_reduce
 from lockstep.errors import ParameterChanged
 
-
 # Gradients from this size on, on average, are dealt with one by one. Below it, what a call costs
 # is more than what a second pass over the memory does (2 us against 16 K floats).
 _COARSE_NUMEL = 16 * 1024

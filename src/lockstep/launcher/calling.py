@@ -29,6 +29,7 @@ from lockstep.launcher.job import (
     check_num_threads,
     default_num_threads,
 )
+from lockstep.launcher.processes import flush_standard_streams
 
 Result = TypeVar("Result")
 _READ_BYTES = 1 << 16
@@ -131,7 +132,7 @@ def _run(job: Job) -> Outcome:
     descriptors = Descriptors(job_file(job), lifeline[0], outcome[1])
     given = (descriptors.job, *descriptors.after_job())
     piped = subprocess.PIPE if job.labelled else None
-    _flush()
+    flush_standard_streams()
     try:
         supervisor = subprocess.Popen(
             supervisor_command(descriptors),
@@ -167,9 +168,10 @@ def _ended(supervisor: subprocess.Popen[bytes]) -> Iterator[None]:
     """Wait for the supervisor in the end, and end it if the block is left by an exception."""
     try:
         yield
-    except BaseException:
-        # KeyboardInterrupt, or whatever an output stream of the caller's raised.
-        supervisor.send_signal(signal.SIGINT)
+    except BaseException as error:
+        # What isn't Ctrl-C is whatever an output stream of the caller's raised.
+        interrupted = isinstance(error, KeyboardInterrupt)
+        supervisor.send_signal(signal.SIGINT if interrupted else signal.SIGTERM)
         _close_output(supervisor)
         with contextlib.suppress(subprocess.TimeoutExpired):
             supervisor.wait(_PATIENCE_SECONDS)
@@ -211,9 +213,3 @@ def _writer(stream: TextIO) -> Callable[[bytes], None]:
         stream.flush()
 
     return write
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()

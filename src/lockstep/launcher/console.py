@@ -66,8 +66,7 @@ class Console:
             if destination in ready:
                 view = view[self._write_chunk(destination, view[:_CHUNK_BYTES]) :]
                 continue
-            self._signals.pull()
-            self._mute = bool(self._signals.pending)
+            self._mute = self._signals.is_pending()
 
     def _write_chunk(self, destination: int, chunk: memoryview) -> int:
         try:

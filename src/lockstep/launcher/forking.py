@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.errors import LaunchError
 from lockstep.launcher.output import LineSplitter
-from lockstep.launcher.processes import Exit
+from lockstep.launcher.processes import Exit, flush_standard_streams, fork, reap, signal_group
 from lockstep.launcher.rank import REPORT_LENGTH_BYTES, RankStart
 from lockstep.launcher.verdict import Ending, Report
 
@@ -45,6 +45,11 @@ class RankProcess:
     exit_at_seconds: float = 0.0
     asked: bool = False
     last_words: bytes = b""
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it has reported a failure, and so is about to end."""
+        return self.report is not None and self.report.exit_code != 0
 
     def hear(self, words: bytes) -> None:
         """Remember ``words``, which it wrote to stderr, if they prove to be its last."""
@@ -116,10 +121,8 @@ def fork_ranks(
     for rank, environment in zip(ranks, environments, strict=True):
         try:
             pipes = _Pipes.open(labelled=labelled)
-            # Unwritten text would be written once by every process.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            pid = os.fork()
+            flush_standard_streams()
+            pid = fork()
         except OSError as error:
             _abandon(started)
             raise LaunchError(
@@ -157,8 +160,8 @@ def _descriptors(process: RankProcess) -> list[int]:
 
 def _abandon(started: list[RankProcess]) -> None:
     for process in started:
-        os.kill(process.pid, signal.SIGKILL)
-        os.waitpid(process.pid, 0)
+        signal_group(process.pid, signal.SIGKILL)
+        reap(process.pid)
 
 
 def read_report(process: RankProcess) -> bool:
@@ -176,8 +179,6 @@ def read_report(process: RankProcess) -> bool:
 
 
 def _parse(process: RankProcess) -> None:
-    import pickle
-
     received = process.report_bytes
     length = int.from_bytes(received[:REPORT_LENGTH_BYTES], "little")
     if len(received) >= REPORT_LENGTH_BYTES + length:

@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Collection
 
-from lockstep.launcher.processes import leftovers, reap, signal_group
+from lockstep.launcher.processes import fork, leftovers, reap, signal_group
 
 _GOODBYE = b"."
 
@@ -41,7 +41,7 @@ def start_guardian(groups: Collection[int], mark: str) -> Guardian:
     Call it after the ranks are forked, so that none of them holds the lifeline open.
     """
     listening, lifeline = os.pipe()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         # Never return into the supervisor's code, whatever happens.
         try:

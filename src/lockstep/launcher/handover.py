@@ -17,6 +17,13 @@ from dataclasses import dataclass
 from lockstep.launcher.job import Job
 from lockstep.launcher.processes import MARK
 
+_FLAGS = {
+    "safe_path": "-P",
+    "optimize": "-O",
+    "dont_write_bytecode": "-B",
+    "ignore_environment": "-E",
+    "no_user_site": "-s",
+}
 _MAIN = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -54,6 +61,8 @@ class Outcome:
         message: What to say, if it didn't.
         rank, exit_code, signal, traceback: As in :class:`~lockstep.errors.RankFailed`; ``rank``
             is None where no rank is to blame.
+        at_seconds: When it failed, by the clock on the wall, which hosts have in common.
+        lost_a_peer: Whether it failed because another rank was gone.
     """
 
     exit_status: int
@@ -63,6 +72,13 @@ class Outcome:
     exit_code: int | None = None
     signal: str | None = None
     traceback: str | None = None
+    at_seconds: float = 0.0
+    lost_a_peer: bool = False
+
+    @property
+    def blame(self) -> tuple[bool, bool, float]:
+        """What sorts outcomes of several hosts: the least is the first failure."""
+        return self.rank is None, self.lost_a_peer, self.at_seconds
 
 
 def job_file(job: Job) -> int:
@@ -89,22 +105,33 @@ def read_job(descriptor: int) -> Job:
     return job
 
 
-def supervisor_command(descriptors: Descriptors) -> list[str]:
-    """The command that runs a supervisor, with this interpreter's options and import path."""
+def supervisor_command(descriptors: Descriptors, *, through_proc: bool = False) -> list[str]:
+    """The command that runs a supervisor, with this interpreter's options and import path.
+
+    The supervisor inherits the descriptors or, if someone else starts it, who lets nothing be
+    inherited, opens them ``through_proc`` while this process lives.
+    """
     options = [f"-W{option}" for option in sys.warnoptions]
     for name, value in sys._xoptions.items():
         options.append(f"-X{name}" if value is True else f"-X{name}={value}")
-    if sys.flags.safe_path:
-        options.append("-P")
-    numbers = [-1 if fd is None else fd for fd in _in_order(descriptors)]
-    arguments = [json.dumps(sys.path), str(os.getpid()), *map(str, numbers)]
+    options += [option for name, option in _FLAGS.items() if getattr(sys.flags, name)]
+    given = (descriptors.job, descriptors.lifeline, descriptors.outcome)
+    folder = f"/proc/{os.getpid()}/fd/" if through_proc else ""
+    names = ["" if fd is None else f"{folder}{fd}" for fd in given]
+    arguments = [json.dumps(sys.path), str(os.getpid()), *names]
     return [sys.executable, *options, "-c", _MAIN, *arguments]
 
 
 def read_command(argv: list[str]) -> tuple[int, Descriptors]:
     """The caller's process id and the descriptors, from a supervisor's ``sys.argv``."""
-    caller, job, lifeline, outcome = (int(text) for text in argv[2:6])
-    return caller, Descriptors(job, *(None if fd < 0 else fd for fd in (lifeline, outcome)))
+    caller, *names = argv[2:6]
+    job, lifeline, outcome = (_open(name) if name else None for name in names)
+    assert job is not None
+    return int(caller), Descriptors(job, lifeline, outcome)
+
+
+def _open(name: str) -> int:
+    return int(name) if name.isdecimal() else os.open(name, os.O_RDONLY)
 
 
 def supervisor_environment(environ: Mapping[str, str], job: Job) -> dict[str, str]:
@@ -113,7 +140,3 @@ def supervisor_environment(environ: Mapping[str, str], job: Job) -> dict[str, st
     The number of threads has to be there before torch is imported: OpenMP reads it once.
     """
     return {**environ, "OMP_NUM_THREADS": str(job.num_threads), MARK: os.urandom(16).hex()}
-
-
-def _in_order(descriptors: Descriptors) -> tuple[int | None, ...]:
-    return descriptors.job, descriptors.lifeline, descriptors.outcome

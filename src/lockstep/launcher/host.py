@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.launcher.job import Job
+from lockstep.launcher.peers import Peers
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -31,19 +32,12 @@ class Host(NamedTuple):
     environments: list[dict[str, str]]
 
 
-def place(job: Job, environ: Mapping[str, str]) -> tuple[Host, int | None]:
-    """Find this host's place, and listen for the ranks where their store will be.
-
-    Args:
-        job: The job.
-        environ: The environment, in which an elastic agent says which of several hosts this is.
+def alone(job: Job) -> tuple[Host, int]:
+    """The place of the only host.
 
     Returns:
-        The host, and the descriptor of a listening socket for :func:`open_store`; None where
-        the store is the agent's.
+        The place, and the descriptor of a socket that listens for :func:`open_store`.
     """
-    if job.num_hosts > 1:
-        return _one_of_several(job, environ), None
     # Port 0: the kernel finds a free one, so that two runs never collide.
     listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
     port = listener.getsockname()[1]
@@ -97,23 +91,22 @@ def _the_only_one(job: Job, port: int) -> Host:
     return Host(range(size), size, environments)
 
 
-def _one_of_several(job: Job, environ: Mapping[str, str]) -> Host:
-    """Take the agent's numbers, which count hosts, for a number of ranks on each."""
+def among(peers: Peers, job: Job, environ: Mapping[str, str]) -> Host:
+    """The place of one host of several, whose ranks meet at the store of their agents."""
     from lockstep.world.environment import RUN_ID
 
-    host, size = int(environ["RANK"]), job.num_ranks
-    ranks = range(host * size, (host + 1) * size)
-    world_size = job.num_hosts * size
+    first, size = sum(peers.sizes[: peers.host]), job.num_ranks
+    world_size = sum(peers.sizes)
     shared = {
         RUN_ID: environ["TORCHELASTIC_RUN_ID"],
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": str(host),
-        "GROUP_WORLD_SIZE": str(job.num_hosts),
+        "GROUP_RANK": str(peers.host),
+        "GROUP_WORLD_SIZE": str(len(peers.sizes)),
         "OMP_NUM_THREADS": str(job.num_threads),
     }
     environments = [
-        {**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-        for local_rank, rank in enumerate(ranks)
+        {**shared, "RANK": str(first + local_rank), "LOCAL_RANK": str(local_rank)}
+        for local_rank in range(size)
     ]
-    return Host(ranks, world_size, environments)
+    return Host(range(first, first + size), world_size, environments)

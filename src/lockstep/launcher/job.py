@@ -86,27 +86,38 @@ def default_num_threads(num_ranks: int) -> int:
 
 
 def check_num_ranks(value: object) -> int:
-    """``value`` if ranks can be counted by it.
+    """``value`` as a number of ranks.
 
     Raises:
         BadLaunch: If it isn't a whole number from 1 up.
     """
-    return _positive(value, "The number of ranks", "Ask for at least one, as in '-n 2'.")
+    return whole_number(value, "The number of ranks", "Ask for at least one, as in '-n 2'.")
 
 
 def check_num_threads(value: object) -> int:
-    """``value`` if threads can be counted by it.
+    """``value`` as a number of threads.
 
     Raises:
         BadLaunch: If it isn't a whole number from 1 up.
     """
-    return _positive(value, "The number of threads per rank", "Leave it out to share the cores.")
+    return whole_number(value, "The number of threads per rank", "Leave it out to share the cores.")
 
 
-def _positive(value: object, what: str, advice: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BadLaunch(f"{what} is {value!r}, but a whole number from 1 up is needed. {advice}")
-    return value
+def whole_number(value: object, what: str, advice: str, *, at_least: int = 1) -> int:
+    """``value``, which a command line gives as text, as a whole number.
+
+    Raises:
+        BadLaunch: If it isn't one, or less than ``at_least``; ``what`` it is, and ``advice``.
+    """
+    number = value
+    if isinstance(value, str):
+        # int() would also take " 1_0 " and the digits of other scripts.
+        number = int(value) if value.removeprefix("-").isdecimal() and value.isascii() else None
+    if isinstance(number, bool) or not isinstance(number, int) or number < at_least:
+        raise BadLaunch(
+            f"{what} is {value}, but a whole number from {at_least} up is needed. {advice}"
+        )
+    return number
 
 
 def check_script(script: Script) -> Script:
@@ -161,13 +172,11 @@ def check_module(module: Module) -> Module:
     Raises:
         BadLaunch: If there isn't.
     """
-    top = module.name.partition(".")[0]
+    top, *parts = module.name.split(".")
     # A module is looked up first where the command is given, as by python -m.
-    path = [os.getcwd(), *sys.path]
-    found = top and (
-        top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(top, path)
-    )
-    if not found:
+    spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) if top else None
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    if (spec is None and top not in sys.builtin_module_names) or (parts and not is_package):
         raise BadLaunch(no_such_module(module.name))
     return module
 

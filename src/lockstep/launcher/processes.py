@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -40,10 +41,21 @@ def exit_of(pid: int) -> Exit | None:
     return Exit(None, info.si_status)
 
 
-def reap(pid: int) -> None:
-    """Forget the child ``pid``, which has ended."""
+def reap(pid: int, *, wait: bool = True) -> None:
+    """Forget the child ``pid``, which has ended or, if we ``wait``, is about to."""
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)
+        os.waitpid(pid, 0 if wait else os.WNOHANG)
+
+
+def fork() -> int:
+    """``os.fork()`` without its warning of threads.
+
+    The only ones here are numpy's: OpenBLAS ends its threads before a fork, and starts new ones
+    on both sides when they are needed.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
@@ -55,6 +67,26 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:  # it ended before it was asked for
         os._exit(128 + number)
+
+
+def fill_standard_descriptors() -> None:
+    """Open /dev/null as stdin, stdout or stderr if it is closed, as by ``>&-``.
+
+    The next pipe would otherwise get its number, and be written to by mistake.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # It gets the lowest number that is free, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+def flush_standard_streams() -> None:
+    """Write what Python still holds, before a fork doubles it or an exec drops it."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it is None where the descriptor was closed
+            stream.flush()
 
 
 def signal_group(group: int, number: int) -> None:

@@ -67,8 +67,7 @@ def run_rank(start: RankStart, program: Program, supervisor: int) -> int:
     # Only now, and not while it was the supervisor still, may a signal interrupt it.
     signal.pthread_sigmask(signal.SIG_SETMASK, start.signal_mask)
     report = _run(program)
-    sent = report.exit_code == 0 and report.result is None
-    if not sent:
+    if report.exit_code != 0 or report.result is not None:
         _send(report, start.report)
     os.close(start.report)
     return report.exit_code
@@ -112,11 +111,12 @@ def _refresh_libraries(num_threads: int) -> None:
     import torch
 
     torch.set_num_threads(num_threads)
-    # The fork copied the state of numpy's global generator: all ranks would draw the same. The
-    # one of the module random is reseeded by Python itself, and torch's has a fixed first seed.
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    # If numpy has made its global generator (numpy 1 does when it is imported), the fork copied
+    # its state: all ranks would draw the same. That of the module random is reseeded by Python
+    # itself, and torch's has a fixed first seed.
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
 
 
 def _run(program: Program) -> Report:
@@ -213,5 +213,3 @@ def _send(report: Report, descriptor: int) -> None:
             data = data[os.write(descriptor, data) :]
     except BrokenPipeError:  # the supervisor was killed; the end of this rank is near
         pass
-
-

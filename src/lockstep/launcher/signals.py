@@ -41,6 +41,11 @@ class SignalPipe:
             return
         self.pending += [number for number in came if number in ENDING]
 
+    def is_pending(self) -> bool:
+        """Whether an ending signal has come, looking once more."""
+        self.pull()
+        return bool(self.pending)
+
 
 def handle_ending_signals(handler: _Handler) -> None:
     """Install ``handler``, but for signals to be ignored: nohup asks for that, and a shell's &."""

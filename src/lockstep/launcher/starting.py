@@ -6,27 +6,56 @@ import os
 import sys
 from typing import NoReturn
 
-from lockstep.errors import LaunchError
+from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.handover import Descriptors, job_file, supervisor_command
 from lockstep.launcher.handover import supervisor_environment as environment
-from lockstep.launcher.job import Job
+from lockstep.launcher.job import Job, whole_number
+from lockstep.launcher.processes import fill_standard_descriptors, flush_standard_streams
 
 
-def become_supervisor(job: Job) -> NoReturn:
-    """Replace this process by the supervisor of ``job``; it keeps the process id.
+def start(
+    job: Job, *, host: str | None, endpoint: str | None, run_id: str, timeout_seconds: str
+) -> NoReturn:
+    """Run ``job`` on this host, or as the part of this host in a run on several.
 
     Raises:
-        LaunchError: If this platform cannot fork, or the interpreter can't be started.
+        BadLaunch: If the options don't fit each other.
+        LaunchError: If the ranks can't be started.
     """
     if not hasattr(os, "fork"):
         raise LaunchError(
             f"Ranks are made by fork, which {sys.platform} doesn't have. Use Linux, or start the "
             "script with torchrun, under which it runs unchanged."
         )
+    if job.num_hosts == 1:
+        if host is not None or endpoint is not None:
+            raise BadLaunch(
+                "--node-rank and --rdzv-endpoint are for runs on several hosts. Say with --nnodes "
+                "on how many."
+            )
+        become_supervisor(job)
+    from lockstep.launcher.elastic import check_meeting, run_on_several_hosts
+
+    meeting = check_meeting(
+        num_hosts=job.num_hosts,
+        host=None if host is None else whole_number(host, "--node-rank", "", at_least=0),
+        endpoint=endpoint,
+        run_id=run_id,
+        timeout_seconds=whole_number(timeout_seconds, "--rdzv-timeout", "It is in seconds."),
+    )
+    sys.exit(run_on_several_hosts(job, meeting))
+
+
+def become_supervisor(job: Job) -> NoReturn:
+    """Replace this process by the supervisor of ``job``; it keeps the process id.
+
+    Raises:
+        LaunchError: If the interpreter can't be started.
+    """
+    fill_standard_descriptors()
     descriptors = Descriptors(job_file(job))
     os.set_inheritable(descriptors.job, True)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_standard_streams()
     try:
         os.execve(sys.executable, supervisor_command(descriptors), environment(os.environ, job))
     except OSError as error:

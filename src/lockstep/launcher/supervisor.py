@@ -7,22 +7,26 @@ ranks are forked; the store, which has threads, is opened afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
 import signal
 import sys
+import time
+from typing import NoReturn
 
 from lockstep.errors import LaunchError
 from lockstep.launcher.console import Console, open_log_files
 from lockstep.launcher.forking import fork_ranks
 from lockstep.launcher.handover import Descriptors, Outcome, read_command, read_job
-from lockstep.launcher.host import open_store, place
+from lockstep.launcher.host import alone, among, open_store
 from lockstep.launcher.job import Job
+from lockstep.launcher.peers import Peers
 from lockstep.launcher.processes import MARK, end_with_parent
 from lockstep.launcher.rank import RankStart, run_rank
 from lockstep.launcher.signals import ENDING, SignalPipe, handle_ending_signals
-from lockstep.launcher.verdict import describe, exit_status, first_failure, signal_name
+from lockstep.launcher.verdict import describe, ended_by, exit_status, first_failure
 from lockstep.launcher.watch import Watch
 
 
@@ -30,8 +34,8 @@ def main() -> int:
     """Run the job that the command line tells of.
 
     Returns:
-        In the supervisor the exit code of the run; in a rank its own. It is left to the caller
-        to exit with it, so that a rank ends as any Python program does.
+        In a rank, and only there: its exit code. The caller exits with it, so that a rank ends
+        as any Python program does. The supervisor has nothing to wait for, and just ends.
     """
     # Until there are ranks there is nothing to do but go, and no traceback to show.
     handle_ending_signals(lambda number, frame: os._exit(128 + number))
@@ -44,7 +48,7 @@ def main() -> int:
     try:
         return _start(job, descriptors)
     except LaunchError as error:
-        return _conclude(Outcome(2, message=str(error)), descriptors)
+        _conclude(Outcome(2, message=str(error)), descriptors)
 
 
 def _import_torch() -> None:
@@ -59,35 +63,44 @@ def _import_torch() -> None:
 
 
 def _start(job: Job, descriptors: Descriptors) -> int:
-    """Fork the ranks, and either watch them or be one."""
+    """Fork the ranks, and either be one, or watch them and end."""
     mark, supervisor = os.environ[MARK], os.getpid()
-    host, listener = place(job, os.environ)
+    peers = Peers(os.environ, job.num_hosts, job.num_ranks) if job.num_hosts > 1 else None
+    host, listener = alone(job) if peers is None else (among(peers, job, os.environ), None)
     log_files = open_log_files(job.log_dir, host.ranks)
     # A rank that is being born must not run the handlers below: they are the supervisor's.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
     signals = SignalPipe()
     ours = [*signals.descriptors, *descriptors.after_job(), *log_files.values()]
+    ours += [listener] if listener is not None else []
+    ours += peers.descriptors() if peers is not None else []
     forked = fork_ranks(
         host.ranks,
         host.environments,
         num_threads=job.num_threads,
         labelled=job.labelled,
-        not_the_ranks=ours if listener is None else [*ours, listener],
+        not_the_ranks=ours,
         signal_mask=mask,
     )
     if isinstance(forked, RankStart):
         return run_rank(forked, job.program, supervisor)
     # From here on this is the supervisor, whatever happens.
     console = Console(log_files, signals)
-    watch = Watch(job, forked, mark, console, signals=signals, lifeline=descriptors.lifeline)
+    watch = Watch(job, forked, mark, console, signals=signals)
+    watch.listen_to_caller(descriptors.lifeline)
     with watch:
         watch.guard()
         # Its threads are started while signals are blocked, so that none is sent to them.
         store = open_store(listener)
+        if peers is not None:
+            watch.listen_to(peers)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         watch.until_all_ended()
     del store
-    return _conclude(_outcome(watch, host.world_size), descriptors)
+    outcome = _outcome(watch, host.world_size)
+    if peers is not None:
+        outcome = peers.settle(outcome, signals.is_pending)
+    return _conclude(outcome, descriptors)
 
 
 def _outcome(watch: Watch, world_size: int) -> Outcome:
@@ -98,24 +111,28 @@ def _outcome(watch: Watch, world_size: int) -> Outcome:
             exit_status(culprit),
             message=describe(culprit, endings, world_size),
             rank=culprit.rank,
-            exit_code=None if culprit.was_killed else exit_status(culprit),
-            signal=signal_name(culprit.signal) if culprit.was_killed else None,
+            exit_code=None if culprit.killed_by else exit_status(culprit),
+            signal=culprit.killed_by,
             traceback=culprit.traceback,
+            at_seconds=culprit.failed_at_seconds + time.time() - time.monotonic(),
+            lost_a_peer=culprit.lost_a_peer,
         )
+    if watch.peer_failed:
+        return Outcome(0)  # which of them, and how, is for them to tell
     number = watch.interrupted_by
     if number is None:
         return Outcome(0, watch.results())
     if number == signal.SIGPIPE:  # as every program in a pipe that nobody reads from
         return Outcome(128 + number)
-    name = signal_name(number)
-    return Outcome(128 + number, message=f"ended by {name}; no rank is left running.")
+    return Outcome(128 + number, message=ended_by(number))
 
 
-def _conclude(outcome: Outcome, descriptors: Descriptors) -> int:
+def _conclude(outcome: Outcome, descriptors: Descriptors) -> NoReturn:
     """Send ``outcome`` to the caller or, on a command line, print what it has to say."""
     if descriptors.outcome is not None:
-        with open(descriptors.outcome, "wb") as pipe:
+        with contextlib.suppress(OSError), open(descriptors.outcome, "wb") as pipe:
             pickle.dump(outcome, pipe)
     elif outcome.message is not None:
-        print(f"lockstep: {outcome.message}", file=sys.stderr)
-    return outcome.exit_status
+        with contextlib.suppress(OSError):  # the terminal may be what is gone
+            os.write(2, f"lockstep: {outcome.message}\n".encode())
+    os._exit(outcome.exit_status)

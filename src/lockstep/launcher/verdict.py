@@ -20,6 +20,8 @@ _LOST_A_PEER = re.compile(
     r"|socket(?: has)? (?:closed|timed ?out)|DistNetworkError|failed to recv, got 0 bytes",
     re.IGNORECASE,
 )
+# Of what faulthandler writes: the frames that started the program, and a list of libraries.
+_NOISE = re.compile(r'  File "(<string>|.*/lockstep/launcher/\w+\.py)"|Extension modules: ')
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,11 @@ class Ending:
         return self.report if self.report is not None and self.report.exit_code else None
 
     @property
-    def was_killed(self) -> bool:
-        """Whether a signal ended it, and nothing had gone wrong before."""
-        return self.signal is not None and self.reported_failure is None
+    def killed_by(self) -> str | None:
+        """The name of the signal that ended it, if nothing had gone wrong before."""
+        if self.signal is None or self.reported_failure is not None:
+            return None
+        return signal_name(self.signal)
 
     @property
     def failed(self) -> bool:
@@ -95,7 +99,10 @@ class Ending:
         if self.reported_failure is not None:
             return self.reported_failure.traceback
         start = self.last_words.find("Fatal Python error:")
-        return self.last_words[start:] if start >= 0 else None
+        if start < 0:
+            return None
+        lines = self.last_words[start:].splitlines()
+        return "\n".join(line for line in lines if not _NOISE.match(line))
 
     @property
     def lost_a_peer(self) -> bool:
@@ -145,6 +152,11 @@ def signal_name(number: int) -> str:
         return signals.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def ended_by(number: int) -> str:
+    """What to say when the launcher itself was sent a signal."""
+    return f"ended by {signal_name(number)}; no rank is left running."
 
 
 def _how(ending: Ending) -> str:

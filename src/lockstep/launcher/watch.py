@@ -14,12 +14,13 @@ from lockstep.launcher.escalation import Escalation, after_failure, after_signal
 from lockstep.launcher.forking import RankProcess, Stream, read_report
 from lockstep.launcher.guardian import Guardian, start_guardian
 from lockstep.launcher.job import Call, Job
+from lockstep.launcher.peers import Peers
 from lockstep.launcher.processes import exit_of, reap, signal_group, sweep
 from lockstep.launcher.signals import SignalPipe
 from lockstep.launcher.verdict import Ending
 
 _READ_BYTES = 1 << 16
-_DRAIN_SECONDS = 0.5
+_DRAIN_SECONDS = 2.0
 _SWEEP_SECONDS = 1.0
 
 
@@ -34,7 +35,6 @@ class Watch:
         mark: By which what they start is found.
         console: Where their output goes.
         signals: Where signals arrive.
-        lifeline: The descriptor whose end-of-file says that the caller is gone, or None.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Watch:
         console: Console,
         *,
         signals: SignalPipe,
-        lifeline: int | None,
     ) -> None:
         self.interrupted_by: int | None = None  # the signal that ended the launcher
+        self.peer_failed = False  # whether the ranks of another host failed first
         self._ranks = ranks
         self._mark = mark
         self._console = console
@@ -58,7 +58,7 @@ class Watch:
         self._escalation: Escalation | None = None  # None as long as all goes well
         self._news = 0  # how many exits and reports are known
         self._selector = selectors.DefaultSelector()
-        self._listen(lifeline)
+        self._listen()
 
     def __enter__(self) -> Watch:
         return self
@@ -79,11 +79,21 @@ class Watch:
         if self._guardian is not None:
             self._guardian.dismiss()
         for group in groups:
-            reap(group)
+            reap(group, wait=False)  # the kernel may be stuck in one that was killed
 
     def guard(self) -> None:
         """Have the ranks ended even if this process is killed."""
         self._guardian = start_guardian([process.pid for process in self._ranks], self._mark)
+
+    def listen_to_caller(self, lifeline: int | None) -> None:
+        """End the ranks when ``lifeline`` has its end-of-file: the caller is gone."""
+        if lifeline is not None:
+            self._when_readable(lifeline, self._lose_caller)
+
+    def listen_to(self, peers: Peers) -> None:
+        """End the ranks when those of another host have failed."""
+        peers.listen()
+        self._when_readable(peers.fileno(), self._follow_peer)
 
     def until_all_ended(self) -> None:
         """Pass on output, take in reports and signals, and judge, until all ranks have ended."""
@@ -108,11 +118,9 @@ class Watch:
     def _has_failed(self) -> bool:
         return any(ending.failed for ending in self.endings())
 
-    def _listen(self, lifeline: int | None) -> None:
+    def _listen(self) -> None:
         register = self._selector.register
         register(self._signals, selectors.EVENT_READ, self._signals.pull)
-        if lifeline is not None:
-            register(lifeline, selectors.EVENT_READ, self._loser(lifeline))
         for process in self._ranks:
             register(process.report_descriptor, selectors.EVENT_READ, self._reader(process))
             for stream in process.streams:
@@ -149,12 +157,20 @@ class Watch:
 
         return read
 
-    def _loser(self, lifeline: int) -> Callable[[], None]:
-        def lose_caller() -> None:
-            self._selector.unregister(lifeline)
-            self._console.broken = True  # the caller was the reader of our output, too
+    def _when_readable(self, descriptor: int, act: Callable[[], None]) -> None:
+        def act_once() -> None:
+            self._selector.unregister(descriptor)
+            act()
 
-        return lose_caller
+        self._selector.register(descriptor, selectors.EVENT_READ, act_once)
+
+    def _lose_caller(self) -> None:
+        self._console.broken = True  # the caller was the reader of our output, too
+
+    def _follow_peer(self) -> None:
+        if self._escalation is None:
+            self.peer_failed = True
+            self._escalation = Escalation(after_signal(signal.SIGTERM, self._grace_seconds))
 
     def _end(self, number: int) -> None:
         """The launcher is to end: because of a signal or, SIGPIPE, because nobody listens."""
@@ -166,9 +182,9 @@ class Watch:
     def _escalate(self, now: float) -> None:
         for number in self._escalation.take(now) if self._escalation is not None else ():
             for process in self._ranks:
-                if process.exit is None:
-                    # What it reported before it was asked is its own failure still.
-                    process.asked |= process.report is None or not process.report.exit_code
+                # A rank that has reported a failure is running its exit handlers: let it.
+                if process.exit is None and not (process.is_failing and number == signal.SIGTERM):
+                    process.asked |= not process.is_failing
                     signal_group(process.pid, number)
 
     def _note_exits(self) -> bool:

@@ -1,40 +1,27 @@
-"""The command ``lockstep``.
-
-It answers at once: torch isn't imported here, nor by anything that is imported here.
-"""
+"""The commands of ``lockstep``, their options and their help."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lockstep.errors import LockstepError
+from lockstep.cli.plain import RunOptions
 
 # "rich" markup would read [rank 0] as a style; markdown leaves it alone.
 app = typer.Typer(
     name="lockstep",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-def main() -> None:
-    """Run the command; what goes wrong for a reason that we know is said in one paragraph."""
-    try:
-        app()
-    except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib import metadata  # as slow as all else that a run imports here
+        from importlib import metadata
 
         print(f"lockstep {metadata.version('torch-lockstep')}")
         raise typer.Exit
@@ -60,18 +47,17 @@ def lockstep(
 )
 def run(
     program: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SCRIPT [ARGS]...",
-            help="The script, or with -m the module, and what to pass on to it.",
-            show_default=False,
-        ),
+        str, typer.Argument(metavar="SCRIPT", help="The script or, with -m, the module to run.")
     ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="What to pass on to it.", show_default=False),
+    ] = None,
     module: Annotated[
         bool, typer.Option("-m", help="SCRIPT is the name of a module, as in `python -m`.")
     ] = False,
     num_ranks: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "-n",
             "--nprocs",
@@ -81,7 +67,7 @@ def run(
         ),
     ] = None,
     num_threads: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--threads",
             metavar="T",
@@ -90,7 +76,7 @@ def run(
         ),
     ] = None,
     log_dir: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             metavar="DIR",
             help="Keep each rank's output in DIR/rank-R.log as well.",
@@ -98,10 +84,10 @@ def run(
         ),
     ] = None,
     num_hosts: Annotated[
-        int, typer.Option("--nnodes", metavar="N", help="On how many hosts this command is given.")
-    ] = 1,
+        str, typer.Option("--nnodes", metavar="N", help="On how many hosts this command is given.")
+    ] = "1",
     host: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--node-rank",
             metavar="R",
@@ -118,13 +104,13 @@ def run(
             show_default=False,
         ),
     ] = None,
-    job_id: Annotated[
+    run_id: Annotated[
         str, typer.Option("--rdzv-id", metavar="ID", help="Tells jobs that meet there apart.")
     ] = "lockstep",
     timeout_seconds: Annotated[
-        float,
+        str,
         typer.Option("--rdzv-timeout", metavar="SECONDS", help="How long hosts wait to meet."),
-    ] = 300.0,
+    ] = "300",
 ) -> None:
     """Run a Python script on several ranks, and leave none behind.
 
@@ -144,19 +130,47 @@ def run(
 
         lockstep run --nnodes 2 --node-rank 0 --rdzv-endpoint first:29500 -n 8 train.py
     """
-    from lockstep.launcher import job as jobs
-    from lockstep.launcher.starting import become_supervisor
+    from lockstep.cli import running
 
-    name, argv = program[0], tuple(program[1:])
-    ranks = jobs.default_num_ranks() if num_ranks is None else jobs.check_num_ranks(num_ranks)
-    threads = jobs.default_num_threads(ranks) if num_threads is None else num_threads
-    job = jobs.Job(
-        jobs.check_module(jobs.Module(name, argv))
-        if module
-        else jobs.check_script(jobs.Script(name, argv)),
-        ranks,
-        jobs.check_num_threads(threads),
-        log_dir=None if log_dir is None else str(log_dir.absolute()),
-        num_hosts=num_hosts,
+    options = RunOptions(
+        program,
+        tuple(arguments or ()),
+        module,
+        num_ranks,
+        num_threads,
+        log_dir,
+        num_hosts,
+        host,
+        endpoint,
+        run_id,
+        timeout_seconds,
     )
-    become_supervisor(job)
+    running.run(options)
+
+
+@app.command()
+def demo(
+    num_ranks: Annotated[
+        str, typer.Option("-n", "--nprocs", metavar="N", help="How many processes train.")
+    ] = "2",
+    epochs: Annotated[
+        str, typer.Option(metavar="E", help="How often to go through the training images.")
+    ] = "15",
+    seed: Annotated[int, typer.Option(help="What all that is random is drawn from.")] = 1234,
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="digits|mnist|FOLDER",
+            help="scikit-learn's 1,797 digits; MNIST, downloaded by torchvision; or a folder with "
+            "a sub-folder of PNG or JPEG images for each class.",
+        ),
+    ] = "digits",
+) -> None:
+    """Train a small network on handwritten digits, over several processes.
+
+    Then show that nothing was lost by splitting: one more epoch, on all processes and in one,
+    and the largest difference between the two sets of parameters.
+    """
+    from lockstep.demo.command import demo as run_demo
+
+    raise typer.Exit(0 if run_demo(num_ranks, epochs, seed, data) else 1)
