@@ -48,6 +48,9 @@ class Peers:
         self._where = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
         # A client of the store has no threads, so the ranks may be forked afterwards.
         self._store = self._connect()
+        # The listener has a connection of its own, as a waiting one is locked; made now, because
+        # to connect to a store that is gone takes as long as one may take to come.
+        self._heard = self._connect()
         self._store.set(f"size/{self.host}", str(num_ranks))
         try:
             self.sizes = [int(self._store.get(f"size/{host}")) for host in range(num_hosts)]
@@ -131,10 +134,8 @@ class Peers:
 
     def _listen(self) -> None:
         with contextlib.suppress(RuntimeError, OSError):
-            # A connection of its own: a waiting one is locked.
-            store = self._connect()
             while not self._stopped.is_set():
-                if store.check(["failed"]):
+                if self._heard.check(["failed"]):
                     break
                 self._stopped.wait(_LISTEN_SECONDS / 4)
         # Also if the store is gone: then its host is.
