@@ -7,6 +7,7 @@ import pytest
 from lockstep.errors import InitError
 from lockstep.world import Placement, Starter, detect, rank_environment
 from lockstep.world.device import choose_backend, choose_device
+from lockstep.world.environment import num_visible_gpus
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -131,6 +132,15 @@ def test_what_is_no_number_is_named(value: str) -> None:
 def test_a_rank_outside_the_world_is_an_error(name: str) -> None:
     with pytest.raises(InitError, match=f"{name} is 9"):
         detect(TORCHRUN | {name: "9"})
+
+
+@pytest.mark.parametrize(
+    ("visible", "num"), [(None, 8), ("", 0), ("0,3", 2), ("GPU-a, GPU-b ,", 2), ("0,1,2,9,10", 5)]
+)
+def test_gpus_that_are_left_visible(visible: str | None, num: int) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert num_visible_gpus(environ, 8) == num
+    assert num_visible_gpus(environ, 0) == 0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.launcher.job import Job
 from lockstep.launcher.peers import Peers
+from lockstep.world.environment import RUN_ID, rank_environment
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -73,10 +74,7 @@ def _port_of(listener: int) -> int:
     return port
 
 
-# lockstep.world imports torch, which the supervisor does in its own time: so only when called.
 def _the_only_one(job: Job, port: int) -> Host:
-    from lockstep.world.environment import rank_environment
-
     run_id, size = uuid.uuid4().hex, job.num_ranks
     environments = [
         rank_environment(
@@ -93,8 +91,6 @@ def _the_only_one(job: Job, port: int) -> Host:
 
 def among(peers: Peers, job: Job, environ: Mapping[str, str]) -> Host:
     """The place of one host of several, whose ranks meet at the store of their agents."""
-    from lockstep.world.environment import RUN_ID
-
     first, size = sum(peers.sizes[: peers.host]), job.num_ranks
     world_size = sum(peers.sizes)
     shared = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import BadLaunch
+from lockstep.world.environment import num_visible_gpus
 
 _DEFAULT_NUM_RANKS = 2
 _GRACE_SECONDS = 3.0
@@ -71,11 +72,8 @@ def default_num_ranks() -> int:
     The device files are counted rather than CUDA asked: CUDA cannot be used in a process whose
     parent used it before the fork, and ranks are forked.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if num_gpus and visible is not None:
-        num_gpus = len([name for name in visible.split(",") if name.strip()])
-    return num_gpus or _DEFAULT_NUM_RANKS
+    return num_visible_gpus(os.environ, num_gpus) or _DEFAULT_NUM_RANKS
 
 
 def default_num_threads(num_ranks: int) -> int:

@@ -1,6 +1,9 @@
-"""Who am I, and who are the others? This is the only place that reads environment variables."""
+"""Who am I, and who are the others? This is the only place that reads environment variables.
 
-from lockstep.world.environment import Placement, Starter, detect, rank_environment
-from lockstep.world.world import World, init
+The names are listed in ``__init__.pyi`` and imported when first used: the launcher reads the
+environment before torch is loaded.
+"""
 
-__all__ = ["Placement", "Starter", "World", "detect", "init", "rank_environment"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

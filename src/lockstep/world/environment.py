@@ -124,6 +124,14 @@ def rank_environment(
     }
 
 
+def num_visible_gpus(environ: Mapping[str, str], num_gpus: int) -> int:
+    """How many of this host's ``num_gpus`` CUDA would show to a process."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return num_gpus
+    return min(num_gpus, len([name for name in visible.split(",") if name.strip()]))
+
+
 def loopback_environment() -> dict[str, str]:
     """The variables that keep Gloo's sockets off the network when all ranks are on one host."""
     return {"GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
