@@ -1,6 +1,6 @@
 """Milliseconds a training step: ours, torch's DDP, and no communication, side by side.
 
-    lockstep run -n 2 benchmarks/steps.py [--rounds 15] [--json FILE]
+    lockstep run -n 2 -m benchmarks.steps [--rounds 15] [--json FILE]
 
 Every rank holds one replica for each contender and they take turns, some steps at a time, round
 after round, so that whatever else the machine does happens to all of them. A round's figure is
@@ -98,7 +98,7 @@ def main() -> None:
     args = parser.parse_args()
     world = lockstep.init()
     if world.process_group is None:
-        raise SystemExit("Start it on several ranks: lockstep run -n 2 benchmarks/steps.py")
+        raise SystemExit("Start it on several ranks: lockstep run -n 2 -m benchmarks.steps")
     table = Table(
         "model", *CONTENDERS, "ours / none", "ours / torch",
         title=f"ms a step, {world.world_size} ranks, {torch.get_num_threads()} threads each, "

@@ -13,6 +13,7 @@
     │   ├── AlreadyParallel          it, or a part of it, is parallel already
     │   ├── ParameterChanged         a parameter has another shape, dtype or device than before
     │   └── LateGradient             a gradient came after its bucket had left
+    ├── CollectiveFailed           the ranks could not finish something together
     ├── SplitError                 data cannot be divided as asked
     ├── LaunchError                ranks could not be started
     │   ├── BadLaunch                what to run, or on how many ranks, makes no sense
@@ -29,6 +30,7 @@ __all__ = [
     "AlreadyParallel",
     "BackendUnavailable",
     "BadLaunch",
+    "CollectiveFailed",
     "ContradictoryInit",
     "InitError",
     "LateGradient",
@@ -87,6 +89,10 @@ class ParameterChanged(ModelError, RuntimeError):
 
 class LateGradient(ModelError, RuntimeError):
     """A parameter got another gradient in a backward that had already sent the first one."""
+
+
+class CollectiveFailed(LockstepError, RuntimeError):
+    """Something that all ranks do together failed, mostly because one of them is gone."""
 
 
 class SplitError(LockstepError, ValueError):

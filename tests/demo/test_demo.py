@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.demo import training
+from lockstep.demo import command, training
 from lockstep.demo.convnet import ConvNet
 from lockstep.demo.datasets import Digits
 from lockstep.demo.training import State, largest_difference, train_exactly
@@ -42,18 +41,18 @@ def start() -> State:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ranks_train_as_one_process_does(digits, start, world_size: int) -> None:
-    alone = train_exactly(start, digits, ALONE, seed=1)
+    alone = train_exactly(start, digits, ALONE, 1, world_size)
     assert largest_difference(alone, start) > 1e-3
 
     def body(rank: int, group: dist.ProcessGroup) -> State:
-        return train_exactly(start, digits, world_of(rank, world_size, group), seed=1)
+        return train_exactly(start, digits, world_of(rank, world_size, group), 1, world_size)
 
     for together in run_ranks(world_size, body):
         assert largest_difference(together, alone) < 1e-12
 
 
 def test_one_sample_taken_twice_would_be_seen(digits, start, monkeypatch) -> None:
-    alone = train_exactly(start, digits, ALONE, seed=1)
+    alone = train_exactly(start, digits, ALONE, 1, 2)
     right = training.batch_slice
 
     def wrong(size: int, rank: int, world_size: int) -> slice:
@@ -63,21 +62,41 @@ def test_one_sample_taken_twice_would_be_seen(digits, start, monkeypatch) -> Non
     monkeypatch.setattr(training, "batch_slice", wrong)
 
     def body(rank: int, group: dist.ProcessGroup) -> State:
-        return train_exactly(start, digits, world_of(rank, 2, group), seed=1)
+        return train_exactly(start, digits, world_of(rank, 2, group), 1, 2)
 
     for together in run_ranks(2, body):
         assert largest_difference(together, alone) > 1e-6
 
 
-def test_batches_are_the_same_for_any_number_of_ranks(digits) -> None:
-    def batches(world: World) -> Iterator[list[int]]:
-        return (batch.tolist() for batch in training.global_batches(digits, world, seed=3))
-
-    alone = list(batches(ALONE))
+def test_an_epoch_is_every_image_once_unless_the_last_batch_is_too_short(digits) -> None:
+    alone = [batch.tolist() for batch in training.global_batches(digits, 1, seed=3)]
     assert sorted(index for batch in alone for index in batch) == list(range(397))
-    assert list(batches(world_of(1, 3, None))) == alone
+    assert [b.tolist() for b in training.global_batches(digits, 13, seed=3)] == alone
     # 397 = 3 * 128 + 13: thirteen images are too few for fourteen ranks
-    assert list(batches(world_of(1, 14, None))) == alone[:-1]
+    assert [b.tolist() for b in training.global_batches(digits, 14, seed=3)] == alone[:-1]
+
+
+def test_a_last_batch_that_is_too_short_is_left_out_in_one_process_too(digits, start) -> None:
+    few = digits._replace(
+        train_images=digits.train_images[:129], train_labels=digits.train_labels[:129]
+    )
+    alone = train_exactly(start, few, ALONE, 1, 2)
+
+    def body(rank: int, group: dist.ProcessGroup) -> State:
+        return train_exactly(start, few, world_of(rank, 2, group), 1, 2)
+
+    for together in run_ranks(2, body):
+        assert largest_difference(together, alone) < 1e-12
+
+
+def test_a_difference_is_a_failure_of_the_command(monkeypatch, digits, start) -> None:
+    wrong = {name: value + 1e-6 for name, value in start.items()}
+    monkeypatch.setattr(command, "load", lambda _: digits)
+    monkeypatch.setattr(command, "launch", lambda *_, **__: [training.Trained(start, start)])
+    monkeypatch.setattr(command, "train_exactly", lambda *_: wrong)
+    assert not command.demo("2", "1", 1, "digits")
+    monkeypatch.setattr(command, "train_exactly", lambda *_: start)
+    assert command.demo("2", "1", 1, "digits")
 
 
 def demo(*options: str) -> subprocess.CompletedProcess[str]:
@@ -95,6 +114,8 @@ def test_demo_command(nprocs: str) -> None:
     assert run.returncode == 0, run.stderr
     lines = re.findall(r"epoch +\d+ +loss [\d.]+ +accuracy +[\d.]+%", run.stdout)
     assert len(lines) == 2
+    accuracies = [float(number) for number in re.findall(r"accuracy +([\d.]+)%", run.stdout)]
+    assert accuracies[-1] > 50  # one guess in ten is right
     difference = re.search(r"parameters\s+is\s+([\d.e+-]+)\.\s", run.stdout)
     assert difference is not None, run.stdout
     assert float(difference[1]) < 1e-9
@@ -107,6 +128,7 @@ def test_demo_command(nprocs: str) -> None:
         (["--nprocs", "two"], "two"),
         (["--nprocs", "129"], "can't be split"),
         (["--epochs", "0"], "--epochs is '0'"),
+        (["--seed", "99999999999999999999"], "--seed is 9999"),
         (["--data", "no-such-folder"], "no such folder"),
         (["--data", "mnist"], "torch-lockstep[mnist]"),
     ],

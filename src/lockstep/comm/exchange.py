@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from lockstep.errors import CollectiveFailed
+
 # Large enough that latency is nothing beside the transfer, small enough as a second copy.
 _CHUNK_BYTES = 25 * 1024 * 1024
 
@@ -29,9 +31,10 @@ def start_all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Wor
 class TensorBroadcast:
     """A broadcast of many tensors in few transfers, started now and taken over later.
 
-    Every rank of ``group`` creates it with tensors of the same shapes and dtypes, and then calls
-    :meth:`finish`. In between the tensors may be read and written; what the others get is what
-    rank ``source`` held at the start.
+    What travels is bytes, so tensors of all dtypes travel together. Every rank of ``group``
+    creates it with tensors of the same shapes and dtypes, and then calls :meth:`finish`. In
+    between the tensors may be read and written; what the others get is what rank ``source``
+    held at the start.
     """
 
     def __init__(
@@ -39,12 +42,12 @@ class TensorBroadcast:
     ) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = source
-        self._keeps_its_own = group.rank() == source
+        self._group = group
+        self._source = source
         self._transfers: list[tuple[list[torch.Tensor], torch.Tensor, dist.Work]] = []
         for chunk in _chunks(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-            wire = torch.view_as_real(flat) if flat.is_complex() else flat
-            self._transfers.append((chunk, flat, group.broadcast([wire], options)))
+            wire = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in chunk])
+            self._transfers.append((chunk, wire, group.broadcast([wire], options)))
 
     def finish(self) -> None:
         """Wait, and write what came into the tensors, on every rank but the source.
@@ -52,14 +55,23 @@ class TensorBroadcast:
         The tensors' version counters stay as they are: BatchNorm's statistics are saved for a
         backward that may still come, which reads nothing of them that this could falsify.
         Shown by test_two_forwards_with_batch_norm_then_two_backwards.
+
+        Raises:
+            CollectiveFailed: If a rank is lost, or doesn't come in time.
         """
-        for chunk, flat, work in self._transfers:
-            work.wait()
-            if self._keeps_its_own:
+        for chunk, wire, work in self._transfers:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CollectiveFailed(
+                    f"Rank {self._group.rank()} did not get the parameters or buffers of rank "
+                    f"{self._source}: {error}\nLook at what the other ranks wrote."
+                ) from error
+            if self._group.rank() == self._source:
                 continue
-            parts = flat.split([tensor.numel() for tensor in chunk])
+            parts = wire.split([tensor.numel() * tensor.element_size() for tensor in chunk])
             for tensor, part in zip(chunk, parts, strict=True):
-                tensor.data.copy_(part.view(tensor.shape))
+                tensor.data.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def broadcast_tensors(
@@ -70,14 +82,16 @@ def broadcast_tensors(
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors that can travel together: one dtype, one device, a bounded size."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    """Group tensors that can travel together: on one device, and of a bounded size."""
+    devices: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        kinds[tensor.dtype, tensor.device].append(tensor)
+        if tensor.numel():
+            devices[tensor.device].append(tensor)
     chunks: list[list[torch.Tensor]] = []
-    for kind in kinds.values():
+    for together in devices.values():
         room = 0
-        for tensor in kind:
+        # Wide elements first: then each begins at a multiple of its own size.
+        for tensor in sorted(together, key=torch.Tensor.element_size, reverse=True):
             if room <= 0:
                 chunks.append([])
                 room = _CHUNK_BYTES

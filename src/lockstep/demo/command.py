@@ -35,6 +35,8 @@ def demo(nprocs: str, epochs: str, seed: int, data: str) -> bool:
     num_ranks = check_num_ranks(nprocs)
     if not epochs.isdecimal() or int(epochs) < 1:
         raise BadLaunch(f"--epochs is {epochs!r}, but must be a whole number from 1 up.")
+    if not 0 <= seed < 2**63:
+        raise BadLaunch(f"--seed is {seed}, but must be from 0 to 2**63 - 1.")
     if num_ranks > GLOBAL_BATCH_SIZE:
         raise BadLaunch(
             f"--nprocs is {num_ranks}, but a batch of {GLOBAL_BATCH_SIZE} images can't be split "
@@ -52,10 +54,10 @@ def demo(nprocs: str, epochs: str, seed: int, data: str) -> bool:
         highlight=False,
     )
     trained = launch(train, num_ranks, (digits, int(epochs), seed), output="plain")[0]
-    alone = train_exactly(trained.start, digits, init(device="cpu"), seed)
+    alone = train_exactly(trained.start, digits, init(device="cpu"), seed, num_ranks)
     difference = largest_difference(trained.end, alone)
     num_parameters = sum(value.numel() for value in alone.values())
-    num_batches = len(list(global_batches(digits, init(), seed)))
+    num_batches = len(list(global_batches(digits, num_ranks, seed)))
     is_same = difference < TOLERANCE
     console.print(
         f"\nOne more epoch from there, dropout off, in float64, on {_processes(num_ranks)} and "

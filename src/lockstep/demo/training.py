@@ -40,28 +40,31 @@ def train(world: World, digits: Digits, epochs: int, seed: int) -> Trained:
     model = parallelize(ConvNet().to(world.device), process_group=world.process_group)
     torch.manual_seed(seed + world.rank)  # ranks drop out different units
     console = Console(quiet=world.rank != 0)
-    num_steps = epochs * len(list(global_batches(digits, world, seed)))
+    num_steps = epochs * len(list(global_batches(digits, world.world_size, seed)))
     with _progress(console) as progress:
         bar = progress.add_task("training", total=num_steps)
         optimizer = _optimizer(model)
         for epoch in range(epochs):
-            batches = global_batches(digits, world, seed + epoch)
+            batches = global_batches(digits, world.world_size, seed + epoch)
             loss = train_epoch(
                 model, optimizer, digits, world, batches, lambda: progress.advance(bar)
             )
             right = accuracy(model, digits, world)
             console.print(f"epoch {epoch + 1:2}  loss {loss:.4f}  accuracy {right:6.2%}")
     start = _copy_of(model)
-    return Trained(start, train_exactly(start, digits, world, seed))
+    return Trained(start, train_exactly(start, digits, world, seed, world.world_size))
 
 
-def train_exactly(start: State, digits: Digits, world: World, seed: int) -> State:
-    """Parameters after one epoch from ``start``, in float64 and without dropout."""
+def train_exactly(start: State, digits: Digits, world: World, seed: int, num_ranks: int) -> State:
+    """Parameters after one epoch from ``start``, in float64 and without dropout.
+
+    On one rank as on several, with the batches that ``num_ranks`` have.
+    """
     model = ConvNet(dropout=0)
     model.load_state_dict(start)
     model = parallelize(model.double().to(world.device), process_group=world.process_group)
     exact = digits._replace(train_images=digits.train_images.double())
-    batches = global_batches(digits, world, seed)
+    batches = global_batches(digits, num_ranks, seed)
     train_epoch(model, _optimizer(model), exact, world, batches)
     return _copy_of(model)
 
@@ -71,12 +74,12 @@ def largest_difference(one: State, other: State) -> float:
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-def global_batches(digits: Digits, world: World, seed: int) -> Iterator[torch.Tensor]:
-    """An epoch's batches, as indices; the same on every rank, and for any number of ranks."""
+def global_batches(digits: Digits, num_ranks: int, seed: int) -> Iterator[torch.Tensor]:
+    """An epoch's batches for ``num_ranks``, as indices; the same on every rank."""
     order = torch.randperm(len(digits.train_labels), generator=torch.Generator().manual_seed(seed))
     batches = order.split(GLOBAL_BATCH_SIZE)
-    # A short last batch of less than a sample for each rank is left out.
-    yield from (b for b in batches if len(b) >= world.world_size or len(batches) == 1)
+    # A last batch too short to give each rank a sample is left out.
+    return (batch for batch in batches if len(batch) >= num_ranks or len(batches) == 1)
 
 
 def train_epoch(

@@ -8,11 +8,16 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import start_all_reduce
-from lockstep.errors import ParameterChanged
+from lockstep.errors import ModelError, ParameterChanged
 
 # Gradients from this size on, on average, are dealt with one by one. Below it, what a call costs
 # is more than what a second pass over the memory does (2 us against 16 K floats).
 _COARSE_NUMEL = 16 * 1024
+
+
+# What a reducer knows of a gradient since it was last reduced: it hasn't changed (0), it was added
+# to in an earlier backward, or in this one.
+TOUCHED_EARLIER, TOUCHED_NOW = 1, 2
 
 
 class Bucket:
@@ -41,14 +46,21 @@ class Bucket:
         sizes = [parameter.numel() for parameter in self._parameters]
         first = self._parameters[0]
         self._buffer = torch.zeros(sum(sizes) + tail_size, dtype=first.dtype, device=first.device)
-        *parts, self.tail = self._buffer.split([*sizes, tail_size])
+        *self._parts, self.tail = self._buffer.split([*sizes, tail_size])
         self._gradients = self._buffer[: sum(sizes)]
-        self.views = [
+        self._views = [
             _view_like(part, parameter)
-            for part, parameter in zip(parts, self._parameters, strict=True)
+            for part, parameter in zip(self._parts, self._parameters, strict=True)
         ]
+        self._pointers = [view.data_ptr() for view in self._views]
         self._is_coarse = sum(sizes) >= _COARSE_NUMEL * len(sizes)
         self._work: dist.Work | None = None
+
+    @property
+    def names(self) -> str:
+        """Its parameters, in words."""
+        first, *others = self._names
+        return f"{first!r} to {others[-1]!r}" if others else repr(first)
 
     def is_in_flight(self) -> bool:
         """Whether the all-reduce was launched and not yet waited for."""
@@ -62,10 +74,16 @@ class Bucket:
         it was, to the bit. Shown by test_gradient_nobody_touched_keeps_its_bits.
         """
         here, views, sources, lacking = [], [], [], []
-        entries = zip(self.indices, self._parameters, self.views, strict=True)
-        for place, (index, parameter, view) in enumerate(entries):
+        entries = zip(self.indices, self._parameters, self._views, self._pointers, strict=True)
+        for place, (index, parameter, view, pointer) in enumerate(entries):
             gradient = parameter.grad
+            if view.data_ptr() != pointer:
+                # It was given other memory, by model.float() or by p.grad.data = ...; what the
+                # gradient is now is there, and not in the buffer.
+                view = self._views[place] = _view_like(self._parts[place], view)
             if gradient is None:
+                if touched[index] == TOUCHED_NOW:
+                    raise self._lost(place)
                 touched[index] = 0  # it was, but zero_grad() has dropped it since
                 lacking.append(view)
             elif gradient is view:
@@ -95,7 +113,7 @@ class Bucket:
 
         torch itself compares shape, dtype and device then, which costs us nothing.
         """
-        parameter, view = self._parameters[place], self.views[place]
+        parameter, view = self._parameters[place], self._views[place]
         try:
             parameter.grad = view
         except RuntimeError as error:
@@ -104,6 +122,13 @@ class Bucket:
                 "it was made parallel. Build the model as it is to be trained, then call "
                 "parallelize() or DistributedDataParallel()."
             ) from error
+
+    def _lost(self, place: int) -> ModelError:
+        return ModelError(
+            f"{self._names[place]!r} got a gradient, which was gone before it could be reduced. "
+            "Something took it during backward(), such as an optimizer that steps in a hook. "
+            "Let it step after backward(): before, gradients are not those of all ranks."
+        )
 
     def launch(self, group: dist.ProcessGroup) -> None:
         """Start summing the gradients and the tail over the ranks."""

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import broadcast_tensors
-from lockstep.errors import LateGradient
+from lockstep.errors import CollectiveFailed, LateGradient
 from lockstep.grad.assignment import FIRST_BUCKET_BYTES, assign_buckets
-from lockstep.grad.bucket import Bucket
+from lockstep.grad.bucket import TOUCHED_EARLIER, TOUCHED_NOW, Bucket
 
 
 class Phase(Enum):
@@ -73,7 +73,7 @@ class Reducer:
         self._cap_bytes = cap_bytes
         self._first_cap_bytes = first_cap_bytes
         count = len(self._parameters)
-        # What came since gradients were last reduced, in backwards without reduction as well.
+        # What came since gradients were last reduced: 0, TOUCHED_EARLIER or TOUCHED_NOW.
         self._touched = bytearray(count)
         # One _Arrival for each parameter, of this backward.
         self._arrivals = bytearray(count)
@@ -106,8 +106,9 @@ class Reducer:
         since its buffers are about to be filled again, and then dropped.
         """
         for bucket in self._buckets:
-            bucket.wait()
+            self._wait(bucket)
         self._reset()
+        self._touched = self._touched.replace(bytes([TOUCHED_NOW]), bytes([TOUCHED_EARLIER]))
         if self._arrival_order and not self._is_rearranged:
             self._is_rearranged = True
             self._arrange(self._agreed_order())
@@ -122,7 +123,7 @@ class Reducer:
 
     def mark_accumulated(self, index: int) -> None:
         """The gradient of parameter ``index`` has grown, and is not to be reduced yet."""
-        self._touched[index] = 1
+        self._touched[index] = TOUCHED_EARLIER
 
     def mark_ready(self, index: int) -> None:
         """The gradient of parameter ``index`` has come; its bucket leaves when it is full."""
@@ -134,7 +135,7 @@ class Reducer:
             self._gets_gradients_twice = True
             return
         self._arrivals[index] = _Arrival.COME
-        self._touched[index] = 1
+        self._touched[index] = TOUCHED_NOW
         self._arrival_order.append(index)
         if arrival == _Arrival.AWAITED:
             bucket.num_missing -= 1
@@ -145,22 +146,31 @@ class Reducer:
         """The backward ended otherwise, and :meth:`finish` won't be called for it."""
         self.phase = Phase.IDLE
 
+    def launch_rest(self) -> None:
+        """The backward is over: send what has not been sent yet.
+
+        Raises:
+            ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
+        """
+        self.phase = Phase.FINISHING
+        with torch.no_grad():
+            for bucket in self._buckets[self._next_launch :]:
+                self._launch(bucket)
+
     def finish(self) -> None:
-        """The backward is over: wait until every gradient is the mean over all ranks.
+        """Wait until every gradient is the mean over all ranks.
 
         A parameter that no rank used keeps the gradient that it had, None included.
 
         Raises:
-            ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
-            RuntimeError: What the process group raises if another rank is lost.
+            ParameterChanged: As :meth:`launch_rest`, which need not have been called.
+            CollectiveFailed: If another rank is lost, or doesn't come in time.
         """
-        self.phase = Phase.FINISHING
         try:
+            self.launch_rest()
             with torch.no_grad():
-                for bucket in self._buckets[self._next_launch :]:
-                    self._launch(bucket)
                 for bucket in self._buckets:
-                    bucket.wait()
+                    self._wait(bucket)
                 self._adopt_what_others_used()
             self._left_out = [i for i, came in enumerate(self._arrivals) if came != _Arrival.COME]
         finally:
@@ -186,6 +196,16 @@ class Reducer:
                 bucket.tail.copy_(torch.tensor(list(self._touched), dtype=bucket.tail.dtype))
         bucket.launch(self.process_group)
         self._next_launch += 1
+
+    def _wait(self, bucket: Bucket) -> None:
+        try:
+            bucket.wait()
+        except RuntimeError as error:
+            raise CollectiveFailed(
+                f"Rank {self.process_group.rank()} could not all-reduce the gradients of "
+                f"{bucket.names}: {error}\nAnother rank has failed, or has run a backward that "
+                "this one hasn't, or not run one that it has. Look at what the others wrote."
+            ) from error
 
     def _adopt_what_others_used(self) -> None:
         """Take the mean for parameters that this rank left out and another one used."""

@@ -4,36 +4,72 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lockstep.comm import all_gather_bytes
-from lockstep.errors import ModelMismatch
+from lockstep.errors import ModelError, ModelMismatch
 
 # Each tensor's name, and what about it must be the same on all ranks.
 _Description = dict[str, str]
 
 
-def check_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Raise on every rank unless all have the same names, shapes, dtypes and frozen parameters.
+def check_same_model(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    options: Mapping[str, object] | None = None,
+    refusal: ModelError | None = None,
+) -> None:
+    """Raise on every rank unless all have the same model, the same options, and no objection.
 
-    All ranks must call it. Mostly it costs one all-gather of 32 bytes.
+    The same model is the same names, shapes, dtypes, memory order and frozen parameters. All
+    ranks must call it. Mostly it costs one all-gather of 32 bytes.
+
+    Args:
+        module: This rank's model.
+        group: The ranks to compare.
+        options: What else they must agree on.
+        refusal: Why this rank can't go on, for the others to know that they can't either.
 
     Raises:
-        ModelMismatch: Naming the first parameter or buffer that differs, with both sides.
+        ModelMismatch: Naming the first parameter, buffer or option that differs, with both
+            sides, or the refusal of another rank.
+        ModelError: This rank's ``refusal``, if there was one.
     """
-    description = json.dumps(describe(module)).encode()
-    device = next(module.parameters()).device
-    digests = all_gather_bytes(group, hashlib.sha256(description).digest(), device)
-    if len(set(digests)) == 1:
-        return
-    descriptions = [json.loads(payload) for payload in all_gather_bytes(group, description, device)]
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    difference = first_difference(descriptions[0], descriptions[other], other)
-    raise ModelMismatch(
-        f"{difference}.\nBuild the same model on every rank before making it parallel."
-    )
+    facts = {
+        "refusal": str(refusal or ""),
+        "tensors": describe(module),
+        "options": {name: str(value) for name, value in (options or {}).items()},
+    }
+    payload = json.dumps(facts).encode()
+    carrier = next((t.device for t in [*module.parameters(), *module.buffers()]), None)
+    device = carrier or torch.device("cpu")
+    digests = all_gather_bytes(group, hashlib.sha256(payload).digest(), device)
+    if len(set(digests)) > 1:
+        all_facts = [json.loads(theirs) for theirs in all_gather_bytes(group, payload, device)]
+        _raise_difference(all_facts, refusal)
+    if refusal is not None:
+        raise refusal
+
+
+def _raise_difference(facts: list[dict[str, _Description]], refusal: ModelError | None) -> None:
+    if refusal is not None:
+        raise refusal
+    for rank, theirs in enumerate(facts):
+        if theirs["refusal"]:
+            raise ModelMismatch(f"Rank {rank} can't go on, so no rank can: {theirs['refusal']}")
+    for subject, todo in (
+        ("tensors", "Build the same model on every rank before making it parallel."),
+        ("options", "Give the same options on every rank."),
+    ):
+        for rank, theirs in enumerate(facts):
+            if list(theirs[subject].items()) != list(facts[0][subject].items()):
+                difference = first_difference(facts[0][subject], theirs[subject], rank)
+                raise ModelMismatch(f"{difference}.\n{todo}")
 
 
 def describe(module: nn.Module) -> _Description:
@@ -41,9 +77,9 @@ def describe(module: nn.Module) -> _Description:
     description: _Description = {}
     for name, parameter in module.named_parameters():
         kind = "a parameter" if parameter.requires_grad else "a frozen parameter"
-        description[name] = f"{kind} {tuple(parameter.shape)} {_name(parameter.dtype)}"
+        description[name] = f"{kind} {_form(parameter)}"
     for name, buffer in module.named_buffers():
-        description[name] = f"a buffer {tuple(buffer.shape)} {_name(buffer.dtype)}"
+        description[name] = f"a buffer {_form(buffer)}"
     return description
 
 
@@ -58,5 +94,10 @@ def first_difference(first: _Description, other: _Description, rank: int) -> str
     return f"rank {rank} registers its parameters and buffers in another order than rank 0"
 
 
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
+def _form(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return "of no shape yet"
+    form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    # Gradients lie in memory as their parameters do, and what is summed is memory.
+    ordered = tensor.layout is not torch.strided or tensor.is_contiguous()
+    return form if ordered else f"{form} with strides {tensor.stride()}"

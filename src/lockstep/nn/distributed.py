@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from lockstep.nn.engine import Engine, accumulating, attach, attach_wrapper, engine_of
-from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, check_bucket_cap
+from lockstep.nn.attachment import Options, attach, check_bucket_cap, engine_of
+from lockstep.nn.engine import accumulating
+from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB
 from lockstep.world import init
 
 _Device = int | str | torch.device
@@ -41,9 +42,9 @@ class DistributedDataParallel(nn.Module):
         static_graph: Not needed: the graph may change or not.
 
     Raises:
-        ModelMismatch: If the ranks' models differ; it names the first difference.
+        ModelMismatch: If the ranks' models or options differ; it names the first difference.
         NothingToTrain: If no parameter requires a gradient.
-        AlreadyParallel: If the module or a part of it is parallel already.
+        AlreadyParallel: If one of its parameters is parallel already.
     """
 
     def __init__(
@@ -75,17 +76,7 @@ class DistributedDataParallel(nn.Module):
         self.static_graph = static_graph
         group = process_group or init().process_group
         self.process_group = group
-        engine = attach(
-            module,
-            lambda: Engine(
-                module,
-                group,
-                bucket_cap_mb=cap,
-                broadcast_buffers=broadcast_buffers,
-                init_sync=init_sync,
-            ),
-        )
-        attach_wrapper(self, engine)
+        attach(self, module, group, Options(cap, broadcast_buffers, init_sync))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the module's
         if self._input_device is not None:

@@ -1,4 +1,4 @@
-"""What makes a module's replicas start alike and stay alike: hooks on its parameters.
+"""What keeps a module's replicas alike: hooks on its parameters.
 
 The engine never touches the module's class, methods or attributes. It hangs a hook on each
 parameter, and these fire whichever method made the loss. That is why any method will do, why
@@ -10,95 +10,121 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parameter import is_lazy
 
-from lockstep.comm import TensorBroadcast, broadcast_tensors
-from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
+from lockstep.comm import TensorBroadcast
+from lockstep.errors import ParameterChanged
 from lockstep.grad import MIB, Phase, Reducer
-from lockstep.nn.agreement import check_same_model
-
-_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-
-# Which modules are parallel, and through what. The module itself is left as it was, so that it
-# pickles and copies as before; here its entry goes when it does.
-_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
 
 class Engine:
-    """Keeps the replicas of one module in step.
+    """Keeps the replicas of one module in step, once they are alike.
 
-    Invariants: an engine holds parameters and buffers, never the module, whose entry in
-    ``_engines`` would otherwise keep itself alive; and hooks hold the engine weakly, since
-    Python's garbage collector doesn't see through a parameter's hooks.
+    Invariants: an engine holds parameters, never the module, which may hold the engine; and
+    hooks hold the engine weakly, since Python's garbage collector doesn't see through a
+    parameter's hooks.
+
+    Attributes:
+        is_syncing: Whether backwards reduce gradients; without, they add up.
+        lock: Held by a hook while it works.
 
     Args:
         module: The module, the same on every rank.
-        group: The process group to keep it in step with; None if this rank is alone.
+        group: The process group to keep it in step with, of several ranks.
         bucket_cap_mb: How much makes a bucket full, in MiB.
         broadcast_buffers: Whether rank 0's buffers go to everyone with each reduced backward.
-        init_sync: Whether to check the model and start from rank 0's values.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         *,
         bucket_cap_mb: float,
         broadcast_buffers: bool,
-        init_sync: bool,
     ) -> None:
-        trained = _trained_parameters(module)
         self.is_syncing = True
         self.lock = threading.Lock()
-        self.process_group = group if group is not None and group.size() > 1 else None
-        if self.process_group is None:
-            return
-        if init_sync:
-            check_same_model(module, self.process_group)
-            broadcast_tensors(self.process_group, [*module.parameters(), *module.buffers()])
-        self._buffers = list(module.buffers()) if broadcast_buffers else []
-        self._buffers_on_their_way: TensorBroadcast | None = None
-        self.reducer = Reducer(trained, self.process_group, cap_bytes=int(bucket_cap_mb * MIB))
-        self._parameters = [parameter for _, parameter in trained]
-        for index, (_, parameter) in enumerate(trained):
-            parameter.register_post_accumulate_grad_hook(_gradient_hook(weakref.ref(self), index))
+        self._module = weakref.ref(module)
+        self._group = group
+        self._broadcasts_buffers = broadcast_buffers
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._parameters = [parameter for _, parameter in named]
+        self._left_out: Sequence[int] = ()
+        # Of the backward that runs: which of autograd's tasks it is, and its end.
+        self._task_id = -1
+        self._end: weakref.ref[_EndOfBackward] | None = None
+        self._sees_nested_tasks = False
+        self.reducer = Reducer(named, group, cap_bytes=int(bucket_cap_mb * MIB))
+        me = weakref.ref(self)
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(_gradient_hook(me, index))
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad and parameter.is_floating_point():
+                # torch hangs hooks on parameters that require a gradient alone.
+                parameter.requires_grad_(True)
+                parameter.register_post_accumulate_grad_hook(_thaw_hook(me, name))
+                parameter.requires_grad_(False)
 
-    def begin_backward(self) -> None:
-        """The first gradient of a backward has come: get ready for the others."""
-        assert self.process_group is not None
-        # Reentrant checkpoints run a backward inside of a backward. This is the end of the
-        # innermost one around this gradient: mostly the head of the model comes first, and that
-        # is in the outermost. Should it be an inner one, gradients are reduced in several goes.
+    def gradient_has_come(self, index: int) -> None:
+        """The backward that runs has added to the gradient of parameter ``index``."""
+        if not self.is_syncing:
+            self.reducer.mark_accumulated(index)
+            return
+        if self.reducer.phase is Phase.IDLE:
+            self._begin_backward()
+        elif torch._C._current_graph_task_id() != self._task_id:
+            # A backward inside of a backward, as reentrant checkpoints have. What will come of
+            # it can't be foreseen: see _is_reached.
+            self._sees_nested_tasks = True
+        self.reducer.mark_ready(index)
+
+    def _begin_backward(self) -> None:
+        # Mostly the head of the model comes first, and that is in the outermost task. If all
+        # parameters are inside of reentrant checkpoints, it is an inner one, whose end comes
+        # sooner: then gradients are reduced in several goes, one for each checkpoint.
+        self._task_id = torch._C._current_graph_task_id()
         end = _EndOfBackward(self)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         # A backward that raises drops its callbacks without calling them.
         # Shown by test_a_failed_backward_does_not_spoil_the_next.
         self._end = weakref.ref(end, self._backward_is_gone)
         self.reducer.begin()
-        if self._buffers:
-            # Now rather than before the next forward: it travels while backward computes, and
-            # no forward waits for it, whichever method that will be.
-            self._buffers_on_their_way = TensorBroadcast(self.process_group, self._buffers)
-        self.reducer.excuse(
-            index for index in self.reducer.left_out if not _is_reached(self._parameters[index])
-        )
+        if not self._sees_nested_tasks:
+            self.reducer.excuse(
+                index for index in self._left_out if not _is_reached(self._parameters[index])
+            )
 
     def _backward_is_gone(self, _: object) -> None:
         self.reducer.give_up()
 
     def end_backward(self) -> None:
         """The backward is over: wait until everything has arrived."""
+        self.reducer.launch_rest()
+        # Now rather than before the next forward: it travels with the last gradients, and no
+        # forward waits for it, whichever method that will be. After the launch of all buckets,
+        # of which some ranks may have sent more by now than others.
+        module = self._module()
+        buffers = list(module.buffers()) if self._broadcasts_buffers and module else []
+        on_their_way = TensorBroadcast(self._group, buffers)
         self.reducer.finish()
-        if self._buffers_on_their_way is not None:
-            self._buffers_on_their_way.finish()
-            self._buffers_on_their_way = None
+        on_their_way.finish()
+        if self._left_out != self.reducer.left_out:
+            self._left_out = self.reducer.left_out
+            self._check_still_the_same()
+
+    def _check_still_the_same(self) -> None:
+        """Raise if parameters were left out because the module has others now."""
+        module = self._module()
+        known = {id(parameter) for parameter in self._parameters}
+        for name, parameter in module.named_parameters() if module else ():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise _changed(name, "is another parameter than")
 
 
 class _EndOfBackward:
@@ -123,82 +149,40 @@ def _is_reached(parameter: nn.Parameter) -> bool:
     )
 
 
-def _gradient_hook(engine_ref: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], None]:
     def gradient_has_come(_: torch.Tensor) -> None:
-        engine = engine_ref()
-        if engine is None:
-            return
-        reducer = engine.reducer
-        # Where parameters are on the CPU and on a GPU, autograd has a thread for each, and a
-        # collective that one of them launches lets the other one run.
-        with engine.lock:
-            if not engine.is_syncing:
-                reducer.mark_accumulated(index)
-                return
-            if reducer.phase is Phase.IDLE:
-                engine.begin_backward()
-            reducer.mark_ready(index)
+        alive = engine()
+        if alive is not None:
+            # Where parameters are on the CPU and on a GPU, autograd has a thread for each, and
+            # a collective that one of them launches lets the other one run.
+            with alive.lock:
+                alive.gradient_has_come(index)
 
     return gradient_has_come
 
 
-def _trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    named = list(module.named_parameters())
-    lazy = [name for name, parameter in named if is_lazy(parameter)]
-    if lazy:
-        raise ModelError(
-            f"{lazy[0]!r} has no shape yet. Run one forward on a sample before making the model "
-            "parallel."
-        )
-    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    if not trained:
-        raise NothingToTrain(
-            f"{type(module).__name__} has no parameter that requires a gradient, so there is "
-            "nothing to keep in step. Use it as it is, or unfreeze a part of it first."
-        )
-    return trained
+def _thaw_hook(engine: weakref.ref[Engine], name: str) -> Callable[[torch.Tensor], None]:
+    def refuse(_: torch.Tensor) -> None:
+        if engine() is not None:
+            raise _changed(name, "requires a gradient, but was frozen")
+
+    return refuse
 
 
-def attach(module: nn.Module, make_engine: Callable[[], Engine]) -> Engine:
-    """Make ``module`` parallel through the engine that ``make_engine`` makes.
-
-    Raises:
-        AlreadyParallel: If the module or one of its parts is parallel already.
-    """
-    for name, part in module.named_modules():
-        if part in _engines or isinstance(part, _WRAPPERS):
-            where = f"its part {name!r}" if name else "the model itself"
-            raise AlreadyParallel(
-                f"{type(module).__name__} can't be made parallel: {where} is parallel already, "
-                "and its gradients would be reduced twice. Pass the bare model, once."
-            )
-    _engines[module] = make_engine()
-    return _engines[module]
-
-
-def attach_wrapper(wrapper: nn.Module, engine: Engine) -> None:
-    """Make ``wrapper`` parallel through the engine of the module inside."""
-    _engines[wrapper] = engine
-
-
-def engine_of(module: nn.Module) -> Engine:
-    """The engine of a parallel module.
-
-    Raises:
-        ModelError: If the module isn't parallel.
-    """
-    engine = _engines.get(module)
-    if engine is None:
-        raise ModelError(
-            f"This {type(module).__name__} isn't parallel. Call parallelize() on it first, or "
-            "pass the module that was given to parallelize()."
-        )
-    return engine
+def _changed(name: str, how: str) -> ParameterChanged:
+    return ParameterChanged(
+        f"{name!r} {how} when the model was made parallel, so its gradient is not reduced. Build "
+        "the model as it is to be trained, and freeze what comes later only afterwards; then "
+        "call parallelize() or DistributedDataParallel()."
+    )
 
 
 @contextlib.contextmanager
-def accumulating(engine: Engine) -> Iterator[None]:
+def accumulating(engine: Engine | None) -> Iterator[None]:
     """Let backwards in this context add up gradients on each rank, without reducing them."""
+    if engine is None:  # a rank that is alone has nothing to reduce
+        yield
+        return
     was_syncing, engine.is_syncing = engine.is_syncing, False
     try:
         yield

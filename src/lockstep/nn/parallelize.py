@@ -8,7 +8,8 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.nn.engine import Engine, accumulating, attach, engine_of
+from lockstep.nn.attachment import Options, attach, check_bucket_cap, engine_of
+from lockstep.nn.engine import accumulating
 from lockstep.world import init
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -49,22 +50,13 @@ def parallelize(
         ``module`` itself.
 
     Raises:
-        ModelMismatch: If the ranks' models differ; it names the first difference.
+        ModelMismatch: If the ranks' models or options differ; it names the first difference.
         NothingToTrain: If no parameter requires a gradient.
-        AlreadyParallel: If the module or a part of it is parallel already.
+        AlreadyParallel: If one of its parameters is parallel already.
     """
     check_bucket_cap(bucket_cap_mb)
-    group = process_group or init().process_group
-    attach(
-        module,
-        lambda: Engine(
-            module,
-            group,
-            bucket_cap_mb=bucket_cap_mb,
-            broadcast_buffers=broadcast_buffers,
-            init_sync=init_sync,
-        ),
-    )
+    options = Options(bucket_cap_mb, broadcast_buffers, init_sync)
+    attach(module, module, process_group or init().process_group, options)
     return module
 
 
@@ -80,9 +72,3 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
         ModelError: If ``module`` isn't parallel.
     """
     return accumulating(engine_of(module))
-
-
-def check_bucket_cap(bucket_cap_mb: float) -> None:
-    """Refuse a bucket size that holds nothing."""
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}, but must be more than 0 (MiB).")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,13 @@ from torch import nn
 
 from lockstep.comm import start_all_reduce
 from lockstep.grad import MIB, Bucket, assign_buckets
+from lockstep.nn.agreement import check_same_model
 from lockstep.world import init
 
 _CAP_BYTES = 25 * MIB
+
+# Models that all ranks of a group have been seen to have alike.
+_compared: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def average_gradients(
@@ -37,6 +42,7 @@ def average_gradients(
         process_group: The ranks to average over; by default all of ``lockstep.init()``.
 
     Raises:
+        ModelMismatch: If the ranks' models differ, which is looked at in the first call.
         ValueError: If a weight is negative or not finite, or all are zero.
 
     Source: the function of this name in PyTorch's tutorial "Writing Distributed Applications".
@@ -44,14 +50,19 @@ def average_gradients(
     share = 1.0 if weight is None else float(weight)
     if not (math.isfinite(share) and share >= 0):
         raise ValueError(f"weight is {weight}, but must be a finite number of samples, 0 or more.")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.")
     group = process_group or init().process_group
     if group is None or group.size() == 1:
         return
+    if _compared.get(module) is not group:
+        check_same_model(module, group)
+        _compared[module] = group
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not named:
         return
     if share == 0:
-        # Not zero times the gradient: the mean over no samples is NaN, and so is its gradient.
+        # Not zero times the gradient: where that is infinite or NaN, so is the product.
         module.zero_grad(set_to_none=True)
     with torch.no_grad():
         _average(named, share, group)

@@ -85,6 +85,9 @@ def init(
     """
     global _current
     wanted = torch.device(device) if device is not None else None
+    _check_backend(backend)
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout is {timeout!r}; give a timedelta, as timedelta(seconds=60).")
     if _current is not None and _still_current(_current):
         _check_same(_current, backend, wanted)
         return _current
@@ -95,12 +98,30 @@ def init(
     place = detect(os.environ)
     if place.starter is Starter.NOTHING:
         chosen = wanted or choose_device(0, 1, _num_cuda_devices(), False)
+        _use(chosen)
         _current = World(0, 1, 0, 1, chosen, None, place.starter)
     else:
         _current = _join(place, backend, wanted, timeout or DEFAULT_TIMEOUT)
-    if _current.device.type == "cuda":
-        torch.cuda.set_device(_current.device)
     return _current
+
+
+def _use(device: torch.device) -> None:
+    if device.type == "cuda":
+        if (device.index or 0) >= _num_cuda_devices():
+            raise BackendUnavailable(
+                f"init(device={str(device)!r}) was asked for, but there are {_num_cuda_devices()} "
+                "GPUs here that torch can use. Leave 'device' out to let lockstep choose."
+            )
+        torch.cuda.set_device(device)
+
+
+def _check_backend(backend: str | None) -> None:
+    for name in _backend_map(backend).values() if backend is not None else ():
+        if name not in dist.Backend.backend_list:
+            raise BackendUnavailable(
+                f"There is no backend {name!r}; torch.distributed knows "
+                f"{', '.join(dist.Backend.backend_list)}."
+            )
 
 
 def _still_current(world: World) -> bool:
@@ -150,8 +171,7 @@ def _join(
     device = device or choose_device(
         local_rank, local_world_size, _num_cuda_devices(), place.one_device_per_task
     )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    _use(device)
     if backend is None:
         _create_default_group(store, place, device, timeout)
     else:

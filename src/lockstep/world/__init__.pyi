@@ -1,0 +1,6 @@
+from .environment import Placement as Placement
+from .environment import Starter as Starter
+from .environment import detect as detect
+from .environment import rank_environment as rank_environment
+from .world import World as World
+from .world import init as init
