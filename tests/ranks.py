@@ -23,7 +23,7 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def gloo_group(
-    store: dist.Store, rank: int, world_size: int, timeout_seconds: float = 20
+    store: dist.Store, rank: int, world_size: int, timeout_seconds: float
 ) -> dist.ProcessGroup:
     """A process group as ``init_process_group("gloo")`` makes it, but known to nobody."""
     options = dist.ProcessGroupGloo._Options()
@@ -41,6 +41,7 @@ def run_ranks(
     world_size: int,
     body: Callable[[int, dist.ProcessGroup], T],
     timeout_seconds: float = TIMEOUT_SECONDS,
+    group_timeout_seconds: float = 20,
 ) -> list[T]:
     """Run ``body(rank, group)`` on every rank and return the results in rank order.
 
@@ -53,7 +54,7 @@ def run_ranks(
 
     def run(rank: int) -> None:
         try:
-            results[rank] = body(rank, gloo_group(store, rank, world_size))
+            results[rank] = body(rank, gloo_group(store, rank, world_size, group_timeout_seconds))
         except BaseException as error:
             failures.append((rank, error))
 

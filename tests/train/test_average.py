@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from lockstep import errors
 from tests.nn.models import MODELS, build
 from tests.ranks import run_ranks
 
@@ -25,7 +26,7 @@ def test_weighted_mean_is_the_gradient_of_one_process(name: str, sizes: list[int
     def body(rank: int, group: dist.ProcessGroup) -> list:
         mine = copy.deepcopy(model)
         part = batch.split(sizes)[rank]
-        mine(part).square().sum(1).mean().backward()  # NaN, if the part is empty
+        mine(part).square().sum(1).mean().backward()
         lockstep.average_gradients(mine, weight=len(part), process_group=group)
         return [p.grad for p in mine.parameters()]
 
@@ -72,3 +73,26 @@ def test_no_samples_anywhere_is_refused_on_every_rank() -> None:
             lockstep.average_gradients(nn.Linear(1, 1), weight=0, process_group=group)
 
     run_ranks(2, body)
+
+
+def test_a_rank_of_weight_0_counts_for_nothing_even_if_it_has_nan() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        model.weight.grad = torch.full((1, 1), float("nan") if rank == 0 else 3.0)
+        lockstep.average_gradients(model, weight=rank, process_group=group)
+        return model.weight.grad.item()
+
+    assert run_ranks(3, body) == [3.0] * 3
+
+
+def test_another_model_on_one_rank_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        with pytest.raises(errors.ModelMismatch, match=r"'weight' is .*\(1, 2\).* on rank 1"):
+            lockstep.average_gradients(nn.Linear(1 + rank, 1), process_group=group)
+
+    run_ranks(2, body)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"not a torch\.nn\.Module"):
+        lockstep.average_gradients([torch.ones(1)])

@@ -1,0 +1,269 @@
+"""What parallelize() and DistributedDataParallel refuse, and in which words."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep import errors
+from tests.nn.test_parallelize import BOTH, in_place, net, parts, wrapped
+from tests.ranks import run_ranks
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        (
+            nn.Linear(60, 320),
+            r"'weight' is .*\(320, 60\).* on rank 1 and .*\(320, 50\).* on rank 0",
+        ),
+        (nn.Linear(50, 320).double(), r"float64 on rank 1 and .*float32 on rank 0"),
+        (nn.Linear(50, 320, bias=False), "'bias' is not there on rank 1"),
+        (nn.Bilinear(50, 2, 320), r"'weight' is .*\(320, 50, 2\)"),
+    ],
+)
+def test_another_model_on_one_rank_is_named_on_every_rank(parallel, theirs, says: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = copy.deepcopy(theirs) if rank == 1 else nn.Linear(50, 320)
+        with pytest.raises(errors.ModelMismatch, match=says):
+            parallel(model, group)
+
+    run_ranks(3, body)
+
+
+def test_a_part_frozen_on_one_rank_only_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = net()
+        model.second.weight.requires_grad_(rank == 0)
+        with pytest.raises(errors.ModelMismatch, match=r"'second.weight' is a frozen parameter"):
+            lockstep.parallelize(model, process_group=group)
+
+    run_ranks(2, body)
+
+
+@BOTH
+def test_nothing_to_train_is_refused(parallel) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        for model in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)):
+            with pytest.raises(errors.NothingToTrain, match="no parameter that requires"):
+                parallel(model, group)
+
+    run_ranks(2, body)
+
+
+def test_lazy_parameters_are_refused_by_name() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        with pytest.raises(errors.ModelError, match=r"'0\.weight' has no shape yet"):
+            in_place(nn.Sequential(nn.LazyLinear(3)), group)
+
+    run_ranks(1, body)
+
+
+@BOTH
+def test_wrapping_what_is_parallel_is_refused(parallel) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = parallel(net(), group)
+        others = [model, nn.Sequential(nn.Linear(2, 2), model)]
+        others.append(nn.parallel.DistributedDataParallel(net(), process_group=group))
+        for again in (wrapped, in_place):
+            for other in others:
+                with pytest.raises(errors.AlreadyParallel, match="is parallel already"):
+                    again(other, group)
+
+    run_ranks(2, body)
+
+
+def test_a_refused_model_can_be_mended_and_tried_again() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = nn.Linear(2, 2).requires_grad_(False)
+        with pytest.raises(errors.NothingToTrain):
+            in_place(model, group)
+        in_place(model.requires_grad_(True), group)
+
+    run_ranks(2, body)
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(2, 6), (1, 6)], ids=["smaller", "would broadcast"])
+def test_a_parameter_that_changed_shape_is_named(parallel, shape: tuple[int, ...]) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = parallel(net(), group)
+        model.second.weight.data = torch.ones(shape, dtype=torch.float64)
+        model.second.bias.data = torch.ones(shape[:1], dtype=torch.float64)
+        with pytest.raises(
+            errors.ParameterChanged, match=r"'second.(weight|bias)' is .*, but was \(3,"
+        ):
+            model(parts(2)[rank]).sum().backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("cap", [0, -1, float("nan"), float("inf"), "25"])
+@BOTH
+def test_a_bucket_that_holds_nothing_is_refused(parallel, cap: float) -> None:
+    with pytest.raises(ValueError, match="bucket_cap_mb"):
+        parallel(net(), None, bucket_cap_mb=cap)
+
+
+def test_two_devices_for_one_rank_are_refused() -> None:
+    with pytest.raises(ValueError, match="device_ids names 2 devices"):
+        wrapped(net(), None, device_ids=[0, 1])
+
+
+def test_no_sync_of_a_plain_model_is_refused() -> None:
+    with pytest.raises(errors.ModelError, match="isn't parallel"):
+        lockstep.no_sync(net())
+
+
+def test_one_rank_that_must_refuse_ends_the_wait_of_the_others() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> str:
+        model = net().requires_grad_(rank != 1)
+        with pytest.raises(errors.ModelError) as caught:
+            in_place(model, group)
+        return str(caught.value)
+
+    first, second, third = run_ranks(3, body)
+    assert second.startswith("Net has no parameter that requires a gradient")
+    assert first == third
+    assert first.startswith("Rank 1 can't go on, so no rank can: Net has no parameter")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("bucket_cap_mb", [25, 1]), ("broadcast_buffers", [True, False])]
+)
+def test_options_that_differ_are_named(name: str, values: list) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        with pytest.raises(errors.ModelMismatch, match=f"'{name}' is {values[1]} on rank 1"):
+            in_place(net(), group, **{name: values[rank]})
+
+    run_ranks(2, body)
+
+
+def test_a_buffer_that_differs_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = net()
+        model.register_buffer("seen", torch.zeros(2 + rank))
+        with pytest.raises(errors.ModelMismatch, match=r"'seen' is a buffer \(3,\)"):
+            in_place(model, group)
+
+    run_ranks(2, body)
+
+
+def test_another_memory_order_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = nn.Conv2d(3, 4, 3)
+        if rank == 1:
+            model = model.to(memory_format=torch.channels_last)
+        with pytest.raises(errors.ModelMismatch, match=r"'weight' is .* with strides .* on rank 1"):
+            in_place(model, group)
+
+    run_ranks(2, body)
+
+
+@BOTH
+def test_a_shared_parameter_is_reduced_by_one_model_alone(parallel) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        encoder = nn.Linear(4, 4)
+        first, second = nn.Sequential(encoder, nn.Linear(4, 2)), nn.Sequential(encoder)
+        keep = parallel(first, group)
+        with pytest.raises(errors.AlreadyParallel, match=r"'0\.weight' is parallel already"):
+            parallel(second, group)
+        with pytest.raises(errors.AlreadyParallel, match="'weight' is parallel already"):
+            parallel(encoder, group)
+        del keep
+
+    run_ranks(2, body)
+
+
+def test_a_wrapper_that_is_gone_leaves_its_model_free() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, x = net(), parts(2)[rank]
+        parallel = wrapped(model, group)
+        parallel(x).sum().backward()
+        del parallel
+        gc.collect()
+        again = wrapped(model, group)
+        again.zero_grad()
+        again(x).sum().backward()
+        others = [torch.empty_like(model.first.weight.grad) for _ in range(2)]
+        group.allgather([others], [model.first.weight.grad]).wait()
+        assert torch.equal(*others)
+
+    run_ranks(2, body)
+
+
+def test_a_parameter_that_was_replaced_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, x = in_place(net(), group), parts(2)[rank]
+        model(x).sum().backward()
+        model.second = nn.Linear(6, 3).double()
+        with pytest.raises(errors.ParameterChanged, match=r"'second\.weight' is another parameter"):
+            model(x).sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_a_parameter_that_was_frozen_before_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, x = net(), parts(2)[rank]
+        model.first.requires_grad_(False)
+        in_place(model, group)
+        assert not model.first.weight.requires_grad
+        model(x).sum().backward()
+        model.first.requires_grad_(True)
+        with pytest.raises(errors.ParameterChanged, match=r"'first\.\w+' requires a gradient, but"):
+            model(x).sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_a_dtype_that_changed_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, x = in_place(net(), group), parts(2)[rank]
+        for _ in range(2):  # with the second, buckets have their final arrangement
+            model(x).sum().backward()
+        model.float()
+        model.zero_grad(set_to_none=False)
+        with pytest.raises(errors.ParameterChanged, match=r"float32 on cpu, but was .* float64"):
+            model(x.float()).sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_a_gradient_that_was_taken_during_backward_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = in_place(net(), group)
+
+        def step(parameter: torch.Tensor) -> None:
+            parameter.grad = None
+
+        model.first.weight.register_post_accumulate_grad_hook(step)
+        with pytest.raises(errors.ModelError, match=r"'first\.weight' got a gradient, which was"):
+            model(parts(2)[rank]).sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_is_gone_is_an_error_that_names_the_gradients() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = in_place(net(), group)
+        if rank == 0:
+            with pytest.raises(errors.CollectiveFailed, match="Rank 0 could not all-reduce the gr"):
+                model(parts(2)[0]).sum().backward()
+
+    run_ranks(2, body, group_timeout_seconds=1)
+
+
+@pytest.mark.parametrize("parallel", [wrapped, in_place, lambda m, _: lockstep.no_sync(m)])
+def test_what_is_no_module_is_refused(parallel) -> None:
+    with pytest.raises(
+        (TypeError, errors.ModelError), match=r"not a torch\.nn\.Module|isn't parallel"
+    ):
+        parallel("model", None)
