@@ -42,3 +42,31 @@ def test_any_method(start: list[str], num_ranks: int) -> None:
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output)]
     assert losses[-1] < losses[0] / 100
     assert f"ranks: {num_ranks}; all of them hold the same parameters" in output
+
+
+README = Path(__file__).parent.parent / "README.md"
+BEFORE = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+    def forward(self, x):
+        return self.fc(x)
+dataset = torch.utils.data.TensorDataset(torch.randn(257, 4), torch.randint(3, (257,)))
+"""
+AFTER = """
+print(f"took {len(loader)} steps")
+"""
+
+
+@START
+def test_the_program_in_the_readme(start: list[str], num_ranks: int, tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
+    script = tmp_path / "train.py"
+    # 257 samples: two steps of 128, and a last one of a single sample on one rank alone.
+    text = BEFORE.replace("257", "256" if num_ranks > 1 else "257") + program + AFTER
+    script.write_text(text)
+    steps = 2 if num_ranks > 1 else 3
+    assert output_of(start, str(script)).count(f"took {steps} steps") == num_ranks

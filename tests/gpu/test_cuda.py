@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+import tempfile
 
 import pytest
 import torch
@@ -86,19 +89,43 @@ def test_two_ranks_sharing_a_gpu_over_gloo(name: str) -> None:
         assert_same(mine, oracle(name))
 
 
-def test_nccl_that_fails_is_replaced_on_all_ranks(monkeypatch) -> None:
-    def body(world: lockstep.World) -> str:
-        return str(dist.get_backend_config(world.process_group))
-
-    # More ranks than GPUs: all compute on the CPU, over Gloo.
+def test_more_ranks_than_gpus_compute_on_the_cpu() -> None:
     too_many = torch.cuda.device_count() + 1
-    assert lockstep.launch(body, too_many) == ["cpu:gloo,cuda:gloo"] * too_many
+    assert lockstep.launch(where, too_many) == [("cpu", "cpu:gloo,cuda:gloo")] * too_many
+
+
+def test_nccl_that_fails_is_replaced_on_all_ranks() -> None:
+    """NCCL refuses two ranks on one GPU; init(device=...) lets them ask for that."""
+    script = """
+import logging, sys, torch, torch.distributed as dist, lockstep
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+world = lockstep.init(device="cuda:0")
+total = torch.ones(1, device=world.device)
+dist.all_reduce(total)
+print("sum", total.item(), dist.get_backend_config(), flush=True)
+"""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(script)
+        file.flush()
+        run = subprocess.run(
+            [sys.executable, "-m", "lockstep", "run", "-n", "2", file.name],
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("sum 2.0 cpu:gloo,cuda:gloo") == 2
+    assert run.stdout.count("NCCL can't be used") == 1
 
 
 def test_wrapper_moves_inputs_to_its_device() -> None:
     def body(world: lockstep.World) -> str:
-        model = lockstep.DistributedDataParallel(nn.Linear(2, 2).cuda(), device_ids=[0])
-        return str(model({"x": torch.ones(1, 2)}["x"]).device)
+        class Nested(nn.Linear):
+            def forward(self, inputs: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+                return super().forward(inputs["x"][0])
+
+        model = lockstep.DistributedDataParallel(Nested(2, 2).cuda(), device_ids=[0])
+        return str(model({"x": [torch.ones(1, 2)]}).device)
 
     assert lockstep.launch(body, 1) == ["cuda:0"]
 

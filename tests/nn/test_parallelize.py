@@ -68,10 +68,6 @@ def parts(world_size: int, rows: int = 4) -> torch.Tensor:
     return torch.randn(world_size, rows, 4, dtype=torch.float64, generator=generator)
 
 
-def mean_of(values: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(values).mean(0)
-
-
 @BOTH
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_any_method_is_synchronised(parallel, world_size: int) -> None:

@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import errors
-from lockstep.world import Placement, Starter
+from lockstep.world import Placement, Starter, rendezvous
 from lockstep.world import world as world_module
 from lockstep.world.rendezvous import meet, roll_call
+from lockstep.world.world import _new_prefix, _place_on_host
 
 SOON = timedelta(seconds=1)
 LATER = timedelta(seconds=30)
@@ -108,6 +109,64 @@ def test_a_group_that_exists_is_used() -> None:
     assert world.starter is Starter.PROCESS_GROUP
     assert world.process_group is dist.group.WORLD
     assert (world.local_rank, world.local_world_size) == (0, 1)
+
+
+def test_local_ranks_are_told_by_the_hosts_names() -> None:
+    place = Placement(Starter.TORCHRUN, 3, 5, None, None)
+    assert _place_on_host(place, ["a", "b", "a", "b", "b"]) == (1, 3)
+    told = Placement(Starter.TORCHRUN, 3, 5, 7, 8)
+    assert _place_on_host(told, ["a", "b", "a", "b", "b"]) == (7, 8)
+
+
+def test_two_groups_never_share_a_prefix_in_a_store() -> None:
+    assert len({_new_prefix() for _ in range(3)}) == 3
+
+
+def test_gloo_stays_on_loopback_when_all_ranks_are_on_one_host(monkeypatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    for name, value in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    torch_variables(monkeypatch, 0, 1, free_port())
+    lockstep.init()
+    assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+
+
+def test_a_stranger_learns_no_port(monkeypatch) -> None:
+    """The socket that tells the port looks at who asks, and the asker at who answers."""
+    outcomes: list[object] = []
+    places = placements(2)
+
+    def ask() -> None:
+        try:
+            meet(places[1], SOON)
+        except errors.RendezvousFailed as error:
+            outcomes.append(error)
+
+    real = os.getuid
+    me = threading.get_ident()
+    # To rank 0, in this thread, everyone else is somebody else.
+    monkeypatch.setattr(os, "getuid", lambda: real() + (threading.get_ident() == me))
+    monkeypatch.setattr(rendezvous, "_name_of", lambda job: f"{chr(0)}lockstep-test/{job}")
+    asking = threading.Thread(target=ask)
+    asking.start()
+    with pytest.raises(errors.RendezvousFailed, match="waited in vain for rank 1"):
+        meet(places[0], SOON)
+    asking.join()
+    assert len(outcomes) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"backend": "bogus"}, errors.BackendUnavailable, "'bogus'"),
+        ({"device": "cuda:77"}, errors.BackendUnavailable, "GPUs here"),
+        ({"timeout": 5}, TypeError, "timedelta"),
+    ],
+)
+def test_what_cannot_be_asked_for_leaves_no_world(options: dict, error: type, says: str) -> None:
+    with pytest.raises(error, match=says):
+        lockstep.init(**options)
+    assert lockstep.init(device="cpu").device.type == "cpu"
 
 
 def test_a_new_group_makes_a_new_world(monkeypatch) -> None:

@@ -138,7 +138,7 @@ def _meet_by_name(place: Placement, timeout: timedelta) -> dist.TCPStore:
     later one could mistake for its own; and the kernel tells who is at the other end.
     """
     job = place.job_id or _launching_process()
-    name = f"\0lockstep/{os.getuid()}/{job}"
+    name = _name_of(job)
     deadline = time.monotonic() + timeout.total_seconds()
     if place.rank == 0:
         store = _open_store(place, _LOOPBACK, 0, timeout)
@@ -147,6 +147,10 @@ def _meet_by_name(place: Placement, timeout: timedelta) -> dist.TCPStore:
     port = _ask_port(name, place, deadline)
     located = Placement(place.starter, place.rank, place.world_size, master=(_LOOPBACK, port))
     return _connect(located, timeout)
+
+
+def _name_of(job: str) -> str:
+    return f"\0lockstep/{os.getuid()}/{job}"
 
 
 def _tell_port(name: str, port: int, place: Placement, deadline: float) -> None:

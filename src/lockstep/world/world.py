@@ -116,11 +116,12 @@ def _use(device: torch.device) -> None:
 
 
 def _check_backend(backend: str | None) -> None:
-    for name in _backend_map(backend).values() if backend is not None else ():
-        if name not in dist.Backend.backend_list:
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    for part in backend.split(",") if backend is not None else ():
+        name = part.rpartition(":")[2].lower()
+        if name not in known:
             raise BackendUnavailable(
-                f"There is no backend {name!r}; torch.distributed knows "
-                f"{', '.join(dist.Backend.backend_list)}."
+                f"There is no backend {name!r}; torch.distributed knows {', '.join(known)}."
             )
 
 
