@@ -45,6 +45,7 @@ def train(wrap, model, batches, optimizer_of, group) -> list[list[torch.Tensor]]
     return seen
 
 
+@pytest.mark.keeps_descriptors("torch's DDP keeps the process group that it was given")
 @pytest.mark.parametrize("name", ["digits", "layers", "shared", "unused"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [2, 3])

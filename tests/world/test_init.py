@@ -29,6 +29,12 @@ SOON = timedelta(seconds=1)
 LATER = timedelta(seconds=30)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_torch_opens_for_good() -> None:
+    """With a process's first store, torch opens a pipe that it never closes."""
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 @pytest.fixture(autouse=True)
 def a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if nothing had been started yet; and nothing is left when the test is over."""
@@ -36,6 +42,7 @@ def a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(world_module, "_current", None)
+    monkeypatch.setattr(rendezvous, "_held_open", {})
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
