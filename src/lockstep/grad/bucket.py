@@ -52,7 +52,8 @@ class Bucket:
             _view_like(part, parameter)
             for part, parameter in zip(self._parts, self._parameters, strict=True)
         ]
-        self._pointers = [view.data_ptr() for view in self._views]
+        pointers = [view.data_ptr() for view in self._views]
+        self._entries = list(zip(self.indices, self._parameters, pointers, strict=True))
         self._is_coarse = sum(sizes) >= _COARSE_NUMEL * len(sizes)
         self._work: dist.Work | None = None
 
@@ -74,27 +75,30 @@ class Bucket:
         it was, to the bit. Shown by test_gradient_nobody_touched_keeps_its_bits.
         """
         here, views, sources, lacking = [], [], [], []
-        entries = zip(self.indices, self._parameters, self._views, self._pointers, strict=True)
-        for place, (index, parameter, view, pointer) in enumerate(entries):
-            gradient = parameter.grad
-            if view.data_ptr() != pointer:
-                # It was given other memory, by model.float() or by p.grad.data = ...; what the
-                # gradient is now is there, and not in the buffer.
-                view = self._views[place] = _view_like(self._parts[place], view)
-            if gradient is None:
-                if touched[index] == TOUCHED_NOW:
-                    raise self._lost(place)
-                touched[index] = 0  # it was, but zero_grad() has dropped it since
-                lacking.append(view)
-            elif gradient is view:
-                here.append(view)
-                if not touched[index]:
-                    parameter.grad = view.clone()
-            else:
-                views.append(view)
-                sources.append(gradient)
-                if touched[index]:
-                    self.adopt(place)
+        place = -1
+        try:
+            for place, (index, parameter, pointer) in enumerate(self._entries):
+                gradient, view = parameter.grad, self._views[place]
+                if view.data_ptr() != pointer:
+                    # It was given other memory, by model.float() or by p.grad.data = ...; what
+                    # the gradient is now is there, and not in the buffer.
+                    view = self._views[place] = _view_like(self._parts[place], view)
+                if gradient is None:
+                    if touched[index] == TOUCHED_NOW:
+                        raise self._lost(place)
+                    touched[index] = 0  # it was, but zero_grad() has dropped it since
+                    lacking.append(view)
+                elif gradient is view:
+                    here.append(view)
+                    if not touched[index]:
+                        parameter.grad = view.clone()
+                else:
+                    views.append(view)
+                    sources.append(gradient)
+                    if touched[index]:
+                        parameter.grad = view
+        except RuntimeError as error:
+            raise self._changed(place) from error
         if any(source.layout is not torch.strided for source in sources):
             sources = [source.to_dense() for source in sources]
         if lacking:
@@ -109,19 +113,19 @@ class Bucket:
             self._gradients.mul_(scale)
 
     def adopt(self, place: int) -> None:
-        """Make the parameter at ``place`` have its view here as its gradient.
-
-        torch itself compares shape, dtype and device then, which costs us nothing.
-        """
-        parameter, view = self._parameters[place], self._views[place]
+        """Make the parameter at ``place`` have its view here as its gradient."""
         try:
-            parameter.grad = view
+            self._parameters[place].grad = self._views[place]
         except RuntimeError as error:
-            raise ParameterChanged(
-                f"{self._names[place]!r} is {_describe(parameter)}, but was {_describe(view)} when "
-                "it was made parallel. Build the model as it is to be trained, then call "
-                "parallelize() or DistributedDataParallel()."
-            ) from error
+            raise self._changed(place) from error
+
+    def _changed(self, place: int) -> ParameterChanged:
+        """What to say when torch, which compares them, refuses a view as a gradient."""
+        now, was = _describe(self._parameters[place]), _describe(self._views[place])
+        return ParameterChanged(
+            f"{self._names[place]!r} is {now}, but was {was} when it was made parallel. Build the "
+            "model as it is to be trained, then call parallelize() or DistributedDataParallel()."
+        )
 
     def _lost(self, place: int) -> ModelError:
         return ModelError(

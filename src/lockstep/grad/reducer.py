@@ -7,7 +7,7 @@ whoever does says when a backward begins, when each gradient has come, and when 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import Enum, IntEnum, auto
+from enum import Enum, auto
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,10 @@ class Phase(Enum):
     FINISHING = auto()  # the backward is over; the rest is launched and all is waited for
 
 
-class _Arrival(IntEnum):
-    """What is known in this backward of one parameter's gradient."""
-
-    AWAITED = 0  # its bucket waits for it
-    EXCUSED = 1  # it isn't expected: the bucket doesn't wait, but would take it
-    COME = 2
+# What is known in this backward of one parameter's gradient: its bucket waits for it (0), or it
+# isn't expected, and the bucket doesn't wait but would take it, or it has come. Numbers and not
+# an Enum, as each gradient of each step passes here.
+_EXCUSED, _COME = 1, 2
 
 
 class Reducer:
@@ -75,7 +73,7 @@ class Reducer:
         count = len(self._parameters)
         # What came since gradients were last reduced: 0, TOUCHED_EARLIER or TOUCHED_NOW.
         self._touched = bytearray(count)
-        # One _Arrival for each parameter, of this backward.
+        # For each parameter: 0, _EXCUSED or _COME.
         self._arrivals = bytearray(count)
         self._arrival_order: list[int] = []
         self._left_out: list[int] = []
@@ -118,7 +116,7 @@ class Reducer:
     def excuse(self, indices: Iterable[int]) -> None:
         """Don't let buckets wait for these gradients: this backward won't compute them."""
         for index in indices:
-            self._arrivals[index] = _Arrival.EXCUSED
+            self._arrivals[index] = _EXCUSED
             self._bucket_of[index].num_missing -= 1
 
     def mark_accumulated(self, index: int) -> None:
@@ -127,20 +125,27 @@ class Reducer:
 
     def mark_ready(self, index: int) -> None:
         """The gradient of parameter ``index`` has come; its bucket leaves when it is full."""
-        bucket = self._bucket_of[index]
-        if bucket.is_in_flight():
-            self._refuse_late(index)
-        arrival = self._arrivals[index]
-        if arrival == _Arrival.COME:
-            self._gets_gradients_twice = True
+        if self._arrivals[index]:
+            self._take_unawaited(index)
             return
-        self._arrivals[index] = _Arrival.COME
+        self._arrivals[index] = _COME
         self._touched[index] = TOUCHED_NOW
         self._arrival_order.append(index)
-        if arrival == _Arrival.AWAITED:
-            bucket.num_missing -= 1
+        bucket = self._bucket_of[index]
+        bucket.num_missing -= 1
         if not bucket.num_missing and self._launches_early:
             self._launch_full_buckets()
+
+    def _take_unawaited(self, index: int) -> None:
+        """A gradient has come that was excused, or that came before in this backward."""
+        if self._bucket_of[index].is_in_flight():
+            self._refuse_late(index)
+        if self._arrivals[index] == _COME:
+            self._gets_gradients_twice = True
+            return
+        self._arrivals[index] = _COME
+        self._touched[index] = TOUCHED_NOW
+        self._arrival_order.append(index)
 
     def give_up(self) -> None:
         """The backward ended otherwise, and :meth:`finish` won't be called for it."""
@@ -172,7 +177,7 @@ class Reducer:
                 for bucket in self._buckets:
                     self._wait(bucket)
                 self._adopt_what_others_used()
-            self._left_out = [i for i, came in enumerate(self._arrivals) if came != _Arrival.COME]
+            self._left_out = [i for i, came in enumerate(self._arrivals) if came != _COME]
         finally:
             self._reset()
         self._touched = bytearray(len(self._parameters))

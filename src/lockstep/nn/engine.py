@@ -31,7 +31,7 @@ class Engine:
 
     Attributes:
         is_syncing: Whether backwards reduce gradients; without, they add up.
-        lock: Held by a hook while it works.
+        lock: Held by a hook while it works, where parameters are on several devices.
 
     Args:
         module: The module, the same on every rank.
@@ -52,7 +52,11 @@ class Engine:
         self.lock = threading.Lock()
         self._module = weakref.ref(module)
         self._group = group
-        self._broadcasts_buffers = broadcast_buffers
+        # Those modules that own buffers: to look through all of them costs a millisecond a step
+        # for a few hundred. Their buffers may be set anew.
+        self._buffer_owners = [
+            weakref.ref(part) for part in module.modules() if broadcast_buffers and part._buffers
+        ]
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         self._left_out: Sequence[int] = ()
@@ -61,9 +65,13 @@ class Engine:
         self._end: weakref.ref[_EndOfBackward] | None = None
         self._sees_nested_tasks = False
         self.reducer = Reducer(named, group, cap_bytes=int(bucket_cap_mb * MIB))
+        # Autograd has a thread for each kind of device, and a collective that one of them
+        # launches lets another one run. On one device hooks can do without a lock.
+        on_one_device = len({parameter.device for parameter in self._parameters}) == 1
+        make_hook = _gradient_hook if on_one_device else _locked_gradient_hook
         me = weakref.ref(self)
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(_gradient_hook(me, index))
+            parameter.register_post_accumulate_grad_hook(make_hook(me, index))
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad and parameter.is_floating_point():
                 # torch hangs hooks on parameters that require a gradient alone.
@@ -109,14 +117,16 @@ class Engine:
         # Now rather than before the next forward: it travels with the last gradients, and no
         # forward waits for it, whichever method that will be. After the launch of all buckets,
         # of which some ranks may have sent more by now than others.
-        module = self._module()
-        buffers = list(module.buffers()) if self._broadcasts_buffers and module else []
-        on_their_way = TensorBroadcast(self._group, buffers)
+        on_their_way = TensorBroadcast(self._group, self._buffers())
         self.reducer.finish()
         on_their_way.finish()
         if self._left_out != self.reducer.left_out:
             self._left_out = self.reducer.left_out
             self._check_still_the_same()
+
+    def _buffers(self) -> list[torch.Tensor]:
+        owners = filter(None, (owner() for owner in self._buffer_owners))
+        return [buffer for owner in owners for buffer in owner.buffers(recurse=False)]
 
     def _check_still_the_same(self) -> None:
         """Raise if parameters were left out because the module has others now."""
@@ -153,8 +163,17 @@ def _gradient_hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.T
     def gradient_has_come(_: torch.Tensor) -> None:
         alive = engine()
         if alive is not None:
-            # Where parameters are on the CPU and on a GPU, autograd has a thread for each, and
-            # a collective that one of them launches lets the other one run.
+            alive.gradient_has_come(index)
+
+    return gradient_has_come
+
+
+def _locked_gradient_hook(
+    engine: weakref.ref[Engine], index: int
+) -> Callable[[torch.Tensor], None]:
+    def gradient_has_come(_: torch.Tensor) -> None:
+        alive = engine()
+        if alive is not None:
             with alive.lock:
                 alive.gradient_has_come(index)
 
