@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -142,3 +146,60 @@ def test_host_that_waits_in_vain_says_where(bench: Bench) -> None:
     assert endpoint in done.stderr
     assert "1 seconds" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[list[str]]]:
+    """Two network namespaces joined by a cable: what to write before a command to run it there."""
+    names = [f"lockstep-{os.getpid()}-{end}" for end in "ab"]
+    cables = [f"ls{os.getpid() % 100_000}{end}" for end in "ab"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    if os.getuid() or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root, and the command 'ip'")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+        for number, (name, cable) in enumerate(zip(names, cables, strict=True), start=1):
+            ip("link", "set", cable, "netns", name)
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", cable)
+            for interface in ("lo", cable):
+                ip("-n", name, "link", "set", interface, "up")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces can't be made here: {error.stderr.decode().strip()}")
+    else:
+        yield [["ip", "netns", "exec", name] for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+INIT = """
+    import torch, torch.distributed as dist, lockstep
+    world = lockstep.init()
+    total = torch.tensor(float(world.rank + 1))
+    dist.all_reduce(total)
+    print(world.local_rank, world.local_world_size, world.world_size, total.item(), flush=True)
+    """
+
+
+def test_two_hosts_of_a_network(bench: Bench, two_hosts: list[list[str]]) -> None:
+    script = bench.script(INIT)
+    runs = [
+        subprocess.Popen(
+            [*there, sys.executable, "-m", "lockstep", "run", "--nnodes", "2", "-n", "2",
+             "--node-rank", str(number), "--rdzv-endpoint", "10.77.0.1:29500", str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, there in enumerate(two_hosts)
+    ]  # fmt: skip
+    for number, run in enumerate(runs):
+        out, err = run.communicate(timeout=100)
+        assert run.returncode == 0, err
+        for local_rank in range(2):
+            assert lines_of(out, 2 * number + local_rank) == [f"{local_rank} 2 4 10.0"]

@@ -120,7 +120,7 @@ def rank_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": run_id,
         "OMP_NUM_THREADS": str(num_threads),
-        **loopback_environment(),
+        **gloo_environment(),
     }
 
 
@@ -132,9 +132,9 @@ def num_visible_gpus(environ: Mapping[str, str], num_gpus: int) -> int:
     return min(num_gpus, len([name for name in visible.split(",") if name.strip()]))
 
 
-def loopback_environment() -> dict[str, str]:
-    """The variables that keep Gloo's sockets off the network when all ranks are on one host."""
-    return {"GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
+def gloo_environment(interface: str | None = _LOOPBACK_INTERFACE) -> dict[str, str]:
+    """The variables that keep Gloo's sockets to one interface: loopback, if on one host."""
+    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
 
 
 def _from_torch_variables(environ: Mapping[str, str], starter: Starter) -> Placement:

@@ -24,6 +24,7 @@ from lockstep.world.environment import Placement, Starter
 
 _LOOPBACK = "127.0.0.1"
 _RETRY_SECONDS = 0.05
+_SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
 
 # What MPI's daemons on each host are called; a rank is their child or grandchild.
 _MPI_DAEMONS = ("hydra_pmi_proxy", "orted", "prted", "orterun", "prterun", "mpiexec", "mpirun")
@@ -240,6 +241,28 @@ def _meet_through_mpi(place: Placement, timeout: timedelta) -> dist.TCPStore:
     host, port = MPI.COMM_WORLD.bcast(address)
     located = Placement(place.starter, place.rank, place.world_size, master=(host, port))
     return store or _connect(located, timeout)
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface from which this host reaches ``host``, if it can be told.
+
+    Gloo would listen at the address that this host's own name stands for, which on many a
+    machine is 127.0.0.1, where nobody else can reach it. Shown by test_two_hosts_of_a_network.
+    """
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # of a datagram socket: finds a route, and sends nothing
+        own_address = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                request = struct.pack("256s", name.encode())
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if answer[20:24] == own_address:
+                    return name
+    return None
 
 
 def _is_loopback(host: str) -> bool:

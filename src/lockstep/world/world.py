@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from lockstep.errors import BackendUnavailable, ContradictoryInit
 from lockstep.world.device import NCCL_AND_GLOO, choose_backend, choose_device
-from lockstep.world.environment import Placement, Starter, detect, loopback_environment
-from lockstep.world.rendezvous import meet, roll_call
+from lockstep.world.environment import Placement, Starter, detect, gloo_environment
+from lockstep.world.rendezvous import interface_towards, meet, roll_call
 
 _log = logging.getLogger("lockstep")
 
@@ -162,10 +162,9 @@ def _num_cuda_devices() -> int:
 def _join(
     place: Placement, backend: str | None, device: torch.device | None, timeout: timedelta
 ) -> World:
-    if place.on_one_host:
-        # A copy for the children too: what this process starts is on the same host.
-        for name, value in loopback_environment().items():
-            os.environ.setdefault(name, value)
+    # In the environment for the children too: what this process starts is on the same host.
+    for name, value in _gloo_environment(place).items():
+        os.environ.setdefault(name, value)
     store = dist.PrefixStore(_new_prefix(), meet(place, timeout))
     hosts = roll_call(store, place, timeout, note=socket.gethostname())
     local_rank, local_world_size = _place_on_host(place, hosts)
@@ -182,6 +181,12 @@ def _join(
     return World(
         place.rank, place.world_size, local_rank, local_world_size, device, group, place.starter
     )
+
+
+def _gloo_environment(place: Placement) -> dict[str, str]:
+    if place.on_one_host:
+        return gloo_environment()
+    return gloo_environment(interface_towards(place.master[0])) if place.master else {}
 
 
 def _new_prefix() -> str:
