@@ -14,6 +14,11 @@
     │   ├── ParameterChanged         a parameter has another shape, dtype or device than before
     │   └── LateGradient             a gradient came after its bucket had left
     ├── CollectiveFailed           the ranks could not finish something together
+    │   ├── PeerLost                 one of them is gone
+    │   ├── CollectiveTimeout        one of them didn't come in time
+    │   ├── CollectiveMismatch       they called different things
+    │   └── GroupClosed              the process group was destroyed, or is another process's
+    ├── SharedMemoryFull           there is no room for memory that ranks share
     ├── SplitError                 data cannot be divided as asked
     ├── LaunchError                ranks could not be started
     │   ├── BadLaunch                what to run, or on how many ranks, makes no sense
@@ -26,12 +31,17 @@ What the caller got wrong is a ``ValueError`` as well, what the surroundings ref
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "AlreadyParallel",
     "BackendUnavailable",
     "BadLaunch",
     "CollectiveFailed",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
     "ContradictoryInit",
+    "GroupClosed",
     "InitError",
     "LateGradient",
     "LaunchError",
@@ -41,8 +51,10 @@ __all__ = [
     "ModelMismatch",
     "NothingToTrain",
     "ParameterChanged",
+    "PeerLost",
     "RankFailed",
     "RendezvousFailed",
+    "SharedMemoryFull",
     "SplitError",
 ]
 
@@ -93,6 +105,56 @@ class LateGradient(ModelError, RuntimeError):
 
 class CollectiveFailed(LockstepError, RuntimeError):
     """Something that all ranks do together failed, mostly because one of them is gone."""
+
+
+class PeerLost(CollectiveFailed):
+    """A rank that the others need is gone: its process ended, was killed, or left the group.
+
+    Attributes:
+        ranks: The ranks that are gone, as numbered in the group.
+        operation: What this rank was doing, such as ``"all_reduce"``.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), operation: str = "") -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.operation = operation
+
+
+class CollectiveTimeout(CollectiveFailed, TimeoutError):
+    """Not all ranks came to an operation within the group's timeout.
+
+    Attributes:
+        ranks: The ranks that didn't come, as numbered in the group.
+        operation: What the others waited in, such as ``"all_reduce"``.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), operation: str = "") -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.operation = operation
+
+
+class CollectiveMismatch(CollectiveFailed, ValueError):
+    """The ranks called different operations, or the same with different shapes or dtypes.
+
+    Attributes:
+        ranks: Ranks whose calls differ from this one's, as numbered in the group.
+        operation: What this rank called, such as ``"all_reduce"``.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), operation: str = "") -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.operation = operation
+
+
+class GroupClosed(CollectiveFailed):
+    """The process group was destroyed, or belongs to the process that this one was forked from."""
+
+
+class SharedMemoryFull(LockstepError, MemoryError):
+    """There is no room for memory that the ranks of a host share."""
 
 
 class SplitError(LockstepError, ValueError):

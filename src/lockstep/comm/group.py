@@ -1,0 +1,496 @@
+"""A process group of torch.distributed whose ranks reach each other's memory."""
+
+# The stubs of torch name some parameters otherwise than torch calls them by.
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from lockstep.comm.algorithms import Collectives
+from lockstep.comm.arguments import (
+    check_count,
+    check_dtypes,
+    check_multiple,
+    check_sizes,
+    flattened,
+    listed,
+    put_back,
+    split_numels,
+)
+from lockstep.comm.call import Call
+from lockstep.comm.named_group import NamedGroup
+from lockstep.comm.other_devices import of_any_device
+from lockstep.comm.receipt import Receipt
+from lockstep.comm.reduction import reduction_for
+from lockstep.comm.sparse import all_reduce_sparse
+from lockstep.comm.work import GroupWork, Run, in_turn
+
+
+class TeamGroup(NamedGroup):
+    """The process group behind the backends ``"shm"`` and ``"threads"``, for CPU tensors.
+
+    It offers what :class:`torch.distributed.ProcessGroup` does, under the names that torch calls
+    it by, so that ``torch.distributed``, and what is built on it, runs over it. Beyond that it
+    offers :meth:`empty`. Every sum is taken in rank order, so all ranks get the same bits, and
+    the same bits in every run.
+
+    Any number of threads may call it. Ranks must make the same calls in the same order; a call
+    that doesn't match raises CollectiveMismatch on every rank.
+
+    Args:
+        team: The ranks, connected.
+        backend: The name that it is registered by.
+        timeout: How long to wait for the other ranks, in each call.
+        store: What the ranks met through, if others may want it.
+    """
+
+    def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return an uninitialised tensor that all-reduce sums where it is, with no copy.
+
+        It is in memory that all ranks of this group reach; apart from that it is a tensor like
+        any other, and so are its views. Only this rank need call it; whether the others use
+        such tensors too is theirs to choose, but the copies are saved only if all do. While an
+        all-reduce of it is under way, other ranks write to it.
+
+        Args:
+            size: Its shape, as in :func:`torch.empty`.
+            dtype: Its dtype, by default torch's default.
+
+        Raises:
+            SharedMemoryFull: If there is no room for it.
+        """
+        shape = torch.Size(size[0]) if isinstance(size[0], Sequence) else torch.Size(size)
+        dtype = dtype or torch.get_default_dtype()
+        memory = self._team.empty(prod(shape) * dtype.itemsize)
+        return memory[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    # One tensor, the same on all ranks.
+
+    @of_any_device
+    def allreduce(
+        self,
+        tensors: Sequence[torch.Tensor],
+        opts: AllreduceOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """Combine the ranks' tensors, and have the result in each."""
+        opts = opts or AllreduceOptions()
+        runs = [self._all_reduce(tensor, opts.reduceOp) for tensor in listed(tensors)]
+        return self._submit(in_turn(runs), listed(tensors), opts, timeout)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> Run:
+        if tensor.layout is not torch.strided:
+            return lambda timeout: all_reduce_sparse(self._team, tensor, op, timeout)
+        reduction = reduction_for(op, tensor.dtype)
+        call = Call("all_reduce", tensor.dtype, tensor.shape, reduction.name)
+
+        def run(timeout: float) -> None:
+            flat = flattened(tensor)
+            Collectives(self._team, call, timeout).all_reduce(flat, reduction)
+            put_back(flat, tensor)
+
+        return run
+
+    @of_any_device
+    def allreduce_coalesced(
+        self,
+        tensors: Sequence[torch.Tensor],
+        opts: AllreduceCoalescedOptions | None = None,
+    ) -> GroupWork:
+        """As :meth:`allreduce`, for each of ``tensors``."""
+        return self.allreduce(tensors, opts)
+
+    @of_any_device
+    def broadcast(
+        self,
+        tensors: Sequence[torch.Tensor],
+        opts: BroadcastOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """Have what the root has on every rank."""
+        opts = opts or BroadcastOptions()
+        root = opts.rootRank
+
+        def run(timeout: float) -> None:
+            for tensor in listed(tensors):
+                call = Call("broadcast", tensor.dtype, tensor.shape, root=root)
+                flat = flattened(tensor)
+                Collectives(self._team, call, timeout).broadcast(flat, root)
+                put_back(flat, tensor)
+
+        return self._submit(run, listed(tensors), opts, timeout)
+
+    @of_any_device
+    def reduce(
+        self,
+        tensors: Sequence[torch.Tensor],
+        opts: ReduceOptions | None = None,
+    ) -> GroupWork:
+        """Combine the ranks' tensors, and have the result on the root."""
+        opts = opts or ReduceOptions()
+        (tensor,) = listed(tensors)
+        root = opts.rootRank
+        reduction = reduction_for(opts.reduceOp, tensor.dtype)
+        call = Call("reduce", tensor.dtype, tensor.shape, reduction.name, root)
+
+        def run(timeout: float) -> None:
+            flat = flattened(tensor)
+            Collectives(self._team, call, timeout).reduce(flat, reduction, root)
+            if self._team.rank == root:
+                put_back(flat, tensor)
+
+        return self._submit(run, [tensor], opts)
+
+    def barrier(
+        self, opts: BarrierOptions | None = None, timeout: timedelta | None = None
+    ) -> GroupWork:
+        """Wait until every rank is here."""
+        opts = opts or BarrierOptions()
+        call = Call("barrier")
+        return self._submit(
+            lambda seconds: Collectives(self._team, call, seconds).barrier(), [], opts, timeout
+        )
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier that tells who didn't come; here every barrier does, naming all of them."""
+        self.barrier(timeout=timeout).wait()
+
+    # One tensor of each rank.
+
+    @of_any_device
+    def allgather(
+        self,
+        output_tensors: Sequence[Sequence[torch.Tensor]],
+        input_tensors: Sequence[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """Have every rank's tensor on every rank; they may differ in size."""
+        opts = opts or AllgatherOptions()
+        (outputs,), (tensor,) = output_tensors, listed(input_tensors)
+        check_count(self._team.size, outputs, "output tensors of all_gather")
+        run = self._all_gather(list(outputs), tensor)
+        return self._submit(run, list(outputs), opts, timeout)
+
+    def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Run:
+        check_dtypes("all_gather", [tensor, *outputs])
+        is_even = all(output.numel() == tensor.numel() for output in outputs)
+        shape = tuple(tensor.shape) if is_even else ()
+        call = Call("all_gather" if is_even else "uneven all_gather", tensor.dtype, shape)
+
+        def run(timeout: float) -> None:
+            flats = [flattened(output) for output in outputs]
+            collectives = Collectives(self._team, call, timeout)
+            gather = collectives.all_gather if is_even else collectives.all_gather_uneven
+            gather(flats, flattened(tensor))
+            for flat, output in zip(flats, outputs, strict=True):
+                put_back(flat, output)
+
+        return run
+
+    @of_any_device
+    def allgather_coalesced(
+        self,
+        output_lists: Sequence[Sequence[torch.Tensor]],
+        input_list: Sequence[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> GroupWork:
+        """As :meth:`allgather`, for each of ``input_list``.
+
+        ``output_lists[i][j]`` is what rank j gave as the i-th.
+        """
+        runs = [
+            self._all_gather(list(outputs), tensor)
+            for outputs, tensor in zip(output_lists, input_list, strict=True)
+        ]
+        outputs = [output for outputs in output_lists for output in outputs]
+        return self._submit(in_turn(runs), outputs, opts or AllgatherOptions())
+
+    @of_any_device
+    def all_gather_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        opts: AllgatherOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """Have every rank's tensor, one after the other, in one tensor on every rank."""
+        run = self._all_gather_single(output, input)
+        return self._submit(run, [output], opts or AllgatherOptions(), timeout)
+
+    _allgather_base = all_gather_single
+
+    def _all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Run:
+        check_dtypes("all_gather_single", [tensor, output])
+        check_multiple(self._team.size, "all_gather_single", output, tensor)
+        call = Call("all_gather_single", tensor.dtype, (tensor.numel(),))
+
+        def run(timeout: float) -> None:
+            flat = flattened(output)
+            parts = flat.split(tensor.numel()) if flat.numel() else [flat] * self._team.size
+            Collectives(self._team, call, timeout).all_gather(parts, flattened(tensor))
+            put_back(flat, output)
+
+        return run
+
+    @of_any_device
+    def all_gather_single_coalesced(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> GroupWork:
+        """As :meth:`all_gather_single`, for each of ``inputs``."""
+        runs = [
+            self._all_gather_single(output, tensor)
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._submit(in_turn(runs), list(outputs), opts or AllgatherOptions())
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @of_any_device
+    def gather(
+        self,
+        output_tensors: Sequence[Sequence[torch.Tensor]],
+        input_tensors: Sequence[torch.Tensor],
+        opts: GatherOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """Have every rank's tensor on the root."""
+        opts = opts or GatherOptions()
+        (tensor,), root = listed(input_tensors), opts.rootRank
+        outputs = list(output_tensors[0]) if self._team.rank == root else []
+        if self._team.rank == root:
+            check_count(self._team.size, outputs, "tensors to gather into, on the root,")
+            check_dtypes("gather", [tensor, *outputs])
+            check_sizes("gather", [tensor, *outputs])
+        call = Call("gather", tensor.dtype, tensor.shape, root=root)
+
+        def run(timeout: float) -> None:
+            flats = [flattened(output) for output in outputs]
+            Collectives(self._team, call, timeout).gather(flats, flattened(tensor))
+            for flat, output in zip(flats, outputs, strict=True):
+                put_back(flat, output)
+
+        return self._submit(run, outputs, opts, timeout)
+
+    # One tensor for each rank.
+
+    @of_any_device
+    def scatter(
+        self,
+        output_tensors: Sequence[torch.Tensor],
+        input_tensors: Sequence[Sequence[torch.Tensor]],
+        opts: ScatterOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """Have on each rank what the root gives for it."""
+        opts = opts or ScatterOptions()
+        (output,), root = listed(output_tensors), opts.rootRank
+        inputs = list(input_tensors[0]) if self._team.rank == root else []
+        if self._team.rank == root:
+            check_count(self._team.size, inputs, "tensors to scatter, on the root,")
+            check_dtypes("scatter", [output, *inputs])
+            check_sizes("scatter", [output, *inputs])
+        call = Call("scatter", output.dtype, output.shape, root=root)
+
+        def run(timeout: float) -> None:
+            flat = flattened(output)
+            parts = [flattened(part) for part in inputs]
+            Collectives(self._team, call, timeout).scatter(flat, parts, root)
+            put_back(flat, output)
+
+        return self._submit(run, [output], opts, timeout)
+
+    @of_any_device
+    def reduce_scatter(
+        self,
+        output_tensors: Sequence[torch.Tensor],
+        input_tensors: Sequence[Sequence[torch.Tensor]],
+        opts: ReduceScatterOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """Combine, on rank i, the i-th of each rank's tensors; those may differ in size."""
+        opts = opts or ReduceScatterOptions()
+        (output,), (inputs,) = listed(output_tensors), input_tensors
+        check_count(self._team.size, inputs, "input tensors of reduce_scatter")
+        run = self._reduce_scatter(output, list(inputs), opts.reduceOp)
+        return self._submit(run, [output], opts, timeout)
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, inputs: list[torch.Tensor], op: dist.ReduceOp
+    ) -> Run:
+        check_dtypes("reduce_scatter", [output, *inputs])
+        own = inputs[self._team.rank]
+        if own.numel() != output.numel():
+            raise ValueError(
+                f"reduce_scatter's output has {output.numel()} elements, but the input for this "
+                f"rank has {own.numel()}. Make them equal."
+            )
+        reduction = reduction_for(op, output.dtype)
+        sizes = tuple(part.numel() for part in inputs)
+        call = Call("reduce_scatter", output.dtype, sizes, reduction.name)
+
+        def run(timeout: float) -> None:
+            flat, parts = flattened(output), [flattened(part) for part in inputs]
+            Collectives(self._team, call, timeout).reduce_scatter(flat, parts, reduction)
+            put_back(flat, output)
+
+        return run
+
+    @of_any_device
+    def reduce_scatter_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        opts: ReduceScatterOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """Combine, on rank i, the i-th of equal parts of each rank's tensor."""
+        opts = opts or ReduceScatterOptions()
+        run = self._reduce_scatter_single(output, input, opts.reduceOp)
+        return self._submit(run, [output], opts, timeout)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: dist.ReduceOp
+    ) -> Run:
+        check_multiple(self._team.size, "reduce_scatter_single", tensor, output)
+        flat = tensor.reshape(-1)
+        parts = list(flat.split(output.numel())) if flat.numel() else [flat] * self._team.size
+        return self._reduce_scatter(output, parts, op)
+
+    @of_any_device
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: ReduceScatterOptions | None = None,
+    ) -> GroupWork:
+        """As :meth:`reduce_scatter_single`, for each of ``inputs``."""
+        opts = opts or ReduceScatterOptions()
+        runs = [
+            self._reduce_scatter_single(output, tensor, opts.reduceOp)
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._submit(in_turn(runs), list(outputs), opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # From each rank to each.
+
+    @of_any_device
+    def alltoall(
+        self,
+        output_tensors: Sequence[torch.Tensor],
+        input_tensors: Sequence[torch.Tensor],
+        opts: AllToAllOptions | None = None,
+    ) -> GroupWork:
+        """Have the j-th rank's i-th input as the i-th rank's j-th output."""
+        outputs, inputs = list(output_tensors), list(input_tensors)
+        check_count(self._team.size, outputs, "output tensors of all_to_all")
+        check_count(self._team.size, inputs, "input tensors of all_to_all")
+        check_dtypes("all_to_all", [*inputs, *outputs])
+        call = Call("all_to_all", inputs[0].dtype)
+
+        def run(timeout: float) -> None:
+            flats, parts = [flattened(o) for o in outputs], [flattened(i) for i in inputs]
+            Collectives(self._team, call, timeout).all_to_all(flats, parts)
+            for flat, output in zip(flats, outputs, strict=True):
+                put_back(flat, output)
+
+        return self._submit(run, outputs, opts or AllToAllOptions())
+
+    @of_any_device
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: AllToAllOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """As :meth:`alltoall`, with parts of one tensor along its first dimension.
+
+        Without split sizes, the parts are equal.
+        """
+        check_dtypes("all_to_all_single", [input, output])
+        outgoing = split_numels(self._team.size, "input", input, input_split_sizes)
+        incoming = split_numels(self._team.size, "output", output, output_split_sizes)
+        call = Call("all_to_all_single", input.dtype)
+
+        def run(timeout: float) -> None:
+            flat = flattened(output)
+            collectives = Collectives(self._team, call, timeout)
+            collectives.all_to_all(flat.split(incoming), flattened(input).split(outgoing))
+            put_back(flat, output)
+
+        return self._submit(run, [output], opts or AllToAllOptions(), timeout)
+
+    alltoall_base = all_to_all_single
+
+    # From one rank to another.
+
+    @of_any_device
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> GroupWork:
+        """Send a tensor; it is copied at once and may be written to again."""
+        (tensor,) = listed(tensors)
+        self._check_rank(dst, "send to")
+        self._team.check_open()
+        self._team.mailbox.send(flattened(tensor), dst, tag)
+        return GroupWork.done([])
+
+    @of_any_device
+    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
+        """Receive what rank ``src`` sends with this tag."""
+        self._check_rank(src, "receive from")
+        return self._receive(tensors, src, tag)
+
+    @of_any_device
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> dist.Work:
+        """Receive what the first rank sends with this tag, and tell which that was."""
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Sequence[torch.Tensor], src: int | None, tag: int) -> dist.Work:
+        (tensor,) = listed(tensors)
+        self._team.check_open()
+        return Receipt(
+            self._team.mailbox,
+            flattened(tensor),
+            tensor,
+            put_back,
+            source=src,
+            tag=tag,
+            timeout=self._queue.timeout,
+        )
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if not 0 <= rank < self._team.size:
+            raise ValueError(
+                f"Rank {self._team.rank} can't {what} rank {rank}: the group has ranks 0 to "
+                f"{self._team.size - 1}."
+            )

@@ -1,0 +1,138 @@
+"""What a process group of lockstep's is to torch.distributed, apart from its operations."""
+
+# The stubs of torch name some parameters otherwise than torch calls them by.
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.other_devices import OtherDevices
+from lockstep.comm.team import Team
+from lockstep.comm.work import GroupWork, Run, WorkQueue
+
+# How long leaving waits for calls that are under way.
+_LEAVE_SECONDS = 1.0
+
+
+class _Options(Protocol):
+    """What the options of all operations have in common."""
+
+    asyncOp: bool  # noqa: N815
+    timeout: timedelta
+
+
+class NamedGroup(dist.ProcessGroup):
+    """A group with a name, a queue of what it was called for, and an end.
+
+    Args:
+        team: The ranks, connected.
+        backend: The name that it is registered by.
+        timeout: How long to wait for the other ranks, in each call.
+        store: What the ranks met through, if others may want it.
+    """
+
+    def __init__(
+        self, team: Team, backend: str, timeout: timedelta, store: dist.Store | None = None
+    ) -> None:
+        super().__init__(team.rank, team.size)  # type: ignore[call-arg]
+        self._team = team
+        self._backend = backend
+        self._store = store
+        self._queue = WorkQueue(timeout)
+        self._name = ""
+        self._description = ""
+        self._others = OtherDevices(self, store, timeout)
+        # Whoever drops a group without destroying it leaves nothing open, at exit either.
+        self._finalizer = weakref.finalize(self, team.leave)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """The name that it is registered by."""
+        return self._backend
+
+    def name(self) -> str:
+        """The name that it is registered by."""
+        return self._backend
+
+    @property
+    def group_name(self) -> str:
+        """What torch.distributed calls this group."""
+        return self._name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """As :attr:`group_name`."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set :attr:`group_name`."""
+        self._name = name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What the user calls this group."""
+        return self._description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """As :attr:`group_desc`."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Set :attr:`group_desc`."""
+        self._description = description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def get_group_store(self) -> dist.Store | None:
+        """What the ranks met through."""
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *map(torch.device, self._others.backends())]
+
+    def _get_backend(self, device: torch.device) -> dist.Backend:
+        return self._others.group(device.type)._get_backend(device)  # type: ignore[return-value]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long calls that are made from now on wait for other ranks."""
+        self._queue.timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        """Make every wait of this group end with an error, on all ranks."""
+        self._team.abort()
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Leave the group. The others' collectives raise PeerLost from now on."""
+        if not self._queue.close(_LEAVE_SECONDS):
+            # Its thread is in a collective that others don't come to.
+            self._team.abort()
+            self._queue.close(_LEAVE_SECONDS)
+        self._finalizer()
+        self._others.shutdown()
+
+    def _submit(
+        self,
+        run: Run,
+        results: list[torch.Tensor],
+        opts: _Options,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        # An option that isn't set holds -1 ms.
+        return self._queue.submit(
+            run,
+            results,
+            is_async=opts.asyncOp,
+            timeout=timeout if timeout is not None else opts.timeout,
+        )

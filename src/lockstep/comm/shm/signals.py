@@ -1,0 +1,245 @@
+"""Meetings: every rank tells every other what it calls, and waits for them to tell it.
+
+A line is a Unix socket. That one is read tells that the other rank has arrived, that what it
+wrote to memory before is to be seen now (on every processor: these are system calls), and, by
+its end, that the other rank's process has died.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import TypedDict
+
+from lockstep.comm.call import FINGERPRINT_BYTES, Call, fingerprint
+from lockstep.comm.shm.lines import shut_down
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+
+# A rank looks this often whether the others have come before it goes to sleep. Being woken
+# costs 35 us, a look 0.5 us; half a millisecond of looking is all that waiting ever costs.
+_LOOKS = 600
+
+_PLACE = struct.Struct("<q")
+_ARRIVAL_BYTES = FINGERPRINT_BYTES + _PLACE.size
+# Longer than any note, which is cut to fit.
+_MESSAGE_BYTES = 8192
+
+# How long a rank that has found a mismatch waits to hear what the other one called. It is there,
+# as it has told that it called something else.
+_ACCOUNT_SECONDS = 1.0
+
+
+class Note(TypedDict):
+    """What a rank tells the others when it is not just arriving."""
+
+    kind: str  # "called", "left", or the name of an error class
+    text: str
+    ranks: list[int]
+
+
+_FAULTS: dict[str, type[PeerLost | CollectiveTimeout | CollectiveMismatch]] = {
+    kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, CollectiveMismatch)
+}
+
+
+class Signals:
+    """This rank's lines to the others, for meetings.
+
+    Args:
+        rank: Which rank this is.
+        lines: A line to each of the others.
+    """
+
+    def __init__(self, rank: int, lines: Mapping[int, socket.socket]) -> None:
+        self._rank = rank
+        self._lines = dict(sorted(lines.items()))
+        self._sends = [line.send for line in self._lines.values()]
+        self._receives = [(peer, line.recv_into) for peer, line in self._lines.items()]
+        self._received = bytearray(_MESSAGE_BYTES)
+        self._fingerprint = memoryview(self._received)[:FINGERPRINT_BYTES]
+        self._places = [0] * (len(lines) + 1)
+        # Looking takes a core. Where there isn't one for each rank, it would keep from running
+        # the very rank that is waited for.
+        self._looks = _LOOKS if len(os.sched_getaffinity(0)) > len(lines) else 0
+
+    def exchange(self, call: Call, place: int, timeout: float) -> list[int]:
+        """Tell all others ``place``, and return what they tell, once all have called ``call``.
+
+        Raises:
+            PeerLost: If a rank is gone.
+            CollectiveTimeout: If one doesn't come within ``timeout`` seconds.
+            CollectiveMismatch: If one makes another call.
+        """
+        mine = fingerprint(call)
+        arrival = mine + _PLACE.pack(place)
+        for send in self._sends:
+            try:
+                send(arrival)
+            except OSError:
+                # It is gone. What it left in the line, read below, may tell why.
+                continue
+        places = self._places.copy()
+        places[self._rank] = place
+        pending: dict[int, socket.socket] = {}
+        for peer, receive in self._receives:
+            for _ in range(self._looks):
+                try:
+                    count = receive(self._received, 0, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    count = 0
+                if count != _ARRIVAL_BYTES or self._fingerprint != mine:
+                    self._explain(call, peer, count)
+                places[peer] = _PLACE.unpack_from(self._received, FINGERPRINT_BYTES)[0]
+                break
+            else:
+                pending[peer] = self._lines[peer]
+        if pending:
+            self._sleep(call, mine, pending, places, timeout)
+        return places
+
+    def _sleep(
+        self,
+        call: Call,
+        mine: bytes,
+        pending: dict[int, socket.socket],
+        places: list[int],
+        timeout: float,
+    ) -> None:
+        """Wait without using a core until everyone in ``pending`` has arrived."""
+        poll = select.poll()
+        peers = {line.fileno(): peer for peer, line in pending.items()}
+        for descriptor in peers:
+            poll.register(descriptor, select.POLLIN)
+        deadline = time.monotonic() + timeout
+        while pending:
+            left = deadline - time.monotonic()
+            ready = poll.poll(max(0.0, left * 1000))
+            if not ready and left <= 0:
+                self._report_overdue(call, sorted(pending), timeout)
+            for descriptor, _ in ready:
+                peer = peers[descriptor]
+                count = self._read(peer)
+                if count != _ARRIVAL_BYTES or self._fingerprint != mine:
+                    self._explain(call, peer, count)
+                places[peer] = _PLACE.unpack_from(self._received, FINGERPRINT_BYTES)[0]
+                poll.unregister(descriptor)
+                del pending[peer]
+
+    def _read(self, peer: int) -> int:
+        try:
+            return self._lines[peer].recv_into(self._received, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return -1
+        except OSError:
+            return 0
+
+    def _report_overdue(self, call: Call, ranks: list[int], timeout: float) -> None:
+        text = (
+            f"{_named(ranks)} did not come to {call} within {timeout:g} s: stopped, busy with "
+            "something else, or ended without it. See what it does there."
+        )
+        self.announce("CollectiveTimeout", text, ranks)
+        raise CollectiveTimeout(text, ranks, call.operation)
+
+    def _explain(self, call: Call, peer: int, count: int) -> None:
+        """Raise what it means that ``peer`` has sent something else than that it has arrived."""
+        if count == _ARRIVAL_BYTES:
+            self._compare_accounts(call, peer)
+        if count > 0:
+            self._raise_what_was_told(call, peer, self._note(count))
+        self._raise_lost(call, peer)
+
+    def _raise_lost(self, call: Call, peer: int) -> None:
+        text = (
+            f"Rank {peer} is gone; rank {self._rank} waited for it in {call}. Its process ended "
+            "or was killed: what it wrote last tells why."
+        )
+        self.announce("PeerLost", text, [peer])
+        raise PeerLost(text, [peer], call.operation)
+
+    def _raise_what_was_told(self, call: Call, peer: int, note: Note) -> None:
+        if note["kind"] == "left":
+            text = (
+                f"Rank {peer} has left the group (destroy_process_group); rank {self._rank} waited "
+                f"for it in {call}. Make all ranks take equally many steps, and leave after the "
+                "last one."
+            )
+            self.announce("PeerLost", text, [peer])
+            raise PeerLost(text, [peer], call.operation)
+        if note["kind"] == "called":
+            # It found the mismatch first; its arrival in that other call came before this.
+            self._raise_mismatch(call, {peer: note["text"]})
+        fault = _FAULTS.get(note["kind"], PeerLost)
+        raise fault(f"{note['text']} (Rank {peer} said so.)", note["ranks"], call.operation)
+
+    def _compare_accounts(self, call: Call, peer: int) -> None:
+        """Tell what this rank called, hear what ``peer`` did, and raise the difference."""
+        self.announce("called", str(call), [self._rank])
+        deadline = time.monotonic() + _ACCOUNT_SECONDS
+        account = "something else"
+        while (left := deadline - time.monotonic()) > 0:
+            select.select([self._lines[peer]], [], [], left)
+            count = self._read(peer)
+            if count == 0:
+                break
+            if count > 0 and count != _ARRIVAL_BYTES:
+                account = self._note(count)["text"]
+                break
+        self._raise_mismatch(call, {peer: account}, announced=True)
+
+    def _raise_mismatch(
+        self, call: Call, accounts: Mapping[int, str], announced: bool = False
+    ) -> None:
+        if not announced:
+            self.announce("called", str(call), [self._rank])
+        theirs = "; ".join(f"rank {peer} called {text}" for peer, text in accounts.items())
+        raise CollectiveMismatch(
+            f"Rank {self._rank} called {call}; {theirs}. All ranks must make the same calls in "
+            "the same order: look for a branch that only some of them take.",
+            list(accounts),
+            call.operation,
+        )
+
+    def announce(self, kind: str, text: str, ranks: list[int]) -> None:
+        """Tell every other rank something that isn't an arrival; whoever is gone doesn't hear."""
+        note = Note(kind=kind, text=text[: _MESSAGE_BYTES // 4], ranks=ranks)
+        # Never as long as an arrival, by which they are told apart.
+        message = json.dumps(note).encode().ljust(_ARRIVAL_BYTES + 1)
+        for line in self._lines.values():
+            try:
+                line.send(message, socket.MSG_DONTWAIT)
+            except OSError:
+                continue
+
+    def _note(self, count: int) -> Note:
+        note: Note = json.loads(self._received[:count])
+        return note
+
+    def told(self, peer: int) -> Note | None:
+        """What ``peer`` said last in its line, if that isn't an arrival."""
+        note = None
+        while (count := self._read(peer)) > 0:
+            if count != _ARRIVAL_BYTES:
+                note = self._note(count)
+        return note
+
+    def interrupt(self) -> None:
+        """Make every wait here, in whichever thread, end as if the others had gone."""
+        for line in self._lines.values():
+            shut_down(line)
+
+    def close(self) -> None:
+        """Close the lines."""
+        for line in self._lines.values():
+            line.close()
+
+
+def _named(ranks: list[int]) -> str:
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,213 @@
+"""Calls that have been made and are yet to be carried out, in order.
+
+Note [Who carries out a call]: a collective on memory takes the processor, not the network, so
+there is nothing to gain from another thread while this one computes, and a switch between
+threads costs more than most collectives. So a call is carried out
+
+- at once by who makes it, if it isn't asynchronous;
+- else by who waits for it, in ``wait()``, together with the calls before it;
+- else by the group's own thread, when somebody asks for its future or whether it is completed,
+  or when a moment has passed: no rank may be kept waiting because another waits for something
+  else first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# How long a call may lie before the group's own thread takes it up.
+_GRACE_SECONDS = 0.02
+# How long that thread stays when there is nothing to do: starting one costs 0.1 ms.
+_IDLE_SECONDS = 5.0
+
+# Carries out a call, waiting for other ranks at most the given number of seconds each time.
+Run = Callable[[float], None]
+
+
+class GroupWork(dist.Work):
+    """A call, as the Work that torch.distributed gives to who made it."""
+
+    def __init__(self, queue: WorkQueue, run: Run, results: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._queue = queue
+        self._run = run
+        self._results = list(results)
+        self._error: Exception | None = None
+        self._is_done = False
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._future_lock = threading.Lock()
+
+    @classmethod
+    def done(cls, results: Sequence[torch.Tensor]) -> GroupWork:
+        """A work that needs no waiting for."""
+        work = cls(WorkQueue(timedelta(0)), lambda timeout: None, results)
+        work._is_done = True
+        return work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the result is there; it is an error if that takes longer than ``timeout``.
+
+        Raises:
+            CollectiveFailed: If the ranks could not carry it out.
+        """
+        if not self._is_done:
+            self._queue.carry_out_until(self, timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """As :meth:`wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it was carried out, or failed."""
+        if not self._is_done:
+            self._queue.hurry()
+        return self._is_done
+
+    def is_success(self) -> bool:
+        """Whether it was carried out."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """What made it fail, if it failed."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that hold the result."""
+        self.wait()
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the tensors that hold the result."""
+        with self._future_lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._is_done:
+                    self._fulfil(self._future)
+                else:
+                    self._queue.hurry()
+            return self._future
+
+    def carry_out(self, timeout: float) -> None:
+        """Do what was called for, with the queue's lock held; an error waits for ``wait()``."""
+        try:
+            # Results are written, and memory of others is read, whatever the thread's own mode.
+            with torch._C._InferenceMode(True):
+                self._run(timeout)
+        except Exception as error:
+            self._error = error
+        del self._run
+        with self._future_lock:
+            self._is_done = True
+            future = self._future
+        if future is not None:
+            self._fulfil(future)
+
+    def _fulfil(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        if self._error is None:
+            future.set_result(self._results)
+        else:
+            future.set_exception(self._error)  # type: ignore[arg-type]
+
+
+class WorkQueue:
+    """The calls of one rank on one group, carried out in the order in which they were made.
+
+    Any thread may submit and wait. See Note [Who carries out a call].
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        # Held while a call is carried out. A call may make others: of its future's callbacks.
+        self._carrying_out = threading.RLock()
+        self._calls: deque[GroupWork] = deque()
+        self._news = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_urgent = False
+        self._is_closed = False
+
+    def submit(
+        self,
+        run: Run,
+        results: Sequence[torch.Tensor],
+        *,
+        is_async: bool,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """Take a call; unless it ``is_async``, carry it out before returning."""
+        work = GroupWork(self, run, results)
+        self._calls.append(work)
+        if is_async:
+            self._rouse()
+        else:
+            self.carry_out_until(work, timeout)
+        return work
+
+    def carry_out_until(self, work: GroupWork, timeout: timedelta | None = None) -> None:
+        """Carry out what was called, up to and including ``work``."""
+        limit = self.timeout if timeout is None or timeout <= timedelta(0) else timeout
+        seconds = limit.total_seconds()
+        with self._carrying_out:
+            while not work._is_done:
+                self._calls.popleft().carry_out(seconds)
+
+    def hurry(self) -> None:
+        """Somebody looks for a result without waiting: have the thread carry out what is there."""
+        self._is_urgent = True
+        self._rouse()
+
+    def _rouse(self) -> None:
+        with self._news:
+            if self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(
+                    target=self._carry_out_leftovers, name="lockstep-collectives", daemon=True
+                )
+                self._thread.start()
+            self._news.notify()
+
+    def _carry_out_leftovers(self) -> None:
+        while True:
+            with self._news:
+                if not self._calls:
+                    self._is_urgent = False
+                    came = self._news.wait(_IDLE_SECONDS)
+                    if self._is_closed or not (came or self._calls):
+                        self._thread = None
+                        return
+                    continue
+                if not self._is_urgent:
+                    self._news.wait_for(lambda: self._is_urgent, _GRACE_SECONDS)
+            with self._carrying_out:
+                while self._calls:
+                    self._calls.popleft().carry_out(self.timeout.total_seconds())
+
+    def close(self, seconds: float) -> bool:
+        """Have the thread end when it is through; False if that takes longer than ``seconds``."""
+        with self._news:
+            self._is_closed = True
+            thread = self._thread
+            self._news.notify_all()
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(seconds)
+        return not thread.is_alive()
+
+
+def in_turn(runs: Sequence[Run]) -> Run:
+    """One run of them all."""
+    if len(runs) == 1:
+        return runs[0]
+
+    def run(timeout: float) -> None:
+        for each in runs:
+            each(timeout)
+
+    return run
