@@ -31,8 +31,6 @@ What the caller got wrong is a ``ValueError`` as well, what the surroundings ref
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 __all__ = [
     "AlreadyParallel",
     "BackendUnavailable",
@@ -115,7 +113,9 @@ class PeerLost(CollectiveFailed):
         operation: What this rank was doing, such as ``"all_reduce"``.
     """
 
-    def __init__(self, message: str, ranks: Sequence[int] = (), operation: str = "") -> None:
+    def __init__(
+        self, message: str, ranks: list[int] | tuple[int, ...] = (), operation: str = ""
+    ) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
         self.operation = operation
@@ -129,7 +129,9 @@ class CollectiveTimeout(CollectiveFailed, TimeoutError):
         operation: What the others waited in, such as ``"all_reduce"``.
     """
 
-    def __init__(self, message: str, ranks: Sequence[int] = (), operation: str = "") -> None:
+    def __init__(
+        self, message: str, ranks: list[int] | tuple[int, ...] = (), operation: str = ""
+    ) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
         self.operation = operation
@@ -143,7 +145,9 @@ class CollectiveMismatch(CollectiveFailed, ValueError):
         operation: What this rank called, such as ``"all_reduce"``.
     """
 
-    def __init__(self, message: str, ranks: Sequence[int] = (), operation: str = "") -> None:
+    def __init__(
+        self, message: str, ranks: list[int] | tuple[int, ...] = (), operation: str = ""
+    ) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
         self.operation = operation

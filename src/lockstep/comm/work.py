@@ -33,8 +33,15 @@ Run = Callable[[float], None]
 class GroupWork(dist.Work):
     """A call, as the Work that torch.distributed gives to who made it."""
 
-    def __init__(self, queue: WorkQueue, run: Run, results: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        queue: WorkQueue,
+        run: Run,
+        results: Sequence[torch.Tensor],
+        timeout: timedelta,
+    ) -> None:
         super().__init__()
+        self.timeout = timeout
         self._queue = queue
         self._run = run
         self._results = list(results)
@@ -46,7 +53,7 @@ class GroupWork(dist.Work):
     @classmethod
     def done(cls, results: Sequence[torch.Tensor]) -> GroupWork:
         """A work that needs no waiting for."""
-        work = cls(WorkQueue(timedelta(0)), lambda timeout: None, results)
+        work = cls(WorkQueue(timedelta(0)), lambda timeout: None, results, timedelta(0))
         work._is_done = True
         return work
 
@@ -143,21 +150,25 @@ class WorkQueue:
         timeout: timedelta | None = None,
     ) -> GroupWork:
         """Take a call; unless it ``is_async``, carry it out before returning."""
-        work = GroupWork(self, run, results)
+        if timeout is None or timeout <= timedelta(0):  # not set
+            timeout = self.timeout
+        work = GroupWork(self, run, results, timeout)
         self._calls.append(work)
         if is_async:
             self._rouse()
         else:
-            self.carry_out_until(work, timeout)
+            self.carry_out_until(work)
         return work
 
     def carry_out_until(self, work: GroupWork, timeout: timedelta | None = None) -> None:
         """Carry out what was called, up to and including ``work``."""
-        limit = self.timeout if timeout is None or timeout <= timedelta(0) else timeout
-        seconds = limit.total_seconds()
         with self._carrying_out:
             while not work._is_done:
-                self._calls.popleft().carry_out(seconds)
+                call = self._calls.popleft()
+                limit = call.timeout
+                if timeout is not None and timedelta(0) < timeout < limit:
+                    limit = timeout
+                call.carry_out(limit.total_seconds())
 
     def hurry(self) -> None:
         """Somebody looks for a result without waiting: have the thread carry out what is there."""
@@ -187,7 +198,8 @@ class WorkQueue:
                     self._news.wait_for(lambda: self._is_urgent, _GRACE_SECONDS)
             with self._carrying_out:
                 while self._calls:
-                    self._calls.popleft().carry_out(self.timeout.total_seconds())
+                    call = self._calls.popleft()
+                    call.carry_out(call.timeout.total_seconds())
 
     def close(self, seconds: float) -> bool:
         """Have the thread end when it is through; False if that takes longer than ``seconds``."""
