@@ -29,13 +29,20 @@ from benchmarks.models import WORKLOADS, Workload
 SECONDS_PER_TURN = 0.25
 WARM_UP_STEPS = 5
 
-CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "no communication": lambda model: model,
-    "lockstep": lockstep.parallelize,
-    "torch DDP": lambda model: nn.parallel.DistributedDataParallel(
-        model, gradient_as_bucket_view=True
-    ),
-}
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def contenders() -> dict[str, Wrap]:
+    """What is compared; every rank must call it, as it creates process groups."""
+    gloo = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    wraps: dict[str, Wrap] = {"no communication": lambda model: model}
+    if dist.get_backend() != "gloo":
+        wraps[f"lockstep, {dist.get_backend()}"] = lockstep.parallelize
+    wraps["lockstep, gloo"] = lambda model: lockstep.parallelize(model, process_group=gloo)
+    wraps["torch DDP, gloo"] = lambda model: nn.parallel.DistributedDataParallel(
+        model, process_group=gloo, gradient_as_bucket_view=True
+    )
+    return wraps
 
 
 def stepper(workload: Workload, model: nn.Module, rank: int) -> Callable[[], None]:
@@ -65,12 +72,14 @@ def turn(step: Callable[[], None], num_steps: int) -> float:
     return slowest(time.perf_counter() - began) / num_steps * 1000
 
 
-def measure(workload: Workload, rounds: int, rank: int) -> dict[str, list[float]]:
+def measure(
+    workload: Workload, wraps: dict[str, Wrap], rounds: int, rank: int
+) -> dict[str, list[float]]:
     torch.manual_seed(0)
     model = workload.build()
     steps = {
         name: stepper(workload, wrap(copy.deepcopy(model)), rank)
-        for name, wrap in CONTENDERS.items()
+        for name, wrap in wraps.items()
     }
     warm = max(turn(step, WARM_UP_STEPS) for step in steps.values())
     num_steps = max(2, round(SECONDS_PER_TURN * 1000 / warm))
@@ -99,21 +108,22 @@ def main() -> None:
     world = lockstep.init()
     if world.process_group is None:
         raise SystemExit("Start it on several ranks: lockstep run -n 2 -m benchmarks.steps")
+    wraps = contenders()
+    ours, *others = list(wraps)[1:]
     table = Table(
-        "model", *CONTENDERS, "ours / none", "ours / torch",
+        "model", *wraps, "ours / none", *(f"{other} / ours" for other in others),
         title=f"ms a step, {world.world_size} ranks, {torch.get_num_threads()} threads each, "
         f"{dist.get_backend()}: median (quartiles) of {args.rounds} rounds",
     )  # fmt: skip
     results = {}
     for workload in WORKLOADS:
-        times = measure(workload, args.rounds, world.rank)
+        times = measure(workload, wraps, args.rounds, world.rank)
         results[workload.name] = times
-        ours = times["lockstep"]
         table.add_row(
             workload.name,
             *(spread(values, 2) for values in times.values()),
-            spread(ratios(ours, times["no communication"]), 3),
-            spread(ratios(ours, times["torch DDP"]), 3),
+            spread(ratios(times[ours], times["no communication"]), 3),
+            *(spread(ratios(times[other], times[ours]), 3) for other in others),
         )
     if world.rank == 0:
         Console(width=140).print(table)

@@ -17,7 +17,7 @@ FLOORS = {
     "errors": 0,
     "trace": 1,
     "comm": 2,
-    "world": 2,
+    "world": 3,
     "grad": 3,
     "data": 4,
     "nn": 4,

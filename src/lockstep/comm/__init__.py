@@ -5,6 +5,13 @@ from lockstep.comm.exchange import (
     all_gather_bytes,
     broadcast_tensors,
     start_all_reduce,
+    zero_buffer,
 )
 
-__all__ = ["TensorBroadcast", "all_gather_bytes", "broadcast_tensors", "start_all_reduce"]
+__all__ = [
+    "TensorBroadcast",
+    "all_gather_bytes",
+    "broadcast_tensors",
+    "start_all_reduce",
+    "zero_buffer",
+]

@@ -52,7 +52,7 @@ class Collectives:
         team, dtype, numel = self._team, tensor.dtype, tensor.numel()
         here = team.find(tensor)
         piece = self._slot_numel(dtype)
-        places = self._announce(tensor[:piece], here)
+        places = self._announce(tensor, here, slice(0, piece))
         if not any(map(team.is_staged, places)):
             everyone = self._everyone(places, tensor)
             share = self._share(numel, team.rank)
@@ -63,7 +63,8 @@ class Collectives:
         for start in range(0, numel, piece):
             part = tensor[start : start + piece]
             if start:
-                places = self._announce(part, None if here is None else team.find(part))
+                there = None if here is None else team.find(part)
+                places = self._announce(tensor, there, slice(start, start + piece))
             self._all_reduce_piece(part, places, reduction)
 
     def _all_reduce_piece(
@@ -230,9 +231,12 @@ class Collectives:
             for rank, place in enumerate(places)
         ]
 
-    def _announce(self, part: torch.Tensor, here: Place | None) -> Sequence[Place]:
-        """Meet; what isn't in the others' reach is staged for it."""
+    def _announce(
+        self, tensor: torch.Tensor, here: Place | None, piece: slice
+    ) -> Sequence[Place]:
+        """Meet; what isn't in the others' reach is staged for it, a piece of it."""
         if here is None:
+            part = tensor[piece]
             here, slot = self._team.stage(part.dtype, part.numel())
             slot.copy_(part)
         return self._team.meet(self._call, here, self._timeout)

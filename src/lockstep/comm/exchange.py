@@ -6,13 +6,16 @@ groups up in a registry, and a group need not be in it.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import CollectiveFailed
+from lockstep.errors import CollectiveFailed, SharedMemoryFull
+
+_log = logging.getLogger(__name__)
 
 # Large enough that latency is nothing beside the transfer, small enough as a second copy.
 _CHUNK_BYTES = 25 * 1024 * 1024
@@ -26,6 +29,22 @@ def start_all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Wor
     """
     wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return group.allreduce([wire], dist.AllreduceOptions())
+
+
+def zero_buffer(
+    group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return zeros that ``group`` sums with the least copying, from its own memory if it has any.
+
+    Only this rank need call it.
+    """
+    if device.type == "cpu" and hasattr(group, "empty"):
+        try:
+            buffer: torch.Tensor = group.empty(numel, dtype=dtype)
+            return buffer.zero_()
+        except SharedMemoryFull as error:
+            _log.warning("Gradients are copied to be reduced, which takes longer. %s", error)
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 class TensorBroadcast:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import start_all_reduce
+from lockstep.comm import start_all_reduce, zero_buffer
 from lockstep.errors import ModelError, ParameterChanged
 
 # Gradients from this size on, on average, are dealt with one by one. Below it, what a call costs
@@ -26,6 +26,14 @@ class Bucket:
     Between two backwards every gradient that has been reduced IS its view here: nothing is
     copied back, and where it is still there in the next backward, autograd adds to it in place.
 
+    Args:
+        indices: Which of the reducer's parameters these are.
+        names: What they are called.
+        parameters: They themselves; of one dtype, and on one device.
+        tail_size: How many elements to leave room for, behind the gradients.
+        buffers_from: The group to ask for memory that it reduces in place. That memory is dear to
+            get, so it is for buckets that are kept.
+
     Attributes:
         indices: Which of the reducer's parameters these are, in buffer order.
         tail: Room at the end of the buffer for facts that travel with the gradients.
@@ -38,6 +46,7 @@ class Bucket:
         names: Sequence[str],
         parameters: Sequence[torch.nn.Parameter],
         tail_size: int = 0,
+        buffers_from: dist.ProcessGroup | None = None,
     ) -> None:
         self.indices = list(indices)
         self.num_missing = len(self.indices)
@@ -45,15 +54,18 @@ class Bucket:
         self._parameters = list(parameters)
         sizes = [parameter.numel() for parameter in self._parameters]
         first = self._parameters[0]
-        self._buffer = torch.zeros(sum(sizes) + tail_size, dtype=first.dtype, device=first.device)
+        numel = sum(sizes) + tail_size
+        if buffers_from is None:
+            self._buffer = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        else:
+            self._buffer = zero_buffer(buffers_from, numel, first.dtype, first.device)
         *self._parts, self.tail = self._buffer.split([*sizes, tail_size])
         self._gradients = self._buffer[: sum(sizes)]
         self._views = [
             _view_like(part, parameter)
             for part, parameter in zip(self._parts, self._parameters, strict=True)
         ]
-        pointers = [view.data_ptr() for view in self._views]
-        self._entries = list(zip(self.indices, self._parameters, pointers, strict=True))
+        self._pointers = [view.data_ptr() for view in self._views]
         self._is_coarse = sum(sizes) >= _COARSE_NUMEL * len(sizes)
         self._work: dist.Work | None = None
 
@@ -74,31 +86,16 @@ class Bucket:
         copied and left alone: the other ranks may not touch it either, and then it must be as
         it was, to the bit. Shown by test_gradient_nobody_touched_keeps_its_bits.
         """
-        here, views, sources, lacking = [], [], [], []
-        place = -1
-        try:
-            for place, (index, parameter, pointer) in enumerate(self._entries):
-                gradient, view = parameter.grad, self._views[place]
-                if view.data_ptr() != pointer:
-                    # It was given other memory, by model.float() or by p.grad.data = ...; what
-                    # the gradient is now is there, and not in the buffer.
-                    view = self._views[place] = _view_like(self._parts[place], view)
-                if gradient is None:
-                    if touched[index] == TOUCHED_NOW:
-                        raise self._lost(place)
-                    touched[index] = 0  # it was, but zero_grad() has dropped it since
-                    lacking.append(view)
-                elif gradient is view:
-                    here.append(view)
-                    if not touched[index]:
-                        parameter.grad = view.clone()
-                else:
-                    views.append(view)
-                    sources.append(gradient)
-                    if touched[index]:
-                        parameter.grad = view
-        except RuntimeError as error:
-            raise self._changed(place) from error
+        if [view.data_ptr() for view in self._views] != self._pointers:
+            self._renew_views()
+        sources: list[torch.Tensor] = [parameter.grad for parameter in self._parameters]  # type: ignore[misc]
+        here: list[torch.Tensor] = []
+        lacking: list[torch.Tensor] = []
+        views = self._views
+        if self._all_came_anew(sources, touched):
+            self._put_views(self._parameters, views)
+        else:
+            here, views, sources, lacking = self._sort(touched)
         if any(source.layout is not torch.strided for source in sources):
             sources = [source.to_dense() for source in sources]
         if lacking:
@@ -112,24 +109,78 @@ class Bucket:
                 torch._foreach_copy_(views, sources)
             self._gradients.mul_(scale)
 
+    def _all_came_anew(self, gradients: Sequence[torch.Tensor | None], touched: bytearray) -> bool:
+        """Whether this is a step like most: gradients were dropped, and all have come since."""
+        for index, gradient, view in zip(self.indices, gradients, self._views, strict=True):
+            if gradient is None or gradient is view or not touched[index]:
+                return False
+        return True
+
+    def _put_views(
+        self, parameters: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor]
+    ) -> None:
+        """Make ``views`` the gradients of ``parameters``."""
+        parameter = parameters[0]
+        try:
+            for parameter, view in zip(parameters, views, strict=True):
+                parameter.grad = view
+        except RuntimeError as error:
+            raise self._changed(parameter) from error
+
+    def _sort(self, touched: bytearray) -> tuple[list[torch.Tensor], ...]:
+        """Tell gradients that are here from those to be copied, with where to, and none at all."""
+        here, views, sources, lacking = [], [], [], []
+        moved = []
+        for index, parameter, view in zip(self.indices, self._parameters, self._views, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                if touched[index] == TOUCHED_NOW:
+                    raise self._lost(parameter)
+                touched[index] = 0  # it was, but zero_grad() has dropped it since
+                lacking.append(view)
+            elif gradient is view:
+                here.append(view)
+                if not touched[index]:
+                    parameter.grad = view.clone()
+            else:
+                views.append(view)
+                sources.append(gradient)
+                if touched[index]:
+                    moved.append((parameter, view))
+        if moved:
+            self._put_views(*zip(*moved, strict=True))
+        return here, views, sources, lacking
+
+    def _renew_views(self) -> None:
+        """Make views anew of those that were given other memory.
+
+        model.float() and p.grad.data = ... do that; what the gradient is now is there, and not
+        in the buffer.
+        """
+        for place, view in enumerate(self._views):
+            if view.data_ptr() != self._pointers[place]:
+                self._views[place] = _view_like(self._parts[place], view)
+
     def adopt(self, place: int) -> None:
         """Make the parameter at ``place`` have its view here as its gradient."""
-        try:
-            self._parameters[place].grad = self._views[place]
-        except RuntimeError as error:
-            raise self._changed(place) from error
+        self._put_views([self._parameters[place]], [self._views[place]])
 
-    def _changed(self, place: int) -> ParameterChanged:
+    def _place_of(self, parameter: torch.nn.Parameter) -> int:
+        return next(place for place, own in enumerate(self._parameters) if own is parameter)
+
+    def _changed(self, parameter: torch.nn.Parameter) -> ParameterChanged:
         """What to say when torch, which compares them, refuses a view as a gradient."""
-        now, was = _describe(self._parameters[place]), _describe(self._views[place])
+        place = self._place_of(parameter)
+        now, was = _describe(parameter), _describe(self._views[place])
         return ParameterChanged(
             f"{self._names[place]!r} is {now}, but was {was} when it was made parallel. Build the "
             "model as it is to be trained, then call parallelize() or DistributedDataParallel()."
         )
 
-    def _lost(self, place: int) -> ModelError:
+    def _lost(self, parameter: torch.nn.Parameter) -> ModelError:
+        name = self._names[self._place_of(parameter)]
         return ModelError(
-            f"{self._names[place]!r} got a gradient, which was gone before it could be reduced. "
+            f"{name!r} got a gradient, which was gone before it could be reduced. "
             "Something took it during backward(), such as an optimizer that steps in a hook. "
             "Let it step after backward(): before, gradients are not those of all ranks."
         )

@@ -205,6 +205,9 @@ class Reducer:
     def _wait(self, bucket: Bucket) -> None:
         try:
             bucket.wait()
+        except CollectiveFailed as error:
+            error.add_note(f"This was the all-reduce of the gradients of {bucket.names}.")
+            raise
         except RuntimeError as error:
             raise CollectiveFailed(
                 f"Rank {self.process_group.rank()} could not all-reduce the gradients of "
@@ -250,6 +253,7 @@ class Reducer:
                 [self._names[index] for index in group],
                 [parameters[index] for index in group],
                 tail_size=len(parameters) if group is groups[-1] else 0,
+                buffers_from=self.process_group,
             )
             for group in groups
         ]

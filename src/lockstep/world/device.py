@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
+from lockstep.comm.backends import SHM
+
+GLOO = "gloo"
 NCCL_AND_GLOO = "cpu:gloo,cuda:nccl"
 
 
@@ -19,5 +24,10 @@ def choose_device(
 
 
 def choose_backend(device: torch.device) -> str:
-    """NCCL for tensors on a GPU and Gloo for those on the CPU, which every model has some of."""
-    return NCCL_AND_GLOO if device.type == "cuda" else "gloo"
+    """NCCL for tensors on a GPU and Gloo for those on the CPU, which every model has some of.
+
+    Without GPUs, ranks of one host share memory, where the system lets them: on Linux.
+    """
+    if device.type == "cuda":
+        return NCCL_AND_GLOO
+    return SHM if sys.platform == "linux" else GLOO

@@ -31,6 +31,7 @@ class Starter(Enum):
     OPEN_MPI = "Open MPI's mpiexec"
     MPICH = "MPICH's mpiexec"
     SLURM = "srun"
+    THREADS = "lockstep.launch(ranks='threads')"
     PROCESS_GROUP = "a process group that was there already"
     NOTHING = "nothing"
 

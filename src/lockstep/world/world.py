@@ -14,10 +14,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import BackendUnavailable, ContradictoryInit
-from lockstep.world.device import NCCL_AND_GLOO, choose_backend, choose_device
+from lockstep.comm.backends import THREADS, register_backends
+from lockstep.errors import BackendUnavailable, ContradictoryInit, SharedMemoryFull
+from lockstep.world.device import GLOO, choose_backend, choose_device
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
 from lockstep.world.rendezvous import interface_towards, meet, roll_call
+from lockstep.world.threads import ThreadPlace, place_of_this_thread
 
 _log = logging.getLogger("lockstep")
 
@@ -85,9 +87,12 @@ def init(
     """
     global _current
     wanted = torch.device(device) if device is not None else None
+    register_backends()
     _check_backend(backend)
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout is {timeout!r}; give a timedelta, as timedelta(seconds=60).")
+    if (here := place_of_this_thread()) is not None:
+        return _init_in_thread(here, backend, wanted, timeout or DEFAULT_TIMEOUT)
     if _current is not None and _still_current(_current):
         _check_same(_current, backend, wanted)
         return _current
@@ -103,6 +108,28 @@ def init(
     else:
         _current = _join(place, backend, wanted, timeout or DEFAULT_TIMEOUT)
     return _current
+
+
+def _init_in_thread(
+    here: ThreadPlace, backend: str | None, device: torch.device | None, timeout: timedelta
+) -> World:
+    if here.world is None or not _still_current(here.world):
+        place, chosen = here.placement, device or torch.device("cpu")
+        if not dist.is_initialized():
+            here.num_inits += 1
+            store = dist.PrefixStore(f"lockstep/init/{here.num_inits}", here.store)
+            _create_group(backend or THREADS, store, place, chosen, timeout)
+        here.world = World(
+            place.rank,
+            place.world_size,
+            place.rank,
+            place.world_size,
+            chosen,
+            dist.group.WORLD,
+            place.starter,
+        )
+    _check_same(here.world, backend, device)
+    return here.world
 
 
 def _use(device: torch.device) -> None:
@@ -207,27 +234,27 @@ def _place_on_host(place: Placement, hosts: Sequence[str]) -> tuple[int, int]:
 def _create_default_group(
     store: dist.Store, place: Placement, device: torch.device, timeout: timedelta
 ) -> None:
-    """Create the group with the backend that suits ``device``; without NCCL, if that fails."""
+    """Create the group with the backend that suits ``device``; with Gloo, if that fails."""
     backend = choose_backend(device)
-    if backend != NCCL_AND_GLOO:
+    if backend == GLOO:
         _create_group(backend, store, place, device, timeout)
         return
     trouble = ""
     try:
-        _create_group(backend, dist.PrefixStore("nccl", store), place, device, timeout)
+        _create_group(backend, dist.PrefixStore("first", store), place, device, timeout)
     except BackendUnavailable as error:
         trouble = f"on rank {place.rank}: {error}"
-    # Either all ranks use NCCL or none does: a rank that alone went on with Gloo would wait
+    # Either all ranks use it or none does: a rank that alone went on with Gloo would wait
     # there for ever. So each tells how it went, and all look at the same list.
     troubles = roll_call(dist.PrefixStore("went", store), place, timeout, note=trouble)
     first_trouble = next(filter(None, troubles), None)
     if first_trouble is None:
         return
     if place.rank == 0:
-        _log.warning("NCCL can't be used, going on with Gloo. It said, %s", first_trouble)
+        _log.warning("%s can't be used, going on with Gloo. It said, %s", backend, first_trouble)
     if dist.is_initialized():
         dist.destroy_process_group()
-    _create_group("gloo", dist.PrefixStore("gloo", store), place, device, timeout)
+    _create_group(GLOO, dist.PrefixStore("gloo", store), place, device, timeout)
 
 
 def _create_group(
@@ -244,7 +271,7 @@ def _create_group(
             timeout=timeout,
             device_id=connect_now,
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, SharedMemoryFull) as error:
         if dist.is_initialized():
             dist.destroy_process_group()
         reason = str(error).strip().partition("\n")[0]
