@@ -15,7 +15,8 @@ check: .venv/ready  ## Check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/ready  ## Time steps and start-up, side by side with torch's
+bench: .venv/ready  ## Time collectives, steps and start-up, side by side with torch's
+	$(BIN)/lockstep bench collectives
 	$(BIN)/lockstep run -n 2 -m benchmarks.steps
 	$(BIN)/python -m benchmarks.startup
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.bench import bench
 from lockstep.cli.plain import RunOptions
 
 # "rich" markup would read [rank 0] as a style; markdown leaves it alone.
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:
