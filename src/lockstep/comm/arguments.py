@@ -12,6 +12,15 @@ def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
+def row(
+    tensors: Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """One tensor for each rank, given as a list of them or as a list that holds one such list."""
+    if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor):
+        return list(tensors[0])
+    return list(tensors)  # type: ignore[arg-type]
+
+
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in one row: the tensor's own memory if they lie in order, else a copy.
 
@@ -21,7 +30,8 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     data = tensor.data
     if data.is_complex() or data.is_neg():
         data = data.resolve_conj().resolve_neg()
-    return data.contiguous().view(-1)
+    data = data.contiguous()
+    return data if data.dim() == 1 else data.view(-1)
 
 
 def put_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -34,15 +34,20 @@ from lockstep.comm.arguments import (
     flattened,
     listed,
     put_back,
+    row,
     split_numels,
 )
 from lockstep.comm.call import Call
 from lockstep.comm.named_group import NamedGroup
-from lockstep.comm.other_devices import of_any_device
+from lockstep.comm.operation import of_any_device, operation
 from lockstep.comm.receipt import Receipt
 from lockstep.comm.reduction import reduction_for
 from lockstep.comm.sparse import all_reduce_sparse
 from lockstep.comm.work import GroupWork, Run, in_turn
+
+# What torch calls these options where they are given without the others.
+_OP = {"op": "reduceOp"}
+_ROOT = {"root": "rootRank"}
 
 
 class TeamGroup(NamedGroup):
@@ -85,21 +90,20 @@ class TeamGroup(NamedGroup):
 
     # One tensor, the same on all ranks.
 
-    @of_any_device
-    def allreduce(
-        self,
-        tensors: Sequence[torch.Tensor],
-        opts: AllreduceOptions | None = None,
-        timeout: timedelta | None = None,
-    ) -> GroupWork:
+    @operation(AllreduceOptions, "tensors|tensor", values=_OP)
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions) -> GroupWork:
         """Combine the ranks' tensors, and have the result in each."""
-        opts = opts or AllreduceOptions()
-        runs = [self._all_reduce(tensor, opts.reduceOp) for tensor in listed(tensors)]
-        return self._submit(in_turn(runs), listed(tensors), opts, timeout)
+        return self._all_reduce_each(listed(tensors), opts)
+
+    def _all_reduce_each(
+        self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions | AllreduceCoalescedOptions
+    ) -> GroupWork:
+        runs = [self._all_reduce(tensor, opts.reduceOp) for tensor in tensors]
+        return self._submit(in_turn(runs), list(tensors), opts)
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> Run:
         if tensor.layout is not torch.strided:
-            return lambda timeout: all_reduce_sparse(self._team, tensor, op, timeout)
+            return all_reduce_sparse(self._team, tensor, op)
         reduction = reduction_for(op, tensor.dtype)
         call = Call("all_reduce", tensor.dtype, tensor.shape, reduction.name)
 
@@ -110,24 +114,16 @@ class TeamGroup(NamedGroup):
 
         return run
 
-    @of_any_device
+    @operation(AllreduceCoalescedOptions, "tensors")
     def allreduce_coalesced(
-        self,
-        tensors: Sequence[torch.Tensor],
-        opts: AllreduceCoalescedOptions | None = None,
+        self, tensors: Sequence[torch.Tensor], opts: AllreduceCoalescedOptions
     ) -> GroupWork:
         """As :meth:`allreduce`, for each of ``tensors``."""
-        return self.allreduce(tensors, opts)
+        return self._all_reduce_each(tensors, opts)
 
-    @of_any_device
-    def broadcast(
-        self,
-        tensors: Sequence[torch.Tensor],
-        opts: BroadcastOptions | None = None,
-        timeout: timedelta | None = None,
-    ) -> GroupWork:
+    @operation(BroadcastOptions, "tensors|tensor", values=_ROOT)
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: BroadcastOptions) -> GroupWork:
         """Have what the root has on every rank."""
-        opts = opts or BroadcastOptions()
         root = opts.rootRank
 
         def run(timeout: float) -> None:
@@ -137,16 +133,11 @@ class TeamGroup(NamedGroup):
                 Collectives(self._team, call, timeout).broadcast(flat, root)
                 put_back(flat, tensor)
 
-        return self._submit(run, listed(tensors), opts, timeout)
+        return self._submit(run, listed(tensors), opts)
 
-    @of_any_device
-    def reduce(
-        self,
-        tensors: Sequence[torch.Tensor],
-        opts: ReduceOptions | None = None,
-    ) -> GroupWork:
+    @operation(ReduceOptions, "tensors|tensor", values=_ROOT | _OP)
+    def reduce(self, tensors: Sequence[torch.Tensor], opts: ReduceOptions) -> GroupWork:
         """Combine the ranks' tensors, and have the result on the root."""
-        opts = opts or ReduceOptions()
         (tensor,) = listed(tensors)
         root = opts.rootRank
         reduction = reduction_for(opts.reduceOp, tensor.dtype)
@@ -160,38 +151,37 @@ class TeamGroup(NamedGroup):
 
         return self._submit(run, [tensor], opts)
 
-    def barrier(
-        self, opts: BarrierOptions | None = None, timeout: timedelta | None = None
-    ) -> GroupWork:
+    @operation(BarrierOptions)
+    def barrier(self, opts: BarrierOptions) -> GroupWork:
         """Wait until every rank is here."""
-        opts = opts or BarrierOptions()
         call = Call("barrier")
         return self._submit(
-            lambda seconds: Collectives(self._team, call, seconds).barrier(), [], opts, timeout
+            lambda seconds: Collectives(self._team, call, seconds).barrier(), [], opts
         )
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier that tells who didn't come; here every barrier does, naming all of them."""
-        self.barrier(timeout=timeout).wait()
+        opts = BarrierOptions()
+        if timeout is not None:
+            opts.timeout = timeout
+        self.barrier(opts).wait()
 
     # One tensor of each rank.
 
-    @of_any_device
+    @operation(AllgatherOptions, "output_tensors", "input_tensors|input_tensor")
     def allgather(
         self,
         output_tensors: Sequence[Sequence[torch.Tensor]],
         input_tensors: Sequence[torch.Tensor],
-        opts: AllgatherOptions | None = None,
-        timeout: timedelta | None = None,
+        opts: AllgatherOptions,
     ) -> GroupWork:
         """Have every rank's tensor on every rank; they may differ in size."""
-        opts = opts or AllgatherOptions()
-        (outputs,), (tensor,) = output_tensors, listed(input_tensors)
+        outputs, (tensor,) = row(output_tensors), listed(input_tensors)
         check_count(self._team.size, outputs, "output tensors of all_gather")
-        run = self._all_gather(list(outputs), tensor)
-        return self._submit(run, list(outputs), opts, timeout)
+        run = self._all_gather(outputs, tensor)
+        return self._submit(run, outputs, opts)
 
     def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Run:
         check_dtypes("all_gather", [tensor, *outputs])
@@ -209,12 +199,12 @@ class TeamGroup(NamedGroup):
 
         return run
 
-    @of_any_device
+    @operation(AllgatherOptions, "output_lists", "input_list")
     def allgather_coalesced(
         self,
         output_lists: Sequence[Sequence[torch.Tensor]],
         input_list: Sequence[torch.Tensor],
-        opts: AllgatherOptions | None = None,
+        opts: AllgatherOptions,
     ) -> GroupWork:
         """As :meth:`allgather`, for each of ``input_list``.
 
@@ -225,19 +215,18 @@ class TeamGroup(NamedGroup):
             for outputs, tensor in zip(output_lists, input_list, strict=True)
         ]
         outputs = [output for outputs in output_lists for output in outputs]
-        return self._submit(in_turn(runs), outputs, opts or AllgatherOptions())
+        return self._submit(in_turn(runs), outputs, opts)
 
-    @of_any_device
+    @operation(AllgatherOptions, "output", "input")
     def all_gather_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        opts: AllgatherOptions | None = None,
-        timeout: timedelta | None = None,
+        opts: AllgatherOptions,
     ) -> GroupWork:
         """Have every rank's tensor, one after the other, in one tensor on every rank."""
         run = self._all_gather_single(output, input)
-        return self._submit(run, [output], opts or AllgatherOptions(), timeout)
+        return self._submit(run, [output], opts)
 
     _allgather_base = all_gather_single
 
@@ -254,34 +243,32 @@ class TeamGroup(NamedGroup):
 
         return run
 
-    @of_any_device
+    @operation(AllgatherOptions, "outputs", "inputs")
     def all_gather_single_coalesced(
         self,
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        opts: AllgatherOptions | None = None,
+        opts: AllgatherOptions,
     ) -> GroupWork:
         """As :meth:`all_gather_single`, for each of ``inputs``."""
         runs = [
             self._all_gather_single(output, tensor)
             for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._submit(in_turn(runs), list(outputs), opts or AllgatherOptions())
+        return self._submit(in_turn(runs), list(outputs), opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @of_any_device
+    @operation(GatherOptions, "output_tensors", "input_tensors|input_tensor", values=_ROOT)
     def gather(
         self,
         output_tensors: Sequence[Sequence[torch.Tensor]],
         input_tensors: Sequence[torch.Tensor],
-        opts: GatherOptions | None = None,
-        timeout: timedelta | None = None,
+        opts: GatherOptions,
     ) -> GroupWork:
         """Have every rank's tensor on the root."""
-        opts = opts or GatherOptions()
         (tensor,), root = listed(input_tensors), opts.rootRank
-        outputs = list(output_tensors[0]) if self._team.rank == root else []
+        outputs = row(output_tensors) if self._team.rank == root else []
         if self._team.rank == root:
             check_count(self._team.size, outputs, "tensors to gather into, on the root,")
             check_dtypes("gather", [tensor, *outputs])
@@ -294,22 +281,20 @@ class TeamGroup(NamedGroup):
             for flat, output in zip(flats, outputs, strict=True):
                 put_back(flat, output)
 
-        return self._submit(run, outputs, opts, timeout)
+        return self._submit(run, outputs, opts)
 
     # One tensor for each rank.
 
-    @of_any_device
+    @operation(ScatterOptions, "output_tensors|output_tensor", "input_tensors", values=_ROOT)
     def scatter(
         self,
         output_tensors: Sequence[torch.Tensor],
         input_tensors: Sequence[Sequence[torch.Tensor]],
-        opts: ScatterOptions | None = None,
-        timeout: timedelta | None = None,
+        opts: ScatterOptions,
     ) -> GroupWork:
         """Have on each rank what the root gives for it."""
-        opts = opts or ScatterOptions()
         (output,), root = listed(output_tensors), opts.rootRank
-        inputs = list(input_tensors[0]) if self._team.rank == root else []
+        inputs = row(input_tensors) if self._team.rank == root else []
         if self._team.rank == root:
             check_count(self._team.size, inputs, "tensors to scatter, on the root,")
             check_dtypes("scatter", [output, *inputs])
@@ -322,22 +307,20 @@ class TeamGroup(NamedGroup):
             Collectives(self._team, call, timeout).scatter(flat, parts, root)
             put_back(flat, output)
 
-        return self._submit(run, [output], opts, timeout)
+        return self._submit(run, [output], opts)
 
-    @of_any_device
+    @operation(ReduceScatterOptions, "output_tensors|output", "input_tensors|input", values=_OP)
     def reduce_scatter(
         self,
         output_tensors: Sequence[torch.Tensor],
         input_tensors: Sequence[Sequence[torch.Tensor]],
-        opts: ReduceScatterOptions | None = None,
-        timeout: timedelta | None = None,
+        opts: ReduceScatterOptions,
     ) -> GroupWork:
         """Combine, on rank i, the i-th of each rank's tensors; those may differ in size."""
-        opts = opts or ReduceScatterOptions()
-        (output,), (inputs,) = listed(output_tensors), input_tensors
+        (output,), inputs = listed(output_tensors), row(input_tensors)
         check_count(self._team.size, inputs, "input tensors of reduce_scatter")
-        run = self._reduce_scatter(output, list(inputs), opts.reduceOp)
-        return self._submit(run, [output], opts, timeout)
+        run = self._reduce_scatter(output, inputs, opts.reduceOp)
+        return self._submit(run, [output], opts)
 
     def _reduce_scatter(
         self, output: torch.Tensor, inputs: list[torch.Tensor], op: dist.ReduceOp
@@ -360,18 +343,16 @@ class TeamGroup(NamedGroup):
 
         return run
 
-    @of_any_device
+    @operation(ReduceScatterOptions, "output|outputTensor", "input|inputTensor", values=_OP)
     def reduce_scatter_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        opts: ReduceScatterOptions | None = None,
-        timeout: timedelta | None = None,
+        opts: ReduceScatterOptions,
     ) -> GroupWork:
         """Combine, on rank i, the i-th of equal parts of each rank's tensor."""
-        opts = opts or ReduceScatterOptions()
         run = self._reduce_scatter_single(output, input, opts.reduceOp)
-        return self._submit(run, [output], opts, timeout)
+        return self._submit(run, [output], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -383,15 +364,14 @@ class TeamGroup(NamedGroup):
         parts = list(flat.split(output.numel())) if flat.numel() else [flat] * self._team.size
         return self._reduce_scatter(output, parts, op)
 
-    @of_any_device
+    @operation(ReduceScatterOptions, "outputs", "inputs")
     def reduce_scatter_single_coalesced(
         self,
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        opts: ReduceScatterOptions | None = None,
+        opts: ReduceScatterOptions,
     ) -> GroupWork:
         """As :meth:`reduce_scatter_single`, for each of ``inputs``."""
-        opts = opts or ReduceScatterOptions()
         runs = [
             self._reduce_scatter_single(output, tensor, opts.reduceOp)
             for output, tensor in zip(outputs, inputs, strict=True)
@@ -402,12 +382,12 @@ class TeamGroup(NamedGroup):
 
     # From each rank to each.
 
-    @of_any_device
+    @operation(AllToAllOptions, "output_tensors", "input_tensors")
     def alltoall(
         self,
         output_tensors: Sequence[torch.Tensor],
         input_tensors: Sequence[torch.Tensor],
-        opts: AllToAllOptions | None = None,
+        opts: AllToAllOptions,
     ) -> GroupWork:
         """Have the j-th rank's i-th input as the i-th rank's j-th output."""
         outputs, inputs = list(output_tensors), list(input_tensors)
@@ -422,21 +402,20 @@ class TeamGroup(NamedGroup):
             for flat, output in zip(flats, outputs, strict=True):
                 put_back(flat, output)
 
-        return self._submit(run, outputs, opts or AllToAllOptions())
+        return self._submit(run, outputs, opts)
 
-    @of_any_device
+    @operation(AllToAllOptions, "output", "input", "output_split_sizes", "input_split_sizes")
     def all_to_all_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        output_split_sizes: Sequence[int] = (),
-        input_split_sizes: Sequence[int] = (),
-        opts: AllToAllOptions | None = None,
-        timeout: timedelta | None = None,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: AllToAllOptions,
     ) -> GroupWork:
         """As :meth:`alltoall`, with parts of one tensor along its first dimension.
 
-        Without split sizes, the parts are equal.
+        If there are no split sizes, the parts are equal.
         """
         check_dtypes("all_to_all_single", [input, output])
         outgoing = split_numels(self._team.size, "input", input, input_split_sizes)
@@ -449,7 +428,7 @@ class TeamGroup(NamedGroup):
             collectives.all_to_all(flat.split(incoming), flattened(input).split(outgoing))
             put_back(flat, output)
 
-        return self._submit(run, [output], opts or AllToAllOptions(), timeout)
+        return self._submit(run, [output], opts)
 
     alltoall_base = all_to_all_single
 

@@ -7,17 +7,13 @@ first such tensor comes. That is the same moment on all ranks, as every collecti
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep.errors import BackendUnavailable
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class OtherDevices:
@@ -95,27 +91,3 @@ class OtherDevices:
         groups, self._groups = self._groups, {}
         for group in groups.values():
             group.shutdown()
-
-
-def of_any_device(method: _Method) -> _Method:
-    """Make a method of a group hand on tensors that aren't on the CPU to the group for those."""
-
-    @wraps(method)
-    def dispatching(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor = _first_tensor(tensors)
-        if tensor is None and args:
-            tensor = _first_tensor(args[0])
-        if tensor is not None and tensor.device.type != "cpu":
-            other = self._others.group(tensor.device.type)
-            return getattr(other, method.__name__)(tensors, *args, **kwargs)
-        return method(self, tensors, *args, **kwargs)
-
-    return dispatching  # type: ignore[return-value]
-
-
-def _first_tensor(tensors: Any) -> torch.Tensor | None:
-    while not isinstance(tensors, torch.Tensor):
-        if not isinstance(tensors, (list, tuple)) or not tensors:
-            return None
-        tensors = tensors[0]
-    return tensors

@@ -12,17 +12,18 @@ from lockstep.comm.algorithms import Collectives
 from lockstep.comm.call import Call
 from lockstep.comm.reduction import reduction_for
 from lockstep.comm.team import Team
+from lockstep.comm.work import Run
 
 
 def all_reduce_sparse(
-    team: Team, tensor: torch.Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType, timeout: float
-) -> None:
+    team: Team, tensor: torch.Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType
+) -> Run:
     """Sum a sparse COO tensor over the ranks, in rank order, in place.
 
     Ranks may hold different elements, and different numbers of them.
 
     Raises:
-        TypeError: If the layout is another, or ``op`` is neither SUM nor AVG.
+        TypeError: At once, if the layout is another, or ``op`` is neither SUM nor AVG.
     """
     name = reduction_for(op, tensor.dtype).name
     if tensor.layout is not torch.sparse_coo or name not in ("SUM", "AVG"):
@@ -30,6 +31,10 @@ def all_reduce_sparse(
             f"all_reduce of a {tensor.layout} tensor by {name}: of sparse tensors it can sum or "
             "average those in COO layout. Use to_sparse_coo() or to_dense()."
         )
+    return lambda timeout: _sum_up(team, tensor, name, timeout)
+
+
+def _sum_up(team: Team, tensor: torch.Tensor, name: str, timeout: float) -> None:
     call = Call("sparse all_reduce", tensor.dtype, tensor.shape, name)
     collectives = Collectives(team, call, timeout)
     mine = tensor.data.coalesce()
@@ -55,4 +60,7 @@ def all_reduce_sparse(
     ).coalesce()
     if name == "AVG":
         total = total / team.size
-    tensor.data.copy_(total)
+    # Not through `.data`, which has indices and values of its own; and what is copied is to be
+    # an ordinary tensor, although this runs in inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        tensor.copy_(total)

@@ -1,0 +1,185 @@
+"""Groups of every backend, with ranks that are threads of the test's process, and what to expect.
+
+A rank of ``"shm"`` is meant to be a process, and in a thread it is no other: its memory is
+mapped once more for each rank, and its lines are sockets. Real processes run in
+test_torch_over_shm.py.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import lru_cache, reduce
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.group import TeamGroup
+from lockstep.comm.shm.team import ShmTeam
+from tests.ranks import gloo_group
+
+T = TypeVar("T")
+
+# Ours promise what Gloo doesn't: every dtype and layout, sums in rank order, uneven sizes.
+OURS = ("shm",)
+BACKENDS = ("gloo", *OURS)
+SIZES = (1, 2, 3, 4)
+
+TIMEOUT_SECONDS = 60
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+COMPLEX = (torch.complex64, torch.complex128)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+DTYPES = (*FLOATS, *INTS, torch.bool, *COMPLEX, *FLOAT8)
+# Gloo has no int16, and torch sends it complex numbers as pairs of real ones.
+GLOO_DTYPES = tuple(set(DTYPES) - {torch.int16, *FLOAT8})
+NARROW = (torch.float16, torch.bfloat16, *FLOAT8)
+
+# Empty, without dimensions, odd, on both sides of what goes in one meeting, and in three pieces.
+SHAPES = ((), (0,), (3, 0), (7,), (2, 3, 5), (16_385,), (600_001,))
+
+
+def make_group(
+    backend: str, store: dist.Store, rank: int, size: int, seconds: float = 20
+) -> dist.ProcessGroup:
+    """A group that torch.distributed knows nothing of."""
+    if backend == "gloo":
+        return gloo_group(store, rank, size, seconds)
+    return TeamGroup(
+        ShmTeam(store, rank, size, seconds), backend, timedelta(seconds=seconds), store
+    )
+
+
+def run_on(
+    backend: str, size: int, body: Callable[[dist.ProcessGroup], T], seconds: float = 20
+) -> list[T]:
+    """Run ``body(group)`` on every rank; return what they return, in rank order.
+
+    The first rank that raises fails the test, with its own traceback.
+    """
+    store = dist.HashStore()
+    results: dict[int, T] = {}
+    failures: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        try:
+            group = make_group(backend, store, rank, size, seconds)
+            try:
+                results[rank] = body(group)
+            finally:
+                if backend in OURS:
+                    group.shutdown()
+        except BaseException as error:
+            failures.append((rank, error))
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_SECONDS)
+    if stuck := [thread.name for thread in threads if thread.is_alive()]:
+        faulthandler.dump_traceback()
+        raise TimeoutError(f"{', '.join(stuck)} did not end within {TIMEOUT_SECONDS} s")
+    if failures:
+        rank, error = failures[0]
+        error.add_note(f"(raised first on rank {rank} of {size}, over {backend})")
+        raise error
+    return [results[rank] for rank in range(size)]
+
+
+def values(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torch.Tensor:
+    """Numbers that any reduction of a few of them leaves in the range of ``dtype``."""
+    return _values(dtype, tuple(shape), seed).clone()
+
+
+@lru_cache(maxsize=512)
+def _values(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+    low = 0 if dtype in (torch.bool, torch.uint8) else -3
+    return torch.randint(low, 4, shape, generator=generator).to(dtype)
+
+
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PREMUL_SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def reduced(op: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What a reduction over ranks that hold ``tensors`` gives: in rank order, bit for bit.
+
+    What is narrower than float32 is combined in float32, and rounded once.
+    """
+    dtype = tensors[0].dtype
+    if dtype.is_complex and op == "AVG":  # which torch takes as pairs of real numbers
+        return torch.view_as_complex(reduced(op, [torch.view_as_real(t) for t in tensors]))
+    wide = torch.float32 if dtype in NARROW else dtype
+    total = reduce(_COMBINE[op], (tensor.to(wide) for tensor in tensors))
+    if op == "AVG":
+        total = (
+            total / len(tensors)
+            if wide.is_floating_point
+            else torch.div(total, len(tensors), rounding_mode="trunc").to(wide)
+        )
+    return total.to(dtype)
+
+
+def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Fail unless both have the same shape, dtype and bits."""
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    assert torch.equal(_bits(got), _bits(expected)), f"{got} is not {expected}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
+
+
+def assert_reduced(
+    backend: str, got: torch.Tensor, op: str, tensors: Sequence[torch.Tensor]
+) -> None:
+    """Fail unless ``got`` is the reduction: the same bits from ours, as close as Gloo comes."""
+    expected = reduced(op, tensors)
+    if backend in OURS:
+        assert_same_bits(got, expected)
+    else:
+        # Gloo rounds narrow numbers at every step, and adds in an order of its own.
+        tolerance = {"rtol": 2e-2, "atol": 5e-2} if got.dtype in NARROW else {}
+        torch.testing.assert_close(got, expected, **tolerance)
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same numbers, elsewhere in memory."""
+    if layout == "transposed":
+        return tensor.mT.contiguous().mT
+    if layout == "strided":
+        wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+    if layout == "channels_last":
+        return tensor.contiguous(memory_format=torch.channels_last)
+    if layout == "conj":
+        return tensor.conj().resolve_conj().conj()
+    if layout == "offset":
+        return torch.cat([torch.zeros(3, dtype=tensor.dtype), tensor.view(-1)])[3:].view(
+            tensor.shape
+        )
+    assert layout == "needs gradients"
+    return tensor.clone().requires_grad_()
