@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch.distributed as dist
 
 SHM = "shm"
+THREADS = "threads"
 
 
 def register_backends() -> None:
-    """Make ``"shm"`` a backend of torch.distributed; a second time it does nothing.
+    """Make ``"shm"`` and ``"threads"`` backends of torch.distributed; twice is no harm.
 
     Importing torch does it by itself where lockstep is installed (it is an entry point of the
     group ``torch.backends``), and so does :func:`lockstep.init`.
     """
-    if SHM not in dist.Backend.backend_list:
-        dist.Backend.register_backend(SHM, _create_shm, extended_api=True, devices=["cpu"])
+    for name, create in ((SHM, _create_shm), (THREADS, _create_threads)):
+        if name not in dist.Backend.backend_list:
+            dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
 def _create_shm(
@@ -27,3 +29,15 @@ def _create_shm(
         options.store, options.group_rank, options.group_size, options.timeout.total_seconds()
     )
     return TeamGroup(team, SHM, options.timeout, options.store)
+
+
+def _create_threads(
+    options: dist.distributed_c10d._DistributedBackendOptions, _: object
+) -> dist.ProcessGroup:
+    from lockstep.comm.group import TeamGroup
+    from lockstep.comm.threads import join
+
+    team = join(
+        options.store, options.group_rank, options.group_size, options.timeout.total_seconds()
+    )
+    return TeamGroup(team, THREADS, options.timeout, options.store)

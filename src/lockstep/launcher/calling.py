@@ -41,6 +41,7 @@ def launch(
     nprocs: int = 2,
     args: Sequence[object] = (),
     *,
+    ranks: Literal["processes", "threads"] = "processes",
     num_threads: int | None = None,
     output: Literal["labelled", "plain"] = "labelled",
     log_dir: str | os.PathLike[str] | None = None,
@@ -51,17 +52,30 @@ def launch(
     are fresh ones, not forks of the caller, so it doesn't matter which threads, locks or devices
     the caller uses. When ``launch`` returns or raises, none of them is left.
 
+    With ``ranks="threads"`` they are threads of this process: they start in a millisecond, stop
+    at a debugger's breakpoints, and compute on the CPU. Each has its own World, process groups,
+    grad mode and autocast; groups are of the backend ``"threads"``. All else is shared:
+
+    - ``fn``, ``args`` and what they refer to are the caller's own objects, not copies, and so
+      is what ``fn`` returns. Each rank must make its own model and optimizer.
+    - torch's random numbers: the ranks draw from one generator, in an order that changes from
+      run to run. Give a :class:`torch.Generator` to what draws, or initialise a model on one
+      rank; :func:`lockstep.parallelize` hands its parameters to the others.
+    - What they write is written as it is, with no label; and nothing can end a thread that
+      hangs. After a rank has failed, the others have ten seconds to end.
+
     Args:
         fn: What to call. It is pickled by ``cloudpickle``, so a lambda, a function inside a
             function or one of a notebook will do. Changes that it makes to the caller's
-            variables are lost; what it returns is not.
+            variables are lost; what it returns is not. (Threads: neither pickled nor lost.)
         nprocs: The number of ranks.
         args: What to pass to ``fn`` after the world, the same to every rank.
+        ranks: ``"processes"`` or ``"threads"``.
         num_threads: How many threads each rank computes with; by default the cores that this
             process may use, divided by ``nprocs``.
         output: ``"labelled"`` writes what the ranks write to ``sys.stdout`` and ``sys.stderr``
             of the caller, line by line, each with its rank. ``"plain"`` lets the ranks write to
-            the caller's file descriptors 1 and 2 themselves.
+            the caller's file descriptors 1 and 2 themselves. Threads write as the caller does.
         log_dir: A directory in which to keep each rank's output, as ``rank-R.log``.
 
     Returns:
@@ -80,12 +94,18 @@ def launch(
             "Plain output doesn't pass through the launcher, so it can't be kept in log_dir "
             "as well. Leave out one of them."
         )
+    if ranks not in ("processes", "threads"):
+        raise BadLaunch(f"ranks is {ranks!r}, but only 'processes' and 'threads' are known.")
     num_ranks = check_num_ranks(nprocs)
     threads = default_num_threads(num_ranks) if num_threads is None else num_threads
+    threads = check_num_threads(threads)
+    _check_callable(fn)
+    if ranks == "threads":
+        return _launch_threads(fn, args, num_ranks, threads, log_dir)
     job = Job(
         _call(fn, args),
         num_ranks,
-        check_num_threads(threads),
+        threads,
         log_dir=None if log_dir is None else os.fspath(Path(log_dir).absolute()),
         labelled=output == "labelled",
     )
@@ -95,14 +115,35 @@ def launch(
     raise _error(outcome)
 
 
-def _call(fn: Callable[..., object], args: Sequence[object]) -> Call:
-    import cloudpickle
-
+def _check_callable(fn: object) -> None:
     if not callable(fn):
         raise BadLaunch(
             f"launch() was given a {type(fn).__name__} to call: {fn!r}. Give it a function that "
             "takes the world, and pass the function's other arguments as args=(...)."
         )
+
+
+def _launch_threads(
+    fn: Callable[..., Result],
+    args: Sequence[object],
+    num_ranks: int,
+    num_threads: int,
+    log_dir: str | os.PathLike[str] | None,
+) -> list[Result]:
+    # Not before it is needed: it imports torch.
+    from lockstep.launcher.threads import run_threads
+
+    if log_dir is not None:
+        raise BadLaunch(
+            "Ranks that are threads write to the caller's own streams, so their output can't be "
+            "kept in log_dir. Leave it out, or use ranks='processes'."
+        )
+    return run_threads(fn, args, num_ranks, num_threads)
+
+
+def _call(fn: Callable[..., object], args: Sequence[object]) -> Call:
+    import cloudpickle
+
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     try:
         return Call(cloudpickle.dumps((fn, tuple(args))), name)

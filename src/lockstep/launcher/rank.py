@@ -171,11 +171,11 @@ def _report_of_exit(error: SystemExit, program: Program) -> Report:
         code = 1
     # As an exit code has 8 bits; and a function that exits hasn't returned.
     status = (code or 0) & 0xFF or (1 if isinstance(program, Call) else 0)
-    return _report(status, traceback=_format(error) if status else None)
+    return _report(status, traceback=format_traceback(error) if status else None)
 
 
 def _report_of_exception(error: BaseException) -> Report:
-    report = _report(1, traceback=_format(error))
+    report = _report(1, traceback=format_traceback(error))
     # The program may have put its own hook there, such as rich's.
     sys.excepthook(type(error), error, error.__traceback__)
     return report
@@ -191,7 +191,7 @@ def _report(
     return Report(time.monotonic(), exit_code, traceback, advice, result)
 
 
-def _format(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """The traceback as Python would print it had the launcher not been there."""
     error.__traceback__ = _program_frames(error.__traceback__)
     return "".join(traceback.format_exception(error))

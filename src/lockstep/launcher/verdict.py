@@ -17,7 +17,8 @@ from dataclasses import dataclass
 _LOST_A_PEER = re.compile(
     r"connection (?:was )?(?:closed|reset) by (?:remote )?peer|connection refused|broken pipe"
     r"|gloo[/\\]transport|remote process exited|ncclremoteerror|nccl communicator was aborted"
-    r"|socket(?: has)? (?:closed|timed ?out)|DistNetworkError|failed to recv, got 0 bytes",
+    r"|socket(?: has)? (?:closed|timed ?out)|DistNetworkError|failed to recv, got 0 bytes"
+    r"|\bPeerLost\b",
     re.IGNORECASE,
 )
 # Of what faulthandler writes: the frames that started the program, and a list of libraries.

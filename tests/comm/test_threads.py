@@ -1,0 +1,430 @@
+"""The process group 'threads': ranks that are threads meet, or learn why they don't."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.backends import THREADS, register_backends
+from lockstep.comm.call import Call
+from lockstep.comm.group import TeamGroup
+from lockstep.comm.rank_threads import Crowd, a_rank_of
+from lockstep.comm.threads import Room, ThreadTeam, join
+from lockstep.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupClosed,
+    PeerLost,
+    RendezvousFailed,
+)
+
+SOON, LATER = 0.3, 20.0
+LARGE = 300_000  # elements, more than a rank puts into a slot for all to sum
+
+
+def outcomes(size: int, body: Callable[[int, TeamGroup], Any], timeout: float = LATER) -> list[Any]:
+    """What ``body`` returns on each rank, or raises."""
+    room = Room(size)
+    found: dict[int, Any] = {}
+    groups: list[weakref.ref[TeamGroup]] = []
+
+    def run(rank: int) -> None:
+        try:
+            group = TeamGroup(ThreadTeam(room, rank), THREADS, timedelta(seconds=timeout))
+            groups.append(weakref.ref(group))
+            found[rank] = body(rank, group)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    # Not before: a rank that doesn't leave is what some of the tests are about.
+    for alive in [group for group in (reference() for reference in groups) if group is not None]:
+        alive.shutdown()
+    assert not any(thread.is_alive() for thread in threads)
+    return [found[rank] for rank in range(size)]
+
+
+def all_reduce(group: TeamGroup, numel: int = 1) -> torch.Tensor:
+    tensor = torch.ones(numel)
+    group.allreduce([tensor]).wait()
+    return tensor
+
+
+@pytest.mark.parametrize("numel", [0, 1, LARGE])
+@pytest.mark.parametrize("born", ["anywhere", "in the group"])
+def test_all_reduce_sums_in_place(numel: int, born: str) -> None:
+    def body(rank: int, group: TeamGroup) -> torch.Tensor:
+        tensor = group.empty(numel) if born == "in the group" else torch.empty(numel)
+        tensor.fill_(2.0**rank)
+        group.allreduce([tensor]).wait()
+        return tensor
+
+    for tensor in outcomes(3, body):
+        assert torch.equal(tensor, torch.full((numel,), 7.0))
+
+
+def test_all_ranks_hold_the_same_bits_and_in_every_run() -> None:
+    inputs = torch.randn(4, LARGE) * torch.logspace(-6, 6, 4).unsqueeze(1)
+
+    def body(rank: int, group: TeamGroup) -> torch.Tensor:
+        tensor = inputs[rank].clone()
+        group.allreduce([tensor]).wait()
+        return tensor
+
+    in_rank_order = inputs[0] + inputs[1] + inputs[2] + inputs[3]
+    for tensor in [*outcomes(4, body), *outcomes(4, body)]:
+        assert torch.equal(tensor, in_rank_order)
+
+
+def test_an_all_reduce_is_no_change_that_autograd_counts() -> None:
+    def body(rank: int, group: TeamGroup) -> int:
+        tensor = torch.ones(LARGE)
+        before = tensor._version
+        group.allreduce([tensor]).wait()
+        return tensor._version - before
+
+    assert outcomes(3, body) == [0, 0, 0]
+
+
+def test_successive_meetings_dont_mix() -> None:
+    """A rank that is fast comes to the next meeting before the slow have woken from the last."""
+
+    def body(rank: int, room: Room, wrong: list[object]) -> None:
+        for number in range(2000):
+            mine = torch.tensor([rank, number])
+            places = room.meet(rank, Call("test", root=number), mine, LATER)
+            seen = [place.tolist() for place in places]
+            if seen != [[peer, number] for peer in range(room.size)]:
+                wrong.append((rank, number, seen))
+
+    room, wrong = Room(4), []
+    threads = [threading.Thread(target=body, args=(rank, room, wrong)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_waiting_rank_sleeps() -> None:
+    def body(rank: int, group: TeamGroup) -> float:
+        if rank == 1:
+            time.sleep(1)
+        start = time.thread_time()
+        all_reduce(group)
+        return time.thread_time() - start
+
+    assert outcomes(2, body)[0] < 0.1
+
+
+def test_mismatch_on_every_rank_with_both_sides() -> None:
+    def body(rank: int, group: TeamGroup) -> None:
+        if rank == 2:
+            time.sleep(0.2)  # finds the other two at odds already
+        all_reduce(group, 4 if rank == 1 else 3)
+
+    for rank, error in enumerate(outcomes(3, body)):
+        assert isinstance(error, CollectiveMismatch)
+        other = 0 if rank == 1 else 1
+        assert other in error.ranks
+        assert f"Rank {rank} called all_reduce(SUM) of ({4 if rank == 1 else 3},)" in str(error)
+        assert f"rank {other} called all_reduce(SUM) of ({3 if rank == 1 else 4},)" in str(error)
+
+
+def test_timeout_names_who_did_not_come_on_every_rank() -> None:
+    waited: dict[int, float] = {}
+
+    def body(rank: int, group: TeamGroup) -> None:
+        if rank == 1:
+            time.sleep(2 * SOON)
+        start = time.monotonic()
+        try:
+            all_reduce(group)
+        finally:
+            waited[rank] = time.monotonic() - start
+
+    for rank, error in enumerate(outcomes(3, body, SOON)):
+        assert isinstance(error, CollectiveTimeout), error
+        assert error.ranks == (1,)
+        assert "Rank 1 did not come to all_reduce(SUM) of (1,) float32 within 0.3 s" in str(error)
+        assert waited[rank] < 3 * SOON
+    assert waited[1] < SOON  # the others had told it already
+
+
+def test_late_rank_within_the_timeout_is_waited_for() -> None:
+    def body(rank: int, group: TeamGroup) -> float:
+        if rank == 1:
+            time.sleep(SOON)
+        return all_reduce(group).item()
+
+    assert outcomes(2, body) == [2.0, 2.0]
+
+
+def raise_here() -> None:
+    raise KeyError("gone")
+
+
+@pytest.mark.parametrize("end", [lambda: None, raise_here], ids=["returns", "raises"])
+@pytest.mark.parametrize("kept", [True, False], ids=["group kept", "group dropped"])
+def test_thread_that_ends_is_lost_at_once(end: Callable[[], None], kept: bool) -> None:
+    groups: list[TeamGroup] = []
+
+    def body(rank: int, group: TeamGroup) -> float:
+        all_reduce(group)
+        if kept:
+            groups.append(group)
+        if rank == 1:
+            del group
+            end()
+            return 0.0
+        start = time.monotonic()
+        with pytest.raises(PeerLost, match="Rank 1 ") as caught:
+            all_reduce(group)
+        assert caught.value.ranks == (1,)
+        assert caught.value.operation == "all_reduce"
+        with pytest.raises(PeerLost, match="Rank 1 "):
+            all_reduce(group)
+        return time.monotonic() - start
+
+    found = outcomes(3, body)
+    assert max(found[0], found[2]) < 1
+
+
+def test_rank_that_left_is_named_and_what_was_begun_is_ended() -> None:
+    def body(rank: int, group: TeamGroup) -> float:
+        total = all_reduce(group).item()
+        if rank == 0:
+            group.shutdown()
+            with pytest.raises(GroupClosed, match="Rank 0 has destroyed this process group"):
+                all_reduce(group)
+        else:
+            with pytest.raises(PeerLost, match=r"Rank 0 has left the group .*all_reduce"):
+                all_reduce(group)
+        return total
+
+    for _ in range(50):
+        assert outcomes(3, body) == [3.0] * 3
+
+
+def test_abort_ends_the_waits_of_all_ranks() -> None:
+    def body(rank: int, group: TeamGroup) -> None:
+        if rank == 1:
+            time.sleep(SOON)
+            group.abort()
+        all_reduce(group)
+
+    first, second, third = outcomes(3, body)
+    assert isinstance(second, (PeerLost, GroupClosed))
+    for error in (first, third):
+        assert isinstance(error, PeerLost)
+        assert "Rank 1 has aborted the group" in str(error)
+
+
+def test_letters_come_in_order_and_before_the_news_of_their_senders_end() -> None:
+    def body(rank: int, group: TeamGroup) -> list[float]:
+        if rank == 0:
+            for number in range(5):
+                tensor = torch.full((3,), float(number))
+                group.send([tensor], 1, tag=number % 2)
+                tensor.fill_(-1)  # it was copied
+            return []
+        tensor = torch.empty(3)
+        received = []
+        for tag in (1, 0, 1, 0, 0):
+            group.recv([tensor], 0, tag).wait()
+            received.append(tensor[0].item())
+        with pytest.raises(PeerLost, match=r"Rank 0 .* rank 1 waited for it in recv"):
+            group.recv([tensor], 0, 0).wait()
+        return received
+
+    assert outcomes(2, body)[1] == [1, 0, 3, 2, 4]
+
+
+def test_letter_that_does_not_come_is_overdue() -> None:
+    def body(rank: int, group: TeamGroup) -> None:
+        all_reduce(group)
+        if rank == 1:
+            time.sleep(2 * SOON)
+            return
+        with pytest.raises(CollectiveTimeout, match=r"Nothing came to rank 0 within 0\.3 s"):
+            group.recv([torch.empty(1)], 1, 0).wait()
+
+    assert outcomes(2, body, SOON) == [None, None]
+
+
+def test_a_rank_is_there_once() -> None:
+    room = Room(2)
+    team = ThreadTeam(room, 0)
+    for rank in (0, 2, -1):
+        with pytest.raises(ValueError, match=f"Rank {rank} can't join a group of 2"):
+            ThreadTeam(room, rank)
+    team.leave()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_cannot_use_the_group() -> None:
+    team = ThreadTeam(Room(2), 0)
+    child = os.fork()
+    if child == 0:
+        try:
+            team.meet(Call("barrier"), 0, 1.0)
+        except GroupClosed:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    team.leave()
+
+
+# Meeting through a store.
+
+
+def test_ranks_find_each_other_through_a_store() -> None:
+    store = dist.HashStore()
+
+    def body(rank: int, _: TeamGroup) -> list[float]:
+        sums = []
+        for name in ("first", "second"):  # each prefix is a group of its own
+            team = join(dist.PrefixStore(name, store), rank, 3, LATER)
+            group = TeamGroup(team, THREADS, timedelta(seconds=LATER))
+            sums.append(all_reduce(group).item())
+            group.shutdown()
+        return sums
+
+    assert outcomes(3, body) == [[3.0, 3.0]] * 3
+
+
+def test_join_says_who_did_not_come() -> None:
+    with pytest.raises(RendezvousFailed, match=r"Rank 1 of 3 waited up to 0.1 s for ranks 0, 2"):
+        join(dist.HashStore(), 1, 3, 0.1)
+
+
+def test_join_refuses_a_rank_of_another_process() -> None:
+    store = dist.HashStore()
+    store.set("room", "1/of-another-process")
+    with pytest.raises(RendezvousFailed, match="one came from process 1 and this is process"):
+        join(store, 1, 2, LATER)
+
+
+def test_nobody_waits_for_a_rank_that_failed_before_it_came() -> None:
+    crowd = Crowd()
+    errors = []
+
+    def wait() -> None:
+        with a_rank_of(crowd), pytest.raises(RendezvousFailed, match="Rank 1 broke") as caught:
+            join(dist.HashStore(), 0, 2, LATER)
+        errors.append(caught.value)
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    time.sleep(0.1)
+    crowd.fail("Rank 1 broke.")
+    waits.join(5)
+    comes_later = threading.Thread(target=wait)
+    comes_later.start()
+    comes_later.join(5)
+    assert len(errors) == 2
+
+
+def test_rooms_are_forgotten() -> None:
+    from lockstep.comm import threads
+
+    store = dist.HashStore()
+    outcomes(2, lambda rank, _: join(store, rank, 2, LATER).leave())
+    gc.collect()
+    assert not list(threads._rooms)
+
+
+# As a backend of torch.distributed.
+
+
+def test_torch_distributed_knows_each_ranks_groups_only_in_its_thread() -> None:
+    register_backends()
+    store, crowd = dist.HashStore(), Crowd()
+    worlds_before = dist.distributed_c10d._world
+
+    def body(rank: int, _: TeamGroup) -> tuple[Any, ...]:
+        with a_rank_of(crowd):
+            assert not dist.is_initialized()
+            dist.init_process_group(THREADS, store=store, rank=rank, world_size=4)
+            evens, odds = (dist.new_group(part, backend=THREADS) for part in ([0, 2], [1, 3]))
+            mine = odds if rank % 2 else evens
+            tensor = torch.tensor(float(rank))
+            dist.all_reduce(tensor, group=mine)
+            everyone: list[Any] = [None] * 4
+            dist.all_gather_object(everyone, rank)
+            found = (
+                dist.get_rank(),
+                dist.get_backend(),
+                dist.get_rank(mine),
+                tensor.item(),
+                everyone,
+            )
+            dist.barrier()
+            dist.destroy_process_group()
+            assert not dist.is_initialized()
+            return found
+
+    for rank, found in enumerate(outcomes(4, body)):
+        assert found == (rank, "threads", rank // 2, 2.0 + 2 * (rank % 2), [0, 1, 2, 3])
+    assert dist.distributed_c10d._world is worlds_before
+    assert not dist.is_initialized()
+
+
+def test_functional_collectives_find_each_ranks_group_by_name() -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    register_backends()
+    store, crowd = dist.HashStore(), Crowd()
+
+    def body(rank: int, _: TeamGroup) -> float:
+        with a_rank_of(crowd):
+            dist.init_process_group(THREADS, store=store, rank=rank, world_size=2)
+            total = functional.all_reduce(torch.tensor(rank + 1.0), "sum", dist.group.WORLD)
+            value = functional.wait_tensor(total).item()
+            dist.destroy_process_group()
+            return value
+
+    assert outcomes(2, body) == [3.0, 3.0]
+
+
+def test_the_process_keeps_its_own_group_meanwhile() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        of_process = dist.group.WORLD
+
+        def body(rank: int, _: TeamGroup) -> bool:
+            with a_rank_of(Crowd()):
+                return dist.is_initialized()
+
+        with_rank = threading.Event(), threading.Event()
+
+        def stay() -> None:
+            with a_rank_of(Crowd()):
+                with_rank[0].set()
+                with_rank[1].wait(10)
+
+        thread = threading.Thread(target=stay)
+        thread.start()
+        with_rank[0].wait(10)
+        assert dist.group.WORLD is of_process
+        with_rank[1].set()
+        thread.join()
+        assert outcomes(2, body) == [False, False]
+        assert dist.group.WORLD is of_process
+    finally:
+        dist.destroy_process_group()
