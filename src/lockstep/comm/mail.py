@@ -13,6 +13,9 @@ import torch
 
 from lockstep.errors import CollectiveMismatch
 
+# How often a thread that lets another one look for it asks whether its sender still is there.
+_CHECK_SECONDS = 0.2
+
 
 class Letter(NamedTuple):
     """A message that has come.
@@ -22,12 +25,14 @@ class Letter(NamedTuple):
         tag: The tag that it was sent with.
         dtype: The dtype of the tensor, as text.
         contents: Its bytes.
+        error: Why they aren't there, if they could not be had.
     """
 
     source: int
     tag: int
     dtype: str
     contents: torch.Tensor
+    error: Exception | None = None
 
 
 class Expected:
@@ -76,6 +81,9 @@ class Mailbox(ABC):
             PeerLost: If one of ``sources`` is gone, and nothing has come.
         """
 
+    def _check_sources(self, sources: Sequence[int]) -> None:  # noqa: B027
+        """Raise PeerLost if nothing more can come from ``sources``, as far as was seen."""
+
     @abstractmethod
     def _sources(self, expected: Expected) -> Sequence[int]:
         """Those whose message ``expected`` may be."""
@@ -100,9 +108,11 @@ class Mailbox(ABC):
         """Say that the next message of ``source`` (None: of anyone) is for ``tensor``."""
         expected = Expected(tensor, source, tag)
         with self._changed:
-            for letters in self._unclaimed.values():
-                if letters and expected.wants(letters[0]):
+            for key, letters in self._unclaimed.items():
+                if expected.wants(letters[0]):
                     expected.letter = letters.popleft()
+                    if not letters:
+                        del self._unclaimed[key]
                     break
             else:
                 self._expected.append(expected)
@@ -121,12 +131,18 @@ class Mailbox(ABC):
             PeerLost: If its sender is gone.
         """
         deadline = time.monotonic() + timeout
-        if not self._collect(expected, lambda: deadline - time.monotonic()):
+        try:
+            self._collect(expected, lambda: deadline - time.monotonic())
+        finally:
+            # Another thread may have sorted it in since.
             with self._changed:
-                self._expected.remove(expected)
+                if expected.letter is None:
+                    self._expected.remove(expected)
+        if expected.letter is None:
             raise self._overdue(expected, timeout)
         letter = expected.letter
-        assert letter is not None
+        if letter.error is not None:
+            raise letter.error
         tensor = expected.tensor
         if str(tensor.dtype) != letter.dtype or tensor.nbytes != letter.contents.numel():
             raise CollectiveMismatch(
@@ -141,18 +157,22 @@ class Mailbox(ABC):
 
     def _collect(self, expected: Expected, seconds_left: Callable[[], float]) -> bool:
         """Sort what comes until ``expected`` has its letter; False if time runs out first."""
+        sources = self._sources(expected)
         while True:
             with self._changed:
                 while expected.letter is None and self._somebody_looks:
-                    if not self._changed.wait(max(0.0, seconds_left())):
+                    # Whoever looks doesn't look for the end of these sources.
+                    self._check_sources(sources)
+                    self._changed.wait(max(0.0, min(seconds_left(), _CHECK_SECONDS)))
+                    if expected.letter is None and seconds_left() <= 0:
                         return False
                 if expected.letter is not None:
                     return True
                 self._somebody_looks = True
             letters: list[Letter] = []
+            left = max(0.0, seconds_left())
             try:
-                left = max(0.0, seconds_left())
-                letters = self._look(self._sources(expected), left)
+                letters = self._look(sources, left)
             finally:
                 with self._changed:
                     self._somebody_looks = False

@@ -8,10 +8,11 @@ vanish with the socket, and no file is left whatever happens.
 
 from __future__ import annotations
 
+import errno
 import hmac
-import json
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -25,8 +26,12 @@ from lockstep.errors import RendezvousFailed
 
 _SECRET_BYTES = 32
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_INTRODUCTION = struct.Struct(f"<{_SECRET_BYTES}sqq")  # secret, rank, pid
 # Whoever doesn't introduce itself this soon after connecting isn't one of us.
 _INTRODUCTION_SECONDS = 5.0
+# So many may be connected and not yet introduced; of more, the first are turned away.
+_MAX_STRANGERS = 64
+_RETRY_SECONDS = 0.01
 
 
 class Peer(NamedTuple):
@@ -46,12 +51,167 @@ class Peer(NamedTuple):
     memory: socket.socket
     slots: int
 
+    def close(self) -> None:
+        """Close all of them."""
+        for line in (self.signals, self.letters, self.memory):
+            line.close()
+        os.close(self.slots)
 
-class _Offer(NamedTuple):
-    """What one side gives the other: two lines' ends, or none, and its slots."""
 
-    slots: int
-    lines: tuple[int, ...] = ()
+class _Door:
+    """Where this rank meets the others.
+
+    Args:
+        rank: Which of the ranks this is.
+        size: How many there are.
+        secret: What only they know.
+        slots: The descriptor of this rank's slots, which all are to get.
+        deadline: When the last one must have come.
+    """
+
+    def __init__(self, rank: int, size: int, secret: bytes, slots: int, deadline: float) -> None:
+        self._rank = rank
+        self._size = size
+        self._secret = secret
+        self._slots = slots
+        self._deadline = deadline
+
+    def call_on(self, other: int, name: str) -> Peer:
+        """Connect to rank ``other``, which listens as ``name``."""
+        opened = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
+        line = opened[0]
+        try:
+            self._reach(line, other, name)
+            if not _is_same_user(line):
+                raise RendezvousFailed(f"Rank {other} is a process of another user.")
+            theirs = []
+            for _ in range(2):
+                mine, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                opened.append(mine)
+                theirs.append(given)
+            try:
+                self._introduce(line, *(given.fileno() for given in theirs))
+            finally:
+                for given in theirs:
+                    given.close()
+            message, descriptors = receive_message(line, _INTRODUCTION.size, 3)
+            found = self._who(message, descriptors, 1)
+            if found is None or found[0] != other:
+                _close(descriptors)
+                raise RendezvousFailed(
+                    f"Rank {other} has closed the line that rank {self._rank} reached it by."
+                    if not message
+                    else f"What answers for rank {other} doesn't know the secret."
+                )
+            line.settimeout(None)
+            _, letters, memory = opened
+            return Peer(found[1], line, letters, memory, descriptors[0])
+        except BaseException:
+            for each in opened:
+                each.close()
+            raise
+
+    def _reach(self, line: socket.socket, other: int, name: str) -> None:
+        while True:
+            line.settimeout(_left(self._deadline))
+            try:
+                line.connect(f"\0{name}")
+            except BlockingIOError:
+                # As many as there is room for have connected, and it hasn't looked at them yet.
+                if time.monotonic() > self._deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+            except ConnectionRefusedError as error:
+                raise RendezvousFailed(
+                    f"Rank {other} can't be reached from rank {self._rank}: it is on another "
+                    "host, in another network namespace, or gone. Ranks that share memory are on "
+                    "one host; use lockstep.init() or the backend 'gloo' for several."
+                ) from error
+            else:
+                return
+
+    def answer(self, listener: socket.socket, peers: dict[int, Peer]) -> None:
+        """Let in those who call, until all are in ``peers``; turn away whoever isn't a rank."""
+        # A stranger that connects and says nothing must not keep the others waiting.
+        strangers: dict[int, tuple[socket.socket, float]] = {}
+        poll = select.poll()
+        poll.register(listener, select.POLLIN)
+        listener.setblocking(False)
+
+        def dismiss(descriptor: int) -> socket.socket:
+            poll.unregister(descriptor)
+            return strangers.pop(descriptor)[0]
+
+        try:
+            while len(peers) < self._size - 1:
+                now = time.monotonic()
+                if now > self._deadline:
+                    raise TimeoutError("they didn't come")
+                for descriptor, (_, since) in list(strangers.items()):
+                    if now - since > _INTRODUCTION_SECONDS or len(strangers) > _MAX_STRANGERS:
+                        dismiss(descriptor).close()
+                wait = _INTRODUCTION_SECONDS if strangers else _left(self._deadline)
+                for descriptor, _ in poll.poll(min(wait, _left(self._deadline)) * 1000):
+                    if descriptor != listener.fileno():
+                        found = self._hear(dismiss(descriptor), peers)
+                        if found is not None:
+                            peers[found[0]] = found[1]
+                        continue
+                    try:
+                        line, _ = listener.accept()
+                    except (BlockingIOError, ConnectionAbortedError):
+                        continue
+                    if _is_same_user(line):
+                        line.setblocking(False)
+                        strangers[line.fileno()] = line, now
+                        poll.register(line, select.POLLIN)
+                    else:
+                        line.close()
+        finally:
+            for line, _ in strangers.values():
+                line.close()
+
+    def _hear(self, line: socket.socket, peers: dict[int, Peer]) -> tuple[int, Peer] | None:
+        """Let in who has said something, if it is a rank that isn't here yet."""
+        descriptors: list[int] = []
+        try:
+            message, descriptors = receive_message(line, _INTRODUCTION.size + 1, 3)
+            found = self._who(message, descriptors, 3)
+            if found is None or found[0] in peers or not self._rank < found[0] < self._size:
+                raise ConnectionRefusedError
+            line.settimeout(None)
+            self._introduce(line)
+        except ConnectionError:
+            _close(descriptors)
+            line.close()
+            return None
+        except BaseException:
+            _close(descriptors)
+            line.close()
+            raise
+        slots, *ends = descriptors
+        letters, memory = (socket.socket(fileno=end) for end in ends)
+        return found[0], Peer(found[1], line, letters, memory, slots)
+
+    def _introduce(self, line: socket.socket, *ends: int) -> None:
+        words = _INTRODUCTION.pack(self._secret, self._rank, os.getpid())
+        send_message(line, words, [self._slots, *ends])
+
+    def _who(
+        self, message: bytes, descriptors: list[int], num_descriptors: int
+    ) -> tuple[int, int] | None:
+        """Return the rank and the process of who sent ``message``, or None for a stranger."""
+        if len(message) != _INTRODUCTION.size:
+            return None
+        secret, other, pid = _INTRODUCTION.unpack(message)
+        if not hmac.compare_digest(secret, self._secret):
+            return None
+        if len(descriptors) != num_descriptors:
+            # The kernel drops those that there is no room for.
+            raise OSError(
+                errno.EMFILE, f"Too many open files to take those of rank {other} (ulimit -n)"
+            )
+        return other, pid
 
 
 def join(store: dist.Store, rank: int, size: int, slots: int, timeout: float) -> dict[int, Peer]:
@@ -68,109 +228,44 @@ def join(store: dist.Store, rank: int, size: int, slots: int, timeout: float) ->
         RendezvousFailed: If they don't all come, or one can't be reached.
     """
     deadline = time.monotonic() + timeout
-    if rank == 0:
-        store.set("secret", secrets.token_hex(_SECRET_BYTES))
     peers: dict[int, Peer] = {}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        name = f"lockstep-{secrets.token_hex(16)}"
-        listener.bind(f"\0{name}")
-        listener.listen(size)
-        store.set(f"address/{rank}", name)
-        try:
-            secret = _read(store, "secret", deadline)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            name = f"lockstep-{secrets.token_hex(16)}"
+            listener.bind(f"\0{name}")
+            listener.listen(size + _MAX_STRANGERS)
+            if rank == 0:
+                store.set("secret", secrets.token_hex(_SECRET_BYTES))
+            store.set(f"address/{rank}", name)
+            secret = bytes.fromhex(_read(store, "secret", deadline))
+            door = _Door(rank, size, secret, slots, deadline)
             # Towards the lower ranks first, then from the higher ones: rank 0 only answers, so
             # there is always one who doesn't wait for another.
             for other in range(rank):
-                peers[other] = _connect(store, other, rank, secret, slots, deadline)
-            while len(peers) < size - 1:
-                found = _answer(listener, rank, size, secret, slots, deadline)
-                if found is not None:
-                    peers[found[0]] = found[1]
-        except (OSError, RuntimeError) as error:
-            absent = sorted(set(range(size)) - set(peers) - {rank})
-            for peer in peers.values():
-                for line in (peer.signals, peer.letters, peer.memory):
-                    line.close()
-                os.close(peer.slots)
-            if isinstance(error, RendezvousFailed):
-                raise
-            raise RendezvousFailed(
-                f"Rank {rank} of {size} waited up to {timeout:g} s for rank"
-                f"{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} to share memory "
-                f"with it: {error}. See whether they started, and whether all ran as one user."
-            ) from error
+                peers[other] = door.call_on(other, _read(store, f"address/{other}", deadline))
+            door.answer(listener, peers)
+    except BaseException as error:
+        for peer in peers.values():
+            peer.close()
+        if isinstance(error, RendezvousFailed) or not isinstance(error, OSError | RuntimeError):
+            raise
+        absent = sorted(set(range(size)) - set(peers) - {rank})
+        raise RendezvousFailed(
+            f"Rank {rank} of {size} waited up to {timeout:g} s for rank"
+            f"{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} to share memory "
+            f"with it: {error}. See whether they started, and whether all ran as one user."
+        ) from error
     return peers
 
 
 def _read(store: dist.Store, key: str, deadline: float) -> str:
-    store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    store.wait([key], timedelta(seconds=_left(deadline)))
     return bytes(store.get(key)).decode()
 
 
-def _connect(
-    store: dist.Store, other: int, rank: int, secret: str, slots: int, deadline: float
-) -> Peer:
-    name = _read(store, f"address/{other}", deadline)
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        try:
-            line.connect(f"\0{name}")
-        except ConnectionRefusedError as error:
-            raise RendezvousFailed(
-                f"Rank {other} can't be reached from rank {rank}: it is on another host, in "
-                "another network namespace, or gone. Ranks that share memory are on one host; "
-                "use lockstep.init() or the backend 'gloo' for several."
-            ) from error
-        line.settimeout(max(0.001, deadline - time.monotonic()))
-        if not _is_same_user(line):
-            raise RendezvousFailed(f"Rank {other} is a process of another user.")
-        ends = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-        try:
-            theirs = tuple(there.fileno() for _, there in ends)
-            _introduce(line, secret, rank, _Offer(slots, theirs))
-        finally:
-            for _, there in ends:
-                there.close()
-        introduced = _hear(line, secret)
-        if introduced is None or introduced[0] != other:
-            raise RendezvousFailed(f"What answers for rank {other} doesn't know the secret.")
-        _, pid, offer = introduced
-        line.settimeout(None)
-        return Peer(pid, line, ends[0][0], ends[1][0], offer.slots)
-    except BaseException:
-        line.close()
-        raise
-
-
-def _answer(
-    listener: socket.socket, rank: int, size: int, secret: str, slots: int, deadline: float
-) -> tuple[int, Peer] | None:
-    """Let the next one in, if it is one of the ranks."""
-    listener.settimeout(max(0.001, deadline - time.monotonic()))
-    line, _ = listener.accept()
-    line.settimeout(_INTRODUCTION_SECONDS)
-    introduced = None
-    try:
-        if _is_same_user(line):
-            introduced = _hear(line, secret)
-        if introduced is None:
-            return None
-        other, pid, offer = introduced
-        if not rank < other < size or len(offer.lines) != 2:
-            for descriptor in (offer.slots, *offer.lines):
-                os.close(descriptor)
-            introduced = None
-            return None
-        _introduce(line, secret, rank, _Offer(slots))
-        line.settimeout(None)
-        letters, memory = (socket.socket(fileno=descriptor) for descriptor in offer.lines)
-        return other, Peer(pid, line, letters, memory, offer.slots)
-    except (OSError, ValueError):
-        introduced = None
-        return None
-    finally:
-        if introduced is None:
-            line.close()
+def _left(deadline: float) -> float:
+    """The seconds that are left; a little even if there are none, and no more than poll takes."""
+    return min(max(0.001, deadline - time.monotonic()), 1e6)
 
 
 def _is_same_user(line: socket.socket) -> bool:
@@ -179,20 +274,6 @@ def _is_same_user(line: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def _introduce(line: socket.socket, secret: str, rank: int, offer: _Offer) -> None:
-    words = json.dumps({"secret": secret, "rank": rank, "pid": os.getpid()})
-    send_message(line, words.encode(), [offer.slots, *offer.lines])
-
-
-def _hear(line: socket.socket, secret: str) -> tuple[int, int, _Offer] | None:
-    """Return the rank, the process and the offer of the other side, if it knows the secret."""
-    words, descriptors = receive_message(line, 1024, 3)
-    try:
-        told = json.loads(words)
-        if not hmac.compare_digest(str(told["secret"]), secret) or not descriptors:
-            raise ValueError
-        return int(told["rank"]), int(told["pid"]), _Offer(descriptors[0], tuple(descriptors[1:]))
-    except (ValueError, KeyError, TypeError):
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return None
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

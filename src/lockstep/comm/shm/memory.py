@@ -131,8 +131,10 @@ def _room_by_limit() -> list[tuple[int, str]]:
             usage = "memory.usage_in_bytes"
         else:
             continue
-        # Inside a container the path is that of the host, and its own group is at the root.
-        for folder in (Path(root, path.lstrip("/")), Path(root)):
+        # The limits of the groups above it hold as well. Inside a container the path may be that
+        # of the host, and its own group is at the root.
+        own = Path(root, path.lstrip("/"))
+        for folder in (own, *(each for each in own.parents if each.is_relative_to(root))):
             most, used = _number(folder / limit), _number(folder / usage)
             if most is None or used is None:
                 continue

@@ -33,6 +33,13 @@ _MESSAGE_BYTES = 8192
 # as it has told that it called something else.
 _ACCOUNT_SECONDS = 1.0
 
+# How long a rank waits on when one that has arrived already ends without a word. It may have gone
+# on to its own end after this meeting, and then all others will be here in no time.
+_LAST_COMER_SECONDS = 0.3
+
+# What poll() takes ends with 24 days.
+_LONGEST_SLEEP_SECONDS = 1e6
+
 
 class Note(TypedDict):
     """What a rank tells the others when it is not just arriving."""
@@ -45,6 +52,14 @@ class Note(TypedDict):
 _FAULTS: dict[str, type[PeerLost | CollectiveTimeout | CollectiveMismatch]] = {
     kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, CollectiveMismatch)
 }
+
+
+def fault_told(
+    note: Note, peer: int, operation: str
+) -> PeerLost | CollectiveTimeout | CollectiveMismatch:
+    """The error that ``peer`` tells of."""
+    fault = _FAULTS.get(note["kind"], PeerLost)
+    return fault(f"{note['text']} (Rank {peer} said so.)", note["ranks"], operation)
 
 
 class Signals:
@@ -63,6 +78,8 @@ class Signals:
         self._received = bytearray(_MESSAGE_BYTES)
         self._fingerprint = memoryview(self._received)[:FINGERPRINT_BYTES]
         self._places = [0] * (len(lines) + 1)
+        # Those who have said why they send nothing more.
+        self._explained: set[int] = set()
         # Looking takes a core. Where there isn't one for each rank, it would keep from running
         # the very rank that is waited for.
         self._looks = _LOOKS if len(os.sched_getaffinity(0)) > len(lines) else 0
@@ -93,7 +110,7 @@ class Signals:
                 except BlockingIOError:
                     continue
                 except OSError:
-                    count = 0
+                    count = self._read(peer)
                 if count != _ARRIVAL_BYTES or self._fingerprint != mine:
                     self._explain(call, peer, count)
                 places[peer] = _PLACE.unpack_from(self._received, FINGERPRINT_BYTES)[0]
@@ -114,38 +131,74 @@ class Signals:
     ) -> None:
         """Wait without using a core until everyone in ``pending`` has arrived."""
         poll = select.poll()
-        peers = {line.fileno(): peer for peer, line in pending.items()}
-        for descriptor in peers:
-            poll.register(descriptor, select.POLLIN)
+        peers = {line.fileno(): peer for peer, line in self._lines.items()}
+        if -1 in peers:
+            raise PeerLost("The group was closed meanwhile.", [self._rank], call.operation)
+        for descriptor, peer in peers.items():
+            # Of those who have arrived only the end matters: what they send is for later.
+            poll.register(descriptor, select.POLLIN if peer in pending else 0)
+        dead: list[int] = []
         deadline = time.monotonic() + timeout
         while pending:
             left = deadline - time.monotonic()
-            ready = poll.poll(max(0.0, left * 1000))
+            ready = poll.poll(max(0.0, min(left, _LONGEST_SLEEP_SECONDS) * 1000))
             if not ready and left <= 0:
+                if dead:
+                    self._raise_lost(call, dead)
                 self._report_overdue(call, sorted(pending), timeout)
             for descriptor, _ in ready:
                 peer = peers[descriptor]
+                if peer not in pending:
+                    poll.unregister(descriptor)
+                    if self._died(call, peer):
+                        dead.append(peer)
+                        deadline = min(deadline, time.monotonic() + _LAST_COMER_SECONDS)
+                    continue
                 count = self._read(peer)
+                if count < 0:
+                    continue
                 if count != _ARRIVAL_BYTES or self._fingerprint != mine:
                     self._explain(call, peer, count)
                 places[peer] = _PLACE.unpack_from(self._received, FINGERPRINT_BYTES)[0]
-                poll.unregister(descriptor)
                 del pending[peer]
+                poll.modify(descriptor, 0)
 
     def _read(self, peer: int) -> int:
+        """Return how many bytes came from ``peer``: -1 for nothing yet, 0 for nothing any more."""
+        line = self._lines[peer]
         try:
-            return self._lines[peer].recv_into(self._received, 0, socket.MSG_DONTWAIT)
+            try:
+                return line.recv_into(self._received, 0, socket.MSG_DONTWAIT)
+            except ConnectionResetError:
+                # It went without reading everything. The kernel says so once, and before what it
+                # had sent is read, which may tell why.
+                return line.recv_into(self._received, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return -1
         except OSError:
             return 0
+
+    def _died(self, call: Call, peer: int) -> bool:
+        """Read ``peer``'s line to its end; return whether it ended without a word.
+
+        Raises:
+            CollectiveFailed: If ``peer`` tells of what went wrong.
+        """
+        while (count := self._read(peer)) > 0:
+            if count != _ARRIVAL_BYTES:
+                note = self._note(count)
+                if note["kind"] in _FAULTS:
+                    self._raise_what_was_told(call, peer, note)
+                # It left, or found a mismatch with one whose call is still to be read here.
+                self._explained.add(peer)
+        return count == 0 and peer not in self._explained
 
     def _report_overdue(self, call: Call, ranks: list[int], timeout: float) -> None:
         text = (
             f"{_named(ranks)} did not come to {call} within {timeout:g} s: stopped, busy with "
             "something else, or ended without it. See what it does there."
         )
-        self.announce("CollectiveTimeout", text, ranks)
+        self.announce(Note(kind="CollectiveTimeout", text=text, ranks=ranks))
         raise CollectiveTimeout(text, ranks, call.operation)
 
     def _explain(self, call: Call, peer: int, count: int) -> None:
@@ -153,44 +206,53 @@ class Signals:
         if count == _ARRIVAL_BYTES:
             self._compare_accounts(call, peer)
         if count > 0:
-            self._raise_what_was_told(call, peer, self._note(count))
-        self._raise_lost(call, peer)
+            note = self._note(count)
+            if note["kind"] != "left":
+                self._raise_what_was_told(call, peer, note)
+            self._explained.add(peer)
+        # Whoever is gone may have gone because of another one, who is to be named then.
+        dead = [other for other in self._lines if self._died(call, other)]
+        if dead:
+            self._raise_lost(call, dead)
+        self._raise_lost(call, [peer], has_left=True)
 
-    def _raise_lost(self, call: Call, peer: int) -> None:
-        text = (
-            f"Rank {peer} is gone; rank {self._rank} waited for it in {call}. Its process ended "
-            "or was killed: what it wrote last tells why."
-        )
-        self.announce("PeerLost", text, [peer])
-        raise PeerLost(text, [peer], call.operation)
+    def _raise_lost(self, call: Call, ranks: list[int], has_left: bool = False) -> None:
+        is_gone, it, its = ("are", "them", "Their") if len(ranks) > 1 else ("is", "it", "Its")
+        text = f"{_named(ranks)} {is_gone} gone; rank {self._rank} waited for {it} in {call}. "
+        if has_left:
+            text += (
+                "It left the group in good order: its program ended, or it called "
+                "destroy_process_group. Make all ranks take equally many steps, and leave after "
+                "the last one."
+            )
+        else:
+            text += f"{its} process ended or was killed: what it wrote last tells why."
+        self.announce(Note(kind="PeerLost", text=text, ranks=ranks))
+        raise PeerLost(text, ranks, call.operation)
 
     def _raise_what_was_told(self, call: Call, peer: int, note: Note) -> None:
-        if note["kind"] == "left":
-            text = (
-                f"Rank {peer} has left the group (destroy_process_group); rank {self._rank} waited "
-                f"for it in {call}. Make all ranks take equally many steps, and leave after the "
-                "last one."
-            )
-            self.announce("PeerLost", text, [peer])
-            raise PeerLost(text, [peer], call.operation)
         if note["kind"] == "called":
             # It found the mismatch first; its arrival in that other call came before this.
             self._raise_mismatch(call, {peer: note["text"]})
-        fault = _FAULTS.get(note["kind"], PeerLost)
-        raise fault(f"{note['text']} (Rank {peer} said so.)", note["ranks"], call.operation)
+        # Passed on: who hears next that this rank is gone must not take it for the cause.
+        self.announce(note)
+        raise fault_told(note, peer, call.operation)
 
     def _compare_accounts(self, call: Call, peer: int) -> None:
         """Tell what this rank called, hear what ``peer`` did, and raise the difference."""
-        self.announce("called", str(call), [self._rank])
+        self._announce_call(call)
+        poll = select.poll()
+        poll.register(self._lines[peer], select.POLLIN)
         deadline = time.monotonic() + _ACCOUNT_SECONDS
         account = "something else"
         while (left := deadline - time.monotonic()) > 0:
-            select.select([self._lines[peer]], [], [], left)
+            poll.poll(left * 1000)
             count = self._read(peer)
             if count == 0:
                 break
             if count > 0 and count != _ARRIVAL_BYTES:
-                account = self._note(count)["text"]
+                note = self._note(count)
+                account = note["text"] if note["kind"] == "called" else account
                 break
         self._raise_mismatch(call, {peer: account}, announced=True)
 
@@ -198,7 +260,7 @@ class Signals:
         self, call: Call, accounts: Mapping[int, str], announced: bool = False
     ) -> None:
         if not announced:
-            self.announce("called", str(call), [self._rank])
+            self._announce_call(call)
         theirs = "; ".join(f"rank {peer} called {text}" for peer, text in accounts.items())
         raise CollectiveMismatch(
             f"Rank {self._rank} called {call}; {theirs}. All ranks must make the same calls in "
@@ -207,11 +269,12 @@ class Signals:
             call.operation,
         )
 
-    def announce(self, kind: str, text: str, ranks: list[int]) -> None:
+    def _announce_call(self, call: Call) -> None:
+        self.announce(Note(kind="called", text=str(call), ranks=[self._rank]))
+
+    def announce(self, note: Note) -> None:
         """Tell every other rank something that isn't an arrival; whoever is gone doesn't hear."""
-        note = Note(kind=kind, text=text[: _MESSAGE_BYTES // 4], ranks=ranks)
-        # Never as long as an arrival, by which they are told apart.
-        message = json.dumps(note).encode().ljust(_ARRIVAL_BYTES + 1)
+        message = written(note)
         for line in self._lines.values():
             try:
                 line.send(message, socket.MSG_DONTWAIT)
@@ -220,14 +283,6 @@ class Signals:
 
     def _note(self, count: int) -> Note:
         note: Note = json.loads(self._received[:count])
-        return note
-
-    def told(self, peer: int) -> Note | None:
-        """What ``peer`` said last in its line, if that isn't an arrival."""
-        note = None
-        while (count := self._read(peer)) > 0:
-            if count != _ARRIVAL_BYTES:
-                note = self._note(count)
         return note
 
     def interrupt(self) -> None:
@@ -239,6 +294,14 @@ class Signals:
         """Close the lines."""
         for line in self._lines.values():
             line.close()
+
+
+def written(note: Note) -> bytes:
+    """What to send for ``note``."""
+    # A character takes up to six bytes.
+    note["text"] = note["text"][: _MESSAGE_BYTES // 8]
+    # Never as long as an arrival, by which they are told apart.
+    return json.dumps(note).encode().ljust(_ARRIVAL_BYTES + 1)
 
 
 def _named(ranks: list[int]) -> str:

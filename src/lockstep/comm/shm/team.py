@@ -6,6 +6,7 @@ import itertools
 import os
 import socket
 import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ from lockstep.comm.shm.joining import join
 from lockstep.comm.shm.letters import Letters
 from lockstep.comm.shm.lines import receive_message, send_message
 from lockstep.comm.shm.memory import Segment, map_segment
-from lockstep.comm.shm.signals import Signals
+from lockstep.comm.shm.signals import Note, Signals, fault_told
 from lockstep.comm.team import Place, Team
 from lockstep.errors import (
     CollectiveFailed,
@@ -24,6 +25,7 @@ from lockstep.errors import (
     CollectiveTimeout,
     GroupClosed,
     PeerLost,
+    SharedMemoryFull,
 )
 
 # Large enough that meetings are nothing beside the copying, small enough to stay in the cache.
@@ -33,6 +35,10 @@ _ALIGNMENT = 64
 # A place is a segment's number and an offset in it. The slots are segment 0.
 _OFFSET_BITS = 40
 _MAX_VIEWS = 512
+# How many segments that are no longer used are told of with a new one.
+_MAX_RETIRED = 512
+
+_Fault = PeerLost | CollectiveTimeout | CollectiveMismatch
 
 _teams: weakref.WeakSet[ShmTeam] = weakref.WeakSet()
 
@@ -66,24 +72,40 @@ class ShmTeam(Team):
         finally:
             slots.close()
         self._signals = Signals(rank, {r: peer.signals for r, peer in peers.items()})
-        self.mailbox = Letters(rank, {r: peer.letters for r, peer in peers.items()}, self._lost)
+        self._letters = Letters(rank, {r: peer.letters for r, peer in peers.items()}, self._lost)
+        self.mailbox = self._letters
         self._memory_lines = {r: peer.memory for r, peer in peers.items()}
         # By rank and number, the segments of others (and of this rank: its slots).
-        self._mapped = {(r, 0): map_segment(peer.slots) for r, peer in peers.items()}
-        self._mapped[rank, 0] = memory
+        self._mapped = {(rank, 0): memory}
         self._turn = 0
         self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
         self._own: dict[int, Segment] = {}
         self._number_at: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self._announced: set[int] = set()
-        self._retired: list[int] = []
-        self._fault: CollectiveFailed | None = None
+        self._retired: deque[int] = deque()
+        self._fault: _Fault | None = None
         self._is_closed = False
+        # Whether check_open() has something to raise: most calls ask no more than this.
+        self._is_broken = False
         _teams.add(self)
+        slots_of_others = {r: peer.slots for r, peer in peers.items()}
+        try:
+            while slots_of_others:
+                r, descriptor = slots_of_others.popitem()
+                self._mapped[r, 0] = map_segment(descriptor)
+        except BaseException:
+            for descriptor in slots_of_others.values():
+                os.close(descriptor)
+            self.close()
+            raise
 
     def stage(self, dtype: torch.dtype, numel: int) -> tuple[Place, torch.Tensor]:
         """Return the next slot's place, and the slot as a flat tensor to write to."""
+        # After a fault, others may still be reading what a slot holds, however late they are.
+        # Shown by test_a_rank_that_was_stopped_gets_no_wrong_sum.
+        if self._is_broken:
+            self.check_open()
         self._turn = 1 - self._turn
         place = self._turn * _SLOT_BYTES
         return place, self.at(self.rank, place, dtype, numel)
@@ -91,15 +113,19 @@ class ShmTeam(Team):
     def meet(self, call: Call, place: Place, timeout: float) -> Sequence[Place]:
         """Wait until every rank has made the same call; return the places they announce."""
         assert isinstance(place, int)
-        self.check_open()
-        number = place >> _OFFSET_BITS
-        if number and number not in self._announced:
-            self._hand_out(number)
+        if self._is_broken:
+            self.check_open()
         try:
+            number = place >> _OFFSET_BITS
+            if number and number not in self._announced:
+                self._hand_out(number)
             return self._signals.exchange(call, place, timeout)
         except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
-            self._fault = self._fault or error
-            self.check_open()
+            raise self.break_off(error) from None
+        except BaseException as error:
+            # This rank doesn't come to the meeting, or goes from it before its end (at Ctrl-C,
+            # say). Its next arrival would be taken for the one to this meeting.
+            self._give_up(call.operation, error)
             raise
 
     def at(self, rank: int, place: Place, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -113,11 +139,13 @@ class ShmTeam(Team):
         if view is None:
             number, offset = place >> _OFFSET_BITS, place & ((1 << _OFFSET_BITS) - 1)
             if (rank, number) not in self._mapped:
-                self._take_segments(rank)
+                try:
+                    self._take_segments(rank)
+                except BaseException as error:
+                    self._give_up("a collective on shared memory", error)
+                    raise
             whole = self._mapped[rank, number]
             view = whole[offset : offset + numel * dtype.itemsize].view(dtype)
-            if number:
-                return view
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             self._views[key] = view
@@ -160,16 +188,16 @@ class ShmTeam(Team):
 
     def _hand_out(self, number: int) -> None:
         """Give the others a segment before it is announced, and tell which are no longer used."""
-        retired, self._retired = self._retired, []
-        message = b"".join(n.to_bytes(8, "little") for n in (number, *retired[:512]))
-        self._retired = retired[512:] + self._retired
+        retired = [self._retired.popleft() for _ in range(min(len(self._retired), _MAX_RETIRED))]
+        message = b"".join(n.to_bytes(8, "little") for n in (number, *retired))
         for line in self._memory_lines.values():
             try:
                 send_message(line, message, [self._own[number].descriptor])
-            except OSError:
+            except ConnectionError:
                 # It is gone, as the meeting will tell.
                 continue
         self._announced.add(number)
+        self._announced.difference_update(retired)
 
     def _take_segments(self, rank: int) -> None:
         """Map what ``rank`` has handed out, and let go of what it no longer uses."""
@@ -181,12 +209,19 @@ class ShmTeam(Team):
                 return
             if not message:
                 return
+            if not descriptors:
+                # The kernel drops those that there is no room for.
+                raise SharedMemoryFull(
+                    f"Rank {rank}'s memory can't be mapped: too many files are open. Raise the "
+                    "limit (ulimit -n)."
+                )
             numbers = [
                 int.from_bytes(message[i : i + 8], "little") for i in range(0, len(message), 8)
             ]
             self._mapped[rank, numbers[0]] = map_segment(descriptors[0])
             for number in numbers[1:]:
                 self._mapped.pop((rank, number), None)
+                self._views.clear()
 
     def check_open(self) -> None:
         """Raise what broke this team, if something did."""
@@ -201,62 +236,111 @@ class ShmTeam(Team):
                 "after the last collective."
             )
         fault = self._fault
-        if isinstance(fault, PeerLost | CollectiveTimeout | CollectiveMismatch):
+        if fault is not None:
             raise type(fault)(str(fault), fault.ranks, fault.operation)
 
-    def _lost(self, rank: int, operation: str) -> CollectiveFailed:
-        """What to raise when the line for letters to ``rank`` has ended."""
+    def _lost(self, rank: int, operation: str, note: Note | None) -> CollectiveFailed:
+        """What to raise when the line for letters to ``rank`` has ended, with these last words."""
         try:
             self.check_open()
         except CollectiveFailed as error:
             return error
-        note = self._signals.told(rank)
-        reason = "Its process ended or was killed: what it wrote last tells why."
-        if note is not None:
-            reason = "It has left the group." if note["kind"] == "left" else note["text"]
-        text = f"Rank {rank} is gone; rank {self.rank} waited for it in {operation}. {reason}"
-        self._signals.announce("PeerLost", text, [rank])
-        self._fault = PeerLost(text, [rank], operation)
-        return PeerLost(text, [rank], operation)
+        text = f"Rank {rank} is gone; rank {self.rank} waited for it in {operation}. "
+        if note is None:
+            text += "Its process ended or was killed: what it wrote last tells why."
+        elif note["kind"] == "left":
+            text += "It left the group in good order; make it send before it does."
+            return PeerLost(text, [rank], operation)
+        else:
+            return self.break_off(fault_told(note, rank, operation), note)
+        return self.break_off(PeerLost(text, [rank], operation))
+
+    def break_off(self, error: CollectiveFailed, note: Note | None = None) -> CollectiveFailed:
+        """Take no further part, and see that all who wait for this rank learn why.
+
+        Args:
+            error: What happened.
+            note: What to tell the others, if that isn't the error's own text.
+
+        Returns:
+            What to raise: what broke the group first.
+        """
+        if not self._is_broken:
+            self._fault = error if isinstance(error, _Fault) else PeerLost(str(error), [self.rank])
+            self._is_broken = True
+        fault = self._fault
+        if not self._is_closed and fault is not None:
+            if note is None:
+                note = Note(kind=type(fault).__name__, text=str(fault), ranks=list(fault.ranks))
+            self._signals.announce(note)
+            self._signals.interrupt()
+            self._letters.part(note)
+        try:
+            self.check_open()
+        except CollectiveFailed as first:
+            return first
+        return error
+
+    def _give_up(self, operation: str, error: BaseException) -> None:
+        """Break the group because of something that concerns this rank alone."""
+        if not self._is_broken:
+            text = f"Rank {self.rank} could not go on with {operation}: {error!r}"
+            self.break_off(PeerLost(text, [self.rank], operation))
 
     def abort(self) -> None:
         """Make every wait of this rank, and of the others, end with an error."""
-        if self._process != os.getpid() or self._is_closed:
-            return
-        text = f"Rank {self.rank} has aborted the group."
-        self._signals.announce("PeerLost", text, [self.rank])
-        self._fault = self._fault or PeerLost(text, [self.rank], "abort")
-        self._signals.interrupt()
-        self.mailbox.interrupt()
+        if not self._is_broken:
+            self.break_off(
+                PeerLost(f"Rank {self.rank} has aborted the group.", [self.rank], "abort")
+            )
 
     def leave(self) -> None:
         """Tell the others that this rank takes no further part, and let go of everything."""
         if self._is_closed:
             return
         if self._process == os.getpid():
-            self._signals.announce("left", "", [self.rank])
-            self.mailbox.flush()
+            if not self._is_broken:
+                note = Note(kind="left", text="", ranks=[self.rank])
+                self._signals.announce(note)
+                self._letters.flush()
+                self._letters.part(note)
+            # Whichever thread still waits here learns that there is no point.
+            self._is_closed = self._is_broken = True
+            self._signals.interrupt()
+            self._letters.interrupt()
         self.close()
 
     def close(self) -> None:
         """Close all descriptors and forget all memory, without a word to the others."""
-        self._is_closed = True
+        self._is_closed = self._is_broken = True
         self._signals.close()
-        self.mailbox.close()
+        self._letters.close()
+        self._close_memory()
+
+    def _close_memory(self) -> None:
         for line in self._memory_lines.values():
             line.close()
-        for segment in self._own.values():
-            segment.close()
+        for number in list(self._own):
+            segment = self._own.pop(number, None)
+            if segment is not None:
+                segment.close()
         self._number_at.clear()
         self._mapped.clear()
         self._views.clear()
 
+    def forget(self) -> None:
+        """Close everything in a forked child, without ending the lines of its parent."""
+        self._is_closed = self._is_broken = True
+        self._signals.close()
+        self._letters.forget()
+        self._close_memory()
 
-def _close_in_child() -> None:
+
+def _forget_in_child() -> None:
     # A line ends only when the last process that has it open closes it: a forked child that
     # outlived its parent (a loader's worker, say) would hide from the others that it died.
     for team in list(_teams):
-        team.close()
+        team.forget()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)
