@@ -89,7 +89,7 @@ class Collectives:
         """Combine all ranks' tensors, in rank order, and have the result on ``root``."""
         team = self._team
         source = tensor if reduction.factor is None else tensor * reduction.factor
-        for piece in self._pieces(tensor.numel(), self._slot_numel(tensor.dtype)):
+        for piece in pieces(tensor.numel(), self._slot_numel(tensor.dtype)):
             everyone = self._publish(source[piece])
             share = self._share(everyone[0].numel(), team.rank)
             mine = [whole[share] for whole in everyone]
@@ -101,7 +101,7 @@ class Collectives:
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Have what ``root`` has on every rank."""
         team = self._team
-        for piece in self._pieces(tensor.numel(), self._slot_numel(tensor.dtype)):
+        for piece in pieces(tensor.numel(), self._slot_numel(tensor.dtype)):
             part = tensor[piece]
             place: Place = 0
             if team.rank == root:
@@ -113,13 +113,13 @@ class Collectives:
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """Have every rank's tensor, all of one size, on every rank."""
-        for piece in self._pieces(tensor.numel(), self._slot_numel(tensor.dtype)):
+        for piece in pieces(tensor.numel(), self._slot_numel(tensor.dtype)):
             for output, part in zip(outputs, self._publish(tensor[piece]), strict=True):
                 output[piece].copy_(part)
 
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """As :meth:`all_gather`, on the rank that gives ``outputs``; the others give none."""
-        for piece in self._pieces(tensor.numel(), self._slot_numel(tensor.dtype)):
+        for piece in pieces(tensor.numel(), self._slot_numel(tensor.dtype)):
             parts = self._publish(tensor[piece])
             for output, part in zip(outputs, parts, strict=False):
                 output[piece].copy_(part)
@@ -159,12 +159,8 @@ class Collectives:
         Raises:
             CollectiveMismatch: On every rank, if one expects another size of another.
         """
-        expected = [output.numel() for output in outputs]
-        told = self._agree([tensor.numel(), *expected])
-        sizes = [theirs[0] for theirs in told]
-        for rank, (_, *theirs) in enumerate(told):
-            self._compare(rank, "receives", theirs, "sent are", sizes)
-        for piece in self._pieces(max(sizes), self._slot_numel(tensor.dtype)):
+        sizes = check_gathered(self._call, self._agree([tensor.numel(), *map(len, outputs)]))
+        for piece in pieces(max(sizes), self._slot_numel(tensor.dtype)):
             place, slot = self._team.stage(tensor.dtype, tensor[piece].numel())
             slot.copy_(tensor[piece])
             places = self._team.meet(self._call, place, self._timeout)
@@ -179,11 +175,8 @@ class Collectives:
             CollectiveMismatch: On every rank, if one expects another size than it is sent.
         """
         team, dtype = self._team, inputs[0].dtype
-        sent_here = [part.numel() for part in inputs]
-        told = self._agree([*sent_here, *(part.numel() for part in outputs)])
-        for rank, theirs in enumerate(told):
-            sent = [other[rank] for other in told]
-            self._compare(rank, "receives", theirs[team.size :], "sent are", sent)
+        told = self._agree([*map(len, inputs), *map(len, outputs)])
+        check_exchanged(self._call, told)
         largest = max(max(theirs[: team.size]) for theirs in told)
         for piece, _ in self._cells(largest, dtype):
             parts = [part[piece] for part in inputs]
@@ -202,18 +195,6 @@ class Collectives:
         tables = self._publish(torch.tensor(numbers, dtype=torch.int64))
         return [table.tolist() for table in tables]
 
-    def _compare(
-        self, rank: int, does: str, got: Sequence[int], is_expected: str, expected: Sequence[int]
-    ) -> None:
-        if list(got) != list(expected):
-            raise CollectiveMismatch(
-                f"In {self._call.operation}, rank {rank} {does} {list(got)} elements from ranks 0 "
-                f"to {self._team.size - 1}, but {is_expected} {list(expected)}. Make the sizes of "
-                "outputs and inputs agree.",
-                [rank],
-                self._call.operation,
-            )
-
     def _publish(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Show the others ``part``, of one size on all ranks; return what each of them shows."""
         place, slot = self._team.stage(part.dtype, part.numel())
@@ -231,9 +212,7 @@ class Collectives:
             for rank, place in enumerate(places)
         ]
 
-    def _announce(
-        self, tensor: torch.Tensor, here: Place | None, piece: slice
-    ) -> Sequence[Place]:
+    def _announce(self, tensor: torch.Tensor, here: Place | None, piece: slice) -> Sequence[Place]:
         """Meet; what isn't in the others' reach is staged for it, a piece of it."""
         if here is None:
             part = tensor[piece]
@@ -253,15 +232,54 @@ class Collectives:
         each += -each % 64
         return slice(min(rank * each, numel), min((rank + 1) * each, numel))
 
-    def _pieces(self, numel: int, size: int) -> Iterator[slice]:
-        """Cut up ``numel`` elements; even if there are none the ranks meet once."""
-        for start in range(0, max(numel, 1), size):
-            yield slice(start, min(start + size, numel))
-
     def _cells(self, numel: int, dtype: torch.dtype) -> Iterator[tuple[slice, int]]:
         """Cut up ``numel`` elements so that a slot holds such a piece for each rank."""
-        for piece in self._pieces(numel, self._slot_numel(dtype) // self._team.size):
+        for piece in pieces(numel, self._slot_numel(dtype) // self._team.size):
             yield piece, piece.stop - piece.start
+
+
+def check_gathered(call: Call, told: Sequence[Sequence[int]]) -> list[int]:
+    """Return the sizes of what is gathered.
+
+    Args:
+        call: What was called.
+        told: Of each rank, the size of what it gives, and those that it expects of all.
+
+    Raises:
+        CollectiveMismatch: If a rank expects other sizes.
+    """
+    sizes = [given for given, *_ in told]
+    for rank, (_, *expected) in enumerate(told):
+        _compare(call, rank, expected, sizes)
+    return sizes
+
+
+def check_exchanged(call: Call, told: Sequence[Sequence[int]]) -> None:
+    """Raise CollectiveMismatch if a rank expects other sizes than it is sent.
+
+    Args:
+        call: What was called.
+        told: Of each rank, the sizes of what it sends to all, and of what it expects of them.
+    """
+    for rank, theirs in enumerate(told):
+        _compare(call, rank, theirs[len(told) :], [other[rank] for other in told])
+
+
+def _compare(call: Call, rank: int, expected: Sequence[int], sent: Sequence[int]) -> None:
+    if list(expected) != list(sent):
+        raise CollectiveMismatch(
+            f"In {call.operation}, rank {rank} expects {list(expected)} elements from ranks 0 to "
+            f"{len(sent) - 1}, but {list(sent)} are sent to it. Make the sizes of outputs and "
+            "inputs agree.",
+            [rank],
+            call.operation,
+        )
+
+
+def pieces(numel: int, size: int) -> Iterator[slice]:
+    """Cut up ``numel`` elements; even if there are none there is one piece, and one meeting."""
+    for start in range(0, max(numel, 1), size):
+        yield slice(start, min(start + size, numel))
 
 
 def _length_within(piece: slice, numel: int) -> int:

@@ -82,6 +82,13 @@ class Reduction(NamedTuple):
         for block in zip(*blocks, strict=True):
             self._combine_block(block[0], block[1:stop], block[stop:])
 
+    def divide(self, total: torch.Tensor, count: int) -> None:
+        """Make the average of ``count`` values from their sum, in place."""
+        if total.is_floating_point() or total.is_complex():
+            total.div_(count)
+        else:
+            total.div_(count, rounding_mode="trunc")
+
     def _combine_block(
         self,
         target: torch.Tensor,
@@ -95,7 +102,7 @@ class Reduction(NamedTuple):
         for source in sources[2:]:
             self.combine(target, source, out=target)
         if self.name == "AVG":
-            _divide(target, len(sources))
+            self.divide(target, len(sources))
         for copy in copies:
             copy.copy_(target)
 
@@ -116,7 +123,7 @@ class Reduction(NamedTuple):
                 theirs.copy_(source[block])
                 self.combine(mine, theirs, out=mine)
             if self.name == "AVG":
-                _divide(mine, len(sources))
+                self.divide(mine, len(sources))
             for written in (target, *copies):
                 written[block].copy_(mine)
 
@@ -164,13 +171,3 @@ def _reduction(kind: str, dtype: torch.dtype) -> Reduction:
     except RuntimeError as error:
         raise TypeError(f"torch can't combine {dtype} tensors by {kind}: {error}") from error
     return Reduction(kind, combine, accumulate_in)
-
-
-def _divide(tensor: torch.Tensor, count: int) -> None:
-    if tensor.is_complex():
-        # As dist.all_reduce, which hands over pairs of real numbers: else the last bit differs.
-        torch.view_as_real(tensor).div_(count)
-    elif tensor.is_floating_point():
-        tensor.div_(count)
-    else:
-        tensor.div_(count, rounding_mode="trunc")

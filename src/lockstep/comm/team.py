@@ -15,7 +15,35 @@ from lockstep.comm.mail import Mailbox
 Place = int | torch.Tensor
 
 
-class Team(ABC):
+class Ranks(ABC):
+    """The ranks of a group, connected.
+
+    Attributes:
+        rank: Which of the ranks this is.
+        size: How many there are.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Return new memory, as bytes, that is reduced with the least copying."""
+
+    @abstractmethod
+    def check_open(self) -> None:
+        """Raise what broke this group, if something did."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Make every wait of this rank end with an error."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Tell the others that this rank takes no further part, and let go of everything."""
+
+
+class Team(Ranks):
     """Ranks that reach each other's memory.
 
     Note [Two slots]: each rank has two slots of ``slot_bytes``, and stages in them by turns.
@@ -24,14 +52,10 @@ class Team(ABC):
     had finished with it. So one meeting is enough for data to go from everyone to everyone.
 
     Attributes:
-        rank: Which of the ranks this is.
-        size: How many there are.
         slot_bytes: How much can be staged at a time; the same on every rank.
         mailbox: Through which single ranks send to single ranks.
     """
 
-    rank: int
-    size: int
     slot_bytes: int
     mailbox: Mailbox
 
@@ -65,19 +89,3 @@ class Team(ABC):
     @abstractmethod
     def is_staged(self, place: Place) -> bool:
         """Whether ``place``, of any rank, is in a slot."""
-
-    @abstractmethod
-    def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return new memory, as bytes, that :meth:`find` will find."""
-
-    @abstractmethod
-    def check_open(self) -> None:
-        """Raise what broke this team, if something did."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Make every wait of this rank end with an error."""
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Tell the others that this rank takes no further part, and let go of everything."""

@@ -1,0 +1,32 @@
+"""The process group behind the backend ``"shm"`` where ranks are on several hosts."""
+
+# The stubs of torch name some parameters otherwise than torch calls them by.
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.call import Call
+from lockstep.comm.group import TeamGroup
+from lockstep.comm.hosts.collectives import HostsCollectives
+from lockstep.comm.hosts.team import HostsTeam
+
+
+class HostsGroup(TeamGroup):
+    """A group on two levels: memory within a host, Gloo between one rank of each.
+
+    What single ranks send to single ranks goes through Gloo.
+    """
+
+    _team: HostsTeam
+
+    def _collectives(self, call: Call, timeout: float) -> HostsCollectives:
+        return HostsCollectives(self._team, call, timeout)
+
+    def _send(self, tensor: torch.Tensor, destination: int, tag: int) -> dist.Work:
+        return self._team.everyone.send(tensor, destination, tag)
+
+    def _receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> dist.Work:
+        return self._team.everyone.receive(tensor, source, tag)

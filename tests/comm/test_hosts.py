@@ -1,0 +1,202 @@
+"""The scheme on two levels, with ranks as threads and hosts as they are told to be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.hosts.group import HostsGroup
+from lockstep.comm.hosts.team import HostsTeam
+from lockstep.comm.shm.team import ShmTeam
+from lockstep.errors import CollectiveMismatch, PeerLost
+from tests.ranks import run_ranks
+
+HOSTS = {
+    "two and two": [[0, 1], [2, 3]],
+    "uneven": [[0, 1, 2], [3]],
+    "scattered": [[0, 2], [1, 3]],
+    "three": [[0], [1, 2], [3]],
+}
+
+
+def hosts_group(
+    store: dist.Store, rank: int, hosts: Sequence[Sequence[int]], seconds: float = 20
+) -> HostsGroup:
+    number, ranks = next((n, ranks) for n, ranks in enumerate(hosts) if rank in ranks)
+    own_store = dist.PrefixStore(f"{number}/", store)
+    local = ShmTeam(own_store, ranks.index(rank), len(ranks), seconds)
+    team = HostsTeam(store, rank, hosts, local, seconds)
+    return HostsGroup(team, "shm", timedelta(seconds=seconds), store)
+
+
+def run_hosts(
+    hosts: Sequence[Sequence[int]],
+    body: Callable[[int, HostsGroup], object],
+    seconds: float = 20,
+) -> list[object]:
+    store = dist.HashStore()
+
+    def run(rank: int, gloo: dist.ProcessGroup) -> object:
+        group = hosts_group(store, rank, hosts, seconds)
+        try:
+            return body(rank, group)
+        finally:
+            group.shutdown()
+
+    return run_ranks(sum(map(len, hosts)), run)
+
+
+def values(rank: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.fixture(params=HOSTS.values(), ids=HOSTS)
+def hosts(request: pytest.FixtureRequest) -> Sequence[Sequence[int]]:
+    chosen: Sequence[Sequence[int]] = request.param
+    return chosen
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 100_000, 9_000_001])
+def test_all_reduce_has_the_same_bits_everywhere(
+    hosts: Sequence[Sequence[int]], numel: int
+) -> None:
+    def body(rank: int, group: HostsGroup) -> torch.Tensor:
+        tensor = values(rank, numel)
+        group.allreduce([tensor]).wait()
+        return tensor
+
+    results = run_hosts(hosts, body)
+    # In rank order within each host, and then in the order of the hosts.
+    per_host = [sum(values(rank, numel) for rank in ranks) for ranks in hosts]
+    expected = sum(per_host[1:], per_host[0])
+    for result in results:
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.float8_e4m3fn])
+def test_all_reduce_of_dtypes_that_the_network_knows_nothing_of(dtype: torch.dtype) -> None:
+    def body(rank: int, group: HostsGroup) -> torch.Tensor:
+        tensor = torch.full((1000,), rank + 1.0).to(dtype)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        group.allreduce([tensor], options).wait()
+        return tensor
+
+    for result in run_hosts(HOSTS["two and two"], body):
+        assert torch.equal(result.float(), torch.full((1000,), 4.0))
+
+
+def test_average_divides_by_all_ranks(hosts: Sequence[Sequence[int]]) -> None:
+    def body(rank: int, group: HostsGroup) -> torch.Tensor:
+        tensor = torch.full((5,), float(rank))
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.AVG
+        group.allreduce([tensor], options).wait()
+        return tensor
+
+    for result in run_hosts(hosts, body):
+        assert torch.equal(result, torch.full((5,), 1.5))
+
+
+def test_every_collective_gives_what_one_host_gives(hosts: Sequence[Sequence[int]]) -> None:
+    size = sum(map(len, hosts))
+
+    def body(rank: int, group: HostsGroup) -> None:
+        for root in range(size):
+            tensor = values(rank, 3, 5)
+            group.broadcast(tensor, root).wait()
+            assert torch.equal(tensor, values(root, 3, 5))
+            tensor = values(rank, 4)
+            group.reduce(tensor, root).wait()
+            expected = sum(values(r, 4) for r in range(size)) if rank == root else values(rank, 4)
+            assert torch.allclose(tensor, expected)  # another association than in rank order
+            gathered = [torch.empty(4, dtype=torch.float64) for _ in range(size)]
+            group.gather([gathered] if rank == root else [], [values(rank, 4)], _root(root)).wait()
+            if rank == root:
+                assert all(torch.equal(part, values(r, 4)) for r, part in enumerate(gathered))
+            tensor = torch.empty(2, dtype=torch.float64)
+            given = [[values(10 * root + r, 2) for r in range(size)]] if rank == root else []
+            options = torch._C._distributed_c10d.ScatterOptions()
+            options.rootRank = root
+            group.scatter([tensor], given, options).wait()
+            assert torch.equal(tensor, values(10 * root + rank, 2))
+        outputs = [torch.empty(6, dtype=torch.float64) for _ in range(size)]
+        group.allgather([outputs], [values(rank, 6)]).wait()
+        assert all(torch.equal(part, values(r, 6)) for r, part in enumerate(outputs))
+        outputs = [torch.empty(r, dtype=torch.float64) for r in range(size)]
+        group.allgather([outputs], [values(rank, rank)]).wait()
+        assert all(torch.equal(part, values(r, r)) for r, part in enumerate(outputs))
+        output = torch.empty(3, dtype=torch.float64)
+        group.reduce_scatter([output], [[values(10 * rank + r, 3) for r in range(size)]]).wait()
+        expected = values(rank, 3)
+        for r in range(1, size):
+            expected = expected + values(10 * r + rank, 3)
+        assert torch.equal(output, expected)
+        outputs = [torch.empty(r + rank, dtype=torch.float64) for r in range(size)]
+        inputs = [values(10 * rank + r, rank + r) for r in range(size)]
+        group.alltoall(outputs, inputs).wait()
+        for r, part in enumerate(outputs):
+            assert torch.equal(part, values(10 * r + rank, r + rank))
+        group.barrier().wait()
+        received = torch.empty(3, dtype=torch.float64)
+        sending = group.send([values(rank, 3)], (rank + 1) % size, 5)
+        group.recv([received], (rank - 1) % size, 5).wait()
+        sending.wait()
+        assert torch.equal(received, values((rank - 1) % size, 3))
+
+    run_hosts(hosts, body)
+
+
+def _root(rank: int) -> object:
+    options = torch._C._distributed_c10d.GatherOptions()
+    options.rootRank = rank
+    return options
+
+
+def test_memory_of_the_group_is_reduced_where_it_is() -> None:
+    def body(rank: int, group: HostsGroup) -> torch.Tensor:
+        tensor = group.empty(300_000, dtype=torch.float64)
+        tensor.copy_(values(rank, 300_000))
+        group.allreduce([tensor]).wait()
+        return tensor.clone()
+
+    results = run_hosts(HOSTS["two and two"], body)
+    expected = (values(0, 300_000) + values(1, 300_000)) + (values(2, 300_000) + values(3, 300_000))
+    assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.parametrize("other", [1, 2])
+def test_mismatch_is_told_to_every_rank_of_every_host(other: int) -> None:
+    def body(rank: int, group: HostsGroup) -> str:
+        tensor = torch.ones(3 if rank == other else 2)
+        with pytest.raises(CollectiveMismatch) as caught:
+            group.allreduce([tensor]).wait()
+        return str(caught.value)
+
+    for text in run_hosts([[0, 1], [2]], body, seconds=5):
+        assert "(2,)" in str(text)
+        assert "(3,)" in str(text)
+
+
+def test_lost_rank_is_told_on_the_other_host() -> None:
+    gone = threading.Event()
+
+    def body(rank: int, group: HostsGroup) -> str | None:
+        if rank == 1:
+            group.shutdown()
+            gone.set()
+            return None
+        gone.wait(10)
+        with pytest.raises(PeerLost) as caught:
+            group.allreduce([torch.ones(2)]).wait()
+        return str(caught.value)
+
+    _, *texts = [text for text in run_hosts([[0, 1], [2, 3]], body, seconds=8) if text]
+    for text in texts:
+        assert "ank 1" in str(text), text
