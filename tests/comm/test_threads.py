@@ -234,6 +234,19 @@ def test_abort_ends_the_waits_of_all_ranks() -> None:
         assert "Rank 1 has aborted the group" in str(error)
 
 
+def test_what_happens_after_a_meeting_does_not_undo_it() -> None:
+    def body(rank: int, group: TeamGroup) -> float:
+        if rank == 1:
+            time.sleep(0.02)  # so that it is the last to come, and goes on while 0 wakes up
+        total = all_reduce(group).item()
+        if rank == 1:
+            group.abort()
+        return total
+
+    for _ in range(20):
+        assert outcomes(2, body) == [2.0, 2.0]
+
+
 def test_letters_come_in_order_and_before_the_news_of_their_senders_end() -> None:
     def body(rank: int, group: TeamGroup) -> list[float]:
         if rank == 0:
@@ -252,6 +265,31 @@ def test_letters_come_in_order_and_before_the_news_of_their_senders_end() -> Non
         return received
 
     assert outcomes(2, body)[1] == [1, 0, 3, 2, 4]
+
+
+def test_each_of_several_waiting_threads_learns_that_its_sender_is_gone() -> None:
+    def body(rank: int, group: TeamGroup) -> list[str]:
+        errors: list[str] = []
+
+        def wait(source: int) -> None:
+            with pytest.raises(PeerLost) as caught:
+                group.recv([torch.empty(1)], source, 0).wait()
+            errors.append(str(caught.value))
+
+        if rank != 0:
+            time.sleep(0.2 * rank)
+            return []
+        waiting = [threading.Thread(target=wait, args=(source,)) for source in (2, 1)]
+        for thread in waiting:
+            thread.start()
+            time.sleep(0.05)  # so that the one that waits longer is the one that looks
+        for thread in waiting:
+            thread.join(5)
+        return errors
+
+    first, second = outcomes(3, body)[0]
+    assert first.startswith("Rank 1 ")
+    assert second.startswith("Rank 2 ")
 
 
 def test_letter_that_does_not_come_is_overdue() -> None:

@@ -226,6 +226,8 @@ class ThreadMailbox(Mailbox):
         self._room = room
         self._rank = rank
         self._is_closed = False
+        # Those who were gone when all that had come was sorted.
+        self._seen_gone: set[int] = set()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
         """Send a flat tensor; it is copied, and may be written to again."""
@@ -240,18 +242,27 @@ class ThreadMailbox(Mailbox):
     def _look(self, sources: Sequence[int], seconds: float) -> list[Letter]:
         room, mine = self._room, self._room.letters[self._rank]
 
-        def nothing_will_come() -> bool:
-            return self._is_closed or (bool(sources) and all(map(room.is_gone, sources)))
+        def is_decided() -> bool:
+            if mine:
+                return True
+            self._seen_gone = set(filter(room.is_gone, range(room.size)))
+            return self._is_hopeless(sources)
 
         with room.changed:
-            room.changed.wait_for(
-                lambda: mine or nothing_will_come(), min(seconds, threading.TIMEOUT_MAX)
-            )
+            room.changed.wait_for(is_decided, min(seconds, threading.TIMEOUT_MAX))
             letters = list(mine)
             mine.clear()
-            if not letters and nothing_will_come():
-                raise self._lost(self._rank if self._is_closed else sources[0], "recv")
+            if not letters:
+                self._check_sources(sources)
             return letters
+
+    def _is_hopeless(self, sources: Sequence[int]) -> bool:
+        return self._is_closed or (bool(sources) and self._seen_gone.issuperset(sources))
+
+    def _check_sources(self, sources: Sequence[int]) -> None:
+        """Raise PeerLost if nothing more can come from ``sources``, as far as was seen."""
+        if self._is_hopeless(sources):
+            raise self._lost(self._rank if self._is_closed else sources[0], "recv")
 
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:
         if not self._room.is_gone(rank):
