@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -186,9 +187,9 @@ INIT = """
     """
 
 
-def test_two_hosts_of_a_network(bench: Bench, two_hosts: list[list[str]]) -> None:
-    script = bench.script(INIT)
-    runs = [
+def start_on(hosts: list[list[str]], script: Path) -> list[subprocess.Popen[str]]:
+    """Start two ranks of ``script`` on each of ``hosts``."""
+    return [
         subprocess.Popen(
             [*there, sys.executable, "-m", "lockstep", "run", "--nnodes", "2", "-n", "2",
              "--node-rank", str(number), "--rdzv-endpoint", "10.77.0.1:29500", str(script)],
@@ -196,10 +197,50 @@ def test_two_hosts_of_a_network(bench: Bench, two_hosts: list[list[str]]) -> Non
             stderr=subprocess.PIPE,
             text=True,
         )
-        for number, there in enumerate(two_hosts)
+        for number, there in enumerate(hosts)
     ]  # fmt: skip
-    for number, run in enumerate(runs):
+
+
+def test_two_hosts_of_a_network(bench: Bench, two_hosts: list[list[str]]) -> None:
+    for number, run in enumerate(start_on(two_hosts, bench.script(INIT))):
         out, err = run.communicate(timeout=100)
         assert run.returncode == 0, err
         for local_rank in range(2):
             assert lines_of(out, 2 * number + local_rank) == [f"{local_rank} 2 4 10.0"]
+
+
+COUNT_BYTES = """
+    from pathlib import Path
+    import torch, torch.distributed as dist, lockstep
+
+    def sent():
+        cables = Path("/sys/class/net").glob("ls*/statistics/tx_bytes")
+        return sum(int(path.read_text()) for path in cables)
+
+    world = lockstep.init()
+    gloo = dist.new_group(backend="gloo")
+    size = 4 * 1024 * 1024
+    for name, group in (("shm", dist.group.WORLD), ("gloo", gloo)):
+        tensor = torch.full((size // 4,), world.rank + 1.0)
+        dist.all_reduce(tensor, group=group)  # connections are made
+        assert tensor.eq(10).all()
+        dist.barrier(group)
+        before = sent()
+        for _ in range(5):
+            dist.all_reduce(tensor, group=group)
+        dist.barrier(group)
+        if world.local_rank == 0:
+            print(name, (sent() - before) / 5 / size, flush=True)
+        dist.barrier(group)
+    """
+
+
+def test_a_host_sends_each_byte_once(bench: Bench, two_hosts: list[list[str]]) -> None:
+    """Of four ranks on two hosts; with Gloo alone, more crosses the cable."""
+    for number, run in enumerate(start_on(two_hosts, bench.script(COUNT_BYTES))):
+        out, err = run.communicate(timeout=100)
+        assert run.returncode == 0, err
+        shares = dict(line.split() for line in lines_of(out, 2 * number))
+        # Headers and acknowledgements come on top of the bytes themselves.
+        assert 1.0 < float(shares["shm"]) < 1.05, shares
+        assert float(shares["gloo"]) > 1.2, shares

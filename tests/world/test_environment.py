@@ -159,4 +159,4 @@ def test_gpus_that_are_left_visible(visible: str | None, num: int) -> None:
 def test_device(local_rank, local_world_size, num_devices, per_task, device) -> None:
     chosen = choose_device(local_rank, local_world_size, num_devices, per_task)
     assert str(chosen) == device
-    assert choose_backend(chosen) == ("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    assert choose_backend(chosen) == ("shm" if device == "cpu" else "cpu:gloo,cuda:nccl")

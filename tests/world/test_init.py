@@ -22,6 +22,7 @@ import lockstep
 from lockstep import errors
 from lockstep.world import Placement, Starter, rendezvous
 from lockstep.world import world as world_module
+from lockstep.world.device import NCCL_AND_GLOO
 from lockstep.world.rendezvous import interface_towards, meet, roll_call
 from lockstep.world.world import _new_prefix, _place_on_host
 
@@ -99,7 +100,7 @@ def test_one_rank_of_torchrun_has_a_group(monkeypatch) -> None:
     world = lockstep.init()
     assert world.starter is Starter.TORCHRUN
     assert world.process_group is dist.group.WORLD
-    assert dist.get_backend() == "gloo"
+    assert dist.get_backend() == "shm"
     assert (world.local_rank, world.local_world_size) == (0, 1)
 
 
@@ -240,13 +241,29 @@ def test_an_explicit_backend_that_fails_is_an_error(monkeypatch) -> None:
 @pytest.mark.skipif(dist.is_nccl_available(), reason="needs a torch whose NCCL fails")
 def test_without_nccl_it_says_why_and_goes_on_with_gloo(monkeypatch, caplog) -> None:
     torch_variables(monkeypatch, 0, 1, free_port())
-    monkeypatch.setattr(world_module, "choose_backend", lambda _: world_module.NCCL_AND_GLOO)
+    monkeypatch.setattr(world_module, "choose_backend", lambda _: NCCL_AND_GLOO)
     with caplog.at_level(logging.WARNING, logger="lockstep"):
         world = lockstep.init()
-    assert [record.getMessage()[:22] for record in caplog.records] == ["NCCL can't be used, go"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("cpu:gloo,cuda:nccl can't be used, going on with Gloo.")
     assert "on rank 0" in caplog.text
     assert dist.get_backend() == "gloo"
     assert world.process_group is dist.group.WORLD
+
+
+def test_without_shared_memory_it_says_why_and_goes_on_with_gloo(monkeypatch, caplog) -> None:
+    torch_variables(monkeypatch, 0, 1, free_port())
+
+    def refuse(*_: object) -> int:
+        raise OSError("not permitted here")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        lockstep.init()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("shm can't be used, going on with Gloo.")
+    assert "not permitted here" in caplog.text
+    assert dist.get_backend() == "gloo"
 
 
 # Ranks of mpiexec or srun on one host, as threads: they find each other by the job's name.
