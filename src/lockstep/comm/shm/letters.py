@@ -75,6 +75,7 @@ class Letters(Mailbox):
         lines: A line to each of the others.
         lost: Makes the error to raise when a rank is gone, from that rank, the operation, and
             what it said last, if it said something.
+        break_off: Ends the group because of an error, and returns what to raise.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class Letters(Mailbox):
         rank: int,
         lines: Mapping[int, socket.socket],
         lost: Callable[[int, str, Note | None], CollectiveFailed],
+        break_off: Callable[[CollectiveFailed], CollectiveFailed],
     ) -> None:
         super().__init__()
         self._rank = rank
         self._lines = dict(lines)
         self._lost = lost
+        self._break_off = break_off
         # Held while lines are read, so that letters of one sender stay in order.
         self._reading = threading.Lock()
         self._held: list[Letter] = []
@@ -121,7 +124,7 @@ class Letters(Mailbox):
         except OSError as error:
             parcel.drop()
             note = self._last_words(destination)
-            raise self._lost(destination, f"send to rank {destination}", note) from error
+            raise self._lost(destination, "send", note) from error
 
     def _send_waiting(self) -> None:
         """Send what the lines didn't take at first, then end."""
@@ -164,12 +167,14 @@ class Letters(Mailbox):
         return [expected.source] if expected.source != self._rank else []
 
     def _overdue(self, expected: Expected, seconds: float) -> Exception:
-        sources = list(self._sources(expected))
-        return CollectiveTimeout(
-            f"Nothing came to rank {self._rank} within {seconds:g} s in {expected}. See what the "
-            "sender does, and whether it sends with this tag.",
-            sources,
-            "recv",
+        # What was to come may come yet, and would be taken for the answer to the next recv.
+        return self._break_off(
+            CollectiveTimeout(
+                f"Nothing came to rank {self._rank} within {seconds:g} s in {expected}. See what "
+                "the sender does, and whether it sends with this tag.",
+                list(self._sources(expected)),
+                "recv",
+            )
         )
 
     def _look(self, sources: Sequence[int], seconds: float) -> list[Letter]:
@@ -209,7 +214,7 @@ class Letters(Mailbox):
     def _check_sources(self, sources: Sequence[int]) -> None:
         failed = self._failed(sources)
         if failed is not None:
-            raise self._lost(failed, f"recv from rank {failed}", self._gone.get(failed))
+            raise self._lost(failed, "recv", self._gone.get(failed))
 
     def _last_words(self, peer: int) -> Note | None:
         """What a rank that is gone has said last; letters that come before are kept."""

@@ -72,7 +72,8 @@ class ShmTeam(Team):
         finally:
             slots.close()
         self._signals = Signals(rank, {r: peer.signals for r, peer in peers.items()})
-        self._letters = Letters(rank, {r: peer.letters for r, peer in peers.items()}, self._lost)
+        letters = {r: peer.letters for r, peer in peers.items()}
+        self._letters = Letters(rank, letters, self._lost, self.break_off)
         self.mailbox = self._letters
         self._memory_lines = {r: peer.memory for r, peer in peers.items()}
         # By rank and number, the segments of others (and of this rank: its slots).
