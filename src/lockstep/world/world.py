@@ -69,8 +69,9 @@ def init(
 
     Args:
         backend: A backend of torch.distributed, such as ``"gloo"``, ``"nccl"`` or
-            ``"cpu:gloo,cuda:nccl"``. By default NCCL for GPUs and Gloo for the CPU; should NCCL
-            fail, all ranks go on with Gloo, and a warning says why.
+            ``"shm"``. By default NCCL for GPUs, with Gloo for the CPU; without GPUs, memory that
+            the ranks of a host share (under Linux; Gloo elsewhere). Should that fail, all ranks
+            go on with Gloo, and a warning says why.
         device: Where this rank computes. By default ``cuda:local_rank`` where the host has a
             GPU for each of its ranks, else the CPU.
         timeout: How long to wait for the other ranks, here and in each collective; 10 minutes
