@@ -1,7 +1,8 @@
-"""Ranks as threads of the test's process, each with its own end of a Gloo group.
+"""Ranks as threads of the test's process, each with its own end of a group.
 
 A rank is a rank, whether thread or process: lockstep takes a process group and asks for no more.
-Threads start in a millisecond, which is what makes property tests over ranks possible.
+Threads start in a millisecond, which is what makes property tests over ranks possible. The group
+is lockstep's own for threads or, where the test asks for it, torch's Gloo.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.group import TeamGroup
+from lockstep.comm.threads import join
+
+Backend = Literal["threads", "gloo"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 60
@@ -37,11 +43,20 @@ def gloo_group(
     return group
 
 
+def thread_group(
+    store: dist.Store, rank: int, world_size: int, timeout_seconds: float
+) -> dist.ProcessGroup:
+    """A process group as ``init_process_group("threads")`` makes it, but known to nobody."""
+    team = join(store, rank, world_size, timeout_seconds)
+    return TeamGroup(team, "threads", timedelta(seconds=timeout_seconds), store)
+
+
 def run_ranks(
     world_size: int,
     body: Callable[[int, dist.ProcessGroup], T],
     timeout_seconds: float = TIMEOUT_SECONDS,
     group_timeout_seconds: float = 20,
+    backend: Backend = "threads",
 ) -> list[T]:
     """Run ``body(rank, group)`` on every rank and return the results in rank order.
 
@@ -53,10 +68,17 @@ def run_ranks(
     failures: list[tuple[int, BaseException]] = []
 
     def run(rank: int) -> None:
+        group = None
         try:
-            results[rank] = body(rank, gloo_group(store, rank, world_size, group_timeout_seconds))
+            make_group = thread_group if backend == "threads" else gloo_group
+            group = make_group(store, rank, world_size, group_timeout_seconds)
+            results[rank] = body(rank, group)
         except BaseException as error:
             failures.append((rank, error))
+        finally:
+            # A model that is returned holds it, and it may hold a thread.
+            if backend == "threads" and group is not None:
+                group.shutdown()
 
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)

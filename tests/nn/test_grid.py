@@ -12,7 +12,7 @@ from torch import nn
 
 import lockstep
 from tests.nn.models import build
-from tests.ranks import run_ranks
+from tests.ranks import BACKENDS, Backend, run_ranks
 
 TOLERANCE = 1e-12
 OPTIMIZERS = {
@@ -46,10 +46,13 @@ def train(wrap, model, batches, optimizer_of, group) -> list[list[torch.Tensor]]
 
 
 @pytest.mark.keeps_descriptors("torch's DDP keeps the process group that it was given")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["digits", "layers", "shared", "unused"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ours_and_torchs_agree(name: str, optimizer: str, world_size: int) -> None:
+def test_ours_and_torchs_agree(
+    name: str, optimizer: str, world_size: int, backend: Backend
+) -> None:
     model = build(name)
     batches = [torch.randn(12, *model.sample, dtype=torch.float64) for _ in range(5)]
 
@@ -60,7 +63,7 @@ def test_ours_and_torchs_agree(name: str, optimizer: str, world_size: int) -> No
             theirs = train(torch_ddp, model, batches, OPTIMIZERS[optimizer], group)
         return train(our_ddp, model, batches, OPTIMIZERS[optimizer], group), theirs
 
-    for ours, theirs in run_ranks(world_size, rank_body):
+    for ours, theirs in run_ranks(world_size, rank_body, backend=backend):
         for mine, other in zip(ours, theirs, strict=True):
             for a, b in zip(mine, other, strict=True):
                 torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)

@@ -11,7 +11,7 @@ from torch import nn
 
 import lockstep
 from tests.nn.models import MODELS, build
-from tests.ranks import run_ranks
+from tests.ranks import BACKENDS, Backend, run_ranks
 
 TOLERANCE = 1e-10
 SPLITS = {
@@ -48,9 +48,12 @@ def assert_same(ours: list, oracle: list, tolerance: float = TOLERANCE) -> None:
                 torch.testing.assert_close(a, b, rtol=slack, atol=slack)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("world_size", "sizes"), CASES, ids=str)
-def test_gradients_are_those_of_one_process(name: str, world_size: int, sizes: list[int]) -> None:
+def test_gradients_are_those_of_one_process(
+    name: str, world_size: int, sizes: list[int], backend: Backend
+) -> None:
     model = build(name)
     batches = [torch.randn(12, *model.sample, dtype=torch.float64) for _ in range(4)]
     oracle = one_process(copy.deepcopy(model), batches)
@@ -67,5 +70,5 @@ def test_gradients_are_those_of_one_process(name: str, world_size: int, sizes: l
             optimizer.step()
         return gradients
 
-    for gradients in run_ranks(world_size, rank_body):
+    for gradients in run_ranks(world_size, rank_body, backend=backend):
         assert_same(gradients, oracle)

@@ -13,7 +13,7 @@ from torch import nn
 import lockstep
 from lockstep import errors
 from tests.nn.test_parallelize import BOTH, in_place, net, parts, wrapped
-from tests.ranks import run_ranks
+from tests.ranks import Backend, run_ranks
 
 
 @BOTH
@@ -251,14 +251,23 @@ def test_a_gradient_that_was_taken_during_backward_is_named() -> None:
     run_ranks(2, body)
 
 
-def test_a_rank_that_is_gone_is_an_error_that_names_the_gradients() -> None:
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("threads", r"Rank 1 has left the group(.|\n)*all-reduce of the gradients of '"),
+        ("gloo", "Rank 0 could not all-reduce the gradients of '"),
+    ],
+)
+def test_a_rank_that_is_gone_is_an_error_that_names_the_gradients(
+    backend: Backend, said: str
+) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = in_place(net(), group)
         if rank == 0:
-            with pytest.raises(errors.CollectiveFailed, match="Rank 0 could not all-reduce the gr"):
+            with pytest.raises(errors.CollectiveFailed, match=said):
                 model(parts(2)[0]).sum().backward()
 
-    run_ranks(2, body, group_timeout_seconds=1)
+    run_ranks(2, body, group_timeout_seconds=1, backend=backend)
 
 
 @pytest.mark.parametrize("parallel", [wrapped, in_place, lambda m, _: lockstep.no_sync(m)])
