@@ -61,6 +61,7 @@ def launch(
     - torch's random numbers: the ranks draw from one generator, in an order that changes from
       run to run. Give a :class:`torch.Generator` to what draws, or initialise a model on one
       rank; :func:`lockstep.parallelize` hands its parameters to the others.
+    - A thread that a rank starts is no rank: it has no World, and sees the caller's groups.
     - What they write is written as it is, with no label; and nothing can end a thread that
       hangs. After a rank has failed, the others have ten seconds to end.
 
