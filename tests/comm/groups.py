@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import threads
 from lockstep.comm.group import TeamGroup
 from lockstep.comm.shm.team import ShmTeam
 from tests.ranks import gloo_group
@@ -24,7 +25,7 @@ from tests.ranks import gloo_group
 T = TypeVar("T")
 
 # Ours promise what Gloo doesn't: every dtype and layout, sums in rank order, uneven sizes.
-OURS = ("shm",)
+OURS = ("shm", "threads")
 BACKENDS = ("gloo", *OURS)
 SIZES = (1, 2, 3, 4)
 
@@ -49,9 +50,8 @@ def make_group(
     """A group that torch.distributed knows nothing of."""
     if backend == "gloo":
         return gloo_group(store, rank, size, seconds)
-    return TeamGroup(
-        ShmTeam(store, rank, size, seconds), backend, timedelta(seconds=seconds), store
-    )
+    join = ShmTeam if backend == "shm" else threads.join
+    return TeamGroup(join(store, rank, size, seconds), backend, timedelta(seconds=seconds), store)
 
 
 def run_on(
@@ -70,21 +70,22 @@ def run_on(
             group = make_group(backend, store, rank, size, seconds)
             try:
                 results[rank] = body(group)
-            finally:
-                if backend in OURS:
-                    group.shutdown()
+            except BaseException as error:
+                failures.append((rank, error))
+            if backend in OURS:
+                group.shutdown()
         except BaseException as error:
             failures.append((rank, error))
 
-    threads = [
+    ranks = [
         threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
         for rank in range(size)
     ]
-    for thread in threads:
+    for thread in ranks:
         thread.start()
-    for thread in threads:
+    for thread in ranks:
         thread.join(TIMEOUT_SECONDS)
-    if stuck := [thread.name for thread in threads if thread.is_alive()]:
+    if stuck := [thread.name for thread in ranks if thread.is_alive()]:
         faulthandler.dump_traceback()
         raise TimeoutError(f"{', '.join(stuck)} did not end within {TIMEOUT_SECONDS} s")
     if failures:

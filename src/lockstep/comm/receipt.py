@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.futures import fail
 from lockstep.comm.mail import Mailbox
 
 
@@ -115,6 +116,6 @@ class Receipt(dist.Work):
         try:
             self.wait()
         except Exception as error:
-            self._future.set_exception(error)  # type: ignore[arg-type]
+            fail(self._future, error)
         else:
             self._future.set_result([self._tensor])

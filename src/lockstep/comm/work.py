@@ -21,11 +21,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.futures import fail
+
 # How often the group's own thread looks whether a call lies there that it found there last time.
 # It isn't woken for each: that takes 50 us, and most calls are waited for sooner than this.
 _GRACE_SECONDS = 0.02
 # How often it looks in vain before it ends: 5 seconds.
 _LOOKS_IN_VAIN = 250
+
+# How long a thread waits for another one that is carrying out calls, before it looks whether its
+# own has been.
+_PATIENCE_SECONDS = 0.002
 
 # Carries out a call, waiting for other ranks at most the given number of seconds each time.
 Run = Callable[[float], None]
@@ -123,7 +129,7 @@ class GroupWork(dist.Work):
         if self._error is None:
             future.set_result(self._results)
         else:
-            future.set_exception(self._error)  # type: ignore[arg-type]
+            fail(future, self._error)
 
 
 class WorkQueue:
@@ -165,9 +171,17 @@ class WorkQueue:
 
     def carry_out_until(self, work: GroupWork, timeout: timedelta | None = None) -> None:
         """Carry out what was called, up to and including ``work``."""
-        with self._carrying_out:
-            while not work._is_done:
-                self._carry_out_next(timeout)
+        while not work._is_done:
+            # Another thread may be on a later call by then, which this one must not wait for:
+            # what the other ranks need to come to that may be what this thread does next.
+            # Shown by test_a_call_that_nobody_waits_for_keeps_no_rank_waiting.
+            if not self._carrying_out.acquire(timeout=_PATIENCE_SECONDS):
+                continue
+            try:
+                if not work._is_done:
+                    self._carry_out_next(timeout)
+            finally:
+                self._carrying_out.release()
 
     def _carry_out_next(self, timeout: timedelta | None = None) -> None:
         call = self._calls.popleft()
@@ -200,9 +214,10 @@ class WorkQueue:
             looks_in_vain += 1
             if is_urgent or (found is not None and not found._is_done):
                 looks_in_vain = 0
-                with self._carrying_out:
-                    while self._calls:
-                        self._carry_out_next()
+                while self._calls:
+                    with self._carrying_out:
+                        if self._calls:
+                            self._carry_out_next()
             try:
                 newest = self._calls[-1]
             except IndexError:
