@@ -24,7 +24,7 @@ from lockstep.bench.figures import (
 from lockstep.bench.plan import format_size
 
 # Wide enough for a table in a file; a terminal has its own width.
-PLAIN_WIDTH = 160
+PLAIN_WIDTH = 220
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,8 @@ def _table(cases: Sequence[Case], plain: bool) -> Table:
     for name in (*names, *(f"{a} / {b}" for a, b in ratios[: len(ratios) - len(bound)])):
         table.add_column(name, justify="right")
     for name in bound:
-        table.add_column(name, justify="right")
-        table.add_column("GB/s", justify="right")
-        table.add_column(f"{IN_PLACE} / {name}", justify="right")
+        for heading in (name, "GB/s", f"{IN_PLACE} / {name}"):
+            table.add_column(heading, justify="right")
     for case in cases:
         table.add_row(*_row(case, names, ratios, bound))
     return table

@@ -4,10 +4,13 @@ Note [What a call's time is]: gradients are written by the rank that then gives 
 before each call every rank writes its whole buffer, and the others' caches have none of it. This
 is the same for all contenders, and isn't counted.
 
-Above ``_BACK_TO_BACK_BYTES`` the ranks then meet, each makes one call, and the slowest of them
-counts. Below, where a meeting's end is as uneven as the call is long, writes and calls follow
-each other directly, as often as a turn has calls, and what the slowest rank spent in its calls
-counts; a rank that waits for another to have written a small buffer waits for nothing.
+Above ``_BACK_TO_BACK_BYTES`` the ranks then meet, and each makes one call. It takes from when the
+first rank begins until the last one is through: a rank that got no core at first, as there are
+fewer cores than ranks, must not seem quick. The ranks' clocks are one, that of their host.
+
+Below, where a meeting's end is as uneven as the call is long, writes and calls follow each other
+directly, as often as a turn has calls, and what the slowest rank spent in its calls counts; a
+rank that waits for another to have written a small buffer waits for nothing.
 """
 
 from __future__ import annotations
@@ -83,15 +86,20 @@ def _num_calls(seconds: float) -> int:
 
 def _turn(ranks: Ranks, contender: Contender, calls: int, apart: bool) -> float:
     _, write, call = contender
-    took = []
+    begins, ends = [], []
     ranks.meet()
     for _ in range(calls):
         write()
         if apart:
             ranks.meet()
-        began = time.perf_counter()
+        begins.append(time.perf_counter())
         call()
-        took.append(time.perf_counter() - began)
+        ends.append(time.perf_counter())
+        if apart:
+            # Or else who is through takes a core, for the next write, from who isn't yet.
+            ranks.meet()
     if not apart:
-        took = [sum(took) / calls]
-    return sum(slowest := ranks.slowest(took)) / len(slowest)
+        (seconds,) = ranks.slowest([(sum(ends) - sum(begins)) / calls])
+        return seconds
+    last_ends, first_begins = ranks.slowest(ends), ranks.slowest([-begin for begin in begins])
+    return (sum(last_ends) + sum(first_begins)) / calls

@@ -65,9 +65,10 @@ def collectives(
     reduced in place. MPI has processes of its own, and its turns after the others'.
 
     **What is timed:** before each call every rank writes its whole tensor, as a backward pass
-    does with gradients; that isn't counted. Above 64 KiB the ranks then meet, and the slowest of
-    them counts; up to there, calls follow each other, and the mean over a turn counts. Shown are
-    the median and the quartiles of the rounds. Ratios are formed in each round by itself.
+    does with gradients; that isn't counted. Above 64 KiB the ranks then meet, and a call takes
+    from when the first rank begins until the last one is through; up to there, calls follow each
+    other, and what the slowest rank spends in them counts. Shown are the median and the quartiles
+    of the rounds. Ratios are formed in each round by itself.
 
     **The bound**, from 1 MiB on, is measured beside the all-reduces: the passes over memory that
     an all-reduce in place makes, on all ranks at once but without any meeting. What it takes
