@@ -59,7 +59,7 @@ def check_sizes(operation: str, tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def check_count(size: int, tensors: Sequence[torch.Tensor], what: str) -> None:
+def check_count(size: int, tensors: Sequence[object], what: str) -> None:
     """Raise ValueError unless there is one for each of ``size`` ranks."""
     if len(tensors) != size:
         raise ValueError(
@@ -94,3 +94,9 @@ def split_numels(size: int, which: str, tensor: torch.Tensor, sizes: Sequence[in
         )
     row = tensor.numel() // rows if rows else 0
     return [part * row for part in sizes]
+
+
+def check_rank(size: int, rank: int, what: str) -> None:
+    """Raise ValueError unless ``rank`` is one of ``size`` ranks."""
+    if not 0 <= rank < size:
+        raise ValueError(f"There is no rank {rank} to {what}: the group has ranks 0 to {size - 1}.")

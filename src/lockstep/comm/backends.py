@@ -23,12 +23,21 @@ def _create_shm(
     options: dist.distributed_c10d._DistributedBackendOptions, _: object
 ) -> dist.ProcessGroup:
     from lockstep.comm.group import TeamGroup
+    from lockstep.comm.hosts.census import take_census
+    from lockstep.comm.hosts.group import HostsGroup
+    from lockstep.comm.hosts.team import HostsTeam
     from lockstep.comm.shm.team import ShmTeam
 
-    team = ShmTeam(
-        options.store, options.group_rank, options.group_size, options.timeout.total_seconds()
-    )
-    return TeamGroup(team, SHM, options.timeout, options.store)
+    store, rank, size = options.store, options.group_rank, options.group_size
+    seconds = options.timeout.total_seconds()
+    hosts = take_census(store, rank, size, seconds)
+    if len(hosts) == 1:
+        return TeamGroup(ShmTeam(store, rank, size, seconds), SHM, options.timeout, store)
+    number, ranks = next((n, ranks) for n, ranks in enumerate(hosts) if rank in ranks)
+    own_store = dist.PrefixStore(f"{number}/", store)
+    local = ShmTeam(own_store, ranks.index(rank), len(ranks), seconds)
+    team = HostsTeam(store, rank, hosts, local, seconds)
+    return HostsGroup(team, SHM, options.timeout, store)
 
 
 def _create_threads(

@@ -30,6 +30,7 @@ from lockstep.comm.arguments import (
     check_count,
     check_dtypes,
     check_multiple,
+    check_rank,
     check_sizes,
     flattened,
     listed,
@@ -38,11 +39,13 @@ from lockstep.comm.arguments import (
     split_numels,
 )
 from lockstep.comm.call import Call
+from lockstep.comm.hosts.collectives import HostsCollectives
 from lockstep.comm.named_group import NamedGroup
 from lockstep.comm.operation import of_any_device, operation
 from lockstep.comm.receipt import Receipt
 from lockstep.comm.reduction import reduction_for
 from lockstep.comm.sparse import all_reduce_sparse
+from lockstep.comm.team import Team
 from lockstep.comm.work import GroupWork, Run, in_turn
 
 # What torch calls these options where they are given without the others.
@@ -67,6 +70,11 @@ class TeamGroup(NamedGroup):
         timeout: How long to wait for the other ranks, in each call.
         store: What the ranks met through, if others may want it.
     """
+
+    _team: Team
+
+    def _collectives(self, call: Call, timeout: float) -> Collectives | HostsCollectives:
+        return Collectives(self._team, call, timeout)
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialised tensor that all-reduce sums where it is, with no copy.
@@ -103,13 +111,13 @@ class TeamGroup(NamedGroup):
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> Run:
         if tensor.layout is not torch.strided:
-            return all_reduce_sparse(self._team, tensor, op)
+            return all_reduce_sparse(self._collectives, self._team.size, tensor, op)
         reduction = reduction_for(op, tensor.dtype)
         call = Call("all_reduce", tensor.dtype, tensor.shape, reduction.name)
 
         def run(timeout: float) -> None:
             flat = flattened(tensor)
-            Collectives(self._team, call, timeout).all_reduce(flat, reduction)
+            self._collectives(call, timeout).all_reduce(flat, reduction)
             put_back(flat, tensor)
 
         return run
@@ -125,12 +133,13 @@ class TeamGroup(NamedGroup):
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: BroadcastOptions) -> GroupWork:
         """Have what the root has on every rank."""
         root = opts.rootRank
+        check_rank(self._team.size, root, "broadcast from")
 
         def run(timeout: float) -> None:
             for tensor in listed(tensors):
                 call = Call("broadcast", tensor.dtype, tensor.shape, root=root)
                 flat = flattened(tensor)
-                Collectives(self._team, call, timeout).broadcast(flat, root)
+                self._collectives(call, timeout).broadcast(flat, root)
                 put_back(flat, tensor)
 
         return self._submit(run, listed(tensors), opts)
@@ -140,12 +149,13 @@ class TeamGroup(NamedGroup):
         """Combine the ranks' tensors, and have the result on the root."""
         (tensor,) = listed(tensors)
         root = opts.rootRank
+        check_rank(self._team.size, root, "reduce to")
         reduction = reduction_for(opts.reduceOp, tensor.dtype)
         call = Call("reduce", tensor.dtype, tensor.shape, reduction.name, root)
 
         def run(timeout: float) -> None:
             flat = flattened(tensor)
-            Collectives(self._team, call, timeout).reduce(flat, reduction, root)
+            self._collectives(call, timeout).reduce(flat, reduction, root)
             if self._team.rank == root:
                 put_back(flat, tensor)
 
@@ -155,9 +165,7 @@ class TeamGroup(NamedGroup):
     def barrier(self, opts: BarrierOptions) -> GroupWork:
         """Wait until every rank is here."""
         call = Call("barrier")
-        return self._submit(
-            lambda seconds: Collectives(self._team, call, seconds).barrier(), [], opts
-        )
+        return self._submit(lambda seconds: self._collectives(call, seconds).barrier(), [], opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -191,7 +199,7 @@ class TeamGroup(NamedGroup):
 
         def run(timeout: float) -> None:
             flats = [flattened(output) for output in outputs]
-            collectives = Collectives(self._team, call, timeout)
+            collectives = self._collectives(call, timeout)
             gather = collectives.all_gather if is_even else collectives.all_gather_uneven
             gather(flats, flattened(tensor))
             for flat, output in zip(flats, outputs, strict=True):
@@ -208,11 +216,12 @@ class TeamGroup(NamedGroup):
     ) -> GroupWork:
         """As :meth:`allgather`, for each of ``input_list``.
 
-        ``output_lists[i][j]`` is what rank j gave as the i-th.
+        ``output_lists[i][j]`` is what rank i gave as the j-th.
         """
+        check_count(self._team.size, output_lists, "lists of outputs of allgather_coalesced")
         runs = [
             self._all_gather(list(outputs), tensor)
-            for outputs, tensor in zip(output_lists, input_list, strict=True)
+            for *outputs, tensor in zip(*output_lists, input_list, strict=True)
         ]
         outputs = [output for outputs in output_lists for output in outputs]
         return self._submit(in_turn(runs), outputs, opts)
@@ -238,7 +247,7 @@ class TeamGroup(NamedGroup):
         def run(timeout: float) -> None:
             flat = flattened(output)
             parts = flat.split(tensor.numel()) if flat.numel() else [flat] * self._team.size
-            Collectives(self._team, call, timeout).all_gather(parts, flattened(tensor))
+            self._collectives(call, timeout).all_gather(parts, flattened(tensor))
             put_back(flat, output)
 
         return run
@@ -268,6 +277,7 @@ class TeamGroup(NamedGroup):
     ) -> GroupWork:
         """Have every rank's tensor on the root."""
         (tensor,), root = listed(input_tensors), opts.rootRank
+        check_rank(self._team.size, root, "gather to")
         outputs = row(output_tensors) if self._team.rank == root else []
         if self._team.rank == root:
             check_count(self._team.size, outputs, "tensors to gather into, on the root,")
@@ -277,7 +287,7 @@ class TeamGroup(NamedGroup):
 
         def run(timeout: float) -> None:
             flats = [flattened(output) for output in outputs]
-            Collectives(self._team, call, timeout).gather(flats, flattened(tensor))
+            self._collectives(call, timeout).gather(flats, flattened(tensor))
             for flat, output in zip(flats, outputs, strict=True):
                 put_back(flat, output)
 
@@ -294,6 +304,7 @@ class TeamGroup(NamedGroup):
     ) -> GroupWork:
         """Have on each rank what the root gives for it."""
         (output,), root = listed(output_tensors), opts.rootRank
+        check_rank(self._team.size, root, "scatter from")
         inputs = row(input_tensors) if self._team.rank == root else []
         if self._team.rank == root:
             check_count(self._team.size, inputs, "tensors to scatter, on the root,")
@@ -304,7 +315,7 @@ class TeamGroup(NamedGroup):
         def run(timeout: float) -> None:
             flat = flattened(output)
             parts = [flattened(part) for part in inputs]
-            Collectives(self._team, call, timeout).scatter(flat, parts, root)
+            self._collectives(call, timeout).scatter(flat, parts, root)
             put_back(flat, output)
 
         return self._submit(run, [output], opts)
@@ -338,7 +349,7 @@ class TeamGroup(NamedGroup):
 
         def run(timeout: float) -> None:
             flat, parts = flattened(output), [flattened(part) for part in inputs]
-            Collectives(self._team, call, timeout).reduce_scatter(flat, parts, reduction)
+            self._collectives(call, timeout).reduce_scatter(flat, parts, reduction)
             put_back(flat, output)
 
         return run
@@ -398,7 +409,7 @@ class TeamGroup(NamedGroup):
 
         def run(timeout: float) -> None:
             flats, parts = [flattened(o) for o in outputs], [flattened(i) for i in inputs]
-            Collectives(self._team, call, timeout).all_to_all(flats, parts)
+            self._collectives(call, timeout).all_to_all(flats, parts)
             for flat, output in zip(flats, outputs, strict=True):
                 put_back(flat, output)
 
@@ -424,7 +435,7 @@ class TeamGroup(NamedGroup):
 
         def run(timeout: float) -> None:
             flat = flattened(output)
-            collectives = Collectives(self._team, call, timeout)
+            collectives = self._collectives(call, timeout)
             collectives.all_to_all(flat.split(incoming), flattened(input).split(outgoing))
             put_back(flat, output)
 
@@ -435,41 +446,39 @@ class TeamGroup(NamedGroup):
     # From one rank to another.
 
     @of_any_device
-    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> GroupWork:
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """Send a tensor; it is copied at once and may be written to again."""
         (tensor,) = listed(tensors)
-        self._check_rank(dst, "send to")
+        check_rank(self._team.size, dst, "send to")
         self._team.check_open()
-        self._team.mailbox.send(flattened(tensor), dst, tag)
+        return self._send(tensor, dst, tag)
+
+    def _send(self, tensor: torch.Tensor, destination: int, tag: int) -> dist.Work:
+        self._team.mailbox.send(flattened(tensor), destination, tag)
         return GroupWork.done([])
 
     @of_any_device
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
         """Receive what rank ``src`` sends with this tag."""
-        self._check_rank(src, "receive from")
-        return self._receive(tensors, src, tag)
+        (tensor,) = listed(tensors)
+        check_rank(self._team.size, src, "receive from")
+        self._team.check_open()
+        return self._receive(tensor, src, tag)
 
     @of_any_device
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> dist.Work:
         """Receive what the first rank sends with this tag, and tell which that was."""
-        return self._receive(tensors, None, tag)
-
-    def _receive(self, tensors: Sequence[torch.Tensor], src: int | None, tag: int) -> dist.Work:
         (tensor,) = listed(tensors)
         self._team.check_open()
+        return self._receive(tensor, None, tag)
+
+    def _receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> dist.Work:
         return Receipt(
             self._team.mailbox,
             flattened(tensor),
             tensor,
             put_back,
-            source=src,
+            source=source,
             tag=tag,
             timeout=self._queue.timeout,
         )
-
-    def _check_rank(self, rank: int, what: str) -> None:
-        if not 0 <= rank < self._team.size:
-            raise ValueError(
-                f"Rank {self._team.rank} can't {what} rank {rank}: the group has ranks 0 to "
-                f"{self._team.size - 1}."
-            )

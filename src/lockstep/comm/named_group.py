@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.other_devices import OtherDevices
-from lockstep.comm.team import Team
+from lockstep.comm.team import Ranks
 from lockstep.comm.work import GroupWork, Run, WorkQueue
 
 # How long leaving waits for calls that are under way.
@@ -38,7 +38,7 @@ class NamedGroup(dist.ProcessGroup):
     """
 
     def __init__(
-        self, team: Team, backend: str, timeout: timedelta, store: dist.Store | None = None
+        self, team: Ranks, backend: str, timeout: timedelta, store: dist.Store | None = None
     ) -> None:
         super().__init__(team.rank, team.size)  # type: ignore[call-arg]
         self._team = team

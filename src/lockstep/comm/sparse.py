@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from operator import add
 
@@ -10,17 +11,29 @@ import torch.distributed as dist
 
 from lockstep.comm.algorithms import Collectives
 from lockstep.comm.call import Call
+from lockstep.comm.hosts.collectives import HostsCollectives
 from lockstep.comm.reduction import reduction_for
-from lockstep.comm.team import Team
 from lockstep.comm.work import Run
 
 
 def all_reduce_sparse(
-    team: Team, tensor: torch.Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType
+    collectives_for: Callable[[Call, float], Collectives | HostsCollectives],
+    size: int,
+    tensor: torch.Tensor,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
 ) -> Run:
     """Sum a sparse COO tensor over the ranks, in rank order, in place.
 
     Ranks may hold different elements, and different numbers of them.
+
+    Args:
+        collectives_for: Makes the collectives for a call, and a timeout in seconds.
+        size: How many ranks there are.
+        tensor: This rank's tensor.
+        op: SUM or AVG.
+
+    Returns:
+        What carries it out.
 
     Raises:
         TypeError: At once, if the layout is another, or ``op`` is neither SUM nor AVG.
@@ -31,16 +44,17 @@ def all_reduce_sparse(
             f"all_reduce of a {tensor.layout} tensor by {name}: of sparse tensors it can sum or "
             "average those in COO layout. Use to_sparse_coo() or to_dense()."
         )
-    return lambda timeout: _sum_up(team, tensor, name, timeout)
-
-
-def _sum_up(team: Team, tensor: torch.Tensor, name: str, timeout: float) -> None:
     call = Call("sparse all_reduce", tensor.dtype, tensor.shape, name)
-    collectives = Collectives(team, call, timeout)
+    return lambda timeout: _sum_up(collectives_for(call, timeout), size, tensor, name)
+
+
+def _sum_up(
+    collectives: Collectives | HostsCollectives, size: int, tensor: torch.Tensor, name: str
+) -> None:
     mine = tensor.data.coalesce()
     indices, values = mine.indices(), mine.values()
     count = torch.tensor([values.shape[0]])
-    counts = torch.empty(team.size, dtype=torch.int64)
+    counts = torch.empty(size, dtype=torch.int64)
     collectives.all_gather(counts.split(1), count)
     all_indices = [indices.new_empty(len(indices), n) for n in counts.tolist()]
     all_values = [values.new_empty(n, *values.shape[1:]) for n in counts.tolist()]
@@ -59,7 +73,7 @@ def _sum_up(team: Team, tensor: torch.Tensor, name: str, timeout: float) -> None
         ),
     ).coalesce()
     if name == "AVG":
-        total = total / team.size
+        total = total / size
     # Not through `.data`, which has indices and values of its own; and what is copied is to be
     # an ordinary tensor, although this runs in inference mode.
     with torch.inference_mode(False), torch.no_grad():
