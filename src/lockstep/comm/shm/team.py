@@ -300,13 +300,15 @@ class ShmTeam(Team):
         if self._is_closed:
             return
         if self._process == os.getpid():
-            if not self._is_broken:
-                note = Note(kind="left", text="", ranks=[self.rank])
+            has_failed = self._is_broken
+            note = Note(kind="left", text="", ranks=[self.rank])
+            if not has_failed:
                 self._signals.announce(note)
                 self._letters.flush()
-                self._letters.part(note)
-            # Whichever thread still waits here learns that there is no point.
+            # Whichever thread still waits here is to learn that it is this rank that has left.
             self._is_closed = self._is_broken = True
+            if not has_failed:
+                self._letters.part(note)
             self._signals.interrupt()
             self._letters.interrupt()
         self.close()

@@ -1,0 +1,400 @@
+"""The ranks' lines and memory, with ranks as threads: who is let in, told, blamed and freed."""
+
+import contextlib
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.call import Call, fingerprint
+from lockstep.comm.shm.lines import send_message
+from lockstep.comm.shm.team import ShmTeam
+from lockstep.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupClosed,
+    PeerLost,
+    RendezvousFailed,
+)
+
+A, B = Call("all_reduce", torch.float32, (3,), "SUM"), Call("barrier")
+
+
+def run_each(*calls: Callable[[], object]) -> list[object]:
+    """Run all at once; return what each returned or raised."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        return [future.exception() or future.result() for future in futures]
+
+
+def join_all(size: int) -> list[ShmTeam]:
+    store = dist.HashStore()
+    teams = run_each(*(lambda rank=rank: ShmTeam(store, rank, size, 10) for rank in range(size)))
+    assert all(isinstance(team, ShmTeam) for team in teams), teams
+    return teams  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def joined(size: int) -> Iterator[list[ShmTeam]]:
+    teams = join_all(size)
+    try:
+        yield teams
+    finally:
+        for team in teams:
+            team.leave()
+        gc.collect()
+
+
+def die(team: ShmTeam) -> None:
+    """What the others see of a rank when its process is killed."""
+    team.close()
+
+
+def meet_all(teams: list[ShmTeam], call: Call = A, timeout: float = 5) -> list[object]:
+    return run_each(*(lambda team=team: team.meet(call, 0, timeout) for team in teams))
+
+
+# Who is let in.
+
+
+def _address(store: dist.Store, rank: int) -> str:
+    store.wait([f"address/{rank}"])
+    return "\0" + store.get(f"address/{rank}").decode()
+
+
+def _stranger(address: str, message: bytes | None, descriptors: int = 0) -> socket.socket:
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.connect(address)
+    if message is not None:
+        send_message(line, message, [0] * descriptors)
+    return line
+
+
+def test_strangers_are_turned_away_and_the_ranks_meet_at_once():
+    store, before = dist.HashStore(), len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ShmTeam, store, 0, 2, 20)
+        address = _address(store, 0)
+        strangers = [
+            _stranger(address, None),
+            _stranger(address, b"[" * 4096),
+            _stranger(address, b""),
+            _stranger(address, bytes(48), 3),
+            _stranger(address, bytes(32) + (1).to_bytes(8, "little") * 2, 3),
+            _stranger(address, b'{"secret": 1}', 10),
+            *(_stranger(address, None) for _ in range(30)),
+        ]
+        began = time.monotonic()
+        second = pool.submit(ShmTeam, store, 1, 2, 20)
+        teams = [first.result(), second.result()]
+    assert time.monotonic() - began < 2
+    assert meet_all(teams) == [[0, 0], [0, 0]]
+    # All were closed, those that said nothing too; and none was told the secret.
+    for line in strangers:
+        with contextlib.suppress(ConnectionResetError):
+            assert line.recv(100) == b""
+        line.close()
+    for team in teams:
+        team.leave()
+    del team, teams, first, second
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_more_strangers_than_a_rank_listens_to_only_delay():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ShmTeam, store, 0, 2, 20)
+        address = _address(store, 0)
+        strangers = [_stranger(address, None) for _ in range(150)]
+        second = pool.submit(ShmTeam, store, 1, 2, 20)
+        for team in (first.result(), second.result()):
+            team.leave()
+    for line in strangers:
+        line.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_is_turned_away_although_it_knows_the_secret():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ShmTeam, store, 0, 2, 20)
+        address, secret = _address(store, 0), bytes.fromhex(store.get("secret").decode())
+        child = os.fork()
+        if child == 0:
+            os.setuid(65534)
+            line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            line.settimeout(5)
+            try:
+                line.connect(address)
+                introduction = secret + (1).to_bytes(8, "little") + (7).to_bytes(8, "little")
+                with contextlib.suppress(BrokenPipeError):
+                    send_message(line, introduction, [0, 0, 0])
+                os._exit(0 if line.recv(100) == b"" else 1)
+            except ConnectionResetError:
+                os._exit(0)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        second = pool.submit(ShmTeam, store, 1, 2, 20)
+        for team in (first.result(), second.result()):
+            team.leave()
+
+
+def test_a_rank_that_never_comes_is_named():
+    with pytest.raises(RendezvousFailed, match="for rank 1 to share memory"):
+        ShmTeam(dist.HashStore(), 0, 2, 0.2)
+    gc.collect()
+
+
+# Who is told, and who is blamed.
+
+
+def test_who_is_told_of_a_death_and_leaves_is_not_blamed_for_it():
+    with joined(4) as teams:
+        die(teams[3])
+        told = [meet_all(teams[2:3]), meet_all(teams[1:2])]
+        # Both are gone when rank 0 comes, and it looks at rank 1's line first.
+        teams[1].leave()
+        teams[2].leave()
+        told.append(meet_all(teams[:1]))
+        for (error,) in told:
+            assert isinstance(error, PeerLost)
+            assert error.ranks == (3,)
+            assert error.operation == "all_reduce"
+
+
+def test_a_death_is_told_while_a_third_rank_is_late():
+    with joined(3) as teams, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(team.meet, A, 0, 20) for team in teams[:2]]
+        time.sleep(0.1)
+        began = time.monotonic()
+        # It had arrived, so nothing more is expected from it at this meeting.
+        teams[1]._signals.interrupt()
+        error = waiting[0].exception()
+        assert isinstance(error, PeerLost)
+        assert error.ranks == (1,)
+        assert time.monotonic() - began < 1
+
+
+def test_who_leaves_after_the_last_meeting_disturbs_nobody():
+    with joined(3) as teams, ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(teams[0].meet, A, 0, 10)
+        # Rank 1's arrival, and its farewell, are there before rank 2's arrival.
+        for line in teams[1]._signals._lines.values():
+            line.send(fingerprint(A) + bytes(8))
+        teams[1].leave()
+        time.sleep(0.5)
+        assert not slow.done()
+        pool.submit(teams[2].meet, A, 0, 10)
+        assert slow.result() == [0, 0, 0]
+
+
+def test_everyone_is_told_of_a_mismatch_the_late_one_after_the_others_have_gone():
+    with joined(3) as teams:
+        errors = run_each(lambda: teams[0].meet(A, 0, 5), lambda: teams[1].meet(B, 0, 5))
+        teams[0].leave()
+        teams[1].leave()
+        errors += meet_all(teams[2:])
+        assert all(isinstance(error, CollectiveMismatch) for error in errors), errors
+        assert all(str(A) in str(error) and str(B) in str(error) for error in errors)
+
+
+def test_a_rank_that_was_stopped_gets_no_wrong_sum():
+    with joined(2) as teams:
+        slot = teams[0].stage(torch.float32, 3)[1]
+        slot.fill_(1)
+        assert meet_all(teams) == [[0, 0], [0, 0]]
+        # Rank 1 is still to read that slot. Rank 0 goes on without it, and tries again.
+        teams[0].stage(torch.float32, 3)[1].fill_(2)
+        with pytest.raises(CollectiveTimeout, match="Rank 1 did not come"):
+            teams[0].meet(A, 0, 0.1)
+        with pytest.raises(CollectiveTimeout):
+            teams[0].stage(torch.float32, 3)
+        assert slot.tolist() == [1, 1, 1]
+
+
+def test_an_interrupted_meeting_ends_the_group(monkeypatch: pytest.MonkeyPatch):
+    with joined(2) as teams:
+
+        def interrupted(*args: object) -> list[int]:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(teams[0]._signals, "exchange", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            teams[0].meet(A, 0, 5)
+        (error,) = meet_all(teams[1:])
+        assert isinstance(error, PeerLost)
+        assert "KeyboardInterrupt" in str(error)
+        assert error.ranks == (0,)
+
+
+def test_abort_ends_the_waits_of_all_threads_and_ranks():
+    with joined(2) as teams, ThreadPoolExecutor(3) as pool:
+        meeting = pool.submit(teams[0].meet, A, 0, 20)
+        mailbox = teams[0].mailbox
+        receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
+        time.sleep(0.1)
+        teams[0].abort()
+        assert "has aborted" in str(meeting.exception(2))
+        assert "has aborted" in str(receiving.exception(2))
+        # Rank 0 had come to this meeting; to the next one it doesn't.
+        assert meet_all(teams[1:]) == [[0, 0]]
+        (error,) = meet_all(teams[1:])
+        assert "Rank 0 has aborted" in str(error)
+
+
+def test_leaving_ends_the_waits_of_other_threads():
+    with joined(2) as teams, ThreadPoolExecutor(2) as pool:
+        meeting = pool.submit(teams[0].meet, A, 0, 20)
+        mailbox = teams[0].mailbox
+        receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
+        time.sleep(0.1)
+        teams[0].leave()
+        assert isinstance(meeting.exception(2), GroupClosed)
+        assert isinstance(receiving.exception(2), GroupClosed)
+
+
+# Letters.
+
+
+def test_two_threads_that_wait_for_letters_both_learn_that_their_senders_are_gone():
+    with joined(3) as teams, ThreadPoolExecutor(2) as pool:
+        mailbox = teams[0].mailbox
+        expected = [mailbox.expect(torch.empty(1), source, 0) for source in (1, 2)]
+        waiting = [pool.submit(mailbox.receive, each, 20) for each in expected]
+        time.sleep(0.1)
+        die(teams[2])
+        errors = [each.exception(2) for each in waiting]
+        assert [(type(error), error.ranks) for error in errors] == [(PeerLost, (2,))] * 2
+
+
+def test_a_rank_that_waits_for_a_survivors_letter_is_told_who_died():
+    with joined(3) as teams, ThreadPoolExecutor(2) as pool:
+        mailbox = teams[0].mailbox
+        waiting = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
+        die(teams[2])
+        meet_all(teams[1:2])
+        error = waiting.exception(2)
+        assert isinstance(error, PeerLost)
+        assert error.ranks == (2,)
+
+
+def test_letters_that_were_on_their_way_come_although_the_sender_leaves_or_dies():
+    with joined(2) as teams:
+        for value in range(40):
+            teams[0].mailbox.send(torch.full((200_000,), float(value)), 1, 0)
+        # A letter that nobody has read makes the kernel reset the line.
+        teams[1].mailbox.send(torch.ones(1), 0, 0)
+        leaving = threading.Thread(target=teams[0].leave)
+        leaving.start()
+        mailbox = teams[1].mailbox
+        for value in range(40):
+            tensor = torch.empty(200_000)
+            mailbox.receive(mailbox.expect(tensor, 0, 0), 5)
+            assert tensor[-1] == value
+        leaving.join()
+        with pytest.raises(PeerLost, match="good order"):
+            mailbox.receive(mailbox.expect(torch.empty(1), 0, 0), 5)
+
+
+def test_many_threads_get_each_the_letter_that_is_for_it():
+    with joined(3) as teams:
+        mailbox, got = teams[0].mailbox, {}
+
+        def receive(source: int, tag: int) -> None:
+            for _ in range(20):
+                tensor = torch.empty(2)
+                mailbox.receive(mailbox.expect(tensor, source, tag), 10)
+                got.setdefault((source, tag), []).append(tensor.tolist())
+
+        def send(source: int) -> None:
+            for number in range(20):
+                for tag in range(4):
+                    teams[source].mailbox.send(torch.tensor([tag, float(number)]), 0, tag)
+
+        done = run_each(
+            *(lambda s=s, t=t: receive(s, t) for s in (1, 2) for t in range(4)),
+            *(lambda s=s: send(s) for s in (1, 2)),
+        )
+        assert done == [None] * 10
+        for (_, tag), values in got.items():
+            assert values == [[tag, number] for number in range(20)]
+        assert not mailbox._unclaimed
+        assert not mailbox._expected
+
+
+def test_a_letter_that_does_not_come_ends_the_group():
+    # It might come later, and be taken for the next one.
+    with joined(2) as teams:
+        mailbox = teams[0].mailbox
+        with pytest.raises(CollectiveTimeout, match="rank 1 with tag 3") as caught:
+            mailbox.receive(mailbox.expect(torch.empty(1), 1, 3), 0.1)
+        assert caught.value.ranks == (1,)
+        (error,) = meet_all(teams[1:])
+        assert isinstance(error, CollectiveTimeout)
+
+
+# Memory and descriptors.
+
+
+def test_memory_that_nobody_uses_goes_back():
+    with joined(2) as teams:
+        tensor = teams[0].empty(8 << 20)
+        descriptor = os.dup(teams[0]._own[1].descriptor)
+        place = teams[0].find(tensor)
+        run_each(lambda: teams[0].meet(A, place, 5), lambda: teams[1].meet(A, 0, 5))
+        other = teams[1].at(0, place, torch.uint8, 8 << 20)
+        assert os.fstat(descriptor).st_blocks >= (8 << 20) // 512
+        del tensor
+        assert os.fstat(descriptor).st_blocks == 0
+        os.close(descriptor)
+        del other
+        # With the next one, the others hear that they need not map it any more.
+        tensor = teams[0].empty(64)
+        place = teams[0].find(tensor)
+        run_each(lambda: teams[0].meet(A, place, 5), lambda: teams[1].meet(A, 0, 5))
+        teams[1].at(0, place, torch.uint8, 64)
+        assert set(teams[1]._mapped) == {(0, 0), (1, 0), (0, 2)}
+        assert not teams[0]._retired
+
+
+def test_tensors_are_dropped_by_any_thread_while_others_are_made():
+    with joined(2) as teams:
+
+        def make_and_drop() -> None:
+            for _ in range(50):
+                tensor = teams[0].empty(4096)
+                assert teams[0].find(tensor) is not None
+
+        assert run_each(*[make_and_drop] * 4) == [None] * 4
+        gc.collect()
+        assert not teams[0]._own
+        assert not teams[0]._number_at
+        assert sorted(teams[0]._retired) == list(range(1, 201))
+
+
+def test_more_than_1024_descriptors_may_be_open():
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        with joined(2) as teams, ThreadPoolExecutor(2) as pool:
+            waiting = pool.submit(teams[0].meet, A, 0, 5)
+            mailbox = teams[0].mailbox
+            receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 5)
+            time.sleep(0.1)
+            assert teams[1].meet(A, 0, 5) == [0, 0]
+            assert waiting.result() == [0, 0]
+            for _ in range(500):
+                teams[1].mailbox.send(torch.ones(1), 0, 0)
+            assert receiving.result() == 1
+            teams[1].leave()
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
