@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from datetime import timedelta
 from typing import Protocol
@@ -18,6 +19,8 @@ from lockstep.comm.work import GroupWork, Run, WorkQueue
 
 # How long leaving waits for calls that are under way.
 _LEAVE_SECONDS = 1.0
+
+_groups: weakref.WeakSet[NamedGroup] = weakref.WeakSet()
 
 
 class _Options(Protocol):
@@ -50,6 +53,7 @@ class NamedGroup(dist.ProcessGroup):
         self._others = OtherDevices(self, store, timeout)
         # Whoever drops a group without destroying it leaves nothing open, at exit either.
         self._finalizer = weakref.finalize(self, team.leave)
+        _groups.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802
         """The name that it is registered by."""
@@ -136,3 +140,13 @@ class NamedGroup(dist.ProcessGroup):
             is_async=opts.asyncOp,
             timeout=timeout if timeout is not None else opts.timeout,
         )
+
+
+def _renew_in_child() -> None:
+    # Another thread may have been in a collective when the process forked: in the child its lock
+    # is never released, and whoever calls the group there is to be told that, not to wait.
+    for group in list(_groups):
+        group._queue = WorkQueue(group._queue.timeout)
+
+
+os.register_at_fork(after_in_child=_renew_in_child)

@@ -234,6 +234,9 @@ class Signals:
         if note["kind"] == "called":
             # It found the mismatch first; its arrival in that other call came before this.
             self._raise_mismatch(call, {peer: note["text"]})
+        if note["kind"] == CollectiveMismatch.__name__:
+            # Another one may compare its call with this rank's, and wait to hear of it.
+            self._announce_call(call)
         # Passed on: who hears next that this rank is gone must not take it for the cause.
         self.announce(note)
         raise fault_told(note, peer, call.operation)

@@ -1,0 +1,315 @@
+"""What the kernel does to ranks that are processes: forks, ends, and limits that are reached."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import uuid
+from pathlib import Path
+
+import pytest
+
+# Forks the ranks after torch is imported: that takes longer than most of what is tested.
+_PRELUDE = """
+import contextlib, gc, os, resource, signal, sys, threading, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from lockstep.comm.backends import register_backends
+from lockstep.errors import *
+torch.set_num_threads(1)
+register_backends()
+
+def join(rank, size=2, name="store", seconds=20):
+    dist.init_process_group("shm", init_method=f"file://{folder}/{name}", rank=rank,
+                            world_size=size, timeout=timedelta(seconds=seconds))
+    return dist.group.WORLD
+
+def total(numel=3):
+    tensor = torch.ones(numel)
+    dist.all_reduce(tensor)
+    return tensor[-1].item()
+
+def raised(call):
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+folder = sys.argv[1]
+rank = 0
+for other in range(1, int(sys.argv[2])):
+    if os.fork() == 0:
+        rank = other
+        break
+"""
+_POSTLUDE = """
+if rank == 0:
+    for _ in range(int(sys.argv[2]) - 1):
+        _, status = os.wait()
+        assert status in (0, signal.SIGKILL), status
+"""
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may do this to a process")
+
+
+def run(folder: Path, body: str, size: int = 2, prefix: tuple[str, ...] = ()) -> None:
+    """Run ``body`` on each rank, which all must end well without a word on stderr."""
+    program = _PRELUDE + textwrap.dedent(body) + _POSTLUDE
+    arguments = [sys.executable, "-c", program, str(folder), str(size)]
+    done = subprocess.run([*prefix, *arguments], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Processes that end, or fork.
+
+
+def test_exit_without_destroy_is_clean_and_disturbs_nobody(tmp_path: Path):
+    run(
+        tmp_path,
+        """
+        join(rank, 3)
+        assert total() == 3
+        # The first goes at once; the last one waits for what it will never get, and says so.
+        if rank == 1:
+            dist.all_reduce(torch.ones(4), async_op=True)
+        if rank == 2:
+            error = raised(total)
+            assert isinstance(error, PeerLost) and "good order" in str(error), error
+        """,
+        size=3,
+    )
+
+
+def test_destroyed_groups_leave_nothing_and_can_be_joined_again(tmp_path: Path):
+    run(
+        tmp_path,
+        """
+        def resources():
+            gc.collect()
+            return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+        before = resources()
+        for number in range(3):
+            group = join(rank, name=f"store{number}")
+            assert total() == 2
+            tensor = group.empty(500_000).fill_(1)
+            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, async_op=True).wait()
+            second = dist.new_group([0, 1], backend="shm")
+            dist.barrier(second)
+            if rank == 0:
+                dist.send(torch.ones(100_000), 1)
+            else:
+                dist.recv(torch.empty(100_000), 0)
+            dist.destroy_process_group()
+            error = raised(lambda: group.allreduce([torch.ones(1)]).wait())
+            assert isinstance(error, GroupClosed), error
+            del group, second, tensor, error
+            assert resources() == before, (resources(), before)
+        """,
+    )
+
+
+def test_a_group_that_is_dropped_closes_what_it_had(tmp_path: Path):
+    run(
+        tmp_path,
+        """
+        from lockstep.comm.group import TeamGroup
+        from lockstep.comm.shm.team import ShmTeam
+        before = len(os.listdir("/proc/self/fd"))
+        store = dist.FileStore(f"{folder}/store", 2)
+        group = TeamGroup(ShmTeam(store, rank, 2, 10), "shm", timedelta(seconds=10))
+        tensor = group.empty(10).fill_(1)
+        group.allreduce([tensor]).wait()
+        assert tensor[0] == 2
+        group.barrier().wait()
+        del group, tensor, store
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before
+        """,
+    )
+
+
+def test_a_forked_child_does_not_hide_its_parents_death(tmp_path: Path):
+    run(
+        tmp_path,
+        """
+        join(rank)
+        assert total() == 2
+        if rank == 1:
+            if os.fork() == 0:
+                time.sleep(2)
+                os._exit(0)
+            total()
+            os.kill(os.getpid(), signal.SIGKILL)
+        total()
+        began = time.monotonic()
+        error = raised(total)
+        assert isinstance(error, PeerLost) and error.ranks == (1,), error
+        assert time.monotonic() - began < 1
+        """,
+    )
+
+
+def test_a_forked_child_is_told_that_the_group_is_not_its_own(tmp_path: Path):
+    run(
+        tmp_path,
+        """
+        group = join(rank)
+        # Another thread is in a collective, and has the locks, when the process forks.
+        work = dist.all_reduce(torch.ones(5), async_op=True) if rank == 0 else None
+        time.sleep(0.3)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                for call in (
+                    total,
+                    lambda: dist.all_reduce(torch.ones(1), async_op=True).wait(),
+                    lambda: dist.send(torch.ones(1), 1 - rank),
+                    lambda: dist.recv(torch.ones(1), 1 - rank),
+                    lambda: group.empty(3),
+                ):
+                    error = raised(call)
+                    assert isinstance(error, GroupClosed) and "fork" in str(error), error
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        # The parent's goes on.
+        work = work or dist.all_reduce(torch.ones(5), async_op=True)
+        work.wait()
+        assert total() == 2
+        dist.destroy_process_group()
+        """,
+    )
+
+
+# Limits.
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [
+        ("RLIMIT_FSIZE", "1 << 20"),
+        ("RLIMIT_AS", "pages * resource.getpagesize() + (1 << 20)"),
+        *(("RLIMIT_NOFILE", f"{used} + len(os.listdir('/proc/self/fd'))") for used in range(2)),
+    ],
+)
+def test_a_limit_is_an_error_that_says_so(tmp_path: Path, limit: str, most: str):
+    run(
+        tmp_path,
+        f"""
+        pages = int(open("/proc/self/statm").read().split()[0])
+        from lockstep.comm.shm.team import ShmTeam
+        ShmTeam(dist.HashStore(), 0, 1, 1).leave()  # imports what it needs
+        most = {most}
+        resource.setrlimit(resource.{limit}, (most, most))
+        error = raised(lambda: ShmTeam(dist.HashStore(), 0, 1, 1))
+        assert isinstance(error, (SharedMemoryFull, RendezvousFailed)), error
+        assert "memory" in str(error), error
+        """,
+        size=1,
+    )
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_FSIZE", "RLIMIT_AS", "RLIMIT_NOFILE"])
+def test_a_limit_reached_later_is_told_to_all(tmp_path: Path, limit: str):
+    run(
+        tmp_path,
+        f"""
+        group = join(rank, seconds=5)
+        tensor = group.empty(8_000_000)
+        assert total() == 2
+        if rank == 0:
+            pages = int(open("/proc/self/statm").read().split()[0])
+            most = {{
+                "RLIMIT_FSIZE": 1 << 20,
+                "RLIMIT_AS": pages * resource.getpagesize() + (16 << 20),
+                "RLIMIT_NOFILE": max(map(int, os.listdir("/proc/self/fd"))) + 1,
+            }}["{limit}"]
+            resource.setrlimit(resource.{limit}, (most, most))
+            error = raised(lambda: group.empty(8_000_000))
+            assert isinstance(error, SharedMemoryFull), error
+        # To reduce it, each must map the other's.
+        began = time.monotonic()
+        try:
+            dist.all_reduce(tensor)
+        except Exception as error:
+            assert "{limit}" != "RLIMIT_FSIZE"
+            kinds = (SharedMemoryFull,) if rank == 0 else (PeerLost,)
+            assert isinstance(error, kinds), error
+            assert rank == 0 or "SharedMemoryFull" in str(error), error
+            assert time.monotonic() - began < 2
+        else:
+            assert "{limit}" == "RLIMIT_FSIZE"
+        """,
+    )
+
+
+@needs_root
+@pytest.mark.parametrize("size", ["64m", "none"])
+def test_dev_shm_may_be_small_or_absent(tmp_path: Path, size: str):
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare")
+    prepare = "mount -t tmpfs -o size=64m none /dev/shm"
+    if size == "none":
+        prepare = "mount -t tmpfs -o size=4k,mode=000,ro none /dev/shm"
+    prefix = ("unshare", "-m", "sh", "-c", f'{prepare} && exec "$@"', "sh")
+    run(
+        tmp_path,
+        """
+        group = join(rank)
+        tensors = [group.empty(10_000_000).fill_(1) for _ in range(4)]  # 160 MB
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+            assert tensor[0] == tensor[-1] == 2
+        assert total(5_000_000) == 2
+        assert not os.listdir("/dev/shm")
+        dist.destroy_process_group()
+        """,
+        prefix=prefix,
+    )
+
+
+def _control_group() -> Path | None:
+    for folder in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
+        group = folder / f"lockstep-test-{uuid.uuid4().hex}"
+        if os.geteuid() == 0 and (folder / "cgroup.procs").exists():
+            try:
+                group.mkdir()
+            except OSError:
+                continue
+            if any((group / name).exists() for name in ("memory.max", "memory.limit_in_bytes")):
+                return group
+            group.rmdir()
+    return None
+
+
+def test_the_memory_limit_of_a_control_group_is_an_error_that_names_it(tmp_path: Path):
+    group = _control_group()
+    if group is None:
+        pytest.skip("needs a control group of its own")
+    try:
+        (inner := group / "inner").mkdir()
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            if (group / name).exists():
+                (group / name).write_text(str(300 << 20))
+        run(
+            tmp_path,
+            f"""
+            open("{inner}/cgroup.procs", "w").write(str(os.getpid()))
+            group = join(rank)
+            error = raised(lambda: group.empty(200_000_000))
+            assert isinstance(error, SharedMemoryFull), error
+            assert "control group" in str(error), error
+            tensor = group.empty(2_000_000).fill_(1)
+            dist.all_reduce(tensor)
+            assert tensor[-1] == 2
+            dist.destroy_process_group()
+            """,
+        )
+    finally:
+        inner.rmdir()
+        group.rmdir()
