@@ -4,7 +4,9 @@ from lockstep.comm.exchange import (
     TensorBroadcast,
     all_gather_bytes,
     broadcast_tensors,
+    can_average_from,
     start_all_reduce,
+    start_average_from,
     zero_buffer,
 )
 
@@ -12,6 +14,8 @@ __all__ = [
     "TensorBroadcast",
     "all_gather_bytes",
     "broadcast_tensors",
+    "can_average_from",
     "start_all_reduce",
+    "start_average_from",
     "zero_buffer",
 ]

@@ -20,6 +20,10 @@ from lockstep.errors import CollectiveMismatch
 _ONE_MEETING_BYTES = 64 * 1024
 
 
+# Elements that belong into a flat tensor and still lie elsewhere: from which place on, and what.
+Source = tuple[int, torch.Tensor]
+
+
 class Collectives:
     """The collectives among the ranks of a team.
 
@@ -42,12 +46,51 @@ class Collectives:
         """Combine all ranks' tensors, in rank order, and have the result in each."""
         if reduction.factor is not None:
             tensor.mul_(reduction.factor)
-        if tensor.numel() * tensor.element_size() <= _ONE_MEETING_BYTES:
-            reduction.into(tensor, self._publish(tensor))
-        else:
+        if self._is_large(tensor):
             self._all_reduce_large(tensor, reduction)
+        else:
+            reduction.into(tensor, self._publish(tensor))
 
-    def _all_reduce_large(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+    def bring(self, tensor: torch.Tensor, sources: Sequence[Source]) -> None:
+        """Write ``sources`` to where they belong in ``tensor``, but for this rank's own share.
+
+        For :meth:`all_reduce_from`: that share goes through this rank's hands anyway.
+        """
+        share = self._share_from_sources(tensor)
+        for start, source in sources:
+            stop = start + source.numel()
+            target = tensor[start:stop]
+            if share.start >= stop or share.stop <= start:
+                target.copy_(source)
+                continue
+            before, after = max(share.start - start, 0), min(share.stop, stop) - start
+            target[:before].copy_(source[:before])
+            target[after:].copy_(source[after:])
+
+    def all_reduce_from(
+        self, tensor: torch.Tensor, sources: Sequence[Source], reduction: Reduction
+    ) -> None:
+        """As :meth:`all_reduce`, of which this rank's share still lies in ``sources``."""
+        if reduction.factor is None and self._is_large(tensor):
+            self._all_reduce_large(tensor, reduction, sources)
+        else:
+            self.all_reduce(tensor, reduction)
+
+    def _share_from_sources(self, tensor: torch.Tensor) -> slice:
+        """What this rank takes from sources: nothing, where it can't be reduced in one go."""
+        if self._is_large(tensor) and self._team.find(tensor) is not None:
+            return self._share(tensor.numel(), self._team.rank)
+        return slice(0, 0)
+
+    def _is_large(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() * tensor.element_size() > _ONE_MEETING_BYTES
+
+    def _all_reduce_large(
+        self,
+        tensor: torch.Tensor,
+        reduction: Reduction,
+        sources: Sequence[Source] | None = None,
+    ) -> None:
         """Each rank combines its share of the elements, for all; a second meeting ends it."""
         team, dtype, numel = self._team, tensor.dtype, tensor.numel()
         here = team.find(tensor)
@@ -56,10 +99,20 @@ class Collectives:
         if not any(map(team.is_staged, places)):
             everyone = self._everyone(places, tensor)
             share = self._share(numel, team.rank)
-            mine = [part[share] for part in everyone]
-            reduction.into(mine[0], mine, mine[1:])
+            for segment, source in _within(share, sources or ()):
+                mine = [whole[segment] for whole in everyone]
+                inputs = mine if source is None else mine.copy()
+                if source is not None:
+                    inputs[team.rank] = source
+                reduction.into(mine[0], inputs, mine[1:])
             self._meet()
             return
+        if sources is not None:
+            # It goes by pieces, of which others have other shares than of the whole.
+            for segment, source in _within(self._share_from_sources(tensor), sources):
+                if source is not None:
+                    tensor[segment].copy_(source)
+            self._meet()
         for start in range(0, numel, piece):
             part = tensor[start : start + piece]
             if start:
@@ -236,6 +289,21 @@ class Collectives:
         """Cut up ``numel`` elements so that a slot holds such a piece for each rank."""
         for piece in pieces(numel, self._slot_numel(dtype) // self._team.size):
             yield piece, piece.stop - piece.start
+
+
+def _within(share: slice, sources: Sequence[Source]) -> Iterator[tuple[slice, torch.Tensor | None]]:
+    """Cut up ``share`` by where its elements lie: in a part of a source, or (None) where it is."""
+    position = share.start
+    for start, source in sources:
+        low, high = max(start, position), min(start + source.numel(), share.stop)
+        if low >= high:
+            continue
+        if position < low:
+            yield slice(position, low), None
+        yield slice(low, high), source[low - start : high - start]
+        position = high
+    if position < share.stop:
+        yield slice(position, share.stop), None
 
 
 def check_gathered(call: Call, told: Sequence[Sequence[int]]) -> list[int]:

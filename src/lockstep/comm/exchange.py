@@ -31,6 +31,29 @@ def start_all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Wor
     return group.allreduce([wire], dist.AllreduceOptions())
 
 
+def can_average_from(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``group`` averages what still lies elsewhere; see :func:`start_average_from`."""
+    return device.type == "cpu" and hasattr(group, "average_from")
+
+
+def start_average_from(
+    group: dist.ProcessGroup,
+    buffer: torch.Tensor,
+    sources: Sequence[tuple[int, torch.Tensor]],
+) -> dist.Work:
+    """Start averaging ``buffer`` over the ranks, in place, and return at once.
+
+    Args:
+        group: A group that :func:`can_average_from`; every rank of it must call this.
+        buffer: A flat tensor, to be read or written again after the ``wait()`` of the Work.
+        sources: From which element on, flat tensors that belong into it and lie elsewhere; in
+            order, and left as they are until then.
+    """
+    assert hasattr(group, "average_from")
+    work: dist.Work = group.average_from(buffer, sources)
+    return work
+
+
 def zero_buffer(
     group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:

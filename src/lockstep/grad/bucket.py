@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import start_all_reduce, zero_buffer
+from lockstep.comm import (
+    can_average_from,
+    start_all_reduce,
+    start_average_from,
+    zero_buffer,
+)
 from lockstep.errors import ModelError, ParameterChanged
 
 # Gradients from this size on, on average, are dealt with one by one. Below it, what a call costs
@@ -55,10 +60,14 @@ class Bucket:
         sizes = [parameter.numel() for parameter in self._parameters]
         first = self._parameters[0]
         numel = sum(sizes) + tail_size
+        self._averages = False
+        self._elsewhere: list[tuple[int, torch.Tensor]] = []
         if buffers_from is None:
             self._buffer = torch.zeros(numel, dtype=first.dtype, device=first.device)
         else:
             self._buffer = zero_buffer(buffers_from, numel, first.dtype, first.device)
+            # Of the group and the device, and not of this buffer: all ranks must do the same.
+            self._averages = can_average_from(buffers_from, first.device)
         *self._parts, self.tail = self._buffer.split([*sizes, tail_size])
         self._gradients = self._buffer[: sum(sizes)]
         self._views = [
@@ -82,6 +91,8 @@ class Bucket:
     def fill(self, touched: bytearray, scale: float) -> None:
         """Bring every gradient here, times ``scale``, and zeros for parameters that have none.
 
+        Where the group can average, it is left to it to bring and to divide large ones.
+
         A gradient that is there but that no backward has touched since the last reduction is
         copied and left alone: the other ranks may not touch it either, and then it must be as
         it was, to the bit. Shown by test_gradient_nobody_touched_keeps_its_bits.
@@ -100,14 +111,27 @@ class Bucket:
             sources = [source.to_dense() for source in sources]
         if lacking:
             torch._foreach_zero_(lacking)
-        if self._is_coarse:
+        if not self._is_coarse:
+            if views:
+                torch._foreach_copy_(views, sources)
+            if not self._averages:
+                self._gradients.mul_(scale)
+        elif self._averages:
+            self._leave_there(views, sources)
+        else:
             # Scaled on the way, large gradients pass through the cores once and not twice.
             for view, source in zip([*here, *views], [*here, *sources], strict=True):
                 torch.mul(source, scale, out=view)
-        else:
-            if views:
-                torch._foreach_copy_(views, sources)
-            self._gradients.mul_(scale)
+
+    def _leave_there(self, views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Let the group take gradients from where they are, unless their elements lie otherwise."""
+        self._elsewhere = []
+        for view, source in zip(views, sources, strict=True):
+            if view.stride() == source.stride():
+                flat = source.detach().as_strided((source.numel(),), (1,))
+                self._elsewhere.append((int(view.storage_offset()), flat))
+            else:
+                view.copy_(source)
 
     def _all_came_anew(self, gradients: Sequence[torch.Tensor | None], touched: bytearray) -> bool:
         """Whether this is a step like most: gradients were dropped, and all have come since."""
@@ -186,8 +210,12 @@ class Bucket:
         )
 
     def launch(self, group: dist.ProcessGroup) -> None:
-        """Start summing the gradients and the tail over the ranks."""
-        self._work = start_all_reduce(group, self._buffer)
+        """Start summing (or averaging) the gradients and the tail over the ranks."""
+        if self._averages:
+            elsewhere, self._elsewhere = self._elsewhere, []
+            self._work = start_average_from(group, self._buffer, elsewhere)
+        else:
+            self._work = start_all_reduce(group, self._buffer)
 
     def wait(self) -> None:
         """Wait for the sum, on this device's stream if it is a GPU."""

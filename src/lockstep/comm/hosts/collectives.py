@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lockstep.comm.algorithms import Collectives, check_exchanged, check_gathered, pieces
+from lockstep.comm.algorithms import Collectives, Source, check_exchanged, check_gathered, pieces
 from lockstep.comm.call import Call
 from lockstep.comm.hosts.network import Network
 from lockstep.comm.hosts.team import HostsTeam
@@ -73,13 +73,36 @@ class HostsCollectives:
 
         In rank order within a host, and then in the order of the hosts.
         """
+        self._all_reduce(tensor, reduction, lambda step: self._local.all_reduce(tensor, step))
+
+    def _all_reduce(
+        self,
+        tensor: torch.Tensor,
+        reduction: Reduction,
+        within_host: Callable[[Reduction], None],
+    ) -> None:
         step = reduction._replace(name="SUM") if reduction.name == "AVG" else reduction
-        self._local.all_reduce(tensor, step)
+        within_host(step)
         across = step._replace(factor=None)
         self._between_leaders(lambda network: self._all_reduce_leaders(network, tensor, across))
         self._after_leader.broadcast(tensor, 0)
         if reduction.name == "AVG":
             reduction.divide(tensor, self.team.size)
+
+    def bring(self, tensor: torch.Tensor, sources: Sequence[Source]) -> None:
+        """Write ``sources`` to where they belong in ``tensor``, but for this rank's own share."""
+        self._local.bring(tensor, sources)
+
+    @_failing_together
+    def all_reduce_from(
+        self, tensor: torch.Tensor, sources: Sequence[Source], reduction: Reduction
+    ) -> None:
+        """As :meth:`all_reduce`, of which this rank's share still lies in ``sources``."""
+        self._all_reduce(
+            tensor,
+            reduction,
+            lambda step: self._local.all_reduce_from(tensor, sources, step),
+        )
 
     def _all_reduce_leaders(
         self, network: Network, tensor: torch.Tensor, reduction: Reduction
