@@ -150,7 +150,8 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
+    row = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return row.copy_(tensor.detach().reshape(-1)).view(torch.uint8)
 
 
 def assert_reduced(

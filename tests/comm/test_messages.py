@@ -228,10 +228,20 @@ def test_what_was_sent_may_be_written_to_at_once(backend: str, shape: tuple[int,
 
 
 @over_ours
-@pytest.mark.parametrize("layout", ["transposed", "strided", "channels_last", "conj"])
-def test_tensors_of_any_layout_are_sent(backend: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        ("transposed", (2, 3, 40, 50)),
+        ("strided", (2, 3, 40, 50)),
+        ("channels_last", (2, 3, 40, 50)),
+        ("conj", (2, 3, 40, 50)),
+        ("strided", (1,)),
+        ("strided", (0,)),
+        ("transposed", (3, 0, 2)),
+    ],
+)
+def test_tensors_of_any_layout_are_sent(backend: str, layout: str, shape: tuple[int, ...]) -> None:
     dtype = torch.complex64 if layout == "conj" else torch.float32
-    shape = (2, 3, 40, 50)
 
     def body(group: dist.ProcessGroup) -> None:
         plain = values(dtype, shape)
@@ -278,20 +288,16 @@ def test_a_receipt_is_a_work(backend: str) -> None:
 
 
 @over_ours
-def test_what_does_not_come_in_time_is_an_error_and_may_still_come_later(backend: str) -> None:
+def test_what_does_not_come_in_time_is_an_error(backend: str) -> None:
     late = threading.Event()
 
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() == 0:
             assert late.wait(20)
-            group.send([torch.ones(SMALL)], 1, 4).wait()
             return
         with pytest.raises(CollectiveTimeout, match="tag 4"):
             group.recv([torch.zeros(SMALL)], 0, 4).wait(timedelta(seconds=0.05))
         late.set()
-        tensor = torch.zeros(SMALL)
-        group.recv([tensor], 0, 4).wait()
-        assert tensor.tolist() == [1] * 3
 
     run_on(backend, 2, body)
 
