@@ -1,0 +1,26 @@
+"""The stress of benchmarks/stress.py, shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import stress
+from tests.processes import Processes, processes
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    with processes(stress.SIZE) as started:
+        yield started
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_collectives_from_several_threads_of_processes(ranks: Processes, seed: int) -> None:
+    ranks.run(stress.stress_process, "", stress.SIZE, 600, seed)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_random_collectives_from_several_threads_of_threads(seed: int) -> None:
+    stress.stress_threads(600, seed)
