@@ -171,6 +171,18 @@ def test_who_is_told_of_a_death_and_leaves_is_not_blamed_for_it():
             assert error.operation == "all_reduce"
 
 
+def test_what_a_rank_said_last_is_heard_although_it_left_without_reading():
+    with joined(3) as teams, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(teams[0].meet, A, 0, 20)
+        time.sleep(0.1)
+        # The kernel resets a line whose other end is closed with something unread.
+        teams[1].break_off(PeerLost("Rank 2 is gone.", [2], "all_reduce"))
+        teams[1].leave()
+        error = waiting.exception(2)
+        assert isinstance(error, PeerLost)
+        assert error.ranks == (2,)
+
+
 def test_a_death_is_told_while_a_third_rank_is_late():
     with joined(3) as teams, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(team.meet, A, 0, 20) for team in teams[:2]]
@@ -366,11 +378,26 @@ def test_memory_that_nobody_uses_goes_back():
         assert not teams[0]._retired
 
 
+def test_memory_handed_out_by_a_rank_that_then_died_is_let_go():
+    before = len(os.listdir("/proc/self/fd"))
+    with joined(2) as teams:
+        tensor = teams[0].empty(4096)
+        assert teams[0].find(tensor) is not None
+        teams[0]._hand_out(1)
+        die(teams[0])
+        (error,) = meet_all(teams[1:])
+        assert isinstance(error, PeerLost)
+        del tensor, error
+    del teams
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_tensors_are_dropped_by_any_thread_while_others_are_made():
     with joined(2) as teams:
 
         def make_and_drop() -> None:
-            for _ in range(50):
+            for _ in range(200):
                 tensor = teams[0].empty(4096)
                 assert teams[0].find(tensor) is not None
 
@@ -378,7 +405,7 @@ def test_tensors_are_dropped_by_any_thread_while_others_are_made():
         gc.collect()
         assert not teams[0]._own
         assert not teams[0]._number_at
-        assert sorted(teams[0]._retired) == list(range(1, 201))
+        assert sorted(teams[0]._retired) == list(range(1, 801))
 
 
 def test_more_than_1024_descriptors_may_be_open():

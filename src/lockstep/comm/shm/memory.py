@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,10 @@ from lockstep.errors import SharedMemoryFull
 # From <fcntl.h> and <linux/falloc.h>, where Python doesn't have them.
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+
+# This part of the memory that there is may be taken within so many seconds of looking.
+_SHARE = 16
+_LOOK_SECONDS = 0.5
 
 
 class Segment:
@@ -52,7 +57,7 @@ class Segment:
             SharedMemoryFull: If there isn't enough memory.
         """
         num_bytes = max(num_bytes, 1)
-        _check_room(num_bytes)
+        _room.take(num_bytes)
         descriptor = -1
         try:
             descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -65,9 +70,13 @@ class Segment:
             if descriptor >= 0:
                 os.close(descriptor)
             raise _full(num_bytes, error) from error
+        # The tensor has the view. What is called when that goes has the memory until it is done:
+        # nothing else can be at this address before. Shown by
+        # test_tensors_are_dropped_by_any_thread_while_others_are_made.
+        view = memoryview(memory)
         if when_unused is not None:
-            weakref.finalize(memory, when_unused).atexit = False
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+            weakref.finalize(view, _call_with, when_unused, memory).atexit = False
+        tensor = torch.frombuffer(view, dtype=torch.uint8)
         return cls(descriptor, num_bytes, tensor.data_ptr()), tensor
 
     def close(self) -> None:
@@ -86,6 +95,10 @@ class Segment:
                 ctypes.c_long(self._num_bytes),
             )
             self.close()
+
+
+def _call_with(call: Callable[[], None], memory: mmap.mmap) -> None:
+    call()
 
 
 def map_segment(descriptor: int) -> torch.Tensor:
@@ -111,12 +124,29 @@ def _full(num_bytes: int, error: Exception) -> SharedMemoryFull:
     )
 
 
-def _check_room(num_bytes: int) -> None:
-    """Refuse what would make the kernel kill a process, which is what it does at a limit."""
-    room, limit = min(_room_by_limit(), key=lambda found: found[0])
-    if num_bytes > room:
-        error = OSError(errno.ENOMEM, f"{limit} leaves {_in_words(max(room, 0))}")
-        raise _full(num_bytes, error)
+class _Room:
+    """How much memory there is to take, looked up anew when that may have changed.
+
+    What would go beyond a limit is refused here: the kernel would kill a process instead.
+    """
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._until = 0.0
+
+    def take(self, num_bytes: int) -> None:
+        # To look takes longer than to make a segment for a message. A part of what was found,
+        # for a moment, may be taken without: others take as well.
+        if num_bytes > self._left or time.monotonic() > self._until:
+            room, limit = min(_room_by_limit(), key=lambda found: found[0])
+            if num_bytes > room:
+                error = OSError(errno.ENOMEM, f"{limit} leaves {_in_words(max(room, 0))}")
+                raise _full(num_bytes, error)
+            self._left, self._until = room // _SHARE, time.monotonic() + _LOOK_SECONDS
+        self._left -= num_bytes
+
+
+_room = _Room()
 
 
 def _room_by_limit() -> list[tuple[int, str]]:
