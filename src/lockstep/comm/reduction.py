@@ -77,9 +77,11 @@ class Reduction(NamedTuple):
         if target.numel() <= size:
             self._combine_block(target, sources, copies)
             return
-        blocks = [tensor.split(size) for tensor in (target, *sources, *copies)]
+        tensors = (target, *sources, *copies)
+        # Mostly a tensor is several of these, and cutting it up takes time.
+        cut = {id(tensor): tensor.split(size) for tensor in tensors}
         stop = 1 + len(sources)
-        for block in zip(*blocks, strict=True):
+        for block in zip(*(cut[id(tensor)] for tensor in tensors), strict=True):
             self._combine_block(block[0], block[1:stop], block[stop:])
 
     def divide(self, total: torch.Tensor, count: int) -> None:
