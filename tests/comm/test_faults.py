@@ -11,10 +11,11 @@ _ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("scenario", "trials"),
-    [("kill", 10), ("stop", 2), ("pause", 3), ("mismatch", 6), ("leave", 4), ("kill all", 4)],
+    [("kill", 8), ("stop", 2), ("pause", 2), ("mismatch", 6), ("leave", 4), ("kill all", 4)],
 )
 def test_what_happens_to_a_rank_is_told_to_the_others(scenario: str, trials: int):
-    arguments = ["--only", scenario, "--trials", str(trials), "--seed", "1000"]
+    # How soon is for the benchmark to say: here, other tests may run beside.
+    arguments = ["--only", scenario, "--trials", str(trials), "--seed", "1000", "--patience", "5"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.faults", *arguments],
         cwd=_ROOT,

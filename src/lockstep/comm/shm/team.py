@@ -251,7 +251,6 @@ class ShmTeam(Team):
             text += "Its process ended or was killed: what it wrote last tells why."
         elif note["kind"] == "left":
             text += "It left the group in good order; make it send before it does."
-            return PeerLost(text, [rank], operation)
         else:
             return self.break_off(fault_told(note, rank, operation), note)
         return self.break_off(PeerLost(text, [rank], operation))
