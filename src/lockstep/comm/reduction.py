@@ -86,7 +86,10 @@ class Reduction(NamedTuple):
 
     def divide(self, total: torch.Tensor, count: int) -> None:
         """Make the average of ``count`` values from their sum, in place."""
-        if total.is_floating_point() or total.is_complex():
+        if total.is_complex():
+            # As pairs: how torch divides complex numbers depends on where in memory they are.
+            torch.view_as_real(total).div_(count)
+        elif total.is_floating_point():
             total.div_(count)
         else:
             total.div_(count, rounding_mode="trunc")
