@@ -22,7 +22,7 @@ lengths = st.one_of(
     st.integers(SLOT - 2, SLOT + 2),
     st.integers(2 * SLOT - 2, 2 * SLOT + 70),
 )
-few = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 over_ours = pytest.mark.parametrize("backend", OURS)
 

@@ -33,11 +33,14 @@ def ranks() -> Iterator[Processes]:
 
 
 def build() -> nn.Module:
-    torch.manual_seed(1)
     model = nn.Sequential(
         nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)
     )
-    return model.double()
+    # Ranks that are threads draw from one generator, which is why each fills in its own numbers.
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.double().parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+    return model
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
@@ -142,6 +145,18 @@ def test_training_gives_what_one_process_gives(
     ranks: Processes, method: str, backend: str, size: int
 ) -> None:
     results = ranks.run(check_training, backend, size, method)
+    for parameters in results[1:]:
+        assert all(map(torch.equal, parameters, results[0]))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("method", METHODS)
+def test_training_over_threads_gives_what_one_process_gives(method: str, size: int) -> None:
+    def body(world: lockstep.World) -> list[torch.Tensor]:
+        return check_training(method)
+
+    results = lockstep.launch(body, nprocs=size, ranks="threads", output="plain")
     for parameters in results[1:]:
         assert all(map(torch.equal, parameters, results[0]))
 

@@ -40,7 +40,7 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 
 def put_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
     """Have in ``tensor`` what is in ``flat``, which :func:`flattened` made of it."""
-    if flat.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+    if flat.data_ptr() != tensor.data_ptr():
         tensor.data.copy_(flat.view(tensor.shape))
 
 
