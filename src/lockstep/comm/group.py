@@ -252,10 +252,7 @@ class TeamGroup(NamedGroup):
 
     @operation(AllgatherOptions, "output", "input")
     def all_gather_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        opts: AllgatherOptions,
+        self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions
     ) -> GroupWork:
         """Have every rank's tensor, one after the other, in one tensor on every rank."""
         run = self._all_gather_single(output, input)
@@ -380,10 +377,7 @@ class TeamGroup(NamedGroup):
 
     @operation(ReduceScatterOptions, "output|outputTensor", "input|inputTensor", values=_OP)
     def reduce_scatter_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        opts: ReduceScatterOptions,
+        self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions
     ) -> GroupWork:
         """Combine, on rank i, the i-th of equal parts of each rank's tensor."""
         run = self._reduce_scatter_single(output, input, opts.reduceOp)
