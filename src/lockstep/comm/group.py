@@ -195,10 +195,7 @@ class TeamGroup(NamedGroup):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier that tells who didn't come; here every barrier does, naming all of them."""
-        opts = BarrierOptions()
-        if timeout is not None:
-            opts.timeout = timeout
-        self.barrier(opts).wait()
+        self.barrier(timeout or BarrierOptions()).wait()  # type: ignore[arg-type]
 
     # One tensor of each rank.
 
