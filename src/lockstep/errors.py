@@ -109,7 +109,7 @@ class PeerLost(CollectiveFailed):
     """A rank that the others need is gone: its process ended, was killed, or left the group.
 
     Attributes:
-        ranks: The ranks that are gone, as numbered in the group.
+        ranks: The ranks that are gone, by their numbers in the whole run.
         operation: What this rank was doing, such as ``"all_reduce"``.
     """
 
@@ -125,7 +125,7 @@ class CollectiveTimeout(CollectiveFailed, TimeoutError):
     """Not all ranks came to an operation within the group's timeout.
 
     Attributes:
-        ranks: The ranks that didn't come, as numbered in the group.
+        ranks: The ranks that didn't come, by their numbers in the whole run.
         operation: What the others waited in, such as ``"all_reduce"``.
     """
 
@@ -141,7 +141,7 @@ class CollectiveMismatch(CollectiveFailed, ValueError):
     """The ranks called different operations, or the same with different shapes or dtypes.
 
     Attributes:
-        ranks: Ranks whose calls differ from this one's, as numbered in the group.
+        ranks: Ranks whose calls differ from this one's, by their numbers in the whole run.
         operation: What this rank called, such as ``"all_reduce"``.
     """
 

@@ -29,7 +29,7 @@ def hosts_group(
 ) -> HostsGroup:
     number, ranks = next((n, ranks) for n, ranks in enumerate(hosts) if rank in ranks)
     own_store = dist.PrefixStore(f"{number}/", store)
-    local = ShmTeam(own_store, ranks.index(rank), len(ranks), seconds)
+    local = ShmTeam(own_store, ranks.index(rank), len(ranks), seconds, ranks)
     team = HostsTeam(store, rank, hosts, local, seconds)
     return HostsGroup(team, "shm", timedelta(seconds=seconds), store)
 
@@ -184,19 +184,22 @@ def test_mismatch_is_told_to_every_rank_of_every_host(other: int) -> None:
         assert "(3,)" in str(text)
 
 
-def test_lost_rank_is_told_on_the_other_host() -> None:
+@pytest.mark.parametrize("lost", range(4))
+def test_lost_rank_is_named_on_all_hosts(lost: int) -> None:
     gone = threading.Event()
 
-    def body(rank: int, group: HostsGroup) -> str | None:
-        if rank == 1:
+    def body(rank: int, group: HostsGroup) -> tuple[str, tuple[int, ...]] | None:
+        if rank == lost:
             group.shutdown()
             gone.set()
             return None
         gone.wait(10)
         with pytest.raises(PeerLost) as caught:
             group.allreduce([torch.ones(2)]).wait()
-        return str(caught.value)
+        return str(caught.value), caught.value.ranks
 
-    _, *texts = [text for text in run_hosts([[0, 1], [2, 3]], body, seconds=8) if text]
-    for text in texts:
-        assert "ank 1" in str(text), text
+    for told in run_hosts([[0, 1], [2, 3]], body, seconds=8):
+        if told is not None:
+            text, ranks = told
+            assert ranks == (lost,), text
+            assert f"ank {lost} is gone" in text or f"{lost}]" in text, text

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout
+from lockstep.comm.reduction import Reduction
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from tests.comm.groups import BACKENDS, OURS, run_on
 
 over_backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -264,5 +265,32 @@ def test_results_are_ordinary_tensors_in_every_mode(backend: str) -> None:
             inference = torch.ones(3)
             dist.all_reduce(inference, group=group)
             assert inference.tolist() == [2] * 3
+
+    run_on(backend, 2, body)
+
+
+@over_ours
+def test_interrupted_call_is_not_taken_for_the_next(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may come in the middle of the arithmetic, when others have met already."""
+    victims: set[int] = set()
+    into = Reduction.into
+
+    def interrupted_into(*args: object) -> None:
+        if threading.get_ident() in victims:
+            raise KeyboardInterrupt
+        into(*args)
+
+    monkeypatch.setattr(Reduction, "into", interrupted_into)
+
+    def body(group: dist.ProcessGroup) -> None:
+        if group.rank() == 0:
+            victims.add(threading.get_ident())
+        with pytest.raises(PeerLost if group.rank() else KeyboardInterrupt):
+            dist.all_reduce(torch.ones(100_000), group=group)
+        victims.clear()
+        with pytest.raises(PeerLost, match="Rank 0"):
+            dist.all_reduce(torch.ones(100_000), group=group)
 
     run_on(backend, 2, body)

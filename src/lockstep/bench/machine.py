@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.comm.shm.memory import _check_room
+from lockstep.comm.shm.memory import check_room
 from lockstep.errors import SharedMemoryFull
 
 # One that the ranks share, an ordinary one, and what a library holds on the way.
@@ -32,7 +32,7 @@ def machine_facts() -> dict[str, object]:
 def reason_to_skip(num_bytes: int, num_ranks: int) -> str:
     """Why tensors of ``num_bytes`` can't be measured here, or ``""`` if they can."""
     try:
-        _check_room(num_bytes * num_ranks * _BUFFERS_PER_RANK)
+        check_room(num_bytes * num_ranks * _BUFFERS_PER_RANK)
     except SharedMemoryFull as error:
         return str(error)
     return ""

@@ -30,13 +30,15 @@ def _create_shm(
 
     store, rank, size = options.store, options.group_rank, options.group_size
     seconds = options.timeout.total_seconds()
+    members = list(options.global_ranks_in_group) or list(range(size))
     hosts = take_census(store, rank, size, seconds)
     if len(hosts) == 1:
-        return TeamGroup(ShmTeam(store, rank, size, seconds), SHM, options.timeout, store)
+        return TeamGroup(ShmTeam(store, rank, size, seconds, members), SHM, options.timeout, store)
     number, ranks = next((n, ranks) for n, ranks in enumerate(hosts) if rank in ranks)
     own_store = dist.PrefixStore(f"{number}/", store)
-    local = ShmTeam(own_store, ranks.index(rank), len(ranks), seconds)
-    team = HostsTeam(store, rank, hosts, local, seconds)
+    own_members = [members[r] for r in ranks]
+    local = ShmTeam(own_store, ranks.index(rank), len(ranks), seconds, own_members)
+    team = HostsTeam(store, rank, hosts, local, seconds, members)
     return HostsGroup(team, SHM, options.timeout, store)
 
 

@@ -47,12 +47,12 @@ class NamedGroup(dist.ProcessGroup):
         self._team = team
         self._backend = backend
         self._store = store
-        self._queue = WorkQueue(timeout)
+        self._queue = WorkQueue(timeout, team.abort)
         self._name = ""
         self._description = ""
         self._others = OtherDevices(self, store, timeout)
         # Whoever drops a group without destroying it leaves nothing open, at exit either.
-        self._finalizer = weakref.finalize(self, team.leave)
+        self._finalizer = weakref.finalize(self, _let_go, self._queue, team)
         _groups.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -150,3 +150,8 @@ def _renew_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_in_child)
+
+
+def _let_go(queue: WorkQueue, team: Ranks) -> None:
+    queue.let_go()
+    team.leave()

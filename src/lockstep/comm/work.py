@@ -118,7 +118,15 @@ class GroupWork(dist.Work):
                 self._run(timeout)
         except Exception as error:
             self._error = error
-        del self._run
+        except BaseException as error:  # such as Ctrl-C, in the middle of it
+            self._error = RuntimeError(f"This call was interrupted: {error!r}")
+            self._queue.give_up()
+            raise
+        finally:
+            del self._run
+            self._settle()
+
+    def _settle(self) -> None:
         with self._future_lock:
             self._is_done = True
             future = self._future
@@ -136,10 +144,16 @@ class WorkQueue:
     """The calls of one rank on one group, carried out in the order in which they were made.
 
     Any thread may submit and wait. See Note [Who carries out a call].
+
+    Args:
+        timeout: How long a call may wait for other ranks, unless it says otherwise.
+        give_up: What to do when a call is interrupted halfway: the other ranks are at another
+            point then, and must not take the next call for this one.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, give_up: Callable[[], None] = lambda: None) -> None:
         self.timeout = timeout
+        self.give_up = give_up
         # Held while a call is carried out. A call may make others: of its future's callbacks.
         self._carrying_out = threading.RLock()
         self._calls: deque[GroupWork] = deque()
@@ -230,6 +244,10 @@ class WorkQueue:
         # One that came since the last look relied on this thread.
         if self._calls:
             self._watch()
+
+    def let_go(self) -> None:
+        """Have the thread end soon. It takes no lock: a garbage collection may call it."""
+        self._is_closed = True
 
     def close(self, seconds: float) -> bool:
         """Have the thread end when it is through; False if that takes longer than ``seconds``."""

@@ -30,8 +30,8 @@ class Network:
 
     Args:
         store: A store that is this group's alone.
-        ranks: The ranks in it, as the whole group numbers them, in order.
-        rank: Which of them this is, as the whole group numbers it.
+        ranks: The ranks in it, as the whole run numbers them, in order.
+        rank: Which of them this is, as the whole run numbers it.
         timeout: How many seconds to wait for the others to connect.
     """
 

@@ -22,6 +22,7 @@ class HostsTeam(Ranks):
         hosts: The ranks of each host.
         local: Those of this host, as a team of their own.
         timeout: How many seconds to wait for the others to connect.
+        members: What all of them are called in the whole run, by which errors name them.
     """
 
     def __init__(
@@ -31,7 +32,9 @@ class HostsTeam(Ranks):
         hosts: Sequence[Sequence[int]],
         local: ShmTeam,
         timeout: float,
+        members: Sequence[int] | None = None,
     ) -> None:
+        members = list(members or range(sum(map(len, hosts))))
         self.rank = rank
         self.size = sum(map(len, hosts))
         self.local = local
@@ -40,11 +43,13 @@ class HostsTeam(Ranks):
         self.host, place = self._places[rank]
         self.is_leader = place == 0
         everyone = dist.PrefixStore("everyone/", store)
-        self.everyone = Network(everyone, range(self.size), rank, timeout)
+        self.everyone = Network(everyone, members, members[rank], timeout)
         self.leaders: Network | None = None
         if self.is_leader:
-            leading = [ranks[0] for ranks in hosts]
-            self.leaders = Network(dist.PrefixStore("leaders/", store), leading, rank, timeout)
+            leading = [members[ranks[0]] for ranks in hosts]
+            self.leaders = Network(
+                dist.PrefixStore("leaders/", store), leading, members[rank], timeout
+            )
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """The host of ``rank``, and which of that host's ranks it is."""

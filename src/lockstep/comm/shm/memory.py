@@ -124,6 +124,19 @@ def _full(num_bytes: int, error: Exception) -> SharedMemoryFull:
     )
 
 
+def check_room(num_bytes: int) -> int:
+    """Return how much memory this process may still take.
+
+    Raises:
+        SharedMemoryFull: If that is less than ``num_bytes``.
+    """
+    room, limit = min(_room_by_limit(), key=lambda found: found[0])
+    if num_bytes > room:
+        error = OSError(errno.ENOMEM, f"{limit} leaves {_in_words(max(room, 0))}")
+        raise _full(num_bytes, error)
+    return room
+
+
 class _Room:
     """How much memory there is to take, looked up anew when that may have changed.
 
@@ -138,10 +151,7 @@ class _Room:
         # To look takes longer than to make a segment for a message. A part of what was found,
         # for a moment, may be taken without: others take as well.
         if num_bytes > self._left or time.monotonic() > self._until:
-            room, limit = min(_room_by_limit(), key=lambda found: found[0])
-            if num_bytes > room:
-                error = OSError(errno.ENOMEM, f"{limit} leaves {_in_words(max(room, 0))}")
-                raise _full(num_bytes, error)
+            room = check_room(num_bytes)
             self._left, self._until = room // _SHARE, time.monotonic() + _LOOK_SECONDS
         self._left -= num_bytes
 

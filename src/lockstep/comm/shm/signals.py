@@ -13,7 +13,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from lockstep.comm.call import FINGERPRINT_BYTES, Call, fingerprint
@@ -68,19 +68,27 @@ def fault_told(
 class Signals:
     """This rank's lines to the others, for meetings.
 
+    Ranks go by their numbers in the whole run here, since that is how they are spoken of.
+
     Args:
         rank: Which rank this is.
         lines: A line to each of the others.
+        members: All of them, in the order in which the group numbers them.
     """
 
-    def __init__(self, rank: int, lines: Mapping[int, socket.socket]) -> None:
+    def __init__(
+        self, rank: int, lines: Mapping[int, socket.socket], members: Sequence[int]
+    ) -> None:
         self._rank = rank
-        self._lines = dict(sorted(lines.items()))
+        self._lines = dict(lines)
+        self._index = {member: index for index, member in enumerate(members)}
         self._sends = [line.send for line in self._lines.values()]
-        self._receives = [(peer, line.recv_into) for peer, line in self._lines.items()]
+        self._receives = [
+            (peer, self._index[peer], line.recv_into) for peer, line in self._lines.items()
+        ]
         self._received = bytearray(_MESSAGE_BYTES)
         self._fingerprint = memoryview(self._received)[:FINGERPRINT_BYTES]
-        self._places = [0] * (len(lines) + 1)
+        self._places = [0] * len(members)
         # Those who have said why they send nothing more.
         self._explained: set[int] = set()
         has_core_each = len(os.sched_getaffinity(0)) > len(lines)
@@ -103,10 +111,10 @@ class Signals:
                 # It is gone. What it left in the line, read below, may tell why.
                 continue
         places = self._places.copy()
-        places[self._rank] = place
+        places[self._index[self._rank]] = place
         pending: dict[int, socket.socket] = {}
         looks = 0
-        for peer, receive in self._receives:
+        for peer, index, receive in self._receives:
             while looks < _LOOKS:
                 try:
                     count = receive(self._received, 0, socket.MSG_DONTWAIT)
@@ -119,7 +127,7 @@ class Signals:
                     count = self._read(peer)
                 if count != _ARRIVAL_BYTES or self._fingerprint != mine:
                     self._explain(call, peer, count)
-                places[peer] = _PLACE.unpack_from(self._received, FINGERPRINT_BYTES)[0]
+                places[index] = _PLACE.unpack_from(self._received, FINGERPRINT_BYTES)[0]
                 break
             else:
                 pending[peer] = self._lines[peer]
@@ -165,7 +173,8 @@ class Signals:
                     continue
                 if count != _ARRIVAL_BYTES or self._fingerprint != mine:
                     self._explain(call, peer, count)
-                places[peer] = _PLACE.unpack_from(self._received, FINGERPRINT_BYTES)[0]
+                place = _PLACE.unpack_from(self._received, FINGERPRINT_BYTES)[0]
+                places[self._index[peer]] = place
                 del pending[peer]
                 poll.modify(descriptor, 0)
 

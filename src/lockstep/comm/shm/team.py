@@ -55,23 +55,36 @@ class ShmTeam(Team):
         rank: Which of the ranks this is.
         size: How many there are.
         timeout: How many seconds to wait for the others to join.
+        members: What they are called in the whole run, by which errors name them; by default
+            they are all of it.
 
     Raises:
         RendezvousFailed: If they don't all come, or one is on another host.
         SharedMemoryFull: If there is no memory for the slots.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        members: Sequence[int] | None = None,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.slot_bytes = _SLOT_BYTES
         self._process = os.getpid()
+        members = self._members = list(members or range(size))
+        # This rank, as errors name it.
+        self._name = members[rank]
         slots, memory = Segment.create(2 * _SLOT_BYTES)
         try:
             peers = join(store, rank, size, slots.descriptor, timeout)
         finally:
             slots.close()
-        self._signals = Signals(rank, {r: peer.signals for r, peer in peers.items()})
+        signals = {members[r]: peers[r].signals for r in sorted(peers)}
+        self._signals = Signals(self._name, signals, members)
         letters = {r: peer.letters for r, peer in peers.items()}
         self._letters = Letters(rank, letters, self._lost, self.break_off)
         self.mailbox = self._letters
@@ -213,8 +226,8 @@ class ShmTeam(Team):
             if not descriptors:
                 # The kernel drops those that there is no room for.
                 raise SharedMemoryFull(
-                    f"Rank {rank}'s memory can't be mapped: too many files are open. Raise the "
-                    "limit (ulimit -n)."
+                    f"Rank {self._members[rank]}'s memory can't be mapped: too many files are "
+                    "open. Raise the limit (ulimit -n)."
                 )
             numbers = [
                 int.from_bytes(message[i : i + 8], "little") for i in range(0, len(message), 8)
@@ -233,7 +246,7 @@ class ShmTeam(Team):
             )
         if self._is_closed:
             raise GroupClosed(
-                f"Rank {self.rank} has destroyed this process group. Call destroy_process_group() "
+                f"Rank {self._name} has destroyed this process group. Call destroy_process_group() "
                 "after the last collective."
             )
         fault = self._fault
@@ -246,14 +259,15 @@ class ShmTeam(Team):
             self.check_open()
         except CollectiveFailed as error:
             return error
-        text = f"Rank {rank} is gone; rank {self.rank} waited for it in {operation}. "
+        lost = self._members[rank]
+        text = f"Rank {lost} is gone; rank {self._name} waited for it in {operation}. "
         if note is None:
             text += "Its process ended or was killed: what it wrote last tells why."
         elif note["kind"] == "left":
             text += "It left the group in good order; make it send before it does."
         else:
-            return self.break_off(fault_told(note, rank, operation), note)
-        return self.break_off(PeerLost(text, [rank], operation))
+            return self.break_off(fault_told(note, lost, operation), note)
+        return self.break_off(PeerLost(text, [lost], operation))
 
     def break_off(self, error: CollectiveFailed, note: Note | None = None) -> CollectiveFailed:
         """Take no further part, and see that all who wait for this rank learn why.
@@ -266,7 +280,7 @@ class ShmTeam(Team):
             What to raise: what broke the group first.
         """
         if not self._is_broken:
-            self._fault = error if isinstance(error, _Fault) else PeerLost(str(error), [self.rank])
+            self._fault = error if isinstance(error, _Fault) else PeerLost(str(error), [self._name])
             self._is_broken = True
         fault = self._fault
         if not self._is_closed and fault is not None:
@@ -284,14 +298,14 @@ class ShmTeam(Team):
     def _give_up(self, operation: str, error: BaseException) -> None:
         """Break the group because of something that concerns this rank alone."""
         if not self._is_broken:
-            text = f"Rank {self.rank} could not go on with {operation}: {error!r}"
-            self.break_off(PeerLost(text, [self.rank], operation))
+            text = f"Rank {self._name} could not go on with {operation}: {error!r}"
+            self.break_off(PeerLost(text, [self._name], operation))
 
     def abort(self) -> None:
         """Make every wait of this rank, and of the others, end with an error."""
         if not self._is_broken:
             self.break_off(
-                PeerLost(f"Rank {self.rank} has aborted the group.", [self.rank], "abort")
+                PeerLost(f"Rank {self._name} has aborted the group.", [self._name], "abort")
             )
 
     def leave(self) -> None:
@@ -300,7 +314,7 @@ class ShmTeam(Team):
             return
         if self._process == os.getpid():
             has_failed = self._is_broken
-            note = Note(kind="left", text="", ranks=[self.rank])
+            note = Note(kind="left", text="", ranks=[self._name])
             if not has_failed:
                 self._signals.announce(note)
                 self._letters.flush()
