@@ -78,8 +78,7 @@ def measure(
     torch.manual_seed(0)
     model = workload.build()
     steps = {
-        name: stepper(workload, wrap(copy.deepcopy(model)), rank)
-        for name, wrap in wraps.items()
+        name: stepper(workload, wrap(copy.deepcopy(model)), rank) for name, wrap in wraps.items()
     }
     warm = max(turn(step, WARM_UP_STEPS) for step in steps.values())
     num_steps = max(2, round(SECONDS_PER_TURN * 1000 / warm))

@@ -136,13 +136,12 @@ class TeamGroup(NamedGroup):
             sources: From which element of ``tensor`` on, and a flat tensor of what belongs there;
                 in order, and not overlapping. They must stay as they are until the work is done.
         """
-        reduction = reduction_for(dist.ReduceOp.AVG, tensor.dtype)
-        call = Call("average_from", tensor.dtype, tensor.shape, reduction.name)
+        call = Call("average_from", tensor.dtype, tensor.shape)
         with torch._C._InferenceMode(True):
             self._collectives(call, 0.0).bring(tensor.data, sources)
 
         def run(timeout: float) -> None:
-            self._collectives(call, timeout).all_reduce_from(tensor.data, sources, reduction)
+            self._collectives(call, timeout).average_from(tensor.data, sources)
 
         return self._submit(run, [tensor], AllreduceOptions())
 

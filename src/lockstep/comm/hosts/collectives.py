@@ -13,12 +13,13 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from lockstep.comm.algorithms import Collectives, Source, check_exchanged, check_gathered, pieces
 from lockstep.comm.call import Call
 from lockstep.comm.hosts.network import Network
 from lockstep.comm.hosts.team import HostsTeam
-from lockstep.comm.reduction import Reduction
+from lockstep.comm.reduction import Reduction, reduction_for
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 
 _Collective = TypeVar("_Collective", bound=Callable[..., None])
@@ -57,7 +58,7 @@ class HostsCollectives:
         self.team = team
         self._call = call
         self._timeout = timeout
-        self._local = Collectives(team.local, call, timeout)
+        self._local = Collectives(team.local, call, timeout, num_averaged=team.size)
         self._after_leader = Collectives(team.local, call, timeout + _PATIENCE_SECONDS)
 
     @_failing_together
@@ -94,15 +95,14 @@ class HostsCollectives:
         self._local.bring(tensor, sources)
 
     @_failing_together
-    def all_reduce_from(
-        self, tensor: torch.Tensor, sources: Sequence[Source], reduction: Reduction
-    ) -> None:
-        """As :meth:`all_reduce`, of which this rank's share still lies in ``sources``."""
+    def average_from(self, tensor: torch.Tensor, sources: Sequence[Source]) -> None:
+        """Have the average of all ranks' tensors in each; this rank's share is in ``sources``."""
+        total = reduction_for(dist.ReduceOp.SUM, tensor.dtype)
         self._all_reduce(
-            tensor,
-            reduction,
-            lambda step: self._local.all_reduce_from(tensor, sources, step),
+            tensor, total, lambda step: self._local.all_reduce_from(tensor, sources, step)
         )
+        if self._local.exact_factor(tensor) is None:
+            total.divide(tensor, self.team.size)
 
     def _all_reduce_leaders(
         self, network: Network, tensor: torch.Tensor, reduction: Reduction
