@@ -27,10 +27,6 @@ class NotingGroup:
         self.notes.append(tensors[0].numel())
         return self._group.allreduce(tensors, options)
 
-    def average_from(self, buffer: torch.Tensor, sources: object) -> dist.Work:
-        self.notes.append(buffer.numel())
-        return self._group.average_from(buffer, sources)
-
 
 class Layers(nn.Module):
     """Four layers of 20 parameters, of which some may be left out."""

@@ -4,9 +4,8 @@ from lockstep.comm.exchange import (
     TensorBroadcast,
     all_gather_bytes,
     broadcast_tensors,
-    can_average_from,
+    can_average,
     start_all_reduce,
-    start_average_from,
     zero_buffer,
 )
 
@@ -14,8 +13,7 @@ __all__ = [
     "TensorBroadcast",
     "all_gather_bytes",
     "broadcast_tensors",
-    "can_average_from",
+    "can_average",
     "start_all_reduce",
-    "start_average_from",
     "zero_buffer",
 ]

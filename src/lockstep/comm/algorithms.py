@@ -10,19 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from lockstep.comm.call import Call
-from lockstep.comm.reduction import Reduction, reduction_for
+from lockstep.comm.reduction import Reduction
 from lockstep.comm.team import Place, Team
 from lockstep.errors import CollectiveMismatch
 
 # Up to here every rank sums everything itself: a second meeting would cost more than the sum.
 _ONE_MEETING_BYTES = 64 * 1024
-
-
-# Elements that belong into a flat tensor and still lie elsewhere: from which place on, and what.
-Source = tuple[int, torch.Tensor]
 
 
 class Collectives:
@@ -32,14 +27,10 @@ class Collectives:
         team: The ranks.
         call: What they have called.
         timeout: How many seconds a rank waits for the others, each time that it does.
-        num_averaged: How many ranks an average is over, if these are only some of them.
     """
 
-    def __init__(
-        self, team: Team, call: Call, timeout: float, num_averaged: int | None = None
-    ) -> None:
+    def __init__(self, team: Team, call: Call, timeout: float) -> None:
         self._team = team
-        self._num_averaged = num_averaged or team.size
         self._call = call
         self._timeout = timeout
 
@@ -51,82 +42,23 @@ class Collectives:
         """Combine all ranks' tensors, in rank order, and have the result in each."""
         if reduction.factor is not None:
             tensor.mul_(reduction.factor)
-        if self._is_large(tensor):
+        if tensor.numel() * tensor.element_size() > _ONE_MEETING_BYTES:
             self._all_reduce_large(tensor, reduction)
         else:
             reduction.into(tensor, self._publish(tensor))
 
-    def bring(self, tensor: torch.Tensor, sources: Sequence[Source]) -> None:
-        """Write ``sources`` to where they belong in ``tensor``, but for this rank's own share.
-
-        For :meth:`average_from`: that share goes through this rank's hands anyway. What is
-        written is divided by the number of ranks, if that can be done without rounding.
-        """
-        factor = self.exact_factor(tensor)
-        share = self._share_from_sources(tensor)
-        for part in (slice(0, share.start), slice(share.stop, tensor.numel())):
-            for segment, source in _within(part, sources):
-                _write(tensor[segment], source, factor)
-
-    def average_from(self, tensor: torch.Tensor, sources: Sequence[Source]) -> None:
-        """Have the average of all ranks' tensors in each; this rank's share is in ``sources``."""
-        is_divided = self.exact_factor(tensor) is not None
-        op = dist.ReduceOp.SUM if is_divided else dist.ReduceOp.AVG
-        self.all_reduce_from(tensor, sources, reduction_for(op, tensor.dtype))
-
-    def all_reduce_from(
-        self, tensor: torch.Tensor, sources: Sequence[Source], reduction: Reduction
-    ) -> None:
-        """As :meth:`average_from`, but divided only where :meth:`bring` divides."""
-        if self._is_large(tensor):
-            self._all_reduce_large(tensor, reduction, sources, self.exact_factor(tensor))
-        else:
-            self.all_reduce(tensor, reduction)
-
-    def exact_factor(self, tensor: torch.Tensor) -> float | None:
-        """One over the number of ranks, if multiplying by it is exact (all but subnormals)."""
-        is_power_of_two = self._num_averaged & (self._num_averaged - 1) == 0
-        is_wide = tensor.dtype in (torch.float32, torch.float64)
-        return 1 / self._num_averaged if is_power_of_two and is_wide else None
-
-    def _share_from_sources(self, tensor: torch.Tensor) -> slice:
-        """What this rank takes from sources: nothing, where it can't be reduced in one go."""
-        if self._is_large(tensor) and self._team.find(tensor) is not None:
-            return self._share(tensor.numel(), self._team.rank)
-        return slice(0, 0)
-
-    def _is_large(self, tensor: torch.Tensor) -> bool:
-        return tensor.numel() * tensor.element_size() > _ONE_MEETING_BYTES
-
-    def _all_reduce_large(
-        self,
-        tensor: torch.Tensor,
-        reduction: Reduction,
-        sources: Sequence[Source] | None = None,
-        factor: float | None = None,
-    ) -> None:
+    def _all_reduce_large(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Each rank combines its share of the elements, for all; a second meeting ends it."""
         team, dtype, numel = self._team, tensor.dtype, tensor.numel()
         here = team.find(tensor)
         piece = self._slot_numel(dtype)
         places = self._announce(tensor, here, slice(0, piece))
         if not any(map(team.is_staged, places)):
-            everyone = self._everyone(places, tensor)
             share = self._share(numel, team.rank)
-            for segment, source in _within(share, sources or ()):
-                mine = [whole[segment] for whole in everyone]
-                inputs = mine if source is None else mine.copy()
-                if source is not None:
-                    inputs[team.rank] = source
-                scaled = None if factor is None else (team.rank, factor)
-                reduction.into(mine[0], inputs, mine[1:], scaled)
+            mine = [whole[share] for whole in self._everyone(places, tensor)]
+            reduction.into(mine[0], mine, mine[1:])
             self._meet()
             return
-        if sources is not None:
-            # It goes by pieces, of which others have other shares than of the whole.
-            for segment, source in _within(self._share_from_sources(tensor), sources):
-                _write(tensor[segment], source, factor)
-            self._meet()
         for start in range(0, numel, piece):
             part = tensor[start : start + piece]
             if start:
@@ -303,29 +235,6 @@ class Collectives:
         """Cut up ``numel`` elements so that a slot holds such a piece for each rank."""
         for piece in pieces(numel, self._slot_numel(dtype) // self._team.size):
             yield piece, piece.stop - piece.start
-
-
-def _write(target: torch.Tensor, source: torch.Tensor | None, factor: float | None) -> None:
-    """Write ``source`` (None: what is there) times ``factor`` (None: one) to ``target``."""
-    if factor is not None:
-        torch.mul(target if source is None else source, factor, out=target)
-    elif source is not None:
-        target.copy_(source)
-
-
-def _within(share: slice, sources: Sequence[Source]) -> Iterator[tuple[slice, torch.Tensor | None]]:
-    """Cut up ``share`` by where its elements lie: in a part of a source, or (None) where it is."""
-    position = share.start
-    for start, source in sources:
-        low, high = max(start, position), min(start + source.numel(), share.stop)
-        if low >= high:
-            continue
-        if position < low:
-            yield slice(position, low), None
-        yield slice(low, high), source[low - start : high - start]
-        position = high
-    if position < share.stop:
-        yield slice(position, share.stop), None
 
 
 def check_gathered(call: Call, told: Sequence[Sequence[int]]) -> list[int]:

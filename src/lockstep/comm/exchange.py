@@ -21,37 +21,24 @@ _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 25 * 1024 * 1024
 
 
-def start_all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
+def can_average(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``group`` divides sums of tensors on ``device`` itself, as it writes them."""
+    return device.type == "cpu" and hasattr(group, "empty")
+
+
+def start_all_reduce(
+    group: dist.ProcessGroup, tensor: torch.Tensor, *, average: bool = False
+) -> dist.Work:
     """Start summing ``tensor`` over the ranks, in place, and return at once.
 
     Every rank of ``group`` must call it, in the same order; ``tensor`` may be read or written
-    again after the ``wait()`` of the Work that is returned.
+    again after the ``wait()`` of the Work that is returned. ``average`` only where the group
+    :func:`can_average`.
     """
-    wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return group.allreduce([wire], dist.AllreduceOptions())
-
-
-def can_average_from(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ``group`` averages what still lies elsewhere; see :func:`start_average_from`."""
-    return device.type == "cpu" and hasattr(group, "average_from")
-
-
-def start_average_from(
-    group: dist.ProcessGroup,
-    buffer: torch.Tensor,
-    sources: Sequence[tuple[int, torch.Tensor]],
-) -> dist.Work:
-    """Start averaging ``buffer`` over the ranks, in place, and return at once.
-
-    Args:
-        group: A group that :func:`can_average_from`; every rank of it must call this.
-        buffer: A flat tensor, to be read or written again after the ``wait()`` of the Work.
-        sources: From which element on, flat tensors that belong into it and lie elsewhere; in
-            order, and left as they are until then.
-    """
-    assert hasattr(group, "average_from")
-    work: dist.Work = group.average_from(buffer, sources)
-    return work
+    options = dist.AllreduceOptions()
+    if average:
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    return group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
 
 
 def zero_buffer(

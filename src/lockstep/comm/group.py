@@ -122,29 +122,6 @@ class TeamGroup(NamedGroup):
 
         return run
 
-    def average_from(
-        self, tensor: torch.Tensor, sources: Sequence[tuple[int, torch.Tensor]]
-    ) -> GroupWork:
-        """Average a flat tensor of :meth:`empty` over the ranks, parts of which lie elsewhere.
-
-        What a rank sums up itself it takes from where it lies: it is copied neither before nor
-        after. Of gradients this saves a pass over memory for 1 in ``size`` of the elements.
-
-        Args:
-            tensor: Where the average is to be, on every rank of the same size and dtype. What no
-                source covers is averaged as it is.
-            sources: From which element of ``tensor`` on, and a flat tensor of what belongs there;
-                in order, and not overlapping. They must stay as they are until the work is done.
-        """
-        call = Call("average_from", tensor.dtype, tensor.shape)
-        with torch._C._InferenceMode(True):
-            self._collectives(call, 0.0).bring(tensor.data, sources)
-
-        def run(timeout: float) -> None:
-            self._collectives(call, timeout).average_from(tensor.data, sources)
-
-        return self._submit(run, [tensor], AllreduceOptions())
-
     @operation(AllreduceCoalescedOptions, "tensors")
     def allreduce_coalesced(
         self, tensors: Sequence[torch.Tensor], opts: AllreduceCoalescedOptions

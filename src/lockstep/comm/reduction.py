@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 # What passes through a core at a time, of all sources together: it stays in the core's own cache
-# while it is summed and written back. Measured: half of it costs 2 to 40 % more, and twice up to 10.
+# while it is summed and written back. Half of it costs 2 to 40 % more, and twice up to 10.
 _BLOCKS_BYTES = 1024 * 1024
 
 _Combine = Callable[..., torch.Tensor]
@@ -63,31 +63,26 @@ class Reduction(NamedTuple):
         target: torch.Tensor,
         sources: Sequence[torch.Tensor],
         copies: Sequence[torch.Tensor] = (),
-        scaled: tuple[int, float] | None = None,
     ) -> None:
         """Combine ``sources``, in their order, into ``target``, and copy that to ``copies``.
-
-        Of a sum, one source may be ``scaled``: which one, and the factor that it is yet to be
-        multiplied by.
 
         All are flat and of one size. Only the first source may share memory with ``target``,
         as it has been read when that is written; the others may with ``copies``. It goes block
         by block: what was read is still in the cache when results are written.
         """
         if self.accumulate_in is not None:
-            assert scaled is None
             self._into_through_wider(target, sources, copies)
             return
         size = max(1, _BLOCKS_BYTES // (len(sources) * target.element_size()))
         if target.numel() <= size:
-            self._combine_block(target, sources, copies, scaled)
+            self._combine_block(target, sources, copies)
             return
         tensors = (target, *sources, *copies)
         # Mostly a tensor is several of these, and cutting it up takes time.
         cut = {id(tensor): tensor.split(size) for tensor in tensors}
         stop = 1 + len(sources)
         for block in zip(*(cut[id(tensor)] for tensor in tensors), strict=True):
-            self._combine_block(block[0], block[1:stop], block[stop:], scaled)
+            self._combine_block(block[0], block[1:stop], block[stop:])
 
     def divide(self, total: torch.Tensor, count: int) -> None:
         """Make the average of ``count`` values from their sum, in place."""
@@ -104,16 +99,13 @@ class Reduction(NamedTuple):
         target: torch.Tensor,
         sources: Sequence[torch.Tensor],
         copies: Sequence[torch.Tensor],
-        scaled: tuple[int, float] | None,
     ) -> None:
-        if scaled is not None:
-            _add_up(target, sources, *scaled)
-        elif len(sources) == 1:
+        if len(sources) == 1:
             target.copy_(sources[0])
         else:
             self.combine(sources[0], sources[1], out=target)
-            for source in sources[2:]:
-                self.combine(target, source, out=target)
+        for source in sources[2:]:
+            self.combine(target, source, out=target)
         if self.name == "AVG":
             self.divide(target, len(sources))
         for copy in copies:
@@ -184,17 +176,3 @@ def _reduction(kind: str, dtype: torch.dtype) -> Reduction:
     except RuntimeError as error:
         raise TypeError(f"torch can't combine {dtype} tensors by {kind}: {error}") from error
     return Reduction(kind, combine, accumulate_in)
-
-
-def _add_up(
-    target: torch.Tensor, sources: Sequence[torch.Tensor], index: int, factor: float
-) -> None:
-    """Sum up ``sources``, in their order, of which one is multiplied by ``factor`` on the way."""
-    if len(sources) == 1:
-        torch.mul(sources[0], factor, out=target)
-    elif index == 0:
-        torch.add(sources[1], sources[0], alpha=factor, out=target)
-    else:
-        torch.add(sources[0], sources[1], alpha=factor if index == 1 else 1, out=target)
-    for place, source in enumerate(sources[2:], start=2):
-        torch.add(target, source, alpha=factor if place == index else 1, out=target)

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import (
-    can_average_from,
-    start_all_reduce,
-    start_average_from,
-    zero_buffer,
-)
+from lockstep.comm import can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ModelError, ParameterChanged
 
 # Gradients from this size on, on average, are dealt with one by one. Below it, what a call costs
@@ -60,14 +55,13 @@ class Bucket:
         sizes = [parameter.numel() for parameter in self._parameters]
         first = self._parameters[0]
         numel = sum(sizes) + tail_size
-        self._averages = False
-        self._elsewhere: list[tuple[int, torch.Tensor]] = []
+        self._is_coarse = sum(sizes) >= _COARSE_NUMEL * len(sizes)
+        self._is_averaged = False
         if buffers_from is None:
             self._buffer = torch.zeros(numel, dtype=first.dtype, device=first.device)
         else:
             self._buffer = zero_buffer(buffers_from, numel, first.dtype, first.device)
-            # Of the group and the device, and not of this buffer: all ranks must do the same.
-            self._averages = can_average_from(buffers_from, first.device)
+            self._is_averaged = not self._is_coarse and can_average(buffers_from, first.device)
         *self._parts, self.tail = self._buffer.split([*sizes, tail_size])
         self._gradients = self._buffer[: sum(sizes)]
         self._views = [
@@ -75,7 +69,6 @@ class Bucket:
             for part, parameter in zip(self._parts, self._parameters, strict=True)
         ]
         self._pointers = [view.data_ptr() for view in self._views]
-        self._is_coarse = sum(sizes) >= _COARSE_NUMEL * len(sizes)
         self._work: dist.Work | None = None
 
     @property
@@ -91,13 +84,13 @@ class Bucket:
     def fill(self, touched: bytearray, scale: float) -> None:
         """Bring every gradient here, times ``scale``, and zeros for parameters that have none.
 
-        Where the group can average, it is left to it to bring and to divide large ones.
+        Small ones aren't scaled where the group averages: that takes another pass over memory.
 
         A gradient that is there but that no backward has touched since the last reduction is
         copied and left alone: the other ranks may not touch it either, and then it must be as
         it was, to the bit. Shown by test_gradient_nobody_touched_keeps_its_bits.
         """
-        if [view.data_ptr() for view in self._views] != self._pointers:
+        if list(map(torch.Tensor.data_ptr, self._views)) != self._pointers:
             self._renew_views()
         sources: list[torch.Tensor] = [parameter.grad for parameter in self._parameters]  # type: ignore[misc]
         here: list[torch.Tensor] = []
@@ -107,36 +100,24 @@ class Bucket:
             self._put_views(self._parameters, views)
         else:
             here, views, sources, lacking = self._sort(touched)
-        if any(source.layout is not torch.strided for source in sources):
-            sources = [source.to_dense() for source in sources]
         if lacking:
             torch._foreach_zero_(lacking)
         if not self._is_coarse:
             if views:
                 torch._foreach_copy_(views, sources)
-            if not self._averages:
+            if not self._is_averaged:
                 self._gradients.mul_(scale)
-        elif self._averages:
-            self._leave_there(views, sources)
         else:
             # Scaled on the way, large gradients pass through the cores once and not twice.
             for view, source in zip([*here, *views], [*here, *sources], strict=True):
                 torch.mul(source, scale, out=view)
 
-    def _leave_there(self, views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Let the group take gradients from where they are, unless their elements lie otherwise."""
-        self._elsewhere = []
-        for view, source in zip(views, sources, strict=True):
-            if view.stride() == source.stride():
-                flat = source.detach().as_strided((source.numel(),), (1,))
-                self._elsewhere.append((int(view.storage_offset()), flat))
-            else:
-                view.copy_(source)
-
     def _all_came_anew(self, gradients: Sequence[torch.Tensor | None], touched: bytearray) -> bool:
         """Whether this is a step like most: gradients were dropped, and all have come since."""
         for index, gradient, view in zip(self.indices, gradients, self._views, strict=True):
             if gradient is None or gradient is view or not touched[index]:
+                return False
+            if gradient.layout is not torch.strided:
                 return False
         return True
 
@@ -168,7 +149,7 @@ class Bucket:
                     parameter.grad = view.clone()
             else:
                 views.append(view)
-                sources.append(gradient)
+                sources.append(_dense(gradient))
                 if touched[index]:
                     moved.append((parameter, view))
         if moved:
@@ -211,11 +192,7 @@ class Bucket:
 
     def launch(self, group: dist.ProcessGroup) -> None:
         """Start summing (or averaging) the gradients and the tail over the ranks."""
-        if self._averages:
-            elsewhere, self._elsewhere = self._elsewhere, []
-            self._work = start_average_from(group, self._buffer, elsewhere)
-        else:
-            self._work = start_all_reduce(group, self._buffer)
+        self._work = start_all_reduce(group, self._buffer, average=self._is_averaged)
 
     def wait(self) -> None:
         """Wait for the sum, on this device's stream if it is a GPU."""
@@ -238,6 +215,10 @@ def _view_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return part.as_strided(parameter.shape, parameter.stride())
     return part.view(parameter.shape)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _describe(tensor: torch.Tensor) -> str:

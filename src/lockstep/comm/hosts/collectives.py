@@ -13,13 +13,12 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from lockstep.comm.algorithms import Collectives, Source, check_exchanged, check_gathered, pieces
+from lockstep.comm.algorithms import Collectives, check_exchanged, check_gathered, pieces
 from lockstep.comm.call import Call
 from lockstep.comm.hosts.network import Network
 from lockstep.comm.hosts.team import HostsTeam
-from lockstep.comm.reduction import Reduction, reduction_for
+from lockstep.comm.reduction import Reduction
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 
 _Collective = TypeVar("_Collective", bound=Callable[..., None])
@@ -58,7 +57,7 @@ class HostsCollectives:
         self.team = team
         self._call = call
         self._timeout = timeout
-        self._local = Collectives(team.local, call, timeout, num_averaged=team.size)
+        self._local = Collectives(team.local, call, timeout)
         self._after_leader = Collectives(team.local, call, timeout + _PATIENCE_SECONDS)
 
     @_failing_together
@@ -74,35 +73,13 @@ class HostsCollectives:
 
         In rank order within a host, and then in the order of the hosts.
         """
-        self._all_reduce(tensor, reduction, lambda step: self._local.all_reduce(tensor, step))
-
-    def _all_reduce(
-        self,
-        tensor: torch.Tensor,
-        reduction: Reduction,
-        within_host: Callable[[Reduction], None],
-    ) -> None:
         step = reduction._replace(name="SUM") if reduction.name == "AVG" else reduction
-        within_host(step)
+        self._local.all_reduce(tensor, step)
         across = step._replace(factor=None)
         self._between_leaders(lambda network: self._all_reduce_leaders(network, tensor, across))
         self._after_leader.broadcast(tensor, 0)
         if reduction.name == "AVG":
             reduction.divide(tensor, self.team.size)
-
-    def bring(self, tensor: torch.Tensor, sources: Sequence[Source]) -> None:
-        """Write ``sources`` to where they belong in ``tensor``, but for this rank's own share."""
-        self._local.bring(tensor, sources)
-
-    @_failing_together
-    def average_from(self, tensor: torch.Tensor, sources: Sequence[Source]) -> None:
-        """Have the average of all ranks' tensors in each; this rank's share is in ``sources``."""
-        total = reduction_for(dist.ReduceOp.SUM, tensor.dtype)
-        self._all_reduce(
-            tensor, total, lambda step: self._local.all_reduce_from(tensor, sources, step)
-        )
-        if self._local.exact_factor(tensor) is None:
-            total.divide(tensor, self.team.size)
 
     def _all_reduce_leaders(
         self, network: Network, tensor: torch.Tensor, reduction: Reduction
