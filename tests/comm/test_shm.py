@@ -393,6 +393,19 @@ def test_memory_handed_out_by_a_rank_that_then_died_is_let_go():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_what_was_sent_is_read_though_the_sender_went():
+    with joined(2) as teams:
+        tensors = [team.empty(16).fill_(7) for team in teams]
+        places = [team.find(tensor) for team, tensor in zip(teams, tensors, strict=True)]
+        run_each(lambda: teams[0].meet(A, places[0], 5), lambda: teams[1].meet(A, places[1], 5))
+        # What rank 1 has handed out to it is unread, so the kernel resets the line.
+        die(teams[0])
+        assert teams[1].at(0, places[0], torch.uint8, 16).tolist() == [7] * 16
+        (error,) = meet_all(teams[1:])
+        assert isinstance(error, PeerLost)
+        assert error.ranks == (0,)
+
+
 def test_tensors_are_dropped_by_any_thread_while_others_are_made():
     with joined(2) as teams:
 

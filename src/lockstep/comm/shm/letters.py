@@ -225,7 +225,9 @@ class Letters(Mailbox):
 
     def _open(self, peer: int) -> Letter | None:
         try:
-            message, descriptors = self._receive(self._lines[peer])
+            message, descriptors = receive_message(
+                self._lines[peer], _HEAD_BYTES + _INLINE_BYTES, 1, socket.MSG_DONTWAIT
+            )
         except BlockingIOError:
             return None
         except OSError:
@@ -248,16 +250,6 @@ class Letters(Mailbox):
             except SharedMemoryFull as full:
                 error = full
         return Letter(peer, tag, dtype, contents, error)
-
-    def _receive(self, line: socket.socket) -> tuple[bytes, list[int]]:
-        for _ in range(2):
-            try:
-                return receive_message(line, _HEAD_BYTES + _INLINE_BYTES, 1, socket.MSG_DONTWAIT)
-            except ConnectionResetError:
-                # The other side went without reading everything. The kernel says so once, and
-                # before what had been sent is read.
-                continue
-        return b"", []
 
     def flush(self) -> None:
         """Give what is still to be sent a moment to leave."""
