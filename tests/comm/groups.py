@@ -45,17 +45,27 @@ SHAPES = ((), (0,), (3, 0), (7,), (2, 3, 5), (16_385,), (600_001,))
 
 
 def make_group(
-    backend: str, store: dist.Store, rank: int, size: int, seconds: float = 20
+    backend: str,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    seconds: float = 20,
+    members: Sequence[int] | None = None,
 ) -> dist.ProcessGroup:
     """A group that torch.distributed knows nothing of."""
     if backend == "gloo":
         return gloo_group(store, rank, size, seconds)
     join = ShmTeam if backend == "shm" else threads.join
-    return TeamGroup(join(store, rank, size, seconds), backend, timedelta(seconds=seconds), store)
+    team = join(store, rank, size, seconds, members)
+    return TeamGroup(team, backend, timedelta(seconds=seconds), store)
 
 
 def run_on(
-    backend: str, size: int, body: Callable[[dist.ProcessGroup], T], seconds: float = 20
+    backend: str,
+    size: int,
+    body: Callable[[dist.ProcessGroup], T],
+    seconds: float = 20,
+    members: Sequence[int] | None = None,
 ) -> list[T]:
     """Run ``body(group)`` on every rank; return what they return, in rank order.
 
@@ -67,7 +77,7 @@ def run_on(
 
     def run(rank: int) -> None:
         try:
-            group = make_group(backend, store, rank, size, seconds)
+            group = make_group(backend, store, rank, size, seconds, members)
             try:
                 results[rank] = body(group)
             except BaseException as error:

@@ -438,30 +438,3 @@ def test_more_than_1024_descriptors_may_be_open():
     finally:
         for descriptor in opened:
             os.close(descriptor)
-
-
-def test_a_lost_rank_of_a_sub_group_goes_by_its_number_in_the_run() -> None:
-    store = dist.HashStore()
-    gone = threading.Event()
-    told: list[PeerLost] = []
-
-    def run(rank: int) -> None:
-        team = ShmTeam(store, rank, 2, 10, members=[4, 7])
-        if rank == 1:
-            team.leave()
-            gone.set()
-            return
-        gone.wait(10)
-        with pytest.raises(PeerLost) as caught:
-            team.meet(Call("barrier"), 0, 10)
-        told.append(caught.value)
-        team.leave()
-
-    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(20)
-    (error,) = told
-    assert error.ranks == (7,)
-    assert "Rank 7 is gone; rank 4 waited for it" in str(error)

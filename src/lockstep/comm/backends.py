@@ -30,13 +30,13 @@ def _create_shm(
 
     store, rank, size = options.store, options.group_rank, options.group_size
     seconds = options.timeout.total_seconds()
-    members = list(options.global_ranks_in_group) or list(range(size))
+    members = options.global_ranks_in_group
     hosts = take_census(store, rank, size, seconds)
     if len(hosts) == 1:
         return TeamGroup(ShmTeam(store, rank, size, seconds, members), SHM, options.timeout, store)
     number, ranks = next((n, ranks) for n, ranks in enumerate(hosts) if rank in ranks)
     own_store = dist.PrefixStore(f"{number}/", store)
-    own_members = [members[r] for r in ranks]
+    own_members = [members[r] for r in ranks] if members else ranks
     local = ShmTeam(own_store, ranks.index(rank), len(ranks), seconds, own_members)
     team = HostsTeam(store, rank, hosts, local, seconds, members)
     return HostsGroup(team, SHM, options.timeout, store)
@@ -48,7 +48,7 @@ def _create_threads(
     from lockstep.comm.group import TeamGroup
     from lockstep.comm.threads import join
 
-    team = join(
-        options.store, options.group_rank, options.group_size, options.timeout.total_seconds()
-    )
-    return TeamGroup(team, THREADS, options.timeout, options.store)
+    store, rank, size = options.store, options.group_rank, options.group_size
+    seconds = options.timeout.total_seconds()
+    team = join(store, rank, size, seconds, options.global_ranks_in_group)
+    return TeamGroup(team, THREADS, options.timeout, store)

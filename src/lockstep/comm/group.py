@@ -82,7 +82,8 @@ class TeamGroup(NamedGroup):
         It is in memory that all ranks of this group reach; apart from that it is a tensor like
         any other, and so are its views. Only this rank need call it; whether the others use
         such tensors too is theirs to choose, but the copies are saved only if all do. While an
-        all-reduce of it is under way, other ranks write to it.
+        all-reduce of it is under way, other ranks write to it. If that fails, what is in it means
+        nothing, and a rank that was only stopped may write to it yet: drop it with the group.
 
         Args:
             size: Its shape, as in :func:`torch.empty`.

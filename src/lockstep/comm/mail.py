@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.errors import CollectiveMismatch
+from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
 
 # How often a thread that lets another one look for it asks whether its sender still is there.
 _CHECK_SECONDS = 0.2
@@ -38,10 +38,11 @@ class Letter(NamedTuple):
 class Expected:
     """A tensor that a message is to be written to, and whether it has come."""
 
-    def __init__(self, tensor: torch.Tensor, source: int | None, tag: int) -> None:
+    def __init__(self, tensor: torch.Tensor, source: int | None, tag: int, sender: str) -> None:
         self.tensor = tensor
         self.source = source
         self.tag = tag
+        self._sender = sender
         self.letter: Letter | None = None
 
     def wants(self, letter: Letter) -> bool:
@@ -51,8 +52,7 @@ class Expected:
         )
 
     def __str__(self) -> str:
-        source = "any rank" if self.source is None else f"rank {self.source}"
-        return f"recv from {source} with tag {self.tag}"
+        return f"recv from {self._sender} with tag {self.tag}"
 
 
 class Mailbox(ABC):
@@ -61,9 +61,15 @@ class Mailbox(ABC):
     Letters of one sender and tag are taken in the order in which they were sent, by those who
     expect them in the order in which they began to. Several threads may wait at once: one of
     them looks at what comes, for all.
+
+    Args:
+        rank: Which rank this is.
+        members: What the group's ranks are called in the whole run, by which errors name them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, members: Sequence[int]) -> None:
+        self._rank = rank
+        self._members = members
         self._changed = threading.Condition()
         self._expected: list[Expected] = []
         self._unclaimed: dict[tuple[int, int], deque[Letter]] = defaultdict(deque)
@@ -88,9 +94,14 @@ class Mailbox(ABC):
     def _sources(self, expected: Expected) -> Sequence[int]:
         """Those whose message ``expected`` may be."""
 
-    @abstractmethod
-    def _overdue(self, expected: Expected, seconds: float) -> Exception:
+    def _overdue(self, expected: Expected, seconds: float) -> CollectiveFailed:
         """What to raise when nothing came for ``seconds``."""
+        return CollectiveTimeout(
+            f"Nothing came to rank {self._members[self._rank]} within {seconds:g} s in {expected}. "
+            "See what the sender does, and whether it sends with this tag.",
+            [self._members[rank] for rank in self._sources(expected)],
+            "recv",
+        )
 
     @abstractmethod
     def flush(self) -> None:
@@ -106,7 +117,8 @@ class Mailbox(ABC):
 
     def expect(self, tensor: torch.Tensor, source: int | None, tag: int) -> Expected:
         """Say that the next message of ``source`` (None: of anyone) is for ``tensor``."""
-        expected = Expected(tensor, source, tag)
+        sender = "any rank" if source is None else f"rank {self._members[source]}"
+        expected = Expected(tensor, source, tag, sender)
         with self._changed:
             for key, letters in self._unclaimed.items():
                 if expected.wants(letters[0]):
@@ -145,11 +157,12 @@ class Mailbox(ABC):
             raise letter.error
         tensor = expected.tensor
         if str(tensor.dtype) != letter.dtype or tensor.nbytes != letter.contents.numel():
+            sender = self._members[letter.source]
             raise CollectiveMismatch(
-                f"Rank {letter.source} sent {letter.contents.numel()} bytes of {letter.dtype} with "
+                f"Rank {sender} sent {letter.contents.numel()} bytes of {letter.dtype} with "
                 f"tag {letter.tag}, but here {tensor.nbytes} bytes of {tensor.dtype} are expected. "
                 "Send and receive tensors of one size and dtype.",
-                [letter.source],
+                [sender],
                 str(expected),
             )
         tensor.view(torch.uint8).copy_(letter.contents)

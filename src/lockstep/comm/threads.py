@@ -12,7 +12,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,10 +63,12 @@ class Room:
 
     Args:
         size: How many ranks there are.
+        members: What they are called in the whole run, by which errors name them.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, members: Sequence[int] | None = None) -> None:
         self.size = size
+        self.members = list(members or range(size))
         self.slots: dict[int, torch.Tensor] = {}
         self.letters: dict[int, deque[Letter]] = {rank: deque() for rank in range(size)}
         # Told of everything below, of slots and of letters.
@@ -110,8 +112,8 @@ class Room:
             if absent:
                 why = self._given_up or "See whether their threads started."
                 raise RendezvousFailed(
-                    f"Rank {rank} of {self.size} waited up to {timeout:g} s for "
-                    f"{_named(absent).lower()} to join its group. {why}"
+                    f"Rank {self.members[rank]} waited up to {timeout:g} s for "
+                    f"{_named(self._names(absent)).lower()} to join its group. {why}"
                 )
 
     def give_up(self, reason: str) -> None:
@@ -153,28 +155,32 @@ class Room:
         if others:
             # Those who wait have to look at this as well.
             self.changed.notify_all()
-            accounts = "; ".join(f"rank {peer} called {others[peer]}" for peer in sorted(others))
+            accounts = "; ".join(
+                f"rank {self.members[peer]} called {others[peer]}" for peer in sorted(others)
+            )
             raise CollectiveMismatch(
-                f"Rank {rank} called {call}; {accounts}. All ranks must make the same calls in "
-                "the same order: look for a branch that only some of them take.",
-                sorted(others),
+                f"Rank {self.members[rank]} called {call}; {accounts}. All ranks must make the "
+                "same calls in the same order: look for a branch that only some of them take.",
+                self._names(others),
                 call.operation,
             )
         fault = self._fault
         if fault is not None:
-            source = f" (Rank {fault.by} said so.)" if fault.by not in (None, rank) else ""
+            source = (
+                f" (Rank {fault.by} said so.)" if fault.by not in (None, self.members[rank]) else ""
+            )
             raise fault.kind(f"{fault.text}{source}", fault.ranks, call.operation)
         for peer in self._gone:
             if peer not in meeting.arrivals:
-                raise PeerLost(self.farewell(peer, rank, str(call)), [peer], call.operation)
+                raise self.loss(peer, rank, str(call), call.operation)
 
     def _report_overdue(self, rank: int, call: Call, meeting: _Meeting, timeout: float) -> None:
-        absent = sorted(set(range(self.size)) - set(meeting.arrivals))
+        absent = self._names(set(range(self.size)) - set(meeting.arrivals))
         text = (
             f"{_named(absent)} did not come to {call} within {timeout:g} s: busy with something "
             "else, or ended without it. See what it does there."
         )
-        self.break_off(_Fault(CollectiveTimeout, text, absent, rank))
+        self.break_off(_Fault(CollectiveTimeout, text, absent, self.members[rank]))
         raise CollectiveTimeout(text, absent, call.operation)
 
     def break_off(self, fault: _Fault) -> None:
@@ -199,10 +205,15 @@ class Room:
         """Whether ``rank`` takes no further part."""
         return rank in self._gone
 
-    def farewell(self, peer: int, rank: int, operation: str) -> str:
-        """How ``rank`` says that ``peer`` is gone."""
+    def loss(self, peer: int, rank: int, what: str, operation: str) -> PeerLost:
+        """What ``rank`` raises as ``peer`` is gone, for which it waited in ``what``."""
         how, advice = self._gone[peer].split(". ", 1)
-        return f"Rank {peer} {how}; rank {rank} waited for it in {operation}. {advice}"
+        lost, name = self.members[peer], self.members[rank]
+        text = f"Rank {lost} {how}; rank {name} waited for it in {what}. {advice}"
+        return PeerLost(text, [lost], operation)
+
+    def _names(self, ranks: Iterable[int]) -> list[int]:
+        return [self.members[rank] for rank in sorted(ranks)]
 
 
 _LEFT = (
@@ -222,9 +233,8 @@ class ThreadMailbox(Mailbox):
     """
 
     def __init__(self, room: Room, rank: int) -> None:
-        super().__init__()
+        super().__init__(rank, room.members)
         self._room = room
-        self._rank = rank
         self._is_closed = False
         # Those who were gone when all that had come was sorted.
         self._seen_gone: set[int] = set()
@@ -235,7 +245,7 @@ class ThreadMailbox(Mailbox):
         room = self._room
         with room.changed:
             if room.is_gone(destination):
-                raise self._lost(destination, f"send to rank {destination}")
+                raise self._lost(destination, f"send to rank {self._members[destination]}")
             room.letters[destination].append(letter)
             room.changed.notify_all()
 
@@ -266,21 +276,14 @@ class ThreadMailbox(Mailbox):
 
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:
         if not self._room.is_gone(rank):
-            return GroupClosed(f"Rank {self._rank} has destroyed this process group.")
-        return PeerLost(self._room.farewell(rank, self._rank, operation), [rank], operation)
+            name = self._members[self._rank]
+            return GroupClosed(f"Rank {name} has destroyed this process group.")
+        return self._room.loss(rank, self._rank, operation, operation)
 
     def _sources(self, expected: Expected) -> Sequence[int]:
         if expected.source is None:
             return [peer for peer in range(self._room.size) if peer != self._rank]
         return [expected.source] if expected.source != self._rank else []
-
-    def _overdue(self, expected: Expected, seconds: float) -> Exception:
-        return CollectiveTimeout(
-            f"Nothing came to rank {self._rank} within {seconds:g} s in {expected}. See what the "
-            "sender does, and whether it sends with this tag.",
-            list(self._sources(expected)),
-            "recv",
-        )
 
     def flush(self) -> None:
         """Nothing waits to be sent."""
@@ -303,16 +306,17 @@ class ThreadTeam(Team):
     """
 
     def __init__(self, room: Room, rank: int) -> None:
+        room.come_in(rank, torch.empty(2, _SLOT_BYTES, dtype=torch.uint8))
         self.rank = rank
         self.size = room.size
         self.slot_bytes = _SLOT_BYTES
         self.mailbox = ThreadMailbox(room, rank)
         self._room = room
+        self._name = room.members[rank]
         self._process = os.getpid()
         self._turn = 0
         self._fault: CollectiveFailed | None = None
         self._is_closed = False
-        room.come_in(rank, torch.empty(2, _SLOT_BYTES, dtype=torch.uint8))
         _teams_of_this_thread().add(self)
 
     def stage(self, dtype: torch.dtype, numel: int) -> tuple[Place, torch.Tensor]:
@@ -356,7 +360,7 @@ class ThreadTeam(Team):
             )
         if self._is_closed:
             raise GroupClosed(
-                f"Rank {self.rank} has destroyed this process group. Call destroy_process_group() "
+                f"Rank {self._name} has destroyed this process group. Call destroy_process_group() "
                 "after the last collective."
             )
         fault = self._fault
@@ -367,9 +371,9 @@ class ThreadTeam(Team):
         """Make every wait of this rank, and of the others, end with an error."""
         if self._process != os.getpid() or self._is_closed:
             return
-        text = f"Rank {self.rank} has aborted the group."
-        self._fault = self._fault or PeerLost(text, [self.rank], "abort")
-        self._room.break_off(_Fault(PeerLost, text, [self.rank], self.rank))
+        text = f"Rank {self._name} has aborted the group."
+        self._fault = self._fault or PeerLost(text, [self._name], "abort")
+        self._room.break_off(_Fault(PeerLost, text, [self._name], self._name))
         self._go(_ABORTED)
 
     def leave(self) -> None:
@@ -415,7 +419,9 @@ def end_this_rank() -> None:
         team.die()
 
 
-def join(store: dist.Store, rank: int, size: int, timeout: float) -> ThreadTeam:
+def join(
+    store: dist.Store, rank: int, size: int, timeout: float, members: Sequence[int] | None = None
+) -> ThreadTeam:
     """Join the other ranks of a group, which are other threads; every one of them calls it.
 
     Args:
@@ -423,11 +429,12 @@ def join(store: dist.Store, rank: int, size: int, timeout: float) -> ThreadTeam:
         rank: Which of the ranks this thread is.
         size: How many there are.
         timeout: How many seconds to wait for the others.
+        members: What the ranks are called in the whole run, by which errors name them.
 
     Raises:
         RendezvousFailed: If they don't all come, or one is in another process.
     """
-    room = Room(size)
+    room = Room(size, members)
     # The first one's word stays in the store, and leads all others to its room.
     word = f"{os.getpid()}/{uuid.uuid4().hex}"
     _rooms[word] = room

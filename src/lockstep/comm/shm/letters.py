@@ -22,7 +22,7 @@ from lockstep.comm.mail import Expected, Letter, Mailbox
 from lockstep.comm.shm.lines import receive_message, send_message, shut_down
 from lockstep.comm.shm.memory import Segment, map_segment
 from lockstep.comm.shm.signals import Note, written
-from lockstep.errors import CollectiveFailed, CollectiveTimeout, SharedMemoryFull
+from lockstep.errors import CollectiveFailed, SharedMemoryFull
 
 # Half of what a line holds by default, and less than what copying once more would cost.
 _INLINE_BYTES = 32 * 1024
@@ -72,6 +72,7 @@ class Letters(Mailbox):
 
     Args:
         rank: Which rank this is.
+        members: What the group's ranks are called in the whole run.
         lines: A line to each of the others.
         lost: Makes the error to raise when a rank is gone, from that rank, the operation, and
             what it said last, if it said something.
@@ -81,12 +82,12 @@ class Letters(Mailbox):
     def __init__(
         self,
         rank: int,
+        members: Sequence[int],
         lines: Mapping[int, socket.socket],
         lost: Callable[[int, str, Note | None], CollectiveFailed],
         break_off: Callable[[CollectiveFailed], CollectiveFailed],
     ) -> None:
-        super().__init__()
-        self._rank = rank
+        super().__init__(rank, members)
         self._lines = dict(lines)
         self._lost = lost
         self._break_off = break_off
@@ -166,16 +167,9 @@ class Letters(Mailbox):
             return sorted(self._lines)
         return [expected.source] if expected.source != self._rank else []
 
-    def _overdue(self, expected: Expected, seconds: float) -> Exception:
+    def _overdue(self, expected: Expected, seconds: float) -> CollectiveFailed:
         # What was to come may come yet, and would be taken for the answer to the next recv.
-        return self._break_off(
-            CollectiveTimeout(
-                f"Nothing came to rank {self._rank} within {seconds:g} s in {expected}. See what "
-                "the sender does, and whether it sends with this tag.",
-                list(self._sources(expected)),
-                "recv",
-            )
-        )
+        return self._break_off(super()._overdue(expected, seconds))
 
     def _look(self, sources: Sequence[int], seconds: float) -> list[Letter]:
         deadline = time.monotonic() + seconds

@@ -86,7 +86,7 @@ class ShmTeam(Team):
         signals = {members[r]: peers[r].signals for r in sorted(peers)}
         self._signals = Signals(self._name, signals, members)
         letters = {r: peer.letters for r, peer in peers.items()}
-        self._letters = Letters(rank, letters, self._lost, self.break_off)
+        self._letters = Letters(rank, members, letters, self._lost, self.break_off)
         self.mailbox = self._letters
         self._memory_lines = {r: peer.memory for r, peer in peers.items()}
         # By rank and number, the segments of others (and of this rank: its slots).

@@ -1,0 +1,65 @@
+"""What goes wrong in a sub-group is told with the ranks' numbers in the whole run."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import CollectiveFailed
+from tests.comm.groups import OURS, run_on
+
+
+def leaves(group: dist.ProcessGroup) -> None:
+    group.shutdown()
+
+
+def calls_another(group: dist.ProcessGroup) -> None:
+    group.barrier().wait()
+
+
+def sends_another_dtype(group: dist.ProcessGroup) -> None:
+    group.send([torch.ones(1, dtype=torch.int64)], 0, 3).wait()
+
+
+def sends_nothing(group: dist.ProcessGroup) -> None:
+    time.sleep(1.5)  # and stays meanwhile
+
+
+def sums_up(group: dist.ProcessGroup) -> None:
+    group.allreduce([torch.ones(5)]).wait()
+
+
+def receives(group: dist.ProcessGroup) -> None:
+    group.recv([torch.empty(1)], 1, 3).wait()
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize(
+    ("does", "other_does", "says"),
+    [
+        (sums_up, leaves, "Rank 7 .*rank 4 waited for it"),
+        (sums_up, calls_another, "Rank 4 called all_reduce.*rank 7 called barrier"),
+        (receives, leaves, "Rank 7 .*rank 4 waited for it in recv"),
+        (receives, sends_another_dtype, "Rank 7 sent 8 bytes of torch.int64 with tag 3"),
+        (receives, sends_nothing, "Nothing came to rank 4 .* recv from rank 7 with tag 3"),
+    ],
+)
+def test_errors_name_ranks_of_a_sub_group_by_their_numbers_in_the_run(
+    backend: str, does, other_does, says: str
+) -> None:
+    def body(group: dist.ProcessGroup) -> CollectiveFailed | None:
+        try:
+            (other_does if group.rank() else does)(group)
+        except CollectiveFailed as error:
+            return error
+        return None
+
+    seconds = 0.5 if other_does is sends_nothing else 20
+    error, _ = run_on(backend, 2, body, seconds, members=[4, 7])
+    assert isinstance(error, CollectiveFailed)
+    assert error.ranks == (7,)
+    with pytest.raises(CollectiveFailed, match=f"(?s){says}"):
+        raise error
