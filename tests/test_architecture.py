@@ -90,6 +90,7 @@ PUBLIC_NAMES = {
     "errors",
     "init",
     "launch",
+    "SyncBatchNorm",
     "no_sync",
     "parallelize",
     "partition",

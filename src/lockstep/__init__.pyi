@@ -4,6 +4,7 @@ from .data import Partition as Partition
 from .data import partition as partition
 from .launcher import launch as launch
 from .nn import DistributedDataParallel as DistributedDataParallel
+from .nn import SyncBatchNorm as SyncBatchNorm
 from .nn import no_sync as no_sync
 from .nn import parallelize as parallelize
 from .train import average_gradients as average_gradients

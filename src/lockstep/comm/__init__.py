@@ -2,6 +2,7 @@
 
 from lockstep.comm.exchange import (
     TensorBroadcast,
+    all_gather,
     all_gather_bytes,
     broadcast_tensors,
     can_average,
@@ -11,6 +12,7 @@ from lockstep.comm.exchange import (
 
 __all__ = [
     "TensorBroadcast",
+    "all_gather",
     "all_gather_bytes",
     "broadcast_tensors",
     "can_average",

@@ -137,16 +137,20 @@ def all_gather_bytes(
     Bytes and not objects: nothing that a peer sends is unpickled. All ranks must call it; it
     blocks. ``device`` is one that the group can carry tensors of.
     """
-    lengths = _all_gather(group, torch.tensor([len(payload)], device=device))
+    lengths = all_gather(group, torch.tensor([len(payload)], device=device))
     longest = max(int(length) for length in lengths)
     padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
-    gathered = _all_gather(group, padded.to(device))
+    gathered = all_gather(group, padded.to(device))
     return [
         bytes(part[: int(length)].tolist()) for part, length in zip(gathered, lengths, strict=True)
     ]
 
 
-def _all_gather(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
+def all_gather(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return every rank's ``tensor``, of one shape and dtype, in rank order, on every rank.
+
+    All ranks must call it; it blocks, or on a GPU the current stream does.
+    """
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
     group.allgather([gathered], [tensor]).wait()
     return gathered

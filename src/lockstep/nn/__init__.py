@@ -2,5 +2,6 @@
 
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.parallelize import no_sync, parallelize
+from lockstep.nn.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["DistributedDataParallel", "no_sync", "parallelize"]
+__all__ = ["DistributedDataParallel", "SyncBatchNorm", "no_sync", "parallelize"]

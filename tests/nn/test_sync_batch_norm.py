@@ -1,0 +1,218 @@
+"""SyncBatchNorm on parts of a batch is BatchNorm on the whole batch, in one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._pytree import tree_map
+
+import lockstep
+from lockstep import SyncBatchNorm
+from tests.ranks import BACKENDS, Backend, run_ranks
+
+CHANNELS = 3
+KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+def batches(shape: tuple[int, ...], sizes: list[int], count: int = 2) -> list[list[torch.Tensor]]:
+    """Some whole batches, each as its parts."""
+    generator = torch.Generator().manual_seed(0)
+    wholes = [
+        3 + 2 * torch.randn(sum(sizes), CHANNELS, *shape, dtype=torch.float64, generator=generator)
+        for _ in range(count)
+    ]
+    return [list(whole.split(sizes)) for whole in wholes]
+
+
+def train(norm: nn.Module, parts: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """What comes of a forward and a backward for each part, one after the other."""
+    outputs, gradients = [], []
+    for part in parts:
+        part = part.clone().requires_grad_()
+        output = norm(part)
+        # Sums, whose gradients add up over ranks; and not of the output alone, or they are 0.
+        (output.square() * part.sigmoid()).sum().backward()
+        outputs.append(output.detach())
+        gradients.append(part.grad)
+    return {
+        "outputs": outputs,
+        "input gradients": gradients,
+        "parameter gradients": [p.grad for p in norm.parameters()],
+        "buffers": [buffer.clone() for buffer in norm.buffers()],
+    }
+
+
+def assert_norm_is_that_of_one_process(
+    oracle: nn.Module, wholes: list[list[torch.Tensor]], backend: Backend = "threads"
+) -> None:
+    plain = copy.deepcopy(oracle)
+
+    def body(rank: int, group: dist.ProcessGroup) -> dict[str, list[torch.Tensor]]:
+        norm = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain), group)
+        return train(norm, [parts[rank] for parts in wholes])
+
+    ranks = run_ranks(len(wholes[0]), body, backend=backend)
+    expected = train(oracle, [torch.cat(parts) for parts in wholes])
+    for what in ("outputs", "input gradients"):
+        for index, whole in enumerate(expected[what]):
+            together = torch.cat([rank[what][index] for rank in ranks])
+            torch.testing.assert_close(together, whole, rtol=1e-10, atol=1e-10)
+    sums = [sum(parts) for parts in zip(*(r["parameter gradients"] for r in ranks), strict=True)]
+    torch.testing.assert_close(sums, expected["parameter gradients"], rtol=1e-10, atol=1e-10)
+    for rank in ranks:
+        torch.testing.assert_close(rank["buffers"], expected["buffers"], rtol=1e-12, atol=1e-12)
+        assert tree_map(torch.Tensor.tolist, rank["buffers"]) == tree_map(
+            torch.Tensor.tolist, ranks[0]["buffers"]
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [[4, 4], [1, 6], [5, 0], [2, 0, 3, 1]], ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (2, 1, 3)], ids=str)
+def test_values_and_gradients_are_those_of_the_whole_batch(
+    shape: tuple[int, ...], sizes: list[int], backend: Backend
+) -> None:
+    oracle = KINDS[2 + len(shape)](CHANNELS, dtype=torch.float64)
+    with torch.no_grad():
+        oracle.weight.copy_(torch.tensor([0.5, -2.0, 1.0]))
+        oracle.bias.copy_(torch.tensor([1.0, 0.0, -1.0]))
+    assert_norm_is_that_of_one_process(oracle, batches(shape, sizes), backend)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 1),
+    shape=st.lists(st.integers(1, 3), max_size=3).map(tuple),
+    affine=st.booleans(),
+    tracks=st.booleans(),
+    momentum=st.sampled_from([None, 0.1, 1.0]),
+    eps=st.sampled_from([1e-5, 0.1]),
+)
+def test_every_option_is_batch_norms(sizes, shape, affine, tracks, momentum, eps) -> None:
+    options = {"affine": affine, "track_running_stats": tracks, "momentum": momentum, "eps": eps}
+    oracle = KINDS[2 + len(shape)](CHANNELS, dtype=torch.float64, **options)
+    assert_norm_is_that_of_one_process(oracle, batches(shape, sizes))
+
+
+def test_channels_last_stays_channels_last() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> bool:
+        norm = SyncBatchNorm(CHANNELS, process_group=group)
+        image = torch.randn(2, CHANNELS, 4, 4).to(memory_format=torch.channels_last)
+        return norm(image).is_contiguous(memory_format=torch.channels_last)
+
+    assert run_ranks(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_normalised_in_float32(dtype: torch.dtype) -> None:
+    (parts,) = batches((4, 4), [3, 5], count=1)
+
+    def body(rank: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = SyncBatchNorm(CHANNELS, process_group=group)
+        part = parts[rank].to(dtype).requires_grad_()
+        output = norm(part)
+        (output.float().square() * part.float().sigmoid()).sum().backward()
+        assert output.dtype == part.grad.dtype == dtype
+        return output.detach(), part.grad
+
+    whole = torch.cat(parts).to(dtype).float().requires_grad_()
+    expected = nn.BatchNorm2d(CHANNELS)(whole)
+    (expected.square() * whole.sigmoid()).sum().backward()
+    outputs, gradients = zip(*run_ranks(2, body), strict=True)
+    slack = {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(torch.cat(outputs).float(), expected.detach(), **slack)
+    torch.testing.assert_close(torch.cat(gradients).float(), whole.grad, **slack)
+
+
+def test_evaluation_uses_the_running_statistics_and_no_other_rank() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        norm = SyncBatchNorm(CHANNELS, process_group=group).eval()
+        if rank == 0:  # the other isn't there
+            image = torch.randn(2, CHANNELS, 4)
+            torch.testing.assert_close(norm(image), nn.BatchNorm1d(CHANNELS).eval()(image))
+
+    run_ranks(2, body)
+
+
+def test_alone_it_is_batch_norm() -> None:
+    image = torch.randn(4, CHANNELS)
+    ours, theirs = SyncBatchNorm(CHANNELS), nn.BatchNorm1d(CHANNELS)
+    assert torch.equal(ours(image), theirs(image))
+    assert torch.equal(ours.running_var, theirs.running_var)
+
+
+def test_a_model_trains_as_in_one_process() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.BatchNorm2d(2),
+        nn.Flatten(), nn.Linear(2 * 4 * 4, 3),
+    ).double()  # fmt: skip
+    whole = [torch.randn(9, 1, 8, 8, dtype=torch.float64) for _ in range(4)]
+
+    def steps(model: nn.Module, batches: list[torch.Tensor], factor: float) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for batch in batches:
+            optimizer.zero_grad()
+            (model(batch).square().sum() * factor).backward()
+            optimizer.step()
+        return [p.detach().clone() for p in [*model.parameters(), *model.buffers()]]
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        own = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model), group)
+        lockstep.parallelize(own, process_group=group)
+        return steps(own, [batch.split([5, 0, 4])[rank] for batch in whole], 3 / 9)
+
+    for ours in run_ranks(3, body):
+        torch.testing.assert_close(
+            ours, steps(copy.deepcopy(model), whole, 1 / 9), rtol=1e-10, atol=1e-10
+        )
+
+
+# Conversion.
+
+
+def test_conversion_keeps_parameters_statistics_and_sharing() -> None:
+    shared = nn.BatchNorm1d(CHANNELS, eps=0.1, momentum=None)
+    model = nn.Sequential(shared, nn.Linear(CHANNELS, CHANNELS), shared, nn.BatchNorm1d(2).eval())
+    weight, mean, keys = shared.weight, shared.running_mean, list(model.state_dict())
+    assert SyncBatchNorm.convert_sync_batchnorm(model) is model
+    assert isinstance(model[0], SyncBatchNorm)
+    assert model[0] is model[2]
+    assert (model[0].eps, model[0].momentum) == (0.1, None)
+    assert model[0].weight is weight
+    assert model[0].running_mean is mean
+    assert [model[0].training, model[3].training] == [True, False]
+    assert list(model.state_dict()) == keys
+
+
+def test_conversion_of_a_batch_norm_returns_what_takes_its_place() -> None:
+    norm = SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm2d(4, affine=False))
+    assert isinstance(norm, SyncBatchNorm)
+    assert norm.weight is None
+
+
+# Bad input.
+
+
+def test_one_value_per_channel_is_refused_on_every_rank() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        norm = SyncBatchNorm(CHANNELS, process_group=group)
+        with pytest.raises(ValueError, match="have 1 values per channel"):
+            norm(torch.randn(1 - rank, CHANNELS))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [((5,), r"inputs of shape \(N, C, \*\)"), ((2, 5), "for 3 channels, and got 5")],
+)
+def test_an_input_of_another_shape_is_refused(shape: tuple[int, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        SyncBatchNorm(CHANNELS)(torch.randn(shape))
