@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -102,6 +104,44 @@ def test_average_divides_by_all_ranks(hosts: Sequence[Sequence[int]]) -> None:
 
     for result in run_hosts(hosts, body):
         assert torch.equal(result, torch.full((5,), 1.5))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float16, 60_000.0), (torch.bfloat16, 1.0078125), (torch.float8_e4m3fn, 400.0)],
+)
+def test_average_of_narrow_numbers_is_rounded_once(
+    hosts: Sequence[Sequence[int]], dtype: torch.dtype, value: float
+) -> None:
+    whole = torch.full((5,), value).to(dtype)
+
+    def body(rank: int, group: HostsGroup) -> list[float]:
+        tensor = whole.clone()
+        group.allreduce([tensor], dist.ReduceOp.AVG).wait()
+        return tensor.float().tolist()
+
+    assert run_hosts(hosts, body) == [whole.float().tolist()] * sum(map(len, hosts))
+
+
+def test_a_lost_store_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: int, group: HostsGroup) -> object:
+        group.barrier().wait()
+        if rank == 0:
+            group.shutdown()
+            return None
+
+        def gone(*_: object) -> bool:
+            raise dist.DistNetworkError("the store is gone")
+
+        for network in filter(None, (group._team.everyone, group._team.leaders)):
+            network._store = types.SimpleNamespace(check=gone, set=gone)
+        began = time.monotonic()
+        with pytest.raises(PeerLost) as caught:
+            group.allreduce([torch.ones(3)]).wait()
+        assert time.monotonic() - began < 5
+        return caught.value.ranks
+
+    assert run_hosts([[0, 1], [2, 3]], body, seconds=20) == [None, (0,), (0,), (0,)]
 
 
 def test_every_collective_gives_what_one_host_gives(hosts: Sequence[Sequence[int]]) -> None:

@@ -111,6 +111,23 @@ def test_destroyed_groups_leave_nothing_and_can_be_joined_again(tmp_path: Path):
     )
 
 
+def test_ranks_may_come_to_a_second_group_long_after_each_other(tmp_path: Path):
+    run(
+        tmp_path,
+        """
+        # As under torchrun: the store outlives the groups, and torch names them anew.
+        store = dist.FileStore(f"{folder}/kept", 2)
+        for late in (0, 1, 0):
+            if rank == late:
+                time.sleep(0.5)
+            dist.init_process_group("shm", store=store, rank=rank, world_size=2,
+                                    timeout=timedelta(seconds=20))
+            assert total() == 2
+            dist.destroy_process_group()
+        """,
+    )
+
+
 def test_a_group_that_is_dropped_closes_what_it_had(tmp_path: Path):
     run(
         tmp_path,

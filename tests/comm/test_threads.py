@@ -313,6 +313,27 @@ def test_a_rank_is_there_once() -> None:
     team.leave()
 
 
+def test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on() -> None:
+    room = Room(2)
+    teams = [ThreadTeam(room, rank) for rank in range(2)]
+    for team in teams:
+        team.stage(torch.float32, 3)[1].fill_(1)
+    both = [threading.Thread(target=t.meet, args=(Call("barrier"), 0, LATER)) for t in teams]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    # Rank 1 is still to read what rank 0 has staged. Rank 0 goes on without it, and tries again.
+    teams[0].stage(torch.float32, 3)
+    with pytest.raises(CollectiveTimeout):
+        teams[0].meet(Call("barrier"), 0, 0.1)
+    with pytest.raises(CollectiveTimeout):
+        teams[0].stage(torch.float32, 3)
+    assert teams[1].at(0, 1, torch.float32, 3).tolist() == [1, 1, 1]
+    for team in teams:
+        team.leave()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_cannot_use_the_group() -> None:

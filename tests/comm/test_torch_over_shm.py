@@ -194,6 +194,40 @@ def test_torchs_ddp_with_its_hooks_and_options(ranks: Processes) -> None:
     ranks.run(check_torchs_hooks_and_options, "shm", 2)
 
 
+def check_powersgd() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    torch.manual_seed(0)
+    model = TorchDDP(nn.Linear(20, 20))
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+    # It waits, in a callback, for the future of another call.
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.full((2, 20), 1.0 + dist.get_rank())).sum().backward()
+    assert model.module.weight.grad is not None
+    torch.testing.assert_close(model.module.weight.grad, torch.full((20, 20), 3.0))
+
+
+def test_powersgd_runs_over_it(ranks: Processes) -> None:
+    ranks.run(check_powersgd, "shm", 2)
+
+
+def test_torchs_ddp_is_told_of_a_lost_rank() -> None:
+    def train(world: lockstep.World) -> None:
+        model = TorchDDP(nn.Linear(3, 3))
+        for _ in range(2):  # it rebuilds its buckets after the first
+            model(torch.ones(2, 3)).sum().backward()
+        if world.rank == 1:
+            dist.destroy_process_group()
+            return
+        # torch's reducer reads the outcome in C++.
+        with pytest.raises(RuntimeError, match="PeerLost: Rank 1 has left"):
+            model(torch.ones(2, 3)).sum().backward()
+
+    lockstep.launch(train, nprocs=2, ranks="threads")
+
+
 def check_objects() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = {"rank": rank, "text": "x" * 1000 * rank, "tensor": torch.full((3,), float(rank))}

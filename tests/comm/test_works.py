@@ -197,11 +197,107 @@ def test_a_work_tells_what_went_wrong(backend: str, ask: str) -> None:
                 time.sleep(0.001)
             assert not work.is_success()
             assert isinstance(work.exception(), CollectiveMismatch)
-        for act in (work.wait, {"get_future": work.get_future().wait}.get(ask, work.result)):
+        if ask == "get_future":
+            # What torch knows in C++, it knows as a RuntimeError.
+            with pytest.raises(RuntimeError, match=r"CollectiveMismatch: .* called all_reduce"):
+                work.get_future().wait()
+        for act in (work.wait, work.result):
             with pytest.raises(CollectiveMismatch):
                 act()
 
     run_on(backend, 2, body)
+
+
+@over_ours
+def test_a_callback_may_wait_for_another_calls_future(backend: str) -> None:
+    def body(group: dist.ProcessGroup) -> float:
+        def again(future: torch.futures.Future) -> torch.Tensor:
+            first = future.value()[0].clone()
+            return dist.all_reduce(first, group=group, async_op=True).get_future().wait()[0]
+
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        return work.get_future().then(again).wait()[0].item()
+
+    assert run_on(backend, 2, body) == [4.0, 4.0]
+
+
+@over_ours
+def test_a_rank_that_fails_halfway_spoils_no_later_sum(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large, failing = 100_000, threading.local()
+    into = Reduction.into
+
+    def run_out_of_memory(self: Reduction, *args: object) -> None:
+        if getattr(failing, "now", False):
+            failing.now = False
+            raise MemoryError("no room")
+        into(self, *args)
+
+    monkeypatch.setattr(Reduction, "into", run_out_of_memory)
+
+    def body(group: dist.ProcessGroup) -> list[object]:
+        seen: list[object] = []
+        for call in range(4):
+            failing.now = group.rank() == 1 and call == 1
+            tensor = torch.full((large,), float(call))
+            try:
+                group.allreduce([tensor]).wait()
+                seen.append(tensor.unique().tolist())
+            except (MemoryError, PeerLost) as error:
+                seen.append(type(error))
+        return seen
+
+    first, second = run_on(backend, 2, body)
+    assert first == [[0.0], PeerLost, PeerLost, PeerLost]
+    assert second == [[0.0], MemoryError, PeerLost, PeerLost]
+
+
+@over_ours
+def test_leaving_waits_for_what_was_called(backend: str) -> None:
+    def body(group: dist.ProcessGroup) -> float:
+        tensor = torch.ones(3)
+        if group.rank():
+            time.sleep(1.5)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        time.sleep(0.1)
+        group.shutdown()
+        work.wait()
+        return tensor[0].item()
+
+    assert run_on(backend, 2, body) == [2.0, 2.0]
+
+
+@over_ours
+def test_what_is_called_after_leaving_fails_at_once(backend: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        group.shutdown()
+        work = group.allreduce(torch.ones(3), timeout=timedelta(seconds=20))
+        assert work.is_completed()
+        with pytest.raises(RuntimeError, match="GroupClosed"):
+            work.get_future().wait()
+
+    run_on(backend, 2, body)
+
+
+def test_a_collective_in_a_signal_handler_is_refused() -> None:
+    told: list[RuntimeError] = []
+
+    def body(group: dist.ProcessGroup) -> None:
+        def handle(*_: object) -> None:
+            try:
+                group.barrier().wait()
+            except RuntimeError as error:
+                told.append(error)
+
+        def call_handler(timeout: float) -> None:
+            handle()  # as Python does, in the middle of whatever the thread is in
+
+        group._queue.submit(call_handler, [], is_async=False)
+        group.allreduce([torch.ones(1)]).wait()
+
+    run_on("threads", 1, body)
+    assert "handler of a signal" in str(told[0])
 
 
 @over_ours

@@ -87,7 +87,7 @@ class Collectives:
     def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
         """Combine all ranks' tensors, in rank order, and have the result on ``root``."""
         team = self._team
-        source = tensor if reduction.factor is None else tensor * reduction.factor
+        source = tensor if reduction.factor is None else tensor.clone().mul_(reduction.factor)
         for piece in pieces(tensor.numel(), self._slot_numel(tensor.dtype)):
             everyone = self._publish(source[piece])
             share = self._share(everyone[0].numel(), team.rank)
@@ -191,7 +191,7 @@ class Collectives:
 
     def _agree(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return what every rank gives here; all give equally many numbers."""
-        tables = self._publish(torch.tensor(numbers, dtype=torch.int64))
+        tables = self._publish(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         return [table.tolist() for table in tables]
 
     def _publish(self, part: torch.Tensor) -> list[torch.Tensor]:

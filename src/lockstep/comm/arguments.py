@@ -41,7 +41,11 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 def put_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
     """Have in ``tensor`` what is in ``flat``, which :func:`flattened` made of it."""
     if flat.data_ptr() != tensor.data_ptr():
-        tensor.data.copy_(flat.view(tensor.shape))
+        target, values = tensor.data, flat.view(tensor.shape)
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dim] > 1:  # expanded: it has one element there
+                target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+        target.copy_(values)
 
 
 def check_dtypes(operation: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -19,6 +19,17 @@ def register_backends() -> None:
             dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
+def _own_store(options: dist.distributed_c10d._DistributedBackendOptions) -> dist.Store:
+    """A part of the store that no earlier group has used.
+
+    After destroy_process_group() torch gives out the same names anew, and a store may outlive
+    groups (torchrun's does). Ranks create groups in the same order, so each can count for itself.
+    Shown by test_ranks_may_come_to_a_second_group_long_after_each_other.
+    """
+    times = options.store.add(f"joined/{options.group_rank}", 1)
+    return dist.PrefixStore(f"{times}/", options.store)
+
+
 def _create_shm(
     options: dist.distributed_c10d._DistributedBackendOptions, _: object
 ) -> dist.ProcessGroup:
@@ -28,7 +39,7 @@ def _create_shm(
     from lockstep.comm.hosts.team import HostsTeam
     from lockstep.comm.shm.team import ShmTeam
 
-    store, rank, size = options.store, options.group_rank, options.group_size
+    rank, size, store = options.group_rank, options.group_size, _own_store(options)
     seconds = options.timeout.total_seconds()
     members = options.global_ranks_in_group
     hosts = take_census(store, rank, size, seconds)
@@ -48,7 +59,7 @@ def _create_threads(
     from lockstep.comm.group import TeamGroup
     from lockstep.comm.threads import join
 
-    store, rank, size = options.store, options.group_rank, options.group_size
+    rank, size, store = options.group_rank, options.group_size, _own_store(options)
     seconds = options.timeout.total_seconds()
     team = join(store, rank, size, seconds, options.global_ranks_in_group)
     return TeamGroup(team, THREADS, options.timeout, store)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from math import prod
 from typing import Any
 
 import torch
@@ -76,7 +75,9 @@ class TeamGroup(NamedGroup):
     def _collectives(self, call: Call, timeout: float) -> Collectives | HostsCollectives:
         return Collectives(self._team, call, timeout)
 
-    def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def empty(
+        self, *size: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
         """Return an uninitialised tensor that all-reduce sums where it is, with no copy.
 
         It is in memory that all ranks of this group reach; apart from that it is a tensor like
@@ -86,16 +87,30 @@ class TeamGroup(NamedGroup):
         nothing, and a rank that was only stopped may write to it yet: drop it with the group.
 
         Args:
-            size: Its shape, as in :func:`torch.empty`.
+            size: Its shape, as in :func:`torch.empty`; a dtype may follow.
             dtype: Its dtype, by default torch's default.
+            device: The CPU.
 
         Raises:
             SharedMemoryFull: If there is no room for it.
         """
-        shape = torch.Size(size[0]) if isinstance(size[0], Sequence) else torch.Size(size)
-        dtype = dtype or torch.get_default_dtype()
-        memory = self._team.empty(prod(shape) * dtype.itemsize)
-        return memory[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"{device!r} has no memory that ranks share; leave out the device.")
+        if size and isinstance(size[-1], torch.dtype):
+            *size, dtype = size
+        form = torch.empty(*size, dtype=dtype, device="meta")
+        memory = self._team.empty(form.nbytes)
+        return memory[: form.nbytes].view(form.dtype).view(form.shape)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether :meth:`allocate_tensor` does; FSDP2 asks."""
+        return device.type == "cpu"
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """As :meth:`empty`."""
+        return self.empty(size, dtype=dtype, device=device)
 
     # One tensor, the same on all ranks.
 

@@ -17,9 +17,6 @@ from lockstep.comm.other_devices import OtherDevices
 from lockstep.comm.team import Ranks
 from lockstep.comm.work import GroupWork, Run, WorkQueue
 
-# How long leaving waits for calls that are under way.
-_LEAVE_SECONDS = 1.0
-
 _groups: weakref.WeakSet[NamedGroup] = weakref.WeakSet()
 
 
@@ -47,7 +44,7 @@ class NamedGroup(dist.ProcessGroup):
         self._team = team
         self._backend = backend
         self._store = store
-        self._queue = WorkQueue(timeout, team.abort)
+        self._queue = WorkQueue(timeout, lambda error: team.abort(f" It met with {error!r}."))
         self._name = ""
         self._description = ""
         self._others = OtherDevices(self, store, timeout)
@@ -104,6 +101,8 @@ class NamedGroup(dist.ProcessGroup):
         return [torch.device("cpu"), *map(torch.device, self._others.backends())]
 
     def _get_backend(self, device: torch.device) -> dist.Backend:
+        if device.type == "cpu":
+            return self  # type: ignore[return-value]
         return self._others.group(device.type)._get_backend(device)  # type: ignore[return-value]
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -118,12 +117,15 @@ class NamedGroup(dist.ProcessGroup):
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Leave the group. The others' collectives raise PeerLost from now on."""
-        if not self._queue.close(_LEAVE_SECONDS):
-            # Its thread is in a collective that others don't come to.
-            self._team.abort()
-            self._queue.close(_LEAVE_SECONDS)
+        """Leave the group, when what was called is done: each call waits for its own timeout.
+
+        The others' collectives raise PeerLost from now on.
+        """
+        self._queue.carry_out_all()
+        self._queue.close()
         self._finalizer()
+        # Whoever called meanwhile is to be told.
+        self._queue.carry_out_all()
         self._others.shutdown()
 
     def _submit(

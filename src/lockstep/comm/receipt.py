@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.futures import fail
+from lockstep.comm.futures import Outcome
 from lockstep.comm.mail import Mailbox
 
 
@@ -46,7 +46,7 @@ class Receipt(dist.Work):
         self._sender: int | None = None
         self._error: Exception | None = None
         self._lock = threading.Lock()
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._outcome: Outcome | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the message has come and is written.
@@ -105,17 +105,15 @@ class Receipt(dist.Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the tensor."""
         with self._lock:
-            if self._future is not None:
-                return self._future
-            self._future = torch.futures.Future()
-        threading.Thread(target=self._fulfil, name="lockstep-receipt", daemon=True).start()
-        return self._future
+            if self._outcome is None:
+                self._outcome = Outcome()
+                told = threading.Thread(target=self._tell, name="lockstep-receipt", daemon=True)
+                told.start()
+            return self._outcome.future
 
-    def _fulfil(self) -> None:
-        assert self._future is not None
+    def _tell(self) -> None:
+        assert self._outcome is not None
         try:
             self.wait()
-        except Exception as error:
-            fail(self._future, error)
-        else:
-            self._future.set_result([self._tensor])
+        finally:
+            self._outcome.tell([self._tensor], self._error)

@@ -118,7 +118,8 @@ class Reduction(NamedTuple):
         copies: Sequence[torch.Tensor],
     ) -> None:
         size = _BLOCKS_BYTES // 16
-        result = torch.empty(min(size, target.numel()), dtype=self.accumulate_in)
+        numel = min(size, target.numel())
+        result = torch.empty(numel, dtype=self.accumulate_in, device=target.device)
         other = torch.empty_like(result)
         for start in range(0, target.numel(), size):
             block = slice(start, min(start + size, target.numel()))
@@ -146,7 +147,7 @@ def reduction_for(op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtyp
     if kind != "PREMUL_SUM":
         return reduction
     try:
-        torch.ones(1, dtype=dtype).mul_(0.5)
+        torch.ones(1, dtype=dtype, device="cpu").mul_(0.5)
     except RuntimeError as error:
         raise TypeError(
             f"PREMUL_SUM multiplies by a fraction, which {dtype} tensors can't be: {error}"
@@ -169,7 +170,7 @@ def _reduction(kind: str, dtype: torch.dtype) -> Reduction:
     if kind == "AVG" and dtype is torch.bool:
         raise TypeError("There is no average of bool tensors; use SUM, MIN or MAX.")
     accumulate_in = torch.float32 if dtype in _NARROW else None
-    probe = torch.ones(1, dtype=torch.float32 if accumulate_in else dtype)
+    probe = torch.ones(1, dtype=torch.float32 if accumulate_in else dtype, device="cpu")
     try:
         combine(probe, probe, out=probe)
         probe.to(dtype)

@@ -53,8 +53,8 @@ def _sum_up(
 ) -> None:
     mine = tensor.data.coalesce()
     indices, values = mine.indices(), mine.values()
-    count = torch.tensor([values.shape[0]])
-    counts = torch.empty(size, dtype=torch.int64)
+    count = torch.tensor([values.shape[0]], device="cpu")
+    counts = torch.empty(size, dtype=torch.int64, device="cpu")
     collectives.all_gather(counts.split(1), count)
     all_indices = [indices.new_empty(len(indices), n) for n in counts.tolist()]
     all_values = [values.new_empty(n, *values.shape[1:]) for n in counts.tolist()]

@@ -35,7 +35,7 @@ class Ranks(ABC):
         """Raise what broke this group, if something did."""
 
     @abstractmethod
-    def abort(self) -> None:
+    def abort(self, why: str = "") -> None:
         """Make every wait of this rank end with an error."""
 
     @abstractmethod

@@ -306,7 +306,7 @@ class ThreadTeam(Team):
     """
 
     def __init__(self, room: Room, rank: int) -> None:
-        room.come_in(rank, torch.empty(2, _SLOT_BYTES, dtype=torch.uint8))
+        room.come_in(rank, torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device="cpu"))
         self.rank = rank
         self.size = room.size
         self.slot_bytes = _SLOT_BYTES
@@ -321,6 +321,9 @@ class ThreadTeam(Team):
 
     def stage(self, dtype: torch.dtype, numel: int) -> tuple[Place, torch.Tensor]:
         """Return the next slot's place, which is its number, and the slot as a flat tensor."""
+        # After a meeting that failed others may still be reading what it holds. Shown by
+        # test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on.
+        self.check_open()
         self._turn = 1 - self._turn
         return self._turn, self.at(self.rank, self._turn, dtype, numel)
 
@@ -349,7 +352,7 @@ class ThreadTeam(Team):
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Return new memory, as bytes."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def check_open(self) -> None:
         """Raise what broke this team, if something did."""
@@ -367,11 +370,11 @@ class ThreadTeam(Team):
         if isinstance(fault, PeerLost | CollectiveTimeout | CollectiveMismatch):
             raise type(fault)(str(fault), fault.ranks, fault.operation)
 
-    def abort(self) -> None:
+    def abort(self, why: str = "") -> None:
         """Make every wait of this rank, and of the others, end with an error."""
         if self._process != os.getpid() or self._is_closed:
             return
-        text = f"Rank {self._name} has aborted the group."
+        text = f"Rank {self._name} has aborted the group.{why}"
         self._fault = self._fault or PeerLost(text, [self._name], "abort")
         self._room.break_off(_Fault(PeerLost, text, [self._name], self._name))
         self._go(_ABORTED)

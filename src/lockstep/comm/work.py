@@ -21,7 +21,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.futures import fail
+from lockstep.comm.futures import Outcome
+from lockstep.errors import CollectiveFailed
 
 # How often the group's own thread looks whether a call lies there that it found there last time.
 # It isn't woken for each: that takes 50 us, and most calls are waited for sooner than this.
@@ -54,7 +55,7 @@ class GroupWork(dist.Work):
         self._results = list(results)
         self._error: Exception | None = None
         self._is_done = False
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._outcome: Outcome | None = None
         self._future_lock = threading.Lock()
 
     @classmethod
@@ -102,42 +103,39 @@ class GroupWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the tensors that hold the result."""
         with self._future_lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
+            if self._outcome is None:
+                self._outcome = Outcome()
                 if self._is_done:
-                    self._fulfil(self._future)
+                    self._outcome.tell(self._results, self._error)
                 else:
                     self._queue.hurry()
-            return self._future
+            return self._outcome.future
 
     def carry_out(self, timeout: float) -> None:
-        """Do what was called for, with the queue's lock held; an error waits for ``wait()``."""
+        """Do what was called for, with the queue's lock held; :meth:`tell` is to follow."""
         try:
             # Results are written, and memory of others is read, whatever the thread's own mode.
             with torch._C._InferenceMode(True):
                 self._run(timeout)
-        except Exception as error:
+        except CollectiveFailed as error:
             self._error = error
-        except BaseException as error:  # such as Ctrl-C, in the middle of it
+        except Exception as error:  # such as no memory left, in the middle of it
+            self._error = error
+            self._queue.give_up(error)
+        except BaseException as error:  # such as Ctrl-C
             self._error = RuntimeError(f"This call was interrupted: {error!r}")
-            self._queue.give_up()
+            self._queue.give_up(error)
             raise
         finally:
             del self._run
-            self._settle()
+            with self._future_lock:
+                self._is_done = True
 
-    def _settle(self) -> None:
-        with self._future_lock:
-            self._is_done = True
-            future = self._future
-        if future is not None:
-            self._fulfil(future)
-
-    def _fulfil(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
-        if self._error is None:
-            future.set_result(self._results)
-        else:
-            fail(future, self._error)
+    def tell(self) -> None:
+        """Tell the future, if there is one. Its callbacks are run here, and may make calls."""
+        if self._outcome is not None and not self._outcome.is_told:
+            self._queue.step_aside()
+            self._outcome.tell(self._results, self._error)
 
 
 class WorkQueue:
@@ -147,15 +145,20 @@ class WorkQueue:
 
     Args:
         timeout: How long a call may wait for other ranks, unless it says otherwise.
-        give_up: What to do when a call is interrupted halfway: the other ranks are at another
-            point then, and must not take the next call for this one.
+        give_up: What to do when a call ends halfway because of something that concerns this rank
+            alone: the other ranks are at another point then, and must not take the next call for
+            this one. Shown by test_a_rank_that_fails_halfway_spoils_no_later_sum.
     """
 
-    def __init__(self, timeout: timedelta, give_up: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, timeout: timedelta, give_up: Callable[[BaseException], None] = lambda error: None
+    ) -> None:
         self.timeout = timeout
         self.give_up = give_up
-        # Held while a call is carried out. A call may make others: of its future's callbacks.
+        # Held while a call is carried out. Reentrant for a signal handler's calls.
         self._carrying_out = threading.RLock()
+        # The thread that is in the middle of a call, if one is.
+        self._runner: int | None = None
         self._calls: deque[GroupWork] = deque()
         self._thread: threading.Thread | None = None
         self._thread_lock = threading.Lock()
@@ -174,35 +177,57 @@ class WorkQueue:
         """Take a call; unless it ``is_async``, carry it out before returning."""
         if timeout is None or timeout <= timedelta(0):  # not set
             timeout = self.timeout
+        if not is_async:
+            self._check_thread()
         work = GroupWork(self, run, results, timeout)
         self._calls.append(work)
-        if is_async:
-            if not self._is_watched:
-                self._watch()
-        else:
+        if not is_async:
             self.carry_out_until(work)
+        elif self._is_closed:
+            self.carry_out_all()
+        elif not self._is_watched:
+            self._watch()
         return work
 
     def carry_out_until(self, work: GroupWork, timeout: timedelta | None = None) -> None:
         """Carry out what was called, up to and including ``work``."""
+        self._check_thread()
         while not work._is_done:
             # Another thread may be on a later call by then, which this one must not wait for:
             # what the other ranks need to come to that may be what this thread does next.
             # Shown by test_a_call_that_nobody_waits_for_keeps_no_rank_waiting.
-            if not self._carrying_out.acquire(timeout=_PATIENCE_SECONDS):
-                continue
-            try:
-                if not work._is_done:
-                    self._carry_out_next(timeout)
-            finally:
-                self._carrying_out.release()
+            if self._carrying_out.acquire(timeout=_PATIENCE_SECONDS):
+                self._carry_out_next(timeout, until=work)
 
-    def _carry_out_next(self, timeout: timedelta | None = None) -> None:
-        call = self._calls.popleft()
-        limit = call.timeout
-        if timeout is not None and timedelta(0) < timeout < limit:
-            limit = timeout
-        call.carry_out(limit.total_seconds())
+    def _check_thread(self) -> None:
+        """Raise RuntimeError if this thread is in the middle of a call: a signal's handler is."""
+        if self._runner == threading.get_ident():
+            raise RuntimeError(
+                "A collective was called while this thread is in the middle of another one of the "
+                "same group, by the handler of a signal. Have the handler set a flag, and look at "
+                "that between steps; or call it with async_op=True, and wait later."
+            )
+
+    def _carry_out_next(
+        self, timeout: timedelta | None = None, until: GroupWork | None = None
+    ) -> None:
+        """Carry out a call, unless ``until`` is done, with the lock held, which this lets go of."""
+        call: GroupWork | None = None
+        try:
+            if self._calls and not (until is not None and until._is_done):
+                call = self._calls.popleft()
+                limit = call.timeout
+                if timeout is not None and timedelta(0) < timeout < limit:
+                    limit = timeout
+                self._runner = threading.get_ident()
+                call.carry_out(limit.total_seconds())
+        finally:
+            self._runner = None
+            self._carrying_out.release()
+            # Not before: callbacks may wait for other calls, which then another thread has to
+            # carry out. Shown by test_a_callback_may_wait_for_another_calls_future.
+            if call is not None:
+                call.tell()
 
     def hurry(self) -> None:
         """Somebody looks for a result without waiting: have the thread carry out what is there."""
@@ -219,6 +244,20 @@ class WorkQueue:
                 )
                 self._thread.start()
 
+    def step_aside(self) -> None:
+        """If this is the queue's own thread, let another one take its place meanwhile."""
+        with self._thread_lock:
+            if self._thread is threading.current_thread():
+                self._is_watched = False
+
+    def _step_back(self) -> bool:
+        """Whether this is the queue's own thread still."""
+        with self._thread_lock:
+            if self._thread is not threading.current_thread():
+                return False
+            self._is_watched = True
+            return True
+
     def _carry_out_leftovers(self) -> None:
         looks_in_vain = 0
         found: GroupWork | None = None
@@ -228,10 +267,9 @@ class WorkQueue:
             looks_in_vain += 1
             if is_urgent or (found is not None and not found._is_done):
                 looks_in_vain = 0
-                while self._calls:
-                    with self._carrying_out:
-                        if self._calls:
-                            self._carry_out_next()
+                self.carry_out_all()
+                if not self._step_back():
+                    return
             try:
                 newest = self._calls[-1]
             except IndexError:
@@ -245,20 +283,24 @@ class WorkQueue:
         if self._calls:
             self._watch()
 
+    def carry_out_all(self) -> None:
+        """Carry out what was called. Of a group that was closed it fails at once."""
+        while self._calls:
+            self._carrying_out.acquire()
+            self._carry_out_next()
+
     def let_go(self) -> None:
         """Have the thread end soon. It takes no lock: a garbage collection may call it."""
         self._is_closed = True
 
-    def close(self, seconds: float) -> bool:
-        """Have the thread end when it is through; False if that takes longer than ``seconds``."""
+    def close(self) -> None:
+        """Have the thread end, and wait until it is through."""
         with self._thread_lock:
             self._is_closed = True
             thread = self._thread
         self._is_urgent.set()
-        if thread is None or thread is threading.current_thread():
-            return True
-        thread.join(seconds)
-        return not thread.is_alive()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
 
 
 def in_turn(runs: Sequence[Run]) -> Run:

@@ -13,13 +13,14 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from lockstep.comm.algorithms import Collectives, check_exchanged, check_gathered, pieces
 from lockstep.comm.call import Call
 from lockstep.comm.hosts.network import Network
 from lockstep.comm.hosts.team import HostsTeam
-from lockstep.comm.reduction import Reduction
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from lockstep.comm.reduction import Reduction, reduction_for
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerLost
 
 _Collective = TypeVar("_Collective", bound=Callable[..., None])
 
@@ -39,6 +40,13 @@ def _failing_together(collective: _Collective) -> _Collective:
             collective(self, *args, **kwargs)
         except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
             self.team.break_off(error)
+            raise
+        except GroupClosed:
+            raise
+        except Exception as error:
+            name = self.team.name
+            text = f"Rank {name} could not go on with {self._call.operation}: {error!r}"
+            self.team.break_off(PeerLost(text, [name], self._call.operation))
             raise
 
     return telling  # type: ignore[return-value]
@@ -73,6 +81,12 @@ class HostsCollectives:
 
         In rank order within a host, and then in the order of the hosts.
         """
+        if reduction.name == "AVG" and reduction.accumulate_in is not None:
+            # Of narrow numbers the sum may not fit, and is to be rounded once.
+            wide = tensor.to(reduction.accumulate_in)
+            self.all_reduce(wide, reduction_for(dist.ReduceOp.AVG, wide.dtype))
+            tensor.copy_(wide)
+            return
         step = reduction._replace(name="SUM") if reduction.name == "AVG" else reduction
         self._local.all_reduce(tensor, step)
         across = step._replace(factor=None)
@@ -205,7 +219,7 @@ class HostsCollectives:
 
     def _agree(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return what every rank gives here; all give equally many numbers."""
-        own = torch.tensor(numbers, dtype=torch.int64)
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         tables = own.new_empty(self.team.size, len(numbers))
         self.all_gather(list(tables), own)
         rows: list[list[int]] = tables.tolist()

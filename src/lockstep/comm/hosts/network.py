@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +73,7 @@ class Network:
         )
 
     def _told(self, own: torch.Tensor, call: Call, timeout: float) -> list[list[int]]:
-        everyone = torch.empty(self.size, own.numel(), dtype=torch.uint8)
+        everyone = torch.empty(self.size, own.numel(), dtype=torch.uint8, device="cpu")
         self.all_gather(everyone.view(-1), own, call, timeout)
         rows: list[list[int]] = everyone.tolist()
         return rows
@@ -155,8 +157,8 @@ class Network:
             start().wait()
         except RuntimeError as error:
             # Whoever failed first has said why before it let go of its connections.
-            if self._store.check([_FAULT]):
-                told = json.loads(bytes(self._store.get(_FAULT)))
+            told = self._told_fault()
+            if told is not None:
                 kind = _FAULTS.get(told["kind"], PeerLost)
                 raise kind(told["text"], told["ranks"], call.operation) from error
             others = [rank for rank in self._ranks if rank != self._ranks[self.rank]]
@@ -176,10 +178,22 @@ class Network:
 
     def break_off(self, error: PeerLost | CollectiveTimeout | CollectiveMismatch) -> None:
         """Tell the other hosts why this one goes no further."""
-        if not self._store.check([_FAULT]):
+        if self._told_fault() is None:
             told = {"kind": type(error).__name__, "text": str(error), "ranks": error.ranks}
-            self._store.set(_FAULT, json.dumps(told))
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_FAULT, json.dumps(told))
         self.close()
+
+    def _told_fault(self) -> dict[str, Any] | None:
+        """What broke the group, if a rank has said so."""
+        try:
+            if self._store.check([_FAULT]):
+                told: dict[str, Any] = json.loads(bytes(self._store.get(_FAULT)))
+                return told
+        except RuntimeError:
+            # The store went with the rank that held it.
+            return None
+        return None
 
     def close(self) -> None:
         """Let go of the connections; who waits at their other ends learns that they are gone."""

@@ -36,6 +36,8 @@ class HostsTeam(Ranks):
     ) -> None:
         members = list(members or range(sum(map(len, hosts))))
         self.rank = rank
+        # As errors name it.
+        self.name = members[rank]
         self.size = sum(map(len, hosts))
         self.local = local
         self.hosts = hosts
@@ -69,9 +71,9 @@ class HostsTeam(Ranks):
         """Raise what broke this group, if something did."""
         self.local.check_open()
 
-    def abort(self) -> None:
+    def abort(self, why: str = "") -> None:
         """Make every wait of this rank end with an error."""
-        self.local.abort()
+        self.local.abort(why)
         self._close_network()
 
     def leave(self) -> None:

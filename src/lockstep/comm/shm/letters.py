@@ -172,6 +172,8 @@ class Letters(Mailbox):
         return self._break_off(super()._overdue(expected, seconds))
 
     def _look(self, sources: Sequence[int], seconds: float) -> list[Letter]:
+        if not sources:  # from this rank itself, of which no line tells
+            seconds = min(seconds, _RETRY_SECONDS)
         deadline = time.monotonic() + seconds
         poll = select.poll()
         live: dict[int, int] = {}
@@ -234,7 +236,7 @@ class Letters(Mailbox):
         if dtype == _NOTE:
             self._gone[peer] = json.loads(message[_HEAD_BYTES:])
             return None
-        contents = torch.empty(0, dtype=torch.uint8)
+        contents = torch.empty(0, dtype=torch.uint8, device="cpu")
         error = None
         if 0 < num_bytes <= _INLINE_BYTES:
             contents = torch.frombuffer(bytearray(message[_HEAD_BYTES:]), dtype=torch.uint8)

@@ -301,11 +301,11 @@ class ShmTeam(Team):
             text = f"Rank {self._name} could not go on with {operation}: {error!r}"
             self.break_off(PeerLost(text, [self._name], operation))
 
-    def abort(self) -> None:
+    def abort(self, why: str = "") -> None:
         """Make every wait of this rank, and of the others, end with an error."""
         if not self._is_broken:
             self.break_off(
-                PeerLost(f"Rank {self._name} has aborted the group.", [self._name], "abort")
+                PeerLost(f"Rank {self._name} has aborted the group.{why}", [self._name], "abort")
             )
 
     def leave(self) -> None:
