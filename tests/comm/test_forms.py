@@ -221,3 +221,62 @@ def test_an_operator_is_taken_from_any_form(backend: str) -> None:
             assert tensor.item() == 2
 
     run_on(backend, 2, body)
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_empty_takes_what_torch_takes(backend: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        for made, shape, dtype in (
+            (group.empty(2, 3), (2, 3), torch.float32),
+            (group.empty((2, 3), torch.float64), (2, 3), torch.float64),
+            (group.empty([4], dtype=torch.int8, device="cpu"), (4,), torch.int8),
+            (group.empty(()), (), torch.float32),
+            (group.empty(0, torch.bfloat16), (0,), torch.bfloat16),
+        ):
+            assert (made.shape, made.dtype, made.device.type) == (shape, dtype, "cpu")
+        with pytest.raises(RuntimeError, match="negative dimension"):
+            group.empty(-1)
+        with pytest.raises(TypeError):
+            group.empty()
+        with pytest.raises(ValueError, match="leave out the device"):
+            group.empty(3, device="meta")
+
+    run_on(backend, 2, body)
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_expanded_tensors_are_summed(backend: str) -> None:
+    def body(group: dist.ProcessGroup) -> list[float]:
+        tensor = torch.ones(1, 2).expand(3, 2)
+        group.allreduce([tensor]).wait()
+        return tensor.tolist()
+
+    assert run_on(backend, 2, body) == [[[2.0, 2.0]] * 3] * 2
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_a_factor_of_another_dtype_leaves_the_tensors(backend: str) -> None:
+    # As large as goes in several pieces: they are counted in elements of the tensor's dtype.
+    def body(group: dist.ProcessGroup) -> list[float]:
+        tensor = torch.ones(600_001)
+        factor = torch.full((1,), 0.5, dtype=torch.float64)
+        group.reduce([tensor], 0, dist._make_nccl_premul_sum(factor)).wait()
+        return tensor.unique().tolist()
+
+    assert run_on(backend, 2, body) == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_calls_do_not_heed_the_default_device(backend: str) -> None:
+    narrow, sizes = torch.ones(5, dtype=torch.bfloat16), [1, 2]
+
+    def body(group: dist.ProcessGroup) -> list[float]:
+        mine = narrow.clone()
+        output = torch.empty(2 * (1 + group.rank()), device="cpu")
+        given = torch.ones(3, device="cpu")
+        with torch.device("meta"):
+            group.allreduce([mine]).wait()
+            group.alltoall_base(output, given, [1 + group.rank()] * 2, sizes).wait()
+        return [*mine.tolist(), *output.tolist()]
+
+    assert run_on(backend, 2, body) == [[2.0] * 5 + [1.0] * 2, [2.0] * 5 + [1.0] * 4]
