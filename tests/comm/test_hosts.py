@@ -243,3 +243,63 @@ def test_lost_rank_is_named_on_all_hosts(lost: int) -> None:
             text, ranks = told
             assert ranks == (lost,), text
             assert f"ank {lost} is gone" in text or f"{lost}]" in text, text
+
+
+# From one rank to another.
+
+
+def test_messages_of_any_layout_and_dtype() -> None:
+    sent = torch.arange(24.0).view(4, 6).t()[::2]
+
+    def body(rank: int, group: HostsGroup) -> None:
+        own = sent.to(torch.bfloat16) + rank
+        works = [group.send([own], peer, 5) for peer in range(4) if peer != rank]
+        for peer in range(4):
+            if peer != rank:
+                came = torch.zeros(4, 3, dtype=torch.bfloat16).t()
+                group.recv([came], peer, 5).wait()
+                assert torch.equal(came, sent.to(torch.bfloat16) + peer)
+        for work in works:
+            work.wait()
+
+    run_hosts(HOSTS["two and two"], body)
+
+
+@pytest.mark.parametrize("sender", [1, 2])
+def test_a_message_of_another_dtype_or_size_is_refused(sender: int) -> None:
+    def body(rank: int, group: HostsGroup) -> None:
+        if rank == sender:
+            group.send([torch.ones(3)], 0, 0).wait()
+        elif rank == 0:
+            came = torch.empty(3, dtype=torch.complex64)
+            with pytest.raises(CollectiveMismatch, match=f"Rank {sender} sent 12 bytes") as caught:
+                group.recv([came], sender, 0).wait()
+            assert caught.value.ranks == (sender,)
+
+    run_hosts(HOSTS["two and two"], body)
+
+
+def test_the_sender_of_a_message_from_anyone_is_told() -> None:
+    def body(rank: int, group: HostsGroup) -> None:
+        if rank == 3:
+            group.send([torch.full((2,), 7.0)], 0, 1).wait()
+        elif rank == 0:
+            came = torch.empty(2)
+            work = group.recv_anysource([came], 1)
+            work.wait()
+            assert work._source_rank() == 3
+            assert came.tolist() == [7, 7]
+
+    run_hosts(HOSTS["two and two"], body)
+
+
+@pytest.mark.parametrize("sender", [1, 2])
+def test_a_sender_that_is_gone_is_named(sender: int) -> None:
+    def body(rank: int, group: HostsGroup) -> None:
+        group.barrier().wait()
+        if rank == 0:
+            with pytest.raises(PeerLost) as caught:
+                group.recv([torch.empty(3)], sender, 0).wait()
+            assert caught.value.ranks == (sender,)
+
+    run_hosts(HOSTS["two and two"], body)

@@ -1,6 +1,7 @@
 """The ranks' lines and memory, with ranks as threads: who is let in, told, blamed and freed."""
 
 import contextlib
+import errno
 import gc
 import os
 import socket
@@ -14,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.call import Call, fingerprint
+from lockstep.comm.shm.joining import _Door
 from lockstep.comm.shm.lines import send_message
+from lockstep.comm.shm.memory import Segment
 from lockstep.comm.shm.team import ShmTeam
 from lockstep.errors import (
     CollectiveMismatch,
@@ -22,6 +25,7 @@ from lockstep.errors import (
     GroupClosed,
     PeerLost,
     RendezvousFailed,
+    SharedMemoryFull,
 )
 
 A, B = Call("all_reduce", torch.float32, (3,), "SUM"), Call("barrier")
@@ -155,6 +159,45 @@ def test_a_rank_that_never_comes_is_named():
 
 
 # Who is told, and who is blamed.
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_join_keeps_nobody_waiting(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+):
+    store = dist.HashStore()
+    introduce = _Door._introduce
+
+    def run_out_of_descriptors(self: _Door, *args: object) -> None:
+        if self._rank == failing:
+            raise OSError(errno.EMFILE, "Too many open files")
+        introduce(self, *args)
+
+    monkeypatch.setattr(_Door, "_introduce", run_out_of_descriptors)
+    began = time.monotonic()
+    errors = run_each(*(lambda rank=rank: ShmTeam(store, rank, 3, 60) for rank in range(3)))
+    assert time.monotonic() - began < 10
+    assert all(isinstance(error, RendezvousFailed) for error in errors), errors
+    assert "ulimit -n" in str(errors[failing])
+    assert any(f"rank {failing} could not join" in str(error) for error in errors)
+
+
+def test_a_rank_that_has_no_memory_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch):
+    store, create = dist.HashStore(), Segment.create
+
+    def run_out(num_bytes: int, **options: object) -> object:
+        if threading.current_thread() is first:
+            raise SharedMemoryFull("There is no room.")
+        return create(num_bytes, **options)
+
+    monkeypatch.setattr(Segment, "create", run_out)
+    first = threading.current_thread()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(ShmTeam, store, 1, 2, 60)
+        with pytest.raises(SharedMemoryFull):
+            ShmTeam(store, 0, 2, 60)
+        with pytest.raises(RendezvousFailed, match="rank 0 could not join: There is no room"):
+            other.result(10)
 
 
 def test_who_is_told_of_a_death_and_leaves_is_not_blamed_for_it():

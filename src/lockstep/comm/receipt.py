@@ -5,12 +5,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from lockstep.comm.futures import Outcome
-from lockstep.comm.mail import Mailbox
+from lockstep.comm.mail import Expected
+
+
+class Receiver(Protocol):
+    """What messages come to, as :class:`~lockstep.comm.mail.Mailbox` defines it."""
+
+    def expect(self, tensor: torch.Tensor, source: int | None, tag: int) -> Expected:
+        """Say that the next message of ``source`` (None: of anyone) is for ``tensor``."""
+
+    def has(self, expected: Expected) -> bool:
+        """Whether that message has come."""
+
+    def receive(self, expected: Expected, timeout: float) -> int:
+        """Wait for that message, write it to its tensor, and return who sent it."""
 
 
 class Receipt(dist.Work):
@@ -28,7 +42,7 @@ class Receipt(dist.Work):
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        mailbox: Receiver,
         flat: torch.Tensor,
         tensor: torch.Tensor,
         deliver: Callable[[torch.Tensor, torch.Tensor], None],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.arguments import flattened
 from lockstep.comm.call import Call
 from lockstep.comm.group import TeamGroup
 from lockstep.comm.hosts.collectives import HostsCollectives
@@ -26,7 +27,5 @@ class HostsGroup(TeamGroup):
         return HostsCollectives(self._team, call, timeout)
 
     def _send(self, tensor: torch.Tensor, destination: int, tag: int) -> dist.Work:
-        return self._team.everyone.send(tensor, destination, tag)
-
-    def _receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> dist.Work:
-        return self._team.everyone.receive(tensor, source, tag)
+        seconds = self._queue.timeout.total_seconds()
+        return self._team.mailbox.send(flattened(tensor), destination, tag, seconds)

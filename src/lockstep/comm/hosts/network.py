@@ -84,8 +84,8 @@ class Network:
         """Have all tensors, of one size, one after the other."""
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=timeout)
-        self._wait(
-            lambda: self._gloo._allgather_base(_bytes(output), _bytes(tensor), options),
+        self.finish(
+            lambda: self.group._allgather_base(_bytes(output), _bytes(tensor), options),
             call,
             timeout,
         )
@@ -95,7 +95,7 @@ class Network:
         options = BroadcastOptions()
         options.rootRank = root
         options.timeout = timedelta(seconds=timeout)
-        self._wait(lambda: self._gloo.broadcast([_bytes(tensor)], options), call, timeout)
+        self.finish(lambda: self.group.broadcast([_bytes(tensor)], options), call, timeout)
 
     def gather(
         self,
@@ -110,7 +110,7 @@ class Network:
         options.rootRank = root
         options.timeout = timedelta(seconds=timeout)
         lists = [[_bytes(output) for output in outputs]] if outputs else []
-        self._wait(lambda: self._gloo.gather(lists, [_bytes(tensor)], options), call, timeout)
+        self.finish(lambda: self.group.gather(lists, [_bytes(tensor)], options), call, timeout)
 
     def scatter(
         self,
@@ -125,7 +125,7 @@ class Network:
         options.rootRank = root
         options.timeout = timedelta(seconds=timeout)
         lists = [[_bytes(part) for part in inputs]] if inputs else []
-        self._wait(lambda: self._gloo.scatter([_bytes(output)], lists, options), call, timeout)
+        self.finish(lambda: self.group.scatter([_bytes(output)], lists, options), call, timeout)
 
     def all_to_all(
         self,
@@ -140,8 +140,8 @@ class Network:
         options = AllToAllOptions()
         options.timeout = timedelta(seconds=timeout)
         size = tensor.element_size()
-        self._wait(
-            lambda: self._gloo.alltoall_base(
+        self.finish(
+            lambda: self.group.alltoall_base(
                 _bytes(output),
                 _bytes(tensor),
                 [numel * size for numel in output_numels],
@@ -152,27 +152,43 @@ class Network:
             timeout,
         )
 
-    def _wait(self, start: Callable[[], dist.Work], call: Call, timeout: float) -> None:
+    def name_of(self, rank: int) -> int:
+        """What the whole run calls this group's ``rank``."""
+        return self._ranks[rank]
+
+    def finish(
+        self,
+        start: Callable[[], dist.Work],
+        call: Call,
+        timeout: float,
+        others: Sequence[int] | None = None,
+    ) -> None:
+        """Start something, and wait for ``others`` (None: all) to do their part.
+
+        Raises:
+            CollectiveFailed: If they don't.
+        """
         try:
-            start().wait()
+            start().wait(timedelta(seconds=timeout))
         except RuntimeError as error:
             # Whoever failed first has said why before it let go of its connections.
             told = self._told_fault()
             if told is not None:
                 kind = _FAULTS.get(told["kind"], PeerLost)
                 raise kind(told["text"], told["ranks"], call.operation) from error
-            others = [rank for rank in self._ranks if rank != self._ranks[self.rank]]
+            ranks = range(self.size) if others is None else others
+            names = [self._ranks[rank] for rank in ranks if rank != self.rank]
             if "timed out" in str(error).lower():
                 raise CollectiveTimeout(
-                    f"Not all of the ranks {others}, on other hosts, came to {call} within "
+                    f"Not all of the ranks {names}, on other hosts, came to {call} within "
                     f"{timeout:g} s. See what they do there. Gloo says: {error}",
-                    others,
+                    names,
                     call.operation,
                 ) from error
             raise PeerLost(
-                f"One of the ranks {others}, on other hosts, was lost in {call}: what it wrote "
+                f"One of the ranks {names}, on other hosts, was lost in {call}: what it wrote "
                 f"last tells why. Gloo says: {error}",
-                others,
+                names,
                 call.operation,
             ) from error
 
@@ -200,20 +216,15 @@ class Network:
         self._group = None
 
     @property
-    def _gloo(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
+        """Gloo's.
+
+        Raises:
+            GroupClosed: If it was closed.
+        """
         if self._group is None:
             raise GroupClosed("This process group was destroyed, or has failed before.")
         return self._group
-
-    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> dist.Work:
-        """Start sending to one rank."""
-        return self._gloo.send([tensor], destination, tag)
-
-    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> dist.Work:
-        """Start receiving from one rank, or from any."""
-        if source is None:
-            return self._gloo.recv_anysource([tensor], tag)
-        return self._gloo.recv([tensor], source, tag)
 
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:

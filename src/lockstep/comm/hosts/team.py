@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.hosts.messages import NetworkMailbox
 from lockstep.comm.hosts.network import Network
 from lockstep.comm.shm.team import ShmTeam
 from lockstep.comm.team import Ranks
@@ -46,6 +47,7 @@ class HostsTeam(Ranks):
         self.is_leader = place == 0
         everyone = dist.PrefixStore("everyone/", store)
         self.everyone = Network(everyone, members, members[rank], timeout)
+        self.mailbox = NetworkMailbox(self.everyone)
         self.leaders: Network | None = None
         if self.is_leader:
             leading = [members[ranks[0]] for ranks in hosts]

@@ -16,7 +16,9 @@ import select
 import socket
 import struct
 import time
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -32,6 +34,10 @@ _INTRODUCTION_SECONDS = 5.0
 # So many may be connected and not yet introduced; of more, the first are turned away.
 _MAX_STRANGERS = 64
 _RETRY_SECONDS = 0.01
+# How often who waits looks whether another rank has given up.
+_LOOK_SECONDS = 0.5
+# The note of a rank that could not join.
+_GIVEN_UP = "given up"
 
 
 class Peer(NamedTuple):
@@ -67,9 +73,19 @@ class _Door:
         secret: What only they know.
         slots: The descriptor of this rank's slots, which all are to get.
         deadline: When the last one must have come.
+        check: Raises if another rank has given up.
     """
 
-    def __init__(self, rank: int, size: int, secret: bytes, slots: int, deadline: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        secret: bytes,
+        slots: int,
+        deadline: float,
+        check: Callable[[], None],
+    ) -> None:
+        self._check = check
         self._rank = rank
         self._size = size
         self._secret = secret
@@ -98,6 +114,7 @@ class _Door:
             found = self._who(message, descriptors, 1)
             if found is None or found[0] != other:
                 _close(descriptors)
+                self._give_others_time_to_say_why()
                 raise RendezvousFailed(
                     f"Rank {other} has closed the line that rank {self._rank} reached it by."
                     if not message
@@ -110,6 +127,12 @@ class _Door:
             for each in opened:
                 each.close()
             raise
+
+    def _give_others_time_to_say_why(self) -> None:
+        until = time.monotonic() + _LOOK_SECONDS
+        while time.monotonic() < until:
+            self._check()
+            time.sleep(_RETRY_SECONDS)
 
     def _reach(self, line: socket.socket, other: int, name: str) -> None:
         while True:
@@ -150,8 +173,10 @@ class _Door:
                 for descriptor, (_, since) in list(strangers.items()):
                     if now - since > _INTRODUCTION_SECONDS or len(strangers) > _MAX_STRANGERS:
                         dismiss(descriptor).close()
-                wait = _INTRODUCTION_SECONDS if strangers else _left(self._deadline)
-                for descriptor, _ in poll.poll(min(wait, _left(self._deadline)) * 1000):
+                ready = poll.poll(min(_LOOK_SECONDS, _left(self._deadline)) * 1000)
+                if not ready:
+                    self._check()
+                for descriptor, _ in ready:
                     if descriptor != listener.fileno():
                         found = self._hear(dismiss(descriptor), peers)
                         if found is not None:
@@ -238,17 +263,23 @@ def join(store: dist.Store, rank: int, size: int, slots: int, timeout: float) ->
                 store.set("secret", secrets.token_hex(_SECRET_BYTES))
             store.set(f"address/{rank}", name)
             secret = bytes.fromhex(_read(store, "secret", deadline))
-            door = _Door(rank, size, secret, slots, deadline)
+            door = _Door(rank, size, secret, slots, deadline, partial(_check_others, store))
             # Towards the lower ranks first, then from the higher ones: rank 0 only answers, so
             # there is always one who doesn't wait for another.
             for other in range(rank):
                 peers[other] = door.call_on(other, _read(store, f"address/{other}", deadline))
             door.answer(listener, peers)
     except BaseException as error:
+        give_up(store, rank, error)
         for peer in peers.values():
             peer.close()
         if isinstance(error, RendezvousFailed) or not isinstance(error, OSError | RuntimeError):
             raise
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise RendezvousFailed(
+                f"Rank {rank} of {size} can't share memory with the others: {error}. Raise the "
+                "limit on open files (ulimit -n)."
+            ) from error
         absent = sorted(set(range(size)) - set(peers) - {rank})
         raise RendezvousFailed(
             f"Rank {rank} of {size} waited up to {timeout:g} s for rank"
@@ -259,8 +290,28 @@ def join(store: dist.Store, rank: int, size: int, slots: int, timeout: float) ->
 
 
 def _read(store: dist.Store, key: str, deadline: float) -> str:
-    store.wait([key], timedelta(seconds=_left(deadline)))
+    # Not store.wait(): it would not see that another rank has given up, and torch's TCPStore
+    # prints warnings if it is interrupted.
+    pause = _RETRY_SECONDS / 32
+    while not store.check([key]):
+        _check_others(store)
+        if time.monotonic() > deadline:
+            raise TimeoutError("they didn't come")
+        time.sleep(pause)
+        pause = min(2 * pause, _RETRY_SECONDS)
     return bytes(store.get(key)).decode()
+
+
+def give_up(store: dist.Store, rank: int, error: BaseException) -> None:
+    """Tell the others that ``rank`` won't join, and why, so that they don't wait for it."""
+    with suppress(RuntimeError):
+        if not store.check([_GIVEN_UP]):
+            store.set(_GIVEN_UP, f"rank {rank} could not join: {error}")
+
+
+def _check_others(store: dist.Store) -> None:
+    if store.check([_GIVEN_UP]):
+        raise RendezvousFailed(f"No rank can join: {bytes(store.get(_GIVEN_UP)).decode()}")
 
 
 def _left(deadline: float) -> float:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.call import Call
-from lockstep.comm.shm.joining import join
+from lockstep.comm.shm.joining import give_up, join
 from lockstep.comm.shm.letters import Letters
 from lockstep.comm.shm.lines import receive_message, send_message
 from lockstep.comm.shm.memory import Segment, map_segment
@@ -78,7 +78,11 @@ class ShmTeam(Team):
         members = self._members = list(members or range(size))
         # This rank, as errors name it.
         self._name = members[rank]
-        slots, memory = Segment.create(2 * _SLOT_BYTES)
+        try:
+            slots, memory = Segment.create(2 * _SLOT_BYTES)
+        except SharedMemoryFull as error:
+            give_up(store, rank, error)
+            raise
         try:
             peers = join(store, rank, size, slots.descriptor, timeout)
         finally:
