@@ -2,11 +2,15 @@ from . import errors as errors
 from .data import DataPartitioner as DataPartitioner
 from .data import Partition as Partition
 from .data import partition as partition
+from .grad import GradBucket as GradBucket
 from .launcher import launch as launch
 from .nn import DistributedDataParallel as DistributedDataParallel
 from .nn import SyncBatchNorm as SyncBatchNorm
 from .nn import no_sync as no_sync
 from .nn import parallelize as parallelize
+from .nn import sync_buffers as sync_buffers
+from .train import accumulate as accumulate
 from .train import average_gradients as average_gradients
+from .train import mean as mean
 from .world import World as World
 from .world import init as init

@@ -87,8 +87,9 @@ def test_buckets_launch_in_index_order():
 
 def test_buckets_are_arranged_once_in_the_order_of_the_first_backward():
     reducer, parameters, _ = reducer_of(4)
-    assert reducer.buckets == [["p3"], ["p2"], ["p1"], ["p0"]]
+    assert reducer.buckets == []
     backward(reducer, parameters, [1, 3, 0])
+    assert reducer.buckets == [["p3"], ["p2"], ["p1"], ["p0"]]
     backward(reducer, parameters, [0, 1, 2, 3])
     assert reducer.buckets == [["p1"], ["p3"], ["p0"], ["p2"]]
     backward(reducer, parameters, [0, 1, 2, 3])

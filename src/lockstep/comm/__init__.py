@@ -9,13 +9,31 @@ from lockstep.comm.exchange import (
     start_all_reduce,
     zero_buffer,
 )
+from lockstep.comm.roll import (
+    Answer,
+    Roll,
+    Step,
+    gather_in_step,
+    num_counted,
+    roll_of,
+    set_roll,
+    sum_in_step,
+)
 
 __all__ = [
+    "Answer",
+    "Roll",
+    "Step",
     "TensorBroadcast",
     "all_gather",
     "all_gather_bytes",
     "broadcast_tensors",
     "can_average",
+    "gather_in_step",
+    "num_counted",
+    "roll_of",
+    "set_roll",
     "start_all_reduce",
+    "sum_in_step",
     "zero_buffer",
 ]

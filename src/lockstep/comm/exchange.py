@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -78,8 +78,10 @@ class TensorBroadcast:
             wire = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in chunk])
             self._transfers.append((chunk, wire, group.broadcast([wire], options)))
 
-    def finish(self) -> None:
+    def finish(self, may_write: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
         """Wait, and write what came into the tensors, on every rank but the source.
+
+        Those that ``may_write`` refuses stay as they are.
 
         The tensors' version counters stay as they are: BatchNorm's statistics are saved for a
         backward that may still come, which reads nothing of them that this could falsify.
@@ -100,7 +102,8 @@ class TensorBroadcast:
                 continue
             parts = wire.split([tensor.numel() * tensor.element_size() for tensor in chunk])
             for tensor, part in zip(chunk, parts, strict=True):
-                tensor.data.copy_(part.view(tensor.dtype).view(tensor.shape))
+                if may_write(tensor):
+                    tensor.data.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def broadcast_tensors(

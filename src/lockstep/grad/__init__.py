@@ -2,6 +2,17 @@
 
 from lockstep.grad.assignment import MIB, assign_buckets
 from lockstep.grad.bucket import Bucket
+from lockstep.grad.comm_hook import CommHook, GradBucket
 from lockstep.grad.reducer import Phase, Reducer
+from lockstep.grad.turns import Turns
 
-__all__ = ["MIB", "Bucket", "Phase", "Reducer", "assign_buckets"]
+__all__ = [
+    "MIB",
+    "Bucket",
+    "CommHook",
+    "GradBucket",
+    "Phase",
+    "Reducer",
+    "Turns",
+    "assign_buckets",
+]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lockstep.comm import can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ModelError, ParameterChanged
+from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 
 # Gradients from this size on, on average, are dealt with one by one. Below it, what a call costs
 # is more than what a second pass over the memory does (2 us against 16 K floats).
@@ -38,6 +39,8 @@ class Bucket:
         indices: Which of the reducer's parameters these are, in buffer order.
         tail: Room at the end of the buffer for facts that travel with the gradients.
         num_missing: How many gradients of this backward have yet to come.
+        averages: Whether the group had better average it: to scale small gradients on their way
+            in takes another pass over memory.
     """
 
     def __init__(
@@ -56,12 +59,12 @@ class Bucket:
         first = self._parameters[0]
         numel = sum(sizes) + tail_size
         self._is_coarse = sum(sizes) >= _COARSE_NUMEL * len(sizes)
-        self._is_averaged = False
+        self.averages = False
         if buffers_from is None:
             self._buffer = torch.zeros(numel, dtype=first.dtype, device=first.device)
         else:
             self._buffer = zero_buffer(buffers_from, numel, first.dtype, first.device)
-            self._is_averaged = not self._is_coarse and can_average(buffers_from, first.device)
+            self.averages = not self._is_coarse and can_average(buffers_from, first.device)
         *self._parts, self.tail = self._buffer.split([*sizes, tail_size])
         self._gradients = self._buffer[: sum(sizes)]
         self._views = [
@@ -69,7 +72,9 @@ class Bucket:
             for part, parameter in zip(self._parts, self._parameters, strict=True)
         ]
         self._pointers = [view.data_ptr() for view in self._views]
+        # What has been launched, and is waited for with wait().
         self._work: dist.Work | None = None
+        self._hooked: torch.futures.Future[torch.Tensor] | None = None
 
     @property
     def names(self) -> str:
@@ -78,13 +83,11 @@ class Bucket:
         return f"{first!r} to {others[-1]!r}" if others else repr(first)
 
     def is_in_flight(self) -> bool:
-        """Whether the all-reduce was launched and not yet waited for."""
-        return self._work is not None
+        """Whether it was launched and not yet waited for."""
+        return self._work is not None or self._hooked is not None
 
     def fill(self, touched: bytearray, scale: float) -> None:
         """Bring every gradient here, times ``scale``, and zeros for parameters that have none.
-
-        Small ones aren't scaled where the group averages: that takes another pass over memory.
 
         A gradient that is there but that no backward has touched since the last reduction is
         copied and left alone: the other ranks may not touch it either, and then it must be as
@@ -105,7 +108,7 @@ class Bucket:
         if not self._is_coarse:
             if views:
                 torch._foreach_copy_(views, sources)
-            if not self._is_averaged:
+            if scale != 1:
                 self._gradients.mul_(scale)
         else:
             # Scaled on the way, large gradients pass through the cores once and not twice.
@@ -190,19 +193,33 @@ class Bucket:
             "Let it step after backward(): before, gradients are not those of all ranks."
         )
 
-    def launch(self, group: dist.ProcessGroup) -> None:
-        """Start summing (or averaging) the gradients and the tail over the ranks."""
-        self._work = start_all_reduce(group, self._buffer, average=self._is_averaged)
+    def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
+        """Start summing, or averaging, the gradients and the tail over the ranks."""
+        self._work = start_all_reduce(group, self._buffer, average=average)
+
+    def launch_through(
+        self, hook: CommHook, group: dist.ProcessGroup, index: int, *, is_last: bool
+    ) -> None:
+        """Let ``hook`` reduce the gradients; the tail is summed on its own."""
+        bucket = GradBucket(index, self._gradients, self._views, self._parameters, is_last=is_last)
+        self._hooked = hook(bucket)
+        if self.tail.numel():
+            self._work = start_all_reduce(group, self.tail)
 
     def wait(self) -> None:
-        """Wait for the sum, on this device's stream if it is a GPU."""
+        """Wait for what was launched, on this device's stream if it is a GPU."""
+        if self._hooked is not None:
+            hooked, self._hooked = self._hooked, None
+            reduced = reduced_buffer(hooked)
+            if reduced.data_ptr() != self._gradients.data_ptr():
+                self._gradients.copy_(reduced.view(-1))
         if self._work is not None:
             work, self._work = self._work, None
             work.wait()
 
     def forget(self) -> None:
         """Get ready for the next backward, whatever became of this one."""
-        self._work = None
+        self._work = self._hooked = None
         self.num_missing = len(self.indices)
 
 

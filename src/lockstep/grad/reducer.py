@@ -6,6 +6,7 @@ whoever does says when a backward begins, when each gradient has come, and when 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
@@ -16,6 +17,10 @@ from lockstep.comm import broadcast_tensors
 from lockstep.errors import CollectiveFailed, LateGradient
 from lockstep.grad.assignment import FIRST_BUCKET_BYTES, assign_buckets
 from lockstep.grad.bucket import TOUCHED_EARLIER, TOUCHED_NOW, Bucket
+from lockstep.grad.comm_hook import CommHook
+from lockstep.grad.turns import Turns
+
+_log = logging.getLogger(__name__)
 
 
 class Phase(Enum):
@@ -54,6 +59,14 @@ class Reducer:
         group: The process group; every rank of it must have a reducer of the same parameters.
         cap_bytes: How much makes a bucket full.
         first_cap_bytes: How much makes the first one full.
+        skip_unused: Whether a bucket that this rank used nothing of stays here. The other ranks
+            must leave out the same ones.
+
+    Attributes:
+        phase: Where it is in the course of a step.
+        process_group: As given.
+        share: What the gradients of each rank are multiplied by before they are added up.
+        comm_hook: What reduces the buckets instead of an all-reduce.
     """
 
     def __init__(
@@ -63,13 +76,17 @@ class Reducer:
         *,
         cap_bytes: int,
         first_cap_bytes: int = FIRST_BUCKET_BYTES,
+        skip_unused: bool = False,
     ) -> None:
         self.phase = Phase.IDLE
         self.process_group = group
+        self.share = 1 / group.size()
+        self.comm_hook: CommHook | None = None
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         self._cap_bytes = cap_bytes
         self._first_cap_bytes = first_cap_bytes
+        self._skip_unused = skip_unused
         count = len(self._parameters)
         # What came since gradients were last reduced: 0, TOUCHED_EARLIER or TOUCHED_NOW.
         self._touched = bytearray(count)
@@ -77,17 +94,41 @@ class Reducer:
         self._arrivals = bytearray(count)
         self._arrival_order: list[int] = []
         self._left_out: list[int] = []
+        # Empty until the first backward: a copy that is never trained needs no memory for it.
+        self._buckets: list[Bucket] = []
+        self._bucket_of: list[Bucket] = []
+        self._has_reduced = False
         self._is_rearranged = False
         self._launches_early = False
         self._gets_gradients_twice = False
+        self._has_told_of_unused = False
         self._next_launch = 0
-        # Registration order turned around is a good guess: backward ends where forward began.
-        self._arrange(range(count - 1, -1, -1))
+        # Of the backward that runs; not longer, as it holds this reducer.
+        self._turns: Turns | None = None
 
     @property
     def buckets(self) -> Sequence[Sequence[str]]:
-        """The names of the parameters in each bucket, in the order in which buckets launch."""
+        """The names of the parameters in each bucket, in the order in which buckets launch.
+
+        There are none before the first backward.
+        """
         return [[self._names[index] for index in bucket.indices] for bucket in self._buckets]
+
+    @property
+    def bucket_bytes(self) -> Sequence[int]:
+        """The size of each bucket's gradients, in bytes."""
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
+        return [sum(sizes[index] for index in bucket.indices) for bucket in self._buckets]
+
+    @property
+    def unused(self) -> Sequence[str]:
+        """The names of those parameters that the last backward gave no gradient on this rank."""
+        return [self._names[index] for index in self._left_out]
+
+    @property
+    def num_parameters(self) -> int:
+        """How many parameters it reduces the gradients of."""
+        return len(self._parameters)
 
     @property
     def left_out(self) -> Sequence[int]:
@@ -97,17 +138,40 @@ class Reducer:
         """
         return self._left_out
 
-    def begin(self) -> None:
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients have been added up since they were last reduced."""
+        return any(self._touched)
+
+    def take_over(self, previous: Reducer) -> None:
+        """Go on where ``previous`` stops: it had other parameters, of which some are here too."""
+        self.share, self.comm_hook = previous.share, previous.comm_hook
+        self._gets_gradients_twice = previous._gets_gradients_twice
+        known = {id(p): index for index, p in enumerate(previous._parameters)}
+        for index, parameter in enumerate(self._parameters):
+            if id(parameter) in known:
+                self._touched[index] = previous._touched[known[id(parameter)]]
+            elif parameter.grad is not None:
+                self._touched[index] = TOUCHED_EARLIER
+
+    def begin(self, turns: Turns | None = None) -> None:
         """A backward has begun whose gradients are to be reduced.
 
         Every rank must begin. What an earlier backward launched that never ended is waited for,
         since its buffers are about to be filled again, and then dropped.
+
+        Args:
+            turns: The reducers of the same group that the backward runs through, this one too.
         """
         for bucket in self._buckets:
             self._wait(bucket)
         self._reset()
+        self._turns = turns or Turns([self])
         self._touched = self._touched.replace(bytes([TOUCHED_NOW]), bytes([TOUCHED_EARLIER]))
-        if self._arrival_order and not self._is_rearranged:
+        if not self._buckets:
+            # Registration order turned around is a good guess: backward ends where forward began.
+            self._arrange(range(len(self._parameters) - 1, -1, -1))
+        elif self._has_reduced and not self._is_rearranged:
             self._is_rearranged = True
             self._arrange(self._agreed_order())
         self._arrival_order = []
@@ -133,8 +197,8 @@ class Reducer:
         self._arrival_order.append(index)
         bucket = self._bucket_of[index]
         bucket.num_missing -= 1
-        if not bucket.num_missing and self._launches_early:
-            self._launch_full_buckets()
+        if not bucket.num_missing and self._launches_early and self._turns:
+            self._turns.launch_full_buckets()
 
     def _take_unawaited(self, index: int) -> None:
         """A gradient has come that was excused, or that came before in this backward."""
@@ -150,17 +214,38 @@ class Reducer:
     def give_up(self) -> None:
         """The backward ended otherwise, and :meth:`finish` won't be called for it."""
         self.phase = Phase.IDLE
+        self._turns = None
 
-    def launch_rest(self) -> None:
-        """The backward is over: send what has not been sent yet.
+    def launch_full_buckets(self) -> bool:
+        """Launch what is full; return whether only the last bucket is left."""
+        last = len(self._buckets) - 1
+        with torch.no_grad():
+            while self._launches_early and self._next_launch < last:
+                if self._buckets[self._next_launch].num_missing:
+                    return False
+                self._launch()
+        return self._next_launch >= last
+
+    def launch_all_but_last(self) -> None:
+        """The backward is over: send what has not been sent yet, but for the last bucket.
 
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
         self.phase = Phase.FINISHING
         with torch.no_grad():
-            for bucket in self._buckets[self._next_launch :]:
-                self._launch(bucket)
+            while self._next_launch < len(self._buckets) - 1:
+                self._launch()
+
+    def launch_last(self) -> None:
+        """Send the last bucket, with what the others need to know.
+
+        Raises:
+            ParameterChanged: As :meth:`launch_all_but_last`.
+        """
+        with torch.no_grad():
+            if self._next_launch < len(self._buckets):
+                self._launch()
 
     def finish(self) -> None:
         """Wait until every gradient is the mean over all ranks.
@@ -168,11 +253,12 @@ class Reducer:
         A parameter that no rank used keeps the gradient that it had, None included.
 
         Raises:
-            ParameterChanged: As :meth:`launch_rest`, which need not have been called.
+            ParameterChanged: As :meth:`launch_all_but_last`, which need not have been called.
             CollectiveFailed: If another rank is lost, or doesn't come in time.
         """
         try:
-            self.launch_rest()
+            self.launch_all_but_last()
+            self.launch_last()
             with torch.no_grad():
                 for bucket in self._buckets:
                     self._wait(bucket)
@@ -181,26 +267,31 @@ class Reducer:
         finally:
             self._reset()
         self._touched = bytearray(len(self._parameters))
+        self._has_reduced = True
         self._launches_early = not self._gets_gradients_twice
 
-    def _launch_full_buckets(self) -> None:
-        with torch.no_grad():
-            while self._next_launch < len(self._buckets) - 1:
-                bucket = self._buckets[self._next_launch]
-                if bucket.num_missing:
-                    return
-                self._launch(bucket)
-
-    def _launch(self, bucket: Bucket) -> None:
-        bucket.fill(self._touched, 1 / self.process_group.size())
-        if bucket is self._buckets[-1]:
+    def _launch(self) -> None:
+        """Launch the next bucket."""
+        index, bucket = self._next_launch, self._buckets[self._next_launch]
+        is_last = index == len(self._buckets) - 1
+        self._next_launch += 1
+        if self._skip_unused and not is_last and not any(self._touched[i] for i in bucket.indices):
+            return
+        average = bucket.averages and self.comm_hook is None and self._counts_all_alike()
+        bucket.fill(self._touched, 1 if average or self.comm_hook else self.share)
+        if is_last:
             # All buckets are filled by now, and so every one of these facts is final.
             if all(self._touched):
                 bucket.tail.fill_(1)
             else:
                 bucket.tail.copy_(torch.tensor(list(self._touched), dtype=bucket.tail.dtype))
-        bucket.launch(self.process_group)
-        self._next_launch += 1
+        if self.comm_hook is None:
+            bucket.launch(self.process_group, average=average)
+        else:
+            bucket.launch_through(self.comm_hook, self.process_group, index, is_last=is_last)
+
+    def _counts_all_alike(self) -> bool:
+        return self.share * self.process_group.size() == 1
 
     def _wait(self, bucket: Bucket) -> None:
         try:
@@ -225,6 +316,16 @@ class Reducer:
             for place, index in enumerate(bucket.indices):
                 if used_by_any[index] and not self._touched[index]:
                     bucket.adopt(place)
+        self._tell_of_unused([index for index, used in enumerate(used_by_any) if not used])
+
+    def _tell_of_unused(self, unused: Sequence[int]) -> None:
+        if unused and not self._has_told_of_unused and self.process_group.rank() == 0:
+            self._has_told_of_unused = True
+            _log.info(
+                "No rank used these parameters in this backward, so their gradients stay as they "
+                "are: %s. (This is said once.)",
+                ", ".join(self._names[index] for index in unused),
+            )
 
     def _agreed_order(self) -> list[int]:
         """Rank 0's order of arrival on every rank; what it never saw comes last."""
@@ -262,6 +363,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self.phase = Phase.IDLE
+        self._turns = None
         self._next_launch = 0
         self._arrivals = bytearray(len(self._parameters))
         for bucket in self._buckets:

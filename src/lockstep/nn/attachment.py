@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -13,34 +13,32 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.comm import broadcast_tensors
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
 from lockstep.nn.agreement import check_same_model
-from lockstep.nn.engine import Engine
+from lockstep.nn.changes import watch
+from lockstep.nn.engine import Engine, Options
+from lockstep.nn.steps import watch_steps
 
 
 class _Attachment:
-    """That a module is parallel, and through which engine; None where the rank is alone."""
-
-    def __init__(self, engine: Engine | None) -> None:
-        self.engine = engine
-
-
-class Options(NamedTuple):
-    """How a module is to be kept in step; the same on every rank.
+    """That a module is parallel, and through which engines; none where the rank is alone.
 
     Attributes:
-        bucket_cap_mb: How much makes a bucket full, in MiB.
-        broadcast_buffers: Whether rank 0's buffers go to everyone with each reduced backward.
-        init_sync: Whether to check the model and start from rank 0's values.
+        owner: The module given to parallelize(), or the wrapper.
+        engines: Its own, if it has parameters of its own, and those of parallel modules in it.
     """
 
-    bucket_cap_mb: float
-    broadcast_buffers: bool
-    init_sync: bool
+    def __init__(self, owner: nn.Module, engines: Sequence[Engine]) -> None:
+        self.owner = weakref.ref(owner)
+        self.engines = list(engines)
 
 
 # Who is parallel: the module given to parallelize(), or the wrapper around it. They are left as
 # they were, so that they pickle and copy as before; here their entries go when they do.
 _attachments: weakref.WeakKeyDictionary[nn.Module, _Attachment] = weakref.WeakKeyDictionary()
-# Whose each trained parameter is. Weakly: a wrapper that is gone leaves its parameters free.
+# What is in a wrapper. Weakly: a wrapper that is gone leaves its model free.
+_wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Attachment]] = (
+    weakref.WeakKeyDictionary()
+)
+# Whose each trained parameter is. Weakly, for the same reason.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -49,34 +47,42 @@ def attach(
 ) -> None:
     """Keep ``module`` in step with its replicas for as long as ``owner`` lives.
 
+    Modules in it that are parallel already, over this group or another, stay as they are.
+
     Raises:
         TypeError: If ``module`` is no module.
-        ValueError: If an option makes no sense.
         ModelError: If the module can't be made parallel, on this rank or on another.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.")
     group = group if group is not None and group.size() > 1 else None
-    refusal = _refusal(module)
+    inner = [part for part in module.modules() if part in _attachments]
+    refusal = _refusal(owner, module, inner, options)
     if group is not None and options.init_sync:
         # Also where there is a refusal: the other ranks would wait for this one.
         check_same_model(module, group, options._asdict(), refusal)
     if refusal is not None:
         raise refusal
-    engine = None
+    engines = [engine for part in inner for engine in _attachments[part].engines]
     if group is not None:
         if options.init_sync:
-            broadcast_tensors(group, [*module.parameters(), *module.buffers()])
-        engine = Engine(
-            module,
-            group,
-            bucket_cap_mb=options.bucket_cap_mb,
-            broadcast_buffers=options.broadcast_buffers,
-        )
-    attachment = _attachments[owner] = _Attachment(engine)
+            _start_from_rank_0(module, group, options)
+        own = Engine(module, group, options, inner)
+        if own.reducer.num_parameters:
+            engines.append(own)
+            watch(own)
+            watch_steps()
+    attachment = _attachments[owner] = _Attachment(owner, engines)
+    if owner is not module:
+        _wrapped[module] = weakref.ref(attachment)
     for parameter in module.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and _owner_of(parameter) is None:
             _owners[parameter] = weakref.ref(attachment)
+
+
+def _start_from_rank_0(module: nn.Module, group: dist.ProcessGroup, options: Options) -> None:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    broadcast_tensors(group, [t.detach() for name, t in named if name not in options.ignored])
 
 
 def check_bucket_cap(bucket_cap_mb: float) -> None:
@@ -87,24 +93,39 @@ def check_bucket_cap(bucket_cap_mb: float) -> None:
         )
 
 
-def engine_of(module: nn.Module) -> Engine | None:
-    """The engine of a parallel module; None if this rank is alone.
+def engines_of(module: nn.Module) -> list[Engine]:
+    """The engines of a parallel module; none if this rank is alone.
+
+    Args:
+        module: As given to parallelize(), a wrapper, or what is in one.
 
     Raises:
         ModelError: If the module isn't parallel.
     """
-    attachment = _attachments.get(module) if isinstance(module, nn.Module) else None
-    if attachment is None:
-        raise ModelError(
-            f"This {type(module).__name__} isn't parallel. Call parallelize() on it first, or "
-            "pass the module that was given to parallelize()."
-        )
-    return attachment.engine
+    if isinstance(module, nn.Module):
+        attachment = _attachments.get(module)
+        if attachment is None and module in _wrapped:
+            attachment = _wrapped[module]()
+        if attachment is not None:
+            return attachment.engines
+    raise ModelError(
+        f"This {type(module).__name__} isn't parallel. Call parallelize() on it first, or pass the "
+        "module that was given to parallelize()."
+    )
 
 
-def _refusal(module: nn.Module) -> ModelError | None:
+def _owner_of(parameter: nn.Parameter) -> nn.Module | None:
+    attachment = reference() if (reference := _owners.get(parameter)) is not None else None
+    return attachment.owner() if attachment is not None else None
+
+
+def _refusal(
+    owner: nn.Module, module: nn.Module, inner: Sequence[nn.Module], options: Options
+) -> ModelError | None:
     """Why ``module`` can't be made parallel, if it can't."""
     kind = type(module).__name__
+    if owner in _attachments:
+        return AlreadyParallel(f"This {kind} is parallel already.")
     for name, part in module.named_modules():
         if isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
             where = f"its part {name!r}" if name else "it"
@@ -112,20 +133,24 @@ def _refusal(module: nn.Module) -> ModelError | None:
                 f"{kind} can't be made parallel: {where} is parallel already, through torch. Pass "
                 "the bare model, once."
             )
+    trained = False
     for name, parameter in module.named_parameters():
+        if name in options.ignored:
+            continue
         if is_lazy(parameter):
             return ModelError(
                 f"{name!r} has no shape yet. Run one forward on a sample before making the model "
                 "parallel."
             )
-        owner = _owners.get(parameter)
-        if owner is not None and owner() is not None:
+        trained |= parameter.requires_grad
+        other = _owner_of(parameter)
+        if other is not None and other not in inner:
             return AlreadyParallel(
-                f"{kind} can't be made parallel: {name!r} is parallel already, with this model, "
-                "a part of it, or another one that shares it, and would be reduced twice. Make "
-                "the whole model parallel, once."
+                f"{kind} can't be made parallel: {name!r} is parallel already, in another model "
+                "that has it too or around it, and would be reduced twice. Make the whole model "
+                "parallel, or first the part and then the whole."
             )
-    if not any(parameter.requires_grad for parameter in module.parameters()):
+    if not trained:
         return NothingToTrain(
             f"{kind} has no parameter that requires a gradient, so there is nothing to keep in "
             "step. Use it as it is, or unfreeze a part of it first."

@@ -2,49 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.futures import Future
 from torch.utils._pytree import tree_map_only
 
-from lockstep.nn.attachment import Options, attach, check_bucket_cap, engine_of
-from lockstep.nn.engine import accumulating
+from lockstep.grad import MIB, CommHook
+from lockstep.nn import mixed_precision as precisely
+from lockstep.nn.attachment import attach, check_bucket_cap, engines_of
+from lockstep.nn.buffers import BroadcastBuffers, check_policies
+from lockstep.nn.changes import mark_stale
+from lockstep.nn.engine import Engine, Options, accumulating
+from lockstep.nn.join import DDPJoinHook, UnevenLoop
 from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB
 from lockstep.world import init
 
 _Device = int | str | torch.device
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """A drop-in for :class:`torch.nn.parallel.DistributedDataParallel`.
 
-    The model is ``self.module``, and ``state_dict`` keys begin with ``module.``, as there. Other
-    than there, every method and attribute of the model can be used through the wrapper
-    (``model.middle(x)``), and gradients are synchronised whichever method made the loss. To keep
-    the model itself instead of a wrapper, use :func:`lockstep.parallelize`.
+    The model is ``self.module``, and ``state_dict`` keys begin with ``module.``, as there; those
+    without are loaded too. Other than there, every method and attribute of the model can be used
+    through the wrapper (``model.middle(x)``, ``model.count = 0``), and gradients are synchronised
+    whichever method made the loss. To keep the model itself instead of a wrapper, use
+    :func:`lockstep.parallelize`; what is said there of gradients holds here too.
 
     Args:
         module: The model, already on its device.
         device_ids: None, or the one GPU of this rank; inputs are moved there.
         output_device: Only for compatibility: outputs stay where they are.
         dim: Only for compatibility.
-        broadcast_buffers: Whether buffers follow rank 0's.
+        broadcast_buffers: Whether buffers follow rank 0's, or how, as for :func:`parallelize`.
+            They do so with each backward, not before each forward.
         init_sync: Whether to check that the ranks' models agree and to start from rank 0's.
         process_group: The ranks to keep in step; by default all of ``lockstep.init()``.
         bucket_cap_mb: How much makes a bucket full, in MiB; 25 by default.
         find_unused_parameters: Not needed: parameters may be unused at any time.
         check_reduction: Not needed, as in torch.
-        gradient_as_bucket_view: Gradients are always views of the buckets.
+        gradient_as_bucket_view: Not needed: gradients are views of the buckets.
         static_graph: Not needed: the graph may change or not.
+        delay_all_reduce_named_params: Not needed: these gradients are reduced like the others, in
+            buckets that are in the order in which gradients come.
+        param_to_hook_all_reduce: Given with ``delay_all_reduce_named_params``, and as little
+            needed.
+        mixed_precision: Dtypes to compute and to reduce in, as in torch's ``_MixedPrecision``. If
+            it has no ``reduce_dtype``, gradients are reduced in the parameters' own.
+        device_mesh: The ranks to keep in step, as a mesh of one dimension.
+        skip_all_reduce_unused_params: Whether buckets of which no rank uses anything are not sent.
+            All ranks must then use the same parameters.
+        bucket_cap_mb_list: Only for compatibility: the last size is that of all buckets.
+        batched_grad_copy: Not needed: gradients are copied together.
+        forward_sync_buffers: torch's newer name for ``broadcast_buffers``, which it overrules.
+
+    Attributes:
+        module: The model.
+        process_group: The ranks; None if this one is alone.
+        parameters_to_ignore: Names of parameters and buffers that are left alone.
 
     Raises:
         ModelMismatch: If the ranks' models or options differ; it names the first difference.
         NothingToTrain: If no parameter requires a gradient.
-        AlreadyParallel: If one of its parameters is parallel already.
+        AlreadyParallel: If it shares parameters with a model that is parallel already.
     """
 
     def __init__(
@@ -53,7 +82,7 @@ class DistributedDataParallel(nn.Module):
         device_ids: Sequence[_Device] | None = None,
         output_device: _Device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: BroadcastBuffers | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -61,38 +90,269 @@ class DistributedDataParallel(nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: precisely.MixedPrecision | None = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        cap = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-        check_bucket_cap(cap)
+        Joinable.__init__(self)
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce go together: give "
+                "both, or none."
+            )
+        if bucket_cap_mb is None:
+            bucket_cap_mb = [DEFAULT_BUCKET_CAP_MB, *(bucket_cap_mb_list or ())][-1]
+        check_bucket_cap(bucket_cap_mb)
+        follow = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        follow = True if follow is None else follow
+        check_policies(follow)
         self._input_device = _only_device(device_ids)
         self.module = module
         self.device_ids = [self._input_device] if self._input_device else None
         self.output_device = output_device
         self.dim = dim
-        self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
-        group = process_group or init().process_group
-        self.process_group = group
-        attach(self, module, group, Options(cap, broadcast_buffers, init_sync))
+        self.mixed_precision = mixed_precision
+        self.parameters_to_ignore = frozenset(
+            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        )
+        self._options = Options(
+            bucket_cap_mb,
+            follow,
+            init_sync,
+            self.parameters_to_ignore,
+            skip_all_reduce_unused_params,
+        )
+        self.process_group = _group_of(device_mesh, process_group)
+        self._attach(self._options)
+
+    def _attach(self, options: Options) -> None:
+        self._loop: UnevenLoop | None = None
+        attach(self, self.module, self.process_group, options)
+        if self.mixed_precision is not None:
+            if self.mixed_precision.buffer_dtype is not None:
+                precisely.cast_buffers(
+                    self.module, self.mixed_precision.buffer_dtype, self.parameters_to_ignore
+                )
+            if self.process_group is not None:
+                self._set_comm_hook(precisely.comm_hook(self.mixed_precision, self.process_group))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the module's
+        if self._join_config.enable:
+            self._begin_joined_iteration()
         if self._input_device is not None:
             inputs, kwargs = tree_map_only(
                 torch.Tensor, lambda tensor: tensor.to(self._input_device), (inputs, kwargs)
             )
+        if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
+            return precisely.call_in_precision(
+                self.module,
+                self.mixed_precision.param_dtype,
+                self.parameters_to_ignore,
+                inputs,
+                kwargs,
+            )
         return self.module(*inputs, **kwargs)
+
+    # When gradients are reduced
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards add up gradients on each rank; the first one after reduces them."""
-        return accumulating(engine_of(self))
+        return accumulating(self._engines)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards reduce gradients."""
+        return all(engine.is_syncing for engine in self._engines)
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        for engine in self._engines:
+            engine.is_syncing = value
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True
+
+    def _remove_autograd_hooks(self) -> None:
+        for engine in self._engines:
+            engine.detach()
+
+    # How they are reduced
+
+    def register_comm_hook(
+        self, state: Any, hook: Callable[[Any, Any], Future[torch.Tensor]]
+    ) -> None:
+        """Let ``hook`` reduce gradients instead of an all-reduce.
+
+        Args:
+            state: Passed to each call.
+            hook: Takes ``state`` and a bucket, whose ``buffer()`` has this
+                rank's gradients, not divided by anything, and returns a future of what they are
+                to be, as one tensor of the same size: as a rule the mean over the ranks. It is
+                called once for each bucket, in the same order on every rank, when the bucket is
+                full. torch's hooks (``torch.distributed.algorithms.ddp_comm_hooks``) may be given.
+
+        Raises:
+            TypeError: If ``hook`` can't be called.
+            RuntimeError: If there is a hook already.
+        """
+        if not callable(hook):
+            raise TypeError(f"The communication hook is {hook!r}, which can't be called.")
+        for engine in self._engines:
+            if engine.reducer.comm_hook is not None:
+                raise RuntimeError(
+                    f"The communication hook {engine.reducer.comm_hook.name} is registered "
+                    "already, and there can be one."
+                )
+        self._set_comm_hook(CommHook(state, hook))
+
+    def _set_comm_hook(self, hook: CommHook | None) -> None:
+        for engine in self._engines:
+            engine.reducer.comm_hook = hook
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        hooks = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
+    ) -> None:
+        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+
+        _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
+
+    # Loops of different lengths
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Let ranks leave a training loop at different times.
+
+        A rank that leaves the context goes on with the reductions of the others, to which it adds
+        nothing, until all are through; then all take the model of the last. SyncBatchNorm and
+        :func:`lockstep.mean` may be in the loop.
+
+        Args:
+            divide_by_initial_world_size: Whether gradients are divided by the number of all
+                ranks, or else by that of those which still have data.
+            enable: Whether to do this at all.
+            throw_on_early_termination: Whether the first rank that is through ends the loop on
+                every rank, with a RuntimeError.
+        """
+        group = self.process_group if enable else None
+        return UnevenLoop(
+            self._engines,
+            group,
+            self.device,
+            divide_by_active=not divide_by_initial_world_size,
+            throws=throw_on_early_termination,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What :class:`torch.distributed.algorithms.Join` calls, to join it with others."""
+        self._loop = UnevenLoop(
+            self._engines,
+            self.process_group,
+            self.device,
+            divide_by_active=not kwargs.get("divide_by_initial_world_size", True),
+            throws=False,
+        )
+        return DDPJoinHook(self._loop)
+
+    @property
+    def join_device(self) -> torch.device:
+        """A device whose tensors the process group can carry."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that join."""
+        return self.process_group
+
+    def _begin_joined_iteration(self) -> None:
+        backwards = sum(engine.num_backwards for engine in self._engines)
+        if self._loop is not None:
+            self._loop.begin_iteration(backwards)
+        Join.notify_join_context(self)
+
+    # What it is made of
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return engines_of(self)
 
     @property
     def device(self) -> torch.device:
         """Where the model's first parameter is."""
         return next(self.module.parameters()).device
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device the model is on."""
+        return self.device.type
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers follow rank 0's, or some policy."""
+        return self._options.broadcast_buffers is not False
+
+    forward_sync_buffers = broadcast_buffers
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that are not ignored, by name."""
+        buffers = self.module.named_buffers()
+        return {name: b for name, b in buffers if name not in self.parameters_to_ignore}
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """The buffers that are not ignored."""
+        return list(self.named_module_buffers.values())
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """How much makes a bucket full, in bytes."""
+        return int(self._options.bucket_cap_mb * MIB)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
+    ) -> None:
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        reducers = [engine.reducer for engine in self._engines]
+        group, parameters = self.process_group, list(self.module.parameters())
+        return {
+            "module_name": type(self.module).__name__,
+            "world_size": group.size() if group is not None else 1,
+            "rank": group.rank() if group is not None else 0,
+            "backend_name": group.name() if group is not None else None,
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "bucket_sizes": [size for reducer in reducers for size in reducer.bucket_bytes],
+            "broadcast_buffers": self.broadcast_buffers,
+            "num_backwards": sum(engine.num_backwards for engine in self._engines),
+            "unused_parameters": [name for reducer in reducers for name in reducer.unused],
+            "comm_hook": next((r.comm_hook.name for r in reducers if r.comm_hook), None),
+        }
+
+    # What a module does
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapper doesn't have is the model's."""
@@ -103,6 +363,72 @@ class DistributedDataParallel(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the model has and the wrapper doesn't is set there."""
+        module = self.__dict__.get("_modules", {}).get("module")
+        is_own = name == "module" or name in self.__dict__ or hasattr(type(self), name)
+        if is_own or not hasattr(module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for engine in self._engines:
+            mark_stale(engine)  # a parameter that was moved may be another object
+        return moved
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Load what a bare model has saved, too."""
+        inner = f"{prefix}module."
+        if not any(inner + key in state_dict for key in self.module.state_dict()):
+            for key in [key for key in state_dict if key.startswith(prefix)]:
+                state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the group: a pickled wrapper takes its place in the default one."""
+        if self.process_group not in (None, init().process_group):
+            raise RuntimeError(
+                "This DistributedDataParallel has a process group of its own, which can't be "
+                "pickled. Pickle its module, or its state_dict()."
+            )
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        left_out = ("process_group", "_loop")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become parallel again, among the ranks of ``lockstep.init()``."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.process_group = init().process_group
+        self._attach(self._options._replace(init_sync=False))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """A wrapper around a copy of the model, over the same group."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        nn.Module.__setstate__(copied, copy.deepcopy(self._state(), memo))
+        copied.process_group = self.process_group
+        copied._attach(self._options._replace(init_sync=False))
+        return copied
+
+
+def _group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if mesh is None:
+        return group or init().process_group
+    if group is not None:
+        raise RuntimeError("Give a process_group or a device_mesh, not both.")
+    if mesh.ndim != 1:
+        raise RuntimeError(
+            f"device_mesh has {mesh.ndim} dimensions, but must have one: that of the replicas. "
+            "Take it out of the mesh by its name, as in mesh['dp']."
+        )
+    return mesh.get_group(0)
 
 
 def _only_device(device_ids: Sequence[_Device] | None) -> torch.device | None:

@@ -8,18 +8,40 @@ parameter, and these fire whichever method made the loss. That is why any method
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import TensorBroadcast
-from lockstep.errors import ParameterChanged
-from lockstep.grad import MIB, Phase, Reducer
+from lockstep.comm import broadcast_tensors
+from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
+from lockstep.grad import MIB, Phase, Reducer, Turns
+from lockstep.nn.agreement import check_same_model
+from lockstep.nn.backward import conductor_of
+from lockstep.nn.buffers import BroadcastBuffers, Buffers
+
+
+class Options(NamedTuple):
+    """How a module is to be kept in step; the same on every rank.
+
+    Attributes:
+        bucket_cap_mb: How much makes a bucket full, in MiB.
+        broadcast_buffers: Whether buffers follow rank 0's, or a policy for each pattern of names.
+        init_sync: Whether to check the model and start from rank 0's values.
+        ignored: Names of parameters and buffers to leave alone.
+        skip_unused: Whether buckets of which no rank uses anything are not sent.
+    """
+
+    bucket_cap_mb: float
+    broadcast_buffers: BroadcastBuffers
+    init_sync: bool = True
+    ignored: Collection[str] = ()
+    skip_unused: bool = False
 
 
 class Engine:
@@ -31,123 +53,225 @@ class Engine:
 
     Attributes:
         is_syncing: Whether backwards reduce gradients; without, they add up.
-        lock: Held by a hook while it works, where parameters are on several devices.
+        is_stale: Whether the module may have other parameters by now. Then :meth:`refresh` is
+            called before the next forward or backward.
+        num_backwards: In how many backwards it has reduced gradients.
+        number: Which one of its group's engines it is, in the order in which they were made.
+        conductor: Begins and ends backwards, for all engines of its group.
+        reducer: Has the gradients.
+        buffers: Has the buffers.
 
     Args:
         module: The module, the same on every rank.
         group: The process group to keep it in step with, of several ranks.
-        bucket_cap_mb: How much makes a bucket full, in MiB.
-        broadcast_buffers: Whether rank 0's buffers go to everyone with each reduced backward.
+        options: How.
+        inner: Modules in it that are parallel by themselves, and are left to their own engines.
     """
 
     def __init__(
         self,
         module: nn.Module,
         group: dist.ProcessGroup,
-        *,
-        bucket_cap_mb: float,
-        broadcast_buffers: bool,
+        options: Options,
+        inner: Collection[nn.Module] = (),
     ) -> None:
         self.is_syncing = True
-        self.lock = threading.Lock()
+        self.is_stale = False
+        self.num_backwards = 0
+        self.conductor = conductor_of(group)
+        self.buffers = Buffers(
+            module, group, options.broadcast_buffers, leave_out=inner, ignored=options.ignored
+        )
         self._module = weakref.ref(module)
+        self._inner = weakref.WeakSet(inner)
         self._group = group
-        # Those modules that own buffers: to look through all of them costs a millisecond a step
-        # for a few hundred. Their buffers may be set anew.
-        self._buffer_owners = [
-            weakref.ref(part) for part in module.modules() if broadcast_buffers and part._buffers
-        ]
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._parameters = [parameter for _, parameter in named]
+        self._options = options
+        self._handles: list[RemovableHandle] = []
         self._left_out: Sequence[int] = ()
-        # Of the backward that runs: which of autograd's tasks it is, and its end.
-        self._task_id = -1
-        self._end: weakref.ref[_EndOfBackward] | None = None
         self._sees_nested_tasks = False
-        self.reducer = Reducer(named, group, cap_bytes=int(bucket_cap_mb * MIB))
-        # Autograd has a thread for each kind of device, and a collective that one of them
-        # launches lets another one run. On one device hooks can do without a lock.
-        on_one_device = len({parameter.device for parameter in self._parameters}) == 1
-        make_hook = _gradient_hook if on_one_device else _locked_gradient_hook
+        self._take(module)
+        self.number = self.conductor.add(self)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, if it is still there."""
+        return self._module()
+
+    def looks_after(self, ids: Collection[int]) -> bool:
+        """Whether one of its parameters is among those of these ``id()``."""
+        return not self._index.keys().isdisjoint(ids)
+
+    def _take(self, module: nn.Module, previous: Reducer | None = None) -> None:
+        """Look after the parameters that ``module`` has now, instead of those of ``previous``."""
+        own = self._own_parameters(module)
+        named = [(name, p) for name, p in own if p.requires_grad]
+        self._names = {id(parameter): name for name, parameter in own}
+        self._parameters = [parameter for _, parameter in named]
+        self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._dtypes = [parameter.dtype for parameter in self._parameters]
+        self._frozen = [p for _, p in own if not p.requires_grad and _can_be_trained(p)]
+        reducer = Reducer(
+            named,
+            self._group,
+            cap_bytes=int(self._options.bucket_cap_mb * MIB),
+            skip_unused=self._options.skip_unused,
+        )
+        if previous is not None:
+            reducer.take_over(previous)
+        self.reducer: Reducer = reducer
+        self._left_out = ()
+        self._hang_hooks()
+
+    def _own_parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        others = {id(p) for part in self._inner for p in part.parameters()}
+        ignored = self._options.ignored
+        return [
+            (name, p)
+            for name, p in module.named_parameters()
+            if id(p) not in others and name not in ignored
+        ]
+
+    def _hang_hooks(self) -> None:
+        self.detach()
         me = weakref.ref(self)
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(make_hook(me, index))
-        for name, parameter in module.named_parameters():
-            if not parameter.requires_grad and parameter.is_floating_point():
-                # torch hangs hooks on parameters that require a gradient alone.
-                parameter.requires_grad_(True)
-                parameter.register_post_accumulate_grad_hook(_thaw_hook(me, name))
-                parameter.requires_grad_(False)
+            self._handles.append(
+                parameter.register_post_accumulate_grad_hook(_gradient_hook(me, index))
+            )
+        for parameter in self._frozen:
+            # torch hangs hooks on parameters that require a gradient alone.
+            parameter.requires_grad_(True)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(_thaw_hook(me)))
+            parameter.requires_grad_(False)
 
-    def gradient_has_come(self, index: int) -> None:
+    def detach(self) -> None:
+        """Take all hooks off the parameters: gradients stay this rank's own."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def gradient_has_come(self, index: int, parameter: torch.Tensor) -> None:
         """The backward that runs has added to the gradient of parameter ``index``."""
         if not self.is_syncing:
             self.reducer.mark_accumulated(index)
             return
-        if self.reducer.phase is Phase.IDLE:
-            self._begin_backward()
-        elif torch._C._current_graph_task_id() != self._task_id:
-            # A backward inside of a backward, as reentrant checkpoints have. What will come of
-            # it can't be foreseen: see _is_reached.
-            self._sees_nested_tasks = True
-        self.reducer.mark_ready(index)
+        with self.conductor.lock:
+            if self.reducer.phase is Phase.IDLE:
+                self.conductor.begin(self)
+                # It may have taken up changes, and with them given out other numbers.
+                if id(parameter) not in self._index:
+                    return
+                index = self._index[id(parameter)]
+            elif torch._C._current_graph_task_id() != self.conductor.task_id:
+                # A backward inside of a backward, as reentrant checkpoints have. What will come
+                # of it can't be foreseen: see is_reached.
+                self._sees_nested_tasks = True
+            self.reducer.mark_ready(index)
 
-    def _begin_backward(self) -> None:
-        # Mostly the head of the model comes first, and that is in the outermost task. If all
-        # parameters are inside of reentrant checkpoints, it is an inner one, whose end comes
-        # sooner: then gradients are reduced in several goes, one for each checkpoint.
-        self._task_id = torch._C._current_graph_task_id()
-        end = _EndOfBackward(self)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-        # A backward that raises drops its callbacks without calling them.
-        # Shown by test_a_failed_backward_does_not_spoil_the_next.
-        self._end = weakref.ref(end, self._backward_is_gone)
-        self.reducer.begin()
-        if not self._sees_nested_tasks:
+    def gradient_has_thawed(self, parameter: torch.Tensor) -> None:
+        """A parameter has got a gradient that was frozen when hooks were hung."""
+        if not self.is_syncing:
+            return  # when gradients are reduced, this one is found where it is
+        with self.conductor.lock:
+            if self.reducer.phase is Phase.IDLE:
+                self.conductor.begin(self)
+        index = self._index.get(id(parameter))
+        if index is not None:
+            self.gradient_has_come(index, parameter)
+
+    def takes_part(self) -> bool:
+        """Whether the backward that is running will reduce some of its gradients.
+
+        If it has never had any it is asked for nothing: a copy that is not trained is common.
+        """
+        has_begun = self.is_syncing and self.num_backwards > 0
+        return has_begun and any(map(is_reached, self._parameters))
+
+    def adopt_changes(self) -> None:
+        """See whether the module's parameters are other ones by now. All ranks must call it."""
+        if (
+            self.is_stale
+            or any(parameter.requires_grad for parameter in self._frozen)
+            or [parameter.dtype for parameter in self._parameters] != self._dtypes
+        ):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Go on with the parameters that the module has now, and with rank 0's values of new ones.
+
+        Every rank must call it.
+
+        Raises:
+            ModelMismatch: If the ranks' modules have changed in different ways.
+        """
+        self.is_stale = False
+        module = self.module
+        if module is None:
+            return
+        known = self._names
+        own = self._own_parameters(module)
+        trained = [id(p) for _, p in own if p.requires_grad]
+        dtypes = [p.dtype for _, p in own if p.requires_grad]
+        if trained == list(self._index) and dtypes == self._dtypes:
+            return
+        try:
+            check_same_model(module, self._group)
+        except ModelMismatch as error:
+            error.add_note("They were the same when they were made parallel, but changed since.")
+            raise
+        except CollectiveFailed as error:
+            new = [name for name, p in own if id(p) not in self._index and p.requires_grad]
+            gone = [self._names[key] for key in self._index if key not in trained]
+            error.add_note(
+                "This rank wanted to compare its model with the others', as it has changed since "
+                f"it was made parallel: to be trained by now are {new}, and no longer {gone}. "
+                "Change the model in the same way, at the same time, on every rank."
+            )
+            raise
+        broadcast_tensors(self._group, [p.data for _, p in own if id(p) not in known])
+        self._take(module, self.reducer)
+        self.buffers.look(module, self._inner)
+
+    def begin_backward(self, turns: Turns) -> None:
+        """A backward begins whose gradients are to be reduced."""
+        self.num_backwards += 1
+        self.reducer.begin(turns)
+        if self.conductor.task_id != -1 and not self._sees_nested_tasks:
             self.reducer.excuse(
-                index for index in self._left_out if not _is_reached(self._parameters[index])
+                index for index in self._left_out if not is_reached(self._parameters[index])
             )
 
-    def _backward_is_gone(self, _: object) -> None:
-        self.reducer.give_up()
-
-    def end_backward(self) -> None:
+    def finish_backward(self) -> None:
         """The backward is over: wait until everything has arrived."""
-        self.reducer.launch_rest()
-        # Now rather than before the next forward: it travels with the last gradients, and no
-        # forward waits for it, whichever method that will be. After the launch of all buckets,
-        # of which some ranks may have sent more by now than others.
-        on_their_way = TensorBroadcast(self._group, self._buffers())
         self.reducer.finish()
-        on_their_way.finish()
         if self._left_out != self.reducer.left_out:
             self._left_out = self.reducer.left_out
             self._check_still_the_same()
 
-    def _buffers(self) -> list[torch.Tensor]:
-        owners = filter(None, (owner() for owner in self._buffer_owners))
-        return [buffer for owner in owners for buffer in owner.buffers(recurse=False)]
+    def take_part_without_gradients(self) -> None:
+        """Do what the other ranks do in a backward in which this one has nothing to add."""
+        self.conductor.run_empty([self])
+
+    def drop_reduced_gradients(self) -> None:
+        """Forget the gradients of an earlier step, unless some are still to be reduced."""
+        if not self.reducer.has_unreduced:
+            for parameter in self._parameters:
+                parameter.grad = None
 
     def _check_still_the_same(self) -> None:
         """Raise if parameters were left out because the module has others now."""
-        module = self._module()
-        known = {id(parameter) for parameter in self._parameters}
-        for name, parameter in module.named_parameters() if module else ():
-            if parameter.requires_grad and id(parameter) not in known:
-                raise _changed(name, "is another parameter than")
+        module = self.module
+        for name, parameter in self._own_parameters(module) if module else ():
+            if parameter.requires_grad and id(parameter) not in self._index:
+                self.is_stale = True
+                raise ParameterChanged(
+                    f"{name!r} was put in its place without telling torch (say, in "
+                    "module._parameters, as moving a model to another device does), so its "
+                    "gradient was not reduced. Repeat the step: it is known from now on."
+                )
 
 
-class _EndOfBackward:
-    """What autograd calls at the end of a backward; only autograd holds it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __call__(self) -> None:
-        self._engine.end_backward()
-
-
-def _is_reached(parameter: nn.Parameter) -> bool:
+def is_reached(parameter: nn.Parameter) -> bool:
     """Whether the backward that is running will compute a gradient for ``parameter``.
 
     It can't see into the segments of reentrant checkpoints, and then says no too often.
@@ -159,51 +283,36 @@ def _is_reached(parameter: nn.Parameter) -> bool:
     )
 
 
+def _can_be_trained(parameter: torch.Tensor) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
 def _gradient_hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], None]:
-    def gradient_has_come(_: torch.Tensor) -> None:
+    def gradient_has_come(parameter: torch.Tensor) -> None:
         alive = engine()
         if alive is not None:
-            alive.gradient_has_come(index)
+            alive.gradient_has_come(index, parameter)
 
     return gradient_has_come
 
 
-def _locked_gradient_hook(
-    engine: weakref.ref[Engine], index: int
-) -> Callable[[torch.Tensor], None]:
-    def gradient_has_come(_: torch.Tensor) -> None:
+def _thaw_hook(engine: weakref.ref[Engine]) -> Callable[[torch.Tensor], None]:
+    def gradient_has_thawed(parameter: torch.Tensor) -> None:
         alive = engine()
         if alive is not None:
-            with alive.lock:
-                alive.gradient_has_come(index)
+            alive.gradient_has_thawed(parameter)
 
-    return gradient_has_come
-
-
-def _thaw_hook(engine: weakref.ref[Engine], name: str) -> Callable[[torch.Tensor], None]:
-    def refuse(_: torch.Tensor) -> None:
-        if engine() is not None:
-            raise _changed(name, "requires a gradient, but was frozen")
-
-    return refuse
-
-
-def _changed(name: str, how: str) -> ParameterChanged:
-    return ParameterChanged(
-        f"{name!r} {how} when the model was made parallel, so its gradient is not reduced. Build "
-        "the model as it is to be trained, and freeze what comes later only afterwards; then "
-        "call parallelize() or DistributedDataParallel()."
-    )
+    return gradient_has_thawed
 
 
 @contextlib.contextmanager
-def accumulating(engine: Engine | None) -> Iterator[None]:
+def accumulating(engines: Sequence[Engine]) -> Iterator[None]:
     """Let backwards in this context add up gradients on each rank, without reducing them."""
-    if engine is None:  # a rank that is alone has nothing to reduce
-        yield
-        return
-    was_syncing, engine.is_syncing = engine.is_syncing, False
+    before = [engine.is_syncing for engine in engines]
+    for engine in engines:
+        engine.is_syncing = False
     try:
         yield
     finally:
-        engine.is_syncing = was_syncing
+        for engine, was_syncing in zip(engines, before, strict=True):
+            engine.is_syncing = was_syncing

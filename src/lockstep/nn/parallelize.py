@@ -8,8 +8,9 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.nn.attachment import Options, attach, check_bucket_cap, engine_of
-from lockstep.nn.engine import accumulating
+from lockstep.nn.attachment import attach, check_bucket_cap, engines_of
+from lockstep.nn.buffers import BroadcastBuffers, check_policies
+from lockstep.nn.engine import Options, accumulating
 from lockstep.world import init
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -22,7 +23,7 @@ def parallelize(
     *,
     process_group: dist.ProcessGroup | None = None,
     bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
-    broadcast_buffers: bool = True,
+    broadcast_buffers: BroadcastBuffers = True,
     init_sync: bool = True,
 ) -> ModuleT:
     """Keep ``module`` in step with its replicas on the other ranks, in place.
@@ -35,6 +36,15 @@ def parallelize(
     Every rank must call it with the same model, and then run backwards in the same order. On
     one rank it changes nothing.
 
+    Parameters may be frozen, unfrozen, replaced and added later, on every rank alike: new ones
+    start from rank 0's values at the next forward. Parts that are parallel already, over these
+    ranks or others (an expert over some of them, say), keep to what they were given.
+
+    ``torch.autograd.grad()`` fills no ``.grad`` and so reduces nothing: what it returns is this
+    rank's own. With ``backward(create_graph=True)`` the reduced gradients have no graph; to
+    differentiate gradients, take them with ``autograd.grad()``, make a loss of them, and run
+    its ``backward()``, which is reduced.
+
     Args:
         module: The model, already on its device and with its final dtypes. Rank 0's parameters
             and buffers go to everyone.
@@ -42,7 +52,11 @@ def parallelize(
         bucket_cap_mb: How much makes a bucket full, in MiB. Gradients are sent in
             buckets, each when it is full, while backward computes the next ones.
         broadcast_buffers: Whether buffers (BatchNorm's statistics) follow rank 0's, with each
-            backward that reduces gradients.
+            backward that reduces gradients. Or, for each pattern of names, such as
+            ``{"*.running_*": "mean"}``, one of ``"rank0"``; ``"mean"``, the mean over the ranks,
+            of integers rank 0's; ``"late"``, that mean, but only when :func:`sync_buffers` is
+            called, which saves the exchange in each step; and ``"local"``, left alone. The first
+            pattern that fits counts, and without one "rank0".
         init_sync: Whether to check that all ranks have the same model and to give them rank 0's
             values. Without it, that is up to you.
 
@@ -52,23 +66,40 @@ def parallelize(
     Raises:
         ModelMismatch: If the ranks' models or options differ; it names the first difference.
         NothingToTrain: If no parameter requires a gradient.
-        AlreadyParallel: If one of its parameters is parallel already.
+        AlreadyParallel: If it is parallel already, or shares parameters with a model that is.
     """
     check_bucket_cap(bucket_cap_mb)
+    check_policies(broadcast_buffers)
     options = Options(bucket_cap_mb, broadcast_buffers, init_sync)
     attach(module, module, process_group or init().process_group, options)
     return module
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Let backwards add up gradients on each rank, and reduce them with the first one after.
+    """Let backwards add up gradients on each rank; the first one after the context reduces them.
 
     What counts is where ``backward()`` runs, not where ``forward()`` did.
 
     Args:
-        module: A module that was given to :func:`parallelize`.
+        module: A module that was given to :func:`parallelize`, a wrapper, or what is in one.
+            Parallel parts of it accumulate too.
 
     Raises:
         ModelError: If ``module`` isn't parallel.
     """
-    return accumulating(engine_of(module))
+    return accumulating(engines_of(module))
+
+
+def sync_buffers(module: nn.Module) -> None:
+    """Replace buffers whose policy is "late" by their mean over the ranks.
+
+    Call it before you evaluate or save. Every rank must call it; it blocks.
+
+    Args:
+        module: A module that was given to :func:`parallelize`, a wrapper, or what is in one.
+
+    Raises:
+        ModelError: If ``module`` isn't parallel.
+    """
+    for engine in engines_of(module):
+        engine.buffers.start(late=True).finish()

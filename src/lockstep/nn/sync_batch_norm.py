@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.comm import all_gather
+from lockstep.comm import gather_in_step, sum_in_step
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -179,7 +179,7 @@ class _Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # How the loss, of all ranks, depends on the input through the statistics.
             sums = torch.stack([d_bias, d_weight]).double()
-            ctx.group.allreduce([sums]).wait()
+            sum_in_step(ctx.group, sums)
             to_bias, to_weight = sums / count
             inverse = (variance + ctx.eps).rsqrt()
             factor = inverse if weight is None else inverse * weight
@@ -207,7 +207,7 @@ def _statistics(
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         variance, mean = torch.var_mean(wide, dims, correction=0)
         torch.cat([mean.double(), variance.double() * count, own.new_tensor([count])], out=own)
-    everyone = torch.stack(all_gather(group, own))
+    everyone = torch.stack(gather_in_step(group, own))
     means, squares, counts = everyone.split([channels, channels, 1], dim=1)
     total = counts.sum(0)
     # If there is one value in all, no rank has two; to look at the total waits for a GPU.

@@ -1,0 +1,152 @@
+"""Who still has data: ranks that ask each other before everything that they do together.
+
+In a loop of different length on each rank, those that are through go on taking part, with zeros, in
+what the others do. For that they have to know what it is: before each collective of a step every
+rank says what comes next, and those that are through say that they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.exchange import all_gather, start_all_reduce
+from lockstep.errors import CollectiveFailed
+
+
+class Step(IntEnum):
+    """What a rank is about to do."""
+
+    THROUGH = 0  # it has no more data: whatever the others do
+    BACKWARD = 1  # reduce the gradients of the engines whose bits are set
+    GATHER = 2  # all-gather so many elements of that dtype
+    SUM = 3  # all-reduce so many elements of that dtype
+    NOTHING = 4  # go on to the next forward, without having reduced anything
+
+
+class Answer(NamedTuple):
+    """What the roll call brought.
+
+    Attributes:
+        active: The ranks that are not through, in ascending order.
+        step: What they are about to do; THROUGH if there are none.
+        details: Two numbers that go with it.
+    """
+
+    active: Sequence[int]
+    step: Step
+    details: tuple[int, int]
+
+
+_DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64]
+
+
+class Roll:
+    """The roll of one group, while its ranks' loops may end at different times.
+
+    Attributes:
+        num_counted: By how many ranks sums are divided to get means.
+        last_active: Those ranks that weren't through when the roll was last called, or that were
+            the last not to be.
+
+    Args:
+        group: The ranks.
+        device: Of a kind whose tensors the group can carry.
+        divide_by_active: Whether ranks that are through don't count in means.
+        throws: Whether the first rank that is through ends it for all.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        divide_by_active: bool = False,
+        throws: bool = False,
+    ) -> None:
+        self.num_counted = group.size()
+        self.last_active: Sequence[int] = range(group.size())
+        self._group = group
+        self._device = device
+        self._divide_by_active = divide_by_active
+        self._throws = throws
+
+    def call(self, step: Step, first: int = 0, second: int = 0) -> Answer:
+        """Say what this rank is about to do, and hear what all are. Every rank must call it.
+
+        Raises:
+            RuntimeError: If a rank is through, and that is to end it for all.
+            CollectiveFailed: If those that are not through are about to do different things.
+        """
+        said = torch.tensor([step, first, second], device=self._device)
+        heard = [tuple(row.tolist()) for row in all_gather(self._group, said)]
+        active = [rank for rank, row in enumerate(heard) if row[0] != Step.THROUGH]
+        if not active:
+            return Answer(active, Step.THROUGH, (0, 0))
+        self.last_active = active
+        if self._throws and len(active) < len(heard):
+            through = [rank for rank in range(len(heard)) if rank not in active]
+            raise RuntimeError(
+                f"Rank {through[0]} has exhausted its inputs, which ends the loop on every rank."
+            )
+        if len({heard[rank] for rank in active}) > 1:
+            steps = ", ".join(f"rank {rank}: {Step(heard[rank][0]).name}" for rank in active)
+            raise CollectiveFailed(
+                "Ranks that still have data do different things, one after the other, in join(): "
+                f"{steps}. They must run the same model in the same way."
+            )
+        if self._divide_by_active:
+            self.num_counted = len(active)
+        kind, *details = heard[active[0]]
+        return Answer(active, Step(kind), (details[0], details[1]))
+
+    def follow(self, answer: Answer) -> None:
+        """Take part, with zeros, in a collective that the others are about to run."""
+        numel, dtype = answer.details
+        zeros = torch.zeros(numel, dtype=_DTYPES[dtype], device=self._device)
+        if answer.step is Step.GATHER:
+            all_gather(self._group, zeros)
+        elif answer.step is Step.SUM:
+            start_all_reduce(self._group, zeros).wait()
+
+
+# The rolls that are being called.
+_rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, Roll] = weakref.WeakKeyDictionary()
+
+
+def roll_of(group: dist.ProcessGroup) -> Roll | None:
+    """The roll to call before a step of ``group``; None outside of join()."""
+    return _rolls.get(group)
+
+
+def set_roll(group: dist.ProcessGroup, roll: Roll | None) -> None:
+    """Call ``roll`` from now on before each step of ``group``, or no more."""
+    if roll is None:
+        _rolls.pop(group, None)
+    else:
+        _rolls[group] = roll
+
+
+def gather_in_step(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return every rank's ``tensor``, in rank order; zeros of ranks that are through."""
+    if (roll := _rolls.get(group)) is not None:
+        roll.call(Step.GATHER, tensor.numel(), _DTYPES.index(tensor.dtype))
+    return all_gather(group, tensor)
+
+
+def sum_in_step(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """Add up ``tensor`` over the ranks, in place; ranks that are through add nothing."""
+    if (roll := _rolls.get(group)) is not None:
+        roll.call(Step.SUM, tensor.numel(), _DTYPES.index(tensor.dtype))
+    start_all_reduce(group, tensor).wait()
+
+
+def num_counted(group: dist.ProcessGroup) -> int:
+    """By how many ranks sums over ``group`` are divided to get means."""
+    roll = _rolls.get(group)
+    return group.size() if roll is None else roll.num_counted

@@ -1,0 +1,144 @@
+"""A module's buffers, and whose values they follow."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm import TensorBroadcast, start_all_reduce
+
+BufferPolicy = Literal["rank0", "mean", "local", "late"]
+
+
+# What to do with buffers: the same for all, or a policy for each pattern of names.
+BroadcastBuffers = bool | Mapping[str, BufferPolicy]
+
+
+def check_policies(broadcast_buffers: BroadcastBuffers) -> None:
+    """Refuse policies that don't exist."""
+    for pattern, policy in () if isinstance(broadcast_buffers, bool) else broadcast_buffers.items():
+        if policy not in get_args(BufferPolicy):
+            known = ", ".join(map(repr, get_args(BufferPolicy)))
+            raise ValueError(
+                f"broadcast_buffers has {policy!r} for {pattern!r}, but must have one of {known}."
+            )
+
+
+def _policy_of(name: str, broadcast_buffers: BroadcastBuffers) -> str:
+    if isinstance(broadcast_buffers, bool):
+        return "rank0" if broadcast_buffers else "local"
+    fitting = (p for pattern, p in broadcast_buffers.items() if fnmatchcase(name, pattern))
+    return next(fitting, "rank0")
+
+
+class Buffers:
+    """Keeps the buffers of one module alike, each by its policy.
+
+    Attributes:
+        source: Whose values they follow; 0 unless rank 0 has no data any more.
+
+    Args:
+        module: The module; its buffers may be set anew, but not be added without :meth:`look`.
+        group: The ranks.
+        broadcast_buffers: Whether they follow rank 0's, or a policy for each pattern of names.
+        leave_out: Which modules' buffers somebody else looks after.
+        ignored: Names of buffers to leave alone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        broadcast_buffers: BroadcastBuffers,
+        *,
+        leave_out: Iterable[nn.Module] = (),
+        ignored: Iterable[str] = (),
+    ) -> None:
+        self._group = group
+        self._broadcast_buffers = broadcast_buffers
+        self._ignored = frozenset(ignored)
+        self.source = 0
+        # Those modules that own buffers, and which of them: to look through all modules costs a
+        # millisecond a step for a few hundred.
+        self._owners: list[tuple[weakref.ref[nn.Module], str, str]] = []
+        self.look(module, leave_out)
+
+    def look(self, module: nn.Module, leave_out: Iterable[nn.Module] = ()) -> None:
+        """Find the buffers of ``module``."""
+        others = {id(part) for other in leave_out for part in other.modules()}
+        self._owners = [
+            (weakref.ref(part), name, policy)
+            for path, part in module.named_modules()
+            if id(part) not in others
+            for name in part._buffers
+            if (full := f"{path}.{name}" if path else name) not in self._ignored
+            and (policy := _policy_of(full, self._broadcast_buffers)) != "local"
+        ]
+
+    def named(self, *policies: str) -> list[torch.Tensor]:
+        """The buffers that have one of ``policies``, each once; all that follow, without."""
+        found: dict[int, torch.Tensor] = {}
+        for reference, name, policy in self._owners:
+            owner = reference()
+            tensor = owner._buffers.get(name) if owner is not None else None
+            if tensor is not None and (not policies or policy in policies):
+                found.setdefault(id(tensor), tensor)
+        return list(found.values())
+
+    def start(self, *, late: bool = False) -> _OnTheirWay:
+        """Send those that follow with each backward or, if ``late``, those that wait.
+
+        Every rank must call it; finish() of what it returns writes what has come.
+        """
+        if late:
+            return _OnTheirWay(self._group, self.source, [], self.named("late"))
+        return _OnTheirWay(self._group, self.source, self.named("rank0"), self.named("mean"))
+
+
+class _OnTheirWay:
+    """Buffers that are being exchanged.
+
+    None is written that autograd has saved for a backward to come, which would compute with
+    another value than its forward: it follows with the next backward. Shown by
+    test_a_buffer_that_autograd_has_saved_is_left_alone.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        source: int,
+        followers: list[torch.Tensor],
+        means: list[torch.Tensor],
+    ) -> None:
+        counts = [tensor for tensor in means if not _has_mean(tensor)]
+        self._broadcast = TensorBroadcast(group, [*followers, *counts], source)
+        self._means: list[tuple[torch.Tensor, torch.Tensor, Callable[[], object]]] = []
+        for tensor in means:
+            if _has_mean(tensor):
+                total = tensor.detach().clone(memory_format=torch.contiguous_format)
+                total.div_(group.size())
+                self._means.append((tensor, total, start_all_reduce(group, total).wait))
+
+    def finish(self) -> None:
+        """Wait, and write what came, except where a backward still needs what is there."""
+        self._broadcast.finish(may_write=_is_free)
+        for tensor, total, wait in self._means:
+            wait()
+            if _is_free(tensor):
+                tensor.data.copy_(total)
+
+
+def _has_mean(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_free(tensor: torch.Tensor) -> bool:
+    """Whether only Python holds ``tensor``, and not a graph that autograd will run backward."""
+    use_count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return use_count == 1

@@ -1,0 +1,80 @@
+"""Training in low precision on parameters that stay in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+from torch.futures import Future
+from torch.utils._pytree import tree_map_only
+
+from lockstep.grad import CommHook, GradBucket
+
+
+class MixedPrecision(Protocol):
+    """What torch's ``_MixedPrecision`` says; None leaves a dtype as it is.
+
+    Attributes:
+        param_dtype: Of parameters and floating-point inputs in forward.
+        reduce_dtype: Of gradients on their way between ranks.
+        buffer_dtype: Of floating-point buffers.
+    """
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype, ignored: Collection[str]) -> None:
+    """Give the floating-point buffers of ``module`` another dtype, for good."""
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point() and name not in ignored:
+            buffer.data = buffer.data.to(dtype)
+
+
+def call_in_precision(
+    module: nn.Module,
+    dtype: torch.dtype,
+    ignored: Collection[str],
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call ``module`` with its parameters and inputs cast to ``dtype``.
+
+    The casts are a part of the graph, so gradients come to the parameters themselves, and in
+    their precision.
+    """
+    parameters = {
+        name: parameter.to(dtype)
+        for name, parameter in module.named_parameters()
+        if parameter.is_floating_point() and name not in ignored
+    }
+    inputs, kwargs = tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
+        (inputs, kwargs),
+    )
+    return functional_call(module, parameters, inputs, kwargs)
+
+
+def reducing_in(
+    dtype: torch.dtype,
+) -> Callable[[dist.ProcessGroup, GradBucket], Future[torch.Tensor]]:
+    """A communication hook that averages in ``dtype``; its state is the process group."""
+
+    def reduce(group: dist.ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
+        narrow = bucket.buffer().div(group.size()).to(dtype)
+        return group.allreduce([narrow], dist.AllreduceOptions()).get_future()
+
+    return reduce
+
+
+def comm_hook(precision: MixedPrecision, group: dist.ProcessGroup) -> CommHook | None:
+    """The hook that ``precision`` asks for, if it does."""
+    if precision.reduce_dtype is None:
+        return None
+    return CommHook(group, reducing_in(precision.reduce_dtype))

@@ -1,0 +1,122 @@
+"""``accumulate(model)``: one step on several micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from lockstep.nn import no_sync
+from lockstep.nn.engine import is_reached
+
+
+@contextlib.contextmanager
+def accumulate(module: nn.Module) -> Iterator[None]:
+    """Let backwards add up gradients on each rank; the first one after the context reduces them.
+
+    What counts is where ``backward()`` runs, not where ``forward()`` did. With
+    :func:`lockstep.mean`, gradients become those of the mean over all micro-batches of the step,
+    the one after the context included; without it they add up, as in torch. ::
+
+        for number, (x, y) in enumerate(micro_batches, start=1):
+            last = number == len(micro_batches)
+            with contextlib.nullcontext() if last else lockstep.accumulate(model):
+                lockstep.mean(loss(model(x), y)).backward()
+        optimizer.step()
+
+    Args:
+        module: A module that was given to :func:`lockstep.parallelize`, a wrapper, or what is in
+            one. Parallel parts of it accumulate too.
+
+    Raises:
+        ModelError: If ``module`` isn't parallel.
+    """
+    with no_sync(module):
+        batch = _batches.setdefault(module, _Batch(module))
+        batch.num_contexts += 1
+        try:
+            yield
+        finally:
+            batch.num_contexts -= 1
+
+
+def count_micro_batch(count: torch.Tensor) -> torch.Tensor:
+    """Make room in the gradients for those of a micro-batch; return what to divide it by.
+
+    It is called in the backward of a mean over ``count`` samples, before any gradient comes. If
+    the backward is one of several for a batch, gradients that are there are those of a mean over
+    fewer samples than the batch has now.
+
+    Raises:
+        ValueError: If it is one of two means over different numbers in one backward.
+    """
+    batches = [batch for batch in list(_batches.values()) if batch.is_reached()]
+    total = count
+    # Parallel parts of a parallel model share parameters with it: each is scaled once.
+    scaled: set[int] = set()
+    for batch in batches:
+        total = batch.add(count, scaled)
+    return total
+
+
+class _Batch:
+    """The batch of one step, of which some micro-batches may have had their backward.
+
+    Attributes:
+        num_contexts: How often accumulate() is entered and not yet left. When it is 0, the next
+            micro-batch is the last.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.num_contexts = 0
+        self._module = weakref.ref(module)
+        self._count: torch.Tensor | None = None  # how many samples the gradients are the mean of
+        self._last_task = -1
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def is_reached(self) -> bool:
+        """Whether the backward that is running is one of this model."""
+        is_counting = self.num_contexts or self._count is not None or self._is_last_task()
+        return bool(is_counting) and any(map(is_reached, self._parameters()))
+
+    def _is_last_task(self) -> bool:
+        return torch._C._current_graph_task_id() == self._last_task
+
+    def _parameters(self) -> list[nn.Parameter]:
+        module = self._module()
+        return [] if module is None else [p for p in module.parameters() if p.requires_grad]
+
+    def add(self, count: torch.Tensor, scaled: set[int]) -> torch.Tensor:
+        """Add a micro-batch, scale gradients whose id() is not in ``scaled``; return the sum."""
+        if self._is_last_task() and self._last is not None:
+            return self._add_to_same_backward(count)
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        if self._count is None or not gradients:  # or zero_grad() has begun anew
+            total = count
+        else:
+            total = self._count + count
+            with torch.no_grad():
+                for gradient in gradients:
+                    if id(gradient) not in scaled:
+                        gradient.mul_((self._count / total).to(gradient.device))
+                        scaled.add(id(gradient))
+        self._last_task, self._last = torch._C._current_graph_task_id(), (count, total)
+        self._count = total if self.num_contexts else None
+        return total
+
+    def _add_to_same_backward(self, count: torch.Tensor) -> torch.Tensor:
+        assert self._last is not None
+        last, total = self._last
+        if not torch.equal(last, count):
+            raise ValueError(
+                f"One backward under accumulate() has two means, over {count.item():g} and over "
+                f"{last.item():g} samples, and gradients that are added up can't be divided by "
+                "both. Run a backward for each, or let both be over as many."
+            )
+        return total
+
+
+_batches: weakref.WeakKeyDictionary[nn.Module, _Batch] = weakref.WeakKeyDictionary()

@@ -1,0 +1,108 @@
+"""``mean(losses)``: the mean over the global batch, whatever each rank's part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import num_counted, sum_in_step
+from lockstep.nn.backward import take_part_at_the_end
+from lockstep.train.accumulate import count_micro_batch
+from lockstep.world import init
+
+
+def mean(
+    values: torch.Tensor,
+    *,
+    weight: torch.Tensor | float | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Return the mean of ``values`` over the global batch, the parts of all ranks together.
+
+    The mean of the ranks' means is another number as soon as they hold different numbers of
+    samples or tokens. This is the one: its value is the same on every rank, and after
+    ``backward()`` the gradients of a parallel model (or those that
+    :func:`lockstep.average_gradients` averages) are those that one process would have got from
+    the whole batch. ::
+
+        loss = lockstep.mean(F.cross_entropy(model(x), y, reduction="none"))
+        loss.backward()
+
+    Under :func:`lockstep.accumulate` the gradients are those of the mean over all micro-batches of
+    the step, whatever their sizes.
+
+    Every rank must call it, with as many dimensions of any size; a rank that has no sample calls it
+    with a tensor of none. It waits for the other ranks; the backward doesn't.
+
+    Args:
+        values: Losses (or metrics) of single samples or tokens, floating-point, of any shape.
+        weight: How much each counts, broadcast to the shape of ``values``: 0 for padding, say. By
+            default all count the same.
+        process_group: The ranks; by default all of ``lockstep.init()``.
+
+    Returns:
+        A tensor without dimensions, of the dtype of ``values``: the sum of ``weight * values``
+        over that of ``weight``, of all ranks. NaN if all weights are zero, as torch's mean of
+        nothing.
+
+    Raises:
+        TypeError: If ``values`` isn't a floating-point tensor.
+    """
+    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+        kind = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
+        raise TypeError(
+            f"mean() takes a floating-point tensor of single losses, and got {kind}. Compute the "
+            'loss with reduction="none".'
+        )
+    group = process_group or init().process_group
+    if group is not None and group.size() == 1:
+        group = None
+    counts = _counts(values, weight)
+    facts = torch.stack([(values.detach().double() * counts).sum(), counts.sum()])
+    ranks = 1
+    if group is not None:
+        sum_in_step(group, facts)
+        ranks = num_counted(group)
+    # So that a rank without samples has something to run backward from.
+    anchor = torch.zeros((), device=values.device, requires_grad=not values.numel())
+    result: torch.Tensor = _Mean.apply(values, anchor, counts, facts, ranks, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _counts(values: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
+    """The weight of each of ``values``, in float64."""
+    if weight is None:
+        weight = 1.0
+    counts = torch.as_tensor(weight, dtype=torch.float64, device=values.device)
+    expanded: torch.Tensor = counts.detach().expand(values.shape)
+    return expanded
+
+
+class _Mean(torch.autograd.Function):
+    """The mean that is known, as a function of this rank's values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        anchor: torch.Tensor,
+        counts: torch.Tensor,
+        facts: torch.Tensor,
+        ranks: int,
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        total, count = facts
+        ctx.save_for_backward(counts, count)
+        ctx.ranks, ctx.group, ctx.dtype = ranks, group, values.dtype
+        return (total / count).to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        counts, count = ctx.saved_tensors
+        if ctx.group is not None and not ctx.needs_input_grad[0]:
+            take_part_at_the_end(ctx.group)
+        # Times the number of ranks, by which the reduction of the gradients divides.
+        slope = gradient.double() * ctx.ranks / count_micro_batch(count)
+        return (slope * counts).to(ctx.dtype), None, None, None, None, None
