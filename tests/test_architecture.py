@@ -86,14 +86,17 @@ PUBLIC_NAMES = {
     "DistributedDataParallel",
     "Partition",
     "World",
+    "accumulate",
     "average_gradients",
     "errors",
     "init",
     "launch",
     "SyncBatchNorm",
+    "mean",
     "no_sync",
     "parallelize",
     "partition",
+    "sync_buffers",
 }
 
 

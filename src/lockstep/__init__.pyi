@@ -2,7 +2,6 @@ from . import errors as errors
 from .data import DataPartitioner as DataPartitioner
 from .data import Partition as Partition
 from .data import partition as partition
-from .grad import GradBucket as GradBucket
 from .launcher import launch as launch
 from .nn import DistributedDataParallel as DistributedDataParallel
 from .nn import SyncBatchNorm as SyncBatchNorm

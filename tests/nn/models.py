@@ -106,7 +106,7 @@ class Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.requires_grad_()
         for layer in (self.inner, self.block, self.inner):
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True, preserve_rng_state=False))
         return self.head(x)
 
 

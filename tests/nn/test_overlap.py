@@ -111,7 +111,7 @@ def test_reentrant_checkpoints_of_changing_layers(one_rank_only: bool) -> None:
             x = x.requires_grad_()
             for index, layer in enumerate(self.layers):
                 if index != leave_out:
-                    x = checkpoint(layer, x, use_reentrant=True)
+                    x = checkpoint(layer, x, use_reentrant=True, preserve_rng_state=False)
             return self.head(x)
 
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -137,8 +137,10 @@ def test_everything_inside_of_reentrant_checkpoints_is_right_too() -> None:
         x = parts(2)[rank].requires_grad_()
         for _ in range(3):
             model.zero_grad()
-            hidden = checkpoint(model.first, x, use_reentrant=True)
-            checkpoint(model.second, hidden, use_reentrant=True).square().mean().backward()
+            hidden = checkpoint(model.first, x, use_reentrant=True, preserve_rng_state=False)
+            checkpoint(
+                model.second, hidden, use_reentrant=True, preserve_rng_state=False
+            ).square().mean().backward()
         return [p.grad for p in (*model.first.parameters(), *model.second.parameters())]
 
     model = net()

@@ -76,7 +76,7 @@ def _counts(values: torch.Tensor, weight: torch.Tensor | float | None) -> torch.
     if weight is None:
         weight = 1.0
     counts = torch.as_tensor(weight, dtype=torch.float64, device=values.device)
-    expanded: torch.Tensor = counts.detach().expand(values.shape)
+    expanded: torch.Tensor = counts.expand(values.shape)
     return expanded
 
 
@@ -96,7 +96,8 @@ class _Mean(torch.autograd.Function):
         total, count = facts
         ctx.save_for_backward(counts, count)
         ctx.ranks, ctx.group, ctx.dtype = ranks, group, values.dtype
-        return (total / count).to(values.dtype)
+        value: torch.Tensor = total / count
+        return value.to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
