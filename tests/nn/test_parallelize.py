@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from tests.nn.models import build
@@ -320,80 +319,6 @@ def test_gradients_are_views_of_few_buffers() -> None:
         model(torch.ones(2, 4, dtype=torch.float64), 0).sum().backward()
         used = [p.grad for p in model.parameters() if p.grad is not None]
         assert len({g.untyped_storage().data_ptr() for g in used}) == 1 < len(used)
-
-    run_ranks(2, body)
-
-
-def test_buffers_follow_rank_0_with_each_backward() -> None:
-    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        mine = lockstep.parallelize(model, process_group=group)
-        for _ in range(3):
-            mine(torch.randn(4, 3) + rank).sum().backward()
-        return [b.clone() for b in model.buffers()]
-
-    first, *others = run_ranks(3, body)
-    for buffers in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, buffers, strict=True))
-    assert first[0].abs().sum() > 0
-
-
-def test_buffers_that_are_set_anew_follow_too() -> None:
-    class Average(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-            self.register_buffer("mean", torch.zeros(3))
-            self.register_buffer("count", torch.zeros((), dtype=torch.int16))
-            self.register_buffer("flags", torch.zeros(5, dtype=torch.bool))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
-            self.count = self.count + 1 + len(x) % 2
-            return self.layer(x)
-
-    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        model = lockstep.parallelize(Average(), process_group=group)
-        for _ in range(3):
-            model(torch.randn(4 + rank, 3)).sum().backward()
-        return [*model.buffers()]
-
-    first, second = run_ranks(2, body)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert first[1] == 3
-
-
-def test_buffers_that_are_recomputed_in_backward_follow_too() -> None:
-    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        mine = lockstep.parallelize(model, process_group=group)
-        for _ in range(3):
-            x = torch.randn(4, 3) + rank
-            checkpoint(mine, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
-        return [b.clone() for b in model.buffers()]
-
-    first, second = run_ranks(2, body)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_buffers_stay_apart_if_asked_to() -> None:
-    def body(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        mine = lockstep.parallelize(model, process_group=group, broadcast_buffers=False)
-        mine(torch.randn(4, 3) + rank).sum().backward()
-        return model[1].running_mean
-
-    assert not torch.equal(*run_ranks(2, body))
-
-
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_two_forwards_with_batch_norm_then_two_backwards(mode: str) -> None:
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        mine = getattr(lockstep.parallelize(model, process_group=group), mode)()
-        losses = [mine(torch.randn(4, 3) + rank).sum() for _ in range(2)]
-        for loss in losses:
-            loss.backward()
 
     run_ranks(2, body)
 

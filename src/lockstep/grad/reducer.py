@@ -143,6 +143,10 @@ class Reducer:
         """Whether gradients have been added up since they were last reduced."""
         return any(self._touched)
 
+    def is_unreduced(self, index: int) -> bool:
+        """Whether the gradient of parameter ``index`` has grown since it was last reduced."""
+        return bool(self._touched[index])
+
     def take_over(self, previous: Reducer) -> None:
         """Go on where ``previous`` stops: it had other parameters, of which some are here too."""
         self.share, self.comm_hook = previous.share, previous.comm_hook

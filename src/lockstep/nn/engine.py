@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import broadcast_tensors
+from lockstep.comm import all_gather_bytes, broadcast_tensors
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import MIB, Phase, Reducer, Turns
 from lockstep.nn.agreement import check_same_model
@@ -229,8 +229,27 @@ class Engine:
             )
             raise
         broadcast_tensors(self._group, [p.data for _, p in own if id(p) not in known])
+        self._reduce_what_goes(set(trained))
         self._take(module, self.reducer)
         self.buffers.look(module, self._inner)
+
+    def _reduce_what_goes(self, trained: Collection[int]) -> None:
+        """Reduce gradients added up so far for parameters that are not trained any more."""
+        going = [(self._names[key], key) for key in self._index if key not in trained]
+        mine = bytes(self.reducer.is_unreduced(self._index[key]) for _, key in going)
+        if not going:
+            return
+        everyones = all_gather_bytes(self._group, mine, self._parameters[0].device)
+        named = [
+            (name, self._parameters[self._index[key]])
+            for (name, key), *flags in zip(going, *everyones, strict=True)
+            if any(flags)
+        ]
+        if named:
+            last = Reducer(named, self._group, cap_bytes=int(self._options.bucket_cap_mb * MIB))
+            last.take_over(self.reducer)
+            last.begin()
+            last.finish()
 
     def begin_backward(self, turns: Turns) -> None:
         """A backward begins whose gradients are to be reduced."""
