@@ -1,7 +1,8 @@
-"""The four models that steps are timed with, each hard on something else.
+"""The models that steps are timed with, each hard on something else.
 
 Convolutions keep the cores busy with few parameters; the MLP has many for little arithmetic; 200
-small layers are all overhead; the transformer is large in both.
+small layers are all overhead; the transformer is large in both; 1,000 tiny parameters are nothing
+but gradients.
 """
 
 from __future__ import annotations
@@ -60,6 +61,17 @@ class Transformer(nn.Module):
         return self.head(self.blocks(self.embed(tokens) + self.position)).flatten(0, 1)
 
 
+class TinyParameters(nn.Module):
+    """1,000 parameters of 16 numbers each, in one product: nearly all of a step is gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(torch.randn(16) / 4 for _ in range(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.stack(list(self.rows)).T
+
+
 def images(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
 
@@ -77,4 +89,5 @@ WORKLOADS = [
     Workload("MLP, 2 M", mlp, vectors(784), F.cross_entropy),
     Workload("200 small layers", SmallLayers, vectors(64), F.cross_entropy),
     Workload("transformer, 9 M", Transformer, tokens, F.cross_entropy),
+    Workload("1,000 tiny parameters", TinyParameters, vectors(16), F.cross_entropy),
 ]

@@ -1,6 +1,7 @@
 """Milliseconds a training step: ours, torch's DDP, and no communication, side by side.
 
     lockstep run -n 2 -m benchmarks.steps [--rounds 15] [--json FILE]
+    python -m benchmarks.steps                  # one rank: what it costs to be parallel alone
 
 Every rank holds one replica for each contender and they take turns, some steps at a time, round
 after round, so that whatever else the machine does happens to all of them. A round's figure is
@@ -34,6 +35,12 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 def contenders() -> dict[str, Wrap]:
     """What is compared; every rank must call it, as it creates process groups."""
+    if not dist.is_initialized():
+        return {
+            "bare": lambda model: model,
+            "parallelize": lockstep.parallelize,
+            "DistributedDataParallel": lockstep.DistributedDataParallel,
+        }
     gloo = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     wraps: dict[str, Wrap] = {"no communication": lambda model: model}
     if dist.get_backend() != "gloo":
@@ -60,12 +67,14 @@ def stepper(workload: Workload, model: nn.Module, rank: int) -> Callable[[], Non
 
 def slowest(seconds: float) -> float:
     value = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    if dist.is_initialized():
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value.item()
 
 
 def turn(step: Callable[[], None], num_steps: int) -> float:
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
     began = time.perf_counter()
     for _ in range(num_steps):
         step()
@@ -105,14 +114,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every round's figures to this file")
     args = parser.parse_args()
     world = lockstep.init()
-    if world.process_group is None:
-        raise SystemExit("Start it on several ranks: lockstep run -n 2 -m benchmarks.steps")
     wraps = contenders()
-    ours, *others = list(wraps)[1:]
+    bare, ours, *others = wraps
     table = Table(
-        "model", *wraps, "ours / none", *(f"{other} / ours" for other in others),
-        title=f"ms a step, {world.world_size} ranks, {torch.get_num_threads()} threads each, "
-        f"{dist.get_backend()}: median (quartiles) of {args.rounds} rounds",
+        "model", *wraps, f"{ours} / {bare}", *(f"{other} / {ours}" for other in others),
+        title=f"ms a step, {world.world_size} ranks, {torch.get_num_threads()} threads each: "
+        f"median (quartiles) of {args.rounds} rounds",
     )  # fmt: skip
     results = {}
     for workload in WORKLOADS:
@@ -121,11 +128,11 @@ def main() -> None:
         table.add_row(
             workload.name,
             *(spread(values, 2) for values in times.values()),
-            spread(ratios(times[ours], times["no communication"]), 3),
+            spread(ratios(times[ours], times[bare]), 3),
             *(spread(ratios(times[other], times[ours]), 3) for other in others),
         )
     if world.rank == 0:
-        Console(width=140).print(table)
+        Console(width=160).print(table)
         if args.json:
             args.json.write_text(json.dumps(results, indent=1))
 

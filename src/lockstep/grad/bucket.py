@@ -11,8 +11,9 @@ from lockstep.comm import can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ModelError, ParameterChanged
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 
-# Gradients from this size on, on average, are dealt with one by one. Below it, what a call costs
-# is more than what a second pass over the memory does (2 us against 16 K floats).
+# Gradients from this size on, on average, are dealt with one by one, and smaller ones so many
+# together. Below it, what a call costs is more than what a second pass over the memory does (2 us
+# against 16 K floats).
 _COARSE_NUMEL = 16 * 1024
 
 
@@ -55,6 +56,11 @@ class Bucket:
         self.num_missing = len(self.indices)
         self._names = list(names)
         self._parameters = list(parameters)
+        self._place_of_index = {index: place for place, index in enumerate(self.indices)}
+        # Of the backward that runs: what is here already, and what is to be brought with the next.
+        self._is_taken = bytearray(len(self.indices))
+        self._waiting: list[int] = []
+        self._waiting_numel = 0
         sizes = [parameter.numel() for parameter in self._parameters]
         first = self._parameters[0]
         numel = sum(sizes) + tail_size
@@ -86,6 +92,26 @@ class Bucket:
         """Whether it was launched and not yet waited for."""
         return self._work is not None or self._hooked is not None
 
+    def take(self, index: int, touched: bytearray, scale: float) -> None:
+        """Note that a gradient is all there is to come, and bring it here before long.
+
+        While it is still in the cores' caches; and what autograd has made for it is free again
+        long before the bucket is full.
+        """
+        place = self._place_of_index[index]
+        self._waiting.append(place)
+        self._waiting_numel += self._parts[place].numel()
+        if self._waiting_numel >= _COARSE_NUMEL:
+            self._bring(self._waiting, touched, scale)
+            for place in self._waiting:
+                self._is_taken[place] = True
+            self._waiting, self._waiting_numel = [], 0
+
+    def has_taken(self, index: int) -> bool:
+        """Whether it is too late to add to the gradient of parameter ``index``."""
+        is_scaled = self._is_coarse and bool(self._is_taken[self._place_of_index[index]])
+        return self.is_in_flight() or is_scaled
+
     def fill(self, touched: bytearray, scale: float) -> None:
         """Bring every gradient here, times ``scale``, and zeros for parameters that have none.
 
@@ -93,34 +119,49 @@ class Bucket:
         copied and left alone: the other ranks may not touch it either, and then it must be as
         it was, to the bit. Shown by test_gradient_nobody_touched_keeps_its_bits.
         """
-        if list(map(torch.Tensor.data_ptr, self._views)) != self._pointers:
-            self._renew_views()
-        sources: list[torch.Tensor] = [parameter.grad for parameter in self._parameters]  # type: ignore[misc]
+        rest, changed = [], []
+        for place, is_taken in enumerate(self._is_taken):
+            if not is_taken:
+                rest.append(place)
+            elif self._parameters[place].grad is not self._views[place]:
+                changed.append(place)  # by a hook of somebody else's, since it was taken
+        if rest:
+            self._bring(rest, touched, scale)
+        if changed:
+            self._bring(changed, touched, 1)
+        if not self._is_coarse and scale != 1:
+            self._gradients.mul_(scale)
+
+    def _bring(self, places: Sequence[int], touched: bytearray, scale: float) -> None:
+        """Bring the gradients at ``places`` here; large ones are scaled on the way.
+
+        So they pass through the cores once and not twice.
+        """
+        self._renew_views(places)
         here: list[torch.Tensor] = []
         lacking: list[torch.Tensor] = []
-        views = self._views
-        if self._all_came_anew(sources, touched):
-            self._put_views(self._parameters, views)
+        views = [self._views[place] for place in places]
+        sources: list[torch.Tensor] = [self._parameters[place].grad for place in places]  # type: ignore[misc]
+        if self._all_came_anew(places, sources, touched):
+            self._put_views([self._parameters[place] for place in places], views)
         else:
-            here, views, sources, lacking = self._sort(touched)
+            here, views, sources, lacking = self._sort(places, touched)
         if lacking:
             torch._foreach_zero_(lacking)
-        if not self._is_coarse:
-            if views:
-                torch._foreach_copy_(views, sources)
-            if scale != 1:
-                self._gradients.mul_(scale)
-        else:
-            # Scaled on the way, large gradients pass through the cores once and not twice.
+        if self._is_coarse:
             for view, source in zip([*here, *views], [*here, *sources], strict=True):
                 torch.mul(source, scale, out=view)
+        elif views:
+            torch._foreach_copy_(views, sources)
 
-    def _all_came_anew(self, gradients: Sequence[torch.Tensor | None], touched: bytearray) -> bool:
+    def _all_came_anew(
+        self, places: Sequence[int], gradients: Sequence[torch.Tensor | None], touched: bytearray
+    ) -> bool:
         """Whether this is a step like most: gradients were dropped, and all have come since."""
-        for index, gradient, view in zip(self.indices, gradients, self._views, strict=True):
-            if gradient is None or gradient is view or not touched[index]:
+        for place, gradient in zip(places, gradients, strict=True):
+            if gradient is None or gradient is self._views[place]:
                 return False
-            if gradient.layout is not torch.strided:
+            if not touched[self.indices[place]] or gradient.layout is not torch.strided:
                 return False
         return True
 
@@ -135,11 +176,16 @@ class Bucket:
         except RuntimeError as error:
             raise self._changed(parameter) from error
 
-    def _sort(self, touched: bytearray) -> tuple[list[torch.Tensor], ...]:
+    def _sort(self, places: Sequence[int], touched: bytearray) -> tuple[list[torch.Tensor], ...]:
         """Tell gradients that are here from those to be copied, with where to, and none at all."""
         here, views, sources, lacking = [], [], [], []
         moved = []
-        for index, parameter, view in zip(self.indices, self._parameters, self._views, strict=True):
+        for place in places:
+            index, parameter, view = (
+                self.indices[place],
+                self._parameters[place],
+                self._views[place],
+            )
             gradient = parameter.grad
             if gradient is None:
                 if touched[index] == TOUCHED_NOW:
@@ -159,15 +205,15 @@ class Bucket:
             self._put_views(*zip(*moved, strict=True))
         return here, views, sources, lacking
 
-    def _renew_views(self) -> None:
+    def _renew_views(self, places: Sequence[int]) -> None:
         """Make views anew of those that were given other memory.
 
         model.float() and p.grad.data = ... do that; what the gradient is now is there, and not
         in the buffer.
         """
-        for place, view in enumerate(self._views):
-            if view.data_ptr() != self._pointers[place]:
-                self._views[place] = _view_like(self._parts[place], view)
+        for place in places:
+            if self._views[place].data_ptr() != self._pointers[place]:
+                self._views[place] = _view_like(self._parts[place], self._views[place])
 
     def adopt(self, place: int) -> None:
         """Make the parameter at ``place`` have its view here as its gradient."""
@@ -220,6 +266,8 @@ class Bucket:
     def forget(self) -> None:
         """Get ready for the next backward, whatever became of this one."""
         self._work = self._hooked = None
+        self._is_taken = bytearray(len(self.indices))
+        self._waiting, self._waiting_numel = [], 0
         self.num_missing = len(self.indices)
 
 

@@ -191,8 +191,13 @@ class Reducer:
         """The gradient of parameter ``index`` has grown, and is not to be reduced yet."""
         self._touched[index] = TOUCHED_EARLIER
 
-    def mark_ready(self, index: int) -> None:
-        """The gradient of parameter ``index`` has come; its bucket leaves when it is full."""
+    def mark_ready(self, index: int, *, is_all: bool = False) -> None:
+        """The gradient of parameter ``index`` has come; its bucket leaves when it is full.
+
+        Args:
+            index: Which parameter.
+            is_all: Whether it is known that the rest of this backward won't add to it.
+        """
         if self._arrivals[index]:
             self._take_unawaited(index)
             return
@@ -200,13 +205,15 @@ class Reducer:
         self._touched[index] = TOUCHED_NOW
         self._arrival_order.append(index)
         bucket = self._bucket_of[index]
+        if is_all and self._launches_early:
+            bucket.take(index, self._touched, self._scale)
         bucket.num_missing -= 1
         if not bucket.num_missing and self._launches_early and self._turns:
             self._turns.launch_full_buckets()
 
     def _take_unawaited(self, index: int) -> None:
         """A gradient has come that was excused, or that came before in this backward."""
-        if self._bucket_of[index].is_in_flight():
+        if self._bucket_of[index].has_taken(index):
             self._refuse_late(index)
         if self._arrivals[index] == _COME:
             self._gets_gradients_twice = True
@@ -282,7 +289,7 @@ class Reducer:
         if self._skip_unused and not is_last and not any(self._touched[i] for i in bucket.indices):
             return
         average = bucket.averages and self.comm_hook is None and self._counts_all_alike()
-        bucket.fill(self._touched, 1 if average or self.comm_hook else self.share)
+        bucket.fill(self._touched, 1 if average else self._scale)
         if is_last:
             # All buckets are filled by now, and so every one of these facts is final.
             if all(self._touched):
@@ -293,6 +300,10 @@ class Reducer:
             bucket.launch(self.process_group, average=average)
         else:
             bucket.launch_through(self.comm_hook, self.process_group, index, is_last=is_last)
+
+    @property
+    def _scale(self) -> float:
+        return self.share if self.comm_hook is None else 1
 
     def _counts_all_alike(self) -> bool:
         return self.share * self.process_group.size() == 1
@@ -342,9 +353,12 @@ class Reducer:
     def _arrange(self, order: Sequence[int]) -> None:
         """Make buckets for gradients that become ready in ``order``.
 
-        Gradients that live in the old buckets move over when they are filled in next.
+        Gradients that live in the old buckets, which go with them, move over when they are filled
+        in next.
         """
         parameters = self._parameters
+        # Before others are made: they are as large as all gradients.
+        self._buckets, self._bucket_of = [], []
         groups = assign_buckets(
             [parameter.numel() * parameter.element_size() for parameter in parameters],
             [(parameter.dtype, parameter.device) for parameter in parameters],

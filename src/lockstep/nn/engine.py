@@ -166,7 +166,9 @@ class Engine:
                 # A backward inside of a backward, as reentrant checkpoints have. What will come
                 # of it can't be foreseen: see is_reached.
                 self._sees_nested_tasks = True
-            self.reducer.mark_ready(index)
+            # With create_graph, gradients have a graph, which is not to be copied into buckets.
+            is_all = not self._sees_nested_tasks and not torch.is_grad_enabled()
+            self.reducer.mark_ready(index, is_all=is_all)
 
     def gradient_has_thawed(self, parameter: torch.Tensor) -> None:
         """A parameter has got a gradient that was frozen when hooks were hung."""

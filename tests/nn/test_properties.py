@@ -1,0 +1,302 @@
+"""However a model is built and trained, ranks on parts of a batch do what one process does.
+
+``python -m benchmarks.random_training`` checks the same for longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from torch import nn
+
+import lockstep
+from tests.nn.random_models import (
+    Backward,
+    Batch,
+    Loss,
+    MeanTraining,
+    MicroBatch,
+    RandomModel,
+    Round,
+    Setting,
+    Step,
+    Training,
+    Use,
+    build,
+    mean_trainings,
+    outputs_of,
+    samples,
+    trainings,
+)
+from tests.nn.test_oracle import gradients_of
+from tests.ranks import run_ranks
+
+Tensors = Sequence[torch.Tensor | None]
+
+LEARNING_RATE = 0.02
+# What float32 rounds off, in the gradients of parameters of that dtype, and in values.
+SINGLE_TOLERANCE = 1e-5
+GROUP_TIMEOUT_SECONDS = 10
+
+many = settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+class Seen(NamedTuple):
+    """What is compared, at one moment.
+
+    Attributes:
+        moment: When it was.
+        tensors: Gradients, parameters or a value; None where this rank has them only later.
+        buffers: What the buffers were, if they are to be rank 0's.
+    """
+
+    moment: str
+    tensors: Tensors | None
+    buffers: list[torch.Tensor]
+
+
+class Trainer:
+    """Trains a model, in one process and on whole batches."""
+
+    def __init__(self, setting: Setting, model: RandomModel) -> None:
+        self.setting = setting
+        self.bare = model
+        self.model: nn.Module = model
+        self.seen: list[Seen] = []
+        self.optimizer = self.new_optimizer()
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            self.bare.parameters(), LEARNING_RATE, momentum=self.setting.momentum
+        )
+
+    def train(self, steps: Sequence[Step]) -> list[Seen]:
+        for number, step in enumerate(steps):
+            if step.has_new_optimizer:
+                self.optimizer = self.new_optimizer()
+            for index, one in enumerate(step.rounds):
+                self.run_round(one, f"step {number}, round {index}")
+            self.optimizer.step()
+            self.see(f"step {number}", gradients_of(self.bare), with_buffers=True)
+        self.see("the end", [p.detach() for p in self.bare.parameters()])
+        return self.seen
+
+    def run_round(self, one: Round, moment: str) -> None:
+        self.bare.freeze(one.frozen)
+        self.zero_grad(one.zero)
+        with self.context("no_sync" if one.is_forward_accumulating else "reduce"):
+            losses = [self.loss(loss) for loss in one.losses]
+        for index, backward in enumerate(one.backwards):
+            of = [losses[i] for i in backward.of if losses[i].requires_grad]
+            later = {i for other in one.backwards[index + 1 :] for i in other.of}
+            with self.context(backward.how):
+                if of:
+                    sum(of).backward(retain_graph=not later.isdisjoint(backward.of))
+            if backward.how == "reduce":
+                gradients = gradients_of(self.bare) if self.touches(one, backward) else None
+                self.see(f"{moment}, backward {index}", gradients)
+
+    def train_on_means(self, batches: Sequence[Batch]) -> list[Seen]:
+        for number, batch in enumerate(batches):
+            for micro_batch in batch.dropped:
+                with self.context("accumulate"):
+                    self.mean(micro_batch).backward()
+            self.zero_grad(batch.zero)
+            self.run_batch(batch)
+            self.see(f"batch {number}", gradients_of(self.bare), with_buffers=True)
+            if batch.steps:
+                self.optimizer.step()
+        self.see("the end", [p.detach() for p in self.bare.parameters()])
+        return self.seen
+
+    def zero_grad(self, set_to_none: bool | None) -> None:
+        if set_to_none is not None:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def see(self, moment: str, tensors: Tensors | None, *, with_buffers: bool = False) -> None:
+        buffers = [b.clone() for b in self.bare.buffers()] if with_buffers else []
+        self.seen.append(Seen(moment, tensors, buffers))
+
+    # What is another thing on a rank
+
+    def context(self, how: str, *, is_bare: bool = False) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def touches(self, one: Round, backward: Backward) -> bool:
+        """Whether gradients are here when the backward is over."""
+        return True
+
+    def loss(self, loss: Loss) -> torch.Tensor:
+        """The mean over the batch; samples that are used alike go through the model together."""
+        total = torch.zeros((), dtype=torch.float64)
+        parts = samples(loss.seed, sum(loss.sizes)).split(list(loss.sizes))
+        together: dict[Use, list[torch.Tensor]] = {}
+        for use, x in zip(loss.uses, parts, strict=True):
+            together.setdefault(use, []).append(x)
+        for use, xs in together.items():
+            total = total + outputs_of(self.model, torch.cat(xs), use).square().sum()
+        return total / sum(loss.sizes)
+
+    def mean(self, micro_batch: MicroBatch) -> torch.Tensor:
+        total, count = self.sums(micro_batch)
+        return total / count
+
+    def sums(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weighted sum of values, and the sum of their weights."""
+        total = count = torch.zeros((), dtype=torch.float64)
+        for rank in range(self.setting.world_size):
+            values, weight = values_of(self.model, micro_batch, rank)
+            weights = torch.as_tensor(1.0 if weight is None else weight, dtype=torch.float64)
+            total = total + (values * weights).sum()
+            count = count + weights.expand(values.shape).sum()
+        return total, count
+
+    def run_batch(self, batch: Batch) -> None:
+        totals, counts = zip(*map(self.sums, batch.micro_batches), strict=True)
+        (sum(totals) / sum(counts)).backward()
+        for total, count in zip(totals, counts, strict=True):
+            self.see("a mean", [(total / count).detach()])
+
+
+class RankTrainer(Trainer):
+    """Trains a model on one rank's parts of the batches."""
+
+    def __init__(
+        self, setting: Setting, model: RandomModel, rank: int, group: dist.ProcessGroup
+    ) -> None:
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.add_(rank)  # all are to start from rank 0's
+        super().__init__(setting, model)
+        parallel = lockstep.DistributedDataParallel if setting.is_wrapped else lockstep.parallelize
+        self.model = parallel(model, process_group=group, bucket_cap_mb=setting.bucket_cap_mb)
+        self.rank, self.group = rank, group
+
+    def context(self, how: str, *, is_bare: bool = False) -> AbstractContextManager[None]:
+        if how == "no_sync" or (how == "own no_sync" and not self.setting.is_wrapped):
+            return lockstep.no_sync(self.bare)
+        if how == "own no_sync":
+            return self.model.no_sync()
+        if how == "accumulate":
+            return lockstep.accumulate(self.bare if is_bare else self.model)
+        return contextlib.nullcontext()
+
+    def touches(self, one: Round, backward: Backward) -> bool:
+        """Whether this rank's loss does; if not, gradients come when the optimizer steps."""
+        return any(self.bare.touches(one.losses[i].uses[self.rank]) for i in backward.of)
+
+    def loss(self, loss: Loss) -> torch.Tensor:
+        count = sum(loss.sizes)
+        x = samples(loss.seed, count).split(list(loss.sizes))[self.rank]
+        total = outputs_of(self.model, x, loss.uses[self.rank]).square().sum()
+        return total * self.setting.world_size / count
+
+    def mean(self, micro_batch: MicroBatch) -> torch.Tensor:
+        values, weight = values_of(self.model, micro_batch, self.rank)
+        return lockstep.mean(values, weight=weight, process_group=self.group)
+
+    def run_batch(self, batch: Batch) -> None:
+        *before, last = batch.micro_batches
+        means = []
+        with self.context("accumulate" if before and batch.is_in_one_context else "reduce"):
+            for micro_batch in before:
+                how = "reduce" if batch.is_in_one_context else "accumulate"
+                with self.context(how, is_bare=micro_batch.is_bare):
+                    means.append(self.mean(micro_batch))
+                    means[-1].backward()
+        means.append(self.mean(last))
+        means[-1].backward()
+        for mean in means:
+            self.see("a mean", [mean.detach()])
+
+
+def values_of(
+    model: nn.Module, micro_batch: MicroBatch, rank: int
+) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+    """A rank's values, and their weights."""
+    loss = micro_batch.loss
+    x = samples(loss.seed, sum(loss.sizes)).split(list(loss.sizes))[rank]
+    values = outputs_of(model, x, loss.uses[rank]).square()
+    return values if micro_batch.is_by_column else values.sum(1), micro_batch.weight(rank)
+
+
+def check_training(plan: Training, timeout_seconds: float = GROUP_TIMEOUT_SECONDS) -> None:
+    """Assert that ranks have the gradients and parameters of one process throughout ``plan``."""
+    setting, model = plan.setting, first_model(plan.setting)
+    oracle = Trainer(setting, copy.deepcopy(model)).train(plan.steps)
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[Seen]:
+        return RankTrainer(setting, copy.deepcopy(model), rank, group).train(plan.steps)
+
+    ranks = run_ranks(setting.world_size, body, group_timeout_seconds=timeout_seconds)
+    compare(setting, ranks, oracle, 1e-10)
+
+
+def check_means(plan: MeanTraining, timeout_seconds: float = GROUP_TIMEOUT_SECONDS) -> None:
+    """Assert the same where losses are weighted means, and of the means themselves."""
+    setting, model = plan.setting, first_model(plan.setting)
+    oracle = Trainer(setting, copy.deepcopy(model)).train_on_means(plan.batches)
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[Seen]:
+        trainer = RankTrainer(setting, copy.deepcopy(model), rank, group)
+        return trainer.train_on_means(plan.batches)
+
+    ranks = run_ranks(setting.world_size, body, group_timeout_seconds=timeout_seconds)
+    compare(setting, ranks, oracle, 1e-12)
+
+
+def first_model(setting: Setting) -> RandomModel:
+    model = build(setting.recipe)
+    model.freeze(setting.frozen)
+    return model
+
+
+def compare(
+    setting: Setting, ranks: Sequence[Sequence[Seen]], oracle: Sequence[Seen], slack: float
+) -> None:
+    """Assert that ranks have what one process has, and all the same bits; rank 0's, in buffers."""
+    has_single = any(part.kind == "single" for part in setting.recipe)
+    for rank, seen in enumerate(ranks):
+        for mine, first, theirs in zip(seen, ranks[0], oracle, strict=True):
+            where = f"{theirs.moment}, on rank {rank}"
+            assert mine.moment == theirs.moment
+            of_values = SINGLE_TOLERANCE if has_single and mine.moment == "a mean" else slack
+            if mine.tensors is not None:
+                assert_close(mine.tensors, theirs.tensors, of_values, where)
+            if mine.tensors is not None and first.tensors is not None:
+                assert_close(mine.tensors, first.tensors, 0, f"{where}, beside rank 0")
+            assert_close(mine.buffers, first.buffers, 0, f"{where}, buffers beside rank 0")
+
+
+def assert_close(mine: Tensors, theirs: Tensors, slack: float, where: str) -> None:
+    for place, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        assert (a is None) == (b is None), f"{where}, number {place}: {a} and not {b}"
+        if a is None or b is None:
+            continue
+        own = max(slack, SINGLE_TOLERANCE) if slack and a.dtype is torch.float32 else slack
+        if not torch.allclose(a, b, rtol=own, atol=own, equal_nan=True):  # which is fast
+            message = f"{where}, number {place}"
+            torch.testing.assert_close(
+                a, b, rtol=own, atol=own, equal_nan=True, msg=lambda why, m=message: f"{m}: {why}"
+            )
+
+
+@settings(many, max_examples=200)
+@given(plan=trainings())
+def test_any_course_of_training_is_that_of_one_process(plan: Training) -> None:
+    check_training(plan)
+
+
+@settings(many, max_examples=150)
+@given(plan=mean_trainings())
+def test_any_means_are_those_of_one_process(plan: MeanTraining) -> None:
+    check_means(plan)
