@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ class Bucket:
         indices: Which of the reducer's parameters these are, in buffer order.
         tail: Room at the end of the buffer for facts that travel with the gradients.
         num_missing: How many gradients of this backward have yet to come.
+        scales_on_the_way: Whether its gradients are large, and so are scaled while they are copied.
         averages: Whether the group had better average it: to scale small gradients on their way
             in takes another pass over memory.
     """
@@ -64,18 +66,17 @@ class Bucket:
         sizes = [parameter.numel() for parameter in self._parameters]
         first = self._parameters[0]
         numel = sum(sizes) + tail_size
-        self._is_coarse = sum(sizes) >= _COARSE_NUMEL * len(sizes)
+        self.scales_on_the_way = sum(sizes) >= _COARSE_NUMEL * len(sizes)
         self.averages = False
         if buffers_from is None:
             self._buffer = torch.zeros(numel, dtype=first.dtype, device=first.device)
         else:
             self._buffer = zero_buffer(buffers_from, numel, first.dtype, first.device)
-            self.averages = not self._is_coarse and can_average(buffers_from, first.device)
-        *self._parts, self.tail = self._buffer.split([*sizes, tail_size])
-        self._gradients = self._buffer[: sum(sizes)]
+            self.averages = not self.scales_on_the_way and can_average(buffers_from, first.device)
+        self._gradients, self.tail = self._buffer.split([sum(sizes), tail_size])
+        self._offsets = [0, *accumulate(sizes)]
         self._views = [
-            _view_like(part, parameter)
-            for part, parameter in zip(self._parts, self._parameters, strict=True)
+            self._view_like(place, parameter) for place, parameter in enumerate(self._parameters)
         ]
         self._pointers = [view.data_ptr() for view in self._views]
         # What has been launched, and is waited for with wait().
@@ -100,7 +101,7 @@ class Bucket:
         """
         place = self._place_of_index[index]
         self._waiting.append(place)
-        self._waiting_numel += self._parts[place].numel()
+        self._waiting_numel += self._views[place].numel()
         if self._waiting_numel >= _COARSE_NUMEL:
             self._bring(self._waiting, touched, scale)
             for place in self._waiting:
@@ -109,7 +110,7 @@ class Bucket:
 
     def has_taken(self, index: int) -> bool:
         """Whether it is too late to add to the gradient of parameter ``index``."""
-        is_scaled = self._is_coarse and bool(self._is_taken[self._place_of_index[index]])
+        is_scaled = self.scales_on_the_way and bool(self._is_taken[self._place_of_index[index]])
         return self.is_in_flight() or is_scaled
 
     def fill(self, touched: bytearray, scale: float) -> None:
@@ -129,7 +130,7 @@ class Bucket:
             self._bring(rest, touched, scale)
         if changed:
             self._bring(changed, touched, 1)
-        if not self._is_coarse and scale != 1:
+        if not self.scales_on_the_way and scale != 1:
             self._gradients.mul_(scale)
 
     def _bring(self, places: Sequence[int], touched: bytearray, scale: float) -> None:
@@ -148,7 +149,7 @@ class Bucket:
             here, views, sources, lacking = self._sort(places, touched)
         if lacking:
             torch._foreach_zero_(lacking)
-        if self._is_coarse:
+        if self.scales_on_the_way:
             for view, source in zip([*here, *views], [*here, *sources], strict=True):
                 torch.mul(source, scale, out=view)
         elif views:
@@ -213,7 +214,19 @@ class Bucket:
         """
         for place in places:
             if self._views[place].data_ptr() != self._pointers[place]:
-                self._views[place] = _view_like(self._parts[place], self._views[place])
+                self._views[place] = self._view_like(place, self._views[place])
+
+    def _view_like(self, place: int, parameter: torch.Tensor) -> torch.Tensor:
+        """A view with the parameter's shape and, if it is dense, its memory order.
+
+        Optimizers and autograd are fastest if a gradient lies in memory as its parameter does
+        (say, channels last).
+        """
+        start = self._offsets[place]  # the buffer may itself be a part of something
+        if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+            offset = self._buffer.storage_offset() + start
+            return self._buffer.as_strided(parameter.shape, parameter.stride(), offset)
+        return self._buffer[start : start + parameter.numel()].view(parameter.shape)
 
     def adopt(self, place: int) -> None:
         """Make the parameter at ``place`` have its view here as its gradient."""
@@ -269,17 +282,6 @@ class Bucket:
         self._is_taken = bytearray(len(self.indices))
         self._waiting, self._waiting_numel = [], 0
         self.num_missing = len(self.indices)
-
-
-def _view_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A view with the parameter's shape and, if it is dense, its memory order.
-
-    Optimizers and autograd are fastest if a gradient lies in memory as its parameter does
-    (say, channels last).
-    """
-    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return part.as_strided(parameter.shape, parameter.stride())
-    return part.view(parameter.shape)
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

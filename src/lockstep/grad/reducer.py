@@ -205,7 +205,7 @@ class Reducer:
         self._touched[index] = TOUCHED_NOW
         self._arrival_order.append(index)
         bucket = self._bucket_of[index]
-        if is_all and self._launches_early:
+        if is_all and (self._launches_early or not bucket.scales_on_the_way):
             bucket.take(index, self._touched, self._scale)
         bucket.num_missing -= 1
         if not bucket.num_missing and self._launches_early and self._turns:
