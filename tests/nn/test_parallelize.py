@@ -167,6 +167,19 @@ def test_different_branches_on_each_rank_each_step(parallel) -> None:
     run_ranks(3, body)
 
 
+def test_unused_parameters_are_named_once(caplog) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(net(), process_group=group)
+        for branch in (rank, rank, None):
+            model(parts(2)[rank], branch).sum().backward()
+
+    with caplog.at_level("INFO", logger="lockstep"):
+        run_ranks(2, body)
+    (said,) = [record.getMessage() for record in caplog.records if "No rank used" in record.message]
+    assert "branches.2.weight, branches.2.bias" in said
+    assert "branches.1" not in said
+
+
 def test_gradient_nobody_touched_keeps_its_bits() -> None:
     """Three times a third is not one: what no rank used must not even pass through the sum."""
 
