@@ -38,7 +38,9 @@ class Conductor:
         self.task_id = -1
         self._num_engines = 0
         self._engines: list[weakref.ref[Engine]] = []
+        # Those in the backward that runs: first as foreseen when it began, then the others.
         self._running: list[Engine] = []
+        self._late: list[Engine] = []
         self._end: weakref.ref[_EndOfBackward] | None = None
 
     def add(self, engine: Engine) -> int:
@@ -60,7 +62,7 @@ class Conductor:
         """A gradient has come to ``engine``, the first one in this backward."""
         if self.task_id != -1:
             # It couldn't be foreseen, as it is inside of a reentrant checkpoint. It comes last.
-            self._running.append(engine)
+            self._late.append(engine)
             engine.begin_backward(Turns([]))
             return
         engines = self.engines()
@@ -131,14 +133,16 @@ class Conductor:
             enclosing.register_hook(lambda *_: _queue(end))
 
     def _backward_is_gone(self, _: object = None) -> None:
-        for engine in self._running:
+        for engine in [*self._running, *self._late]:
             engine.reducer.give_up()
-        self._running = []
+        self._running, self._late = [], []
         self.task_id = -1
 
     def end(self) -> None:
         """The backward is over: wait until everything has arrived."""
-        engines, self._running = self._running, []
+        # Late ones come in another order on each rank.
+        engines = [*self._running, *sorted(self._late, key=lambda engine: engine.number)]
+        self._running, self._late = [], []
         self.task_id = -1
         reducers = [engine.reducer for engine in engines]
         for reducer in reducers:

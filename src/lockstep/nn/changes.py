@@ -7,6 +7,7 @@ engine takes up what is new. Between changes none of this costs anything.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from torch.utils.hooks import RemovableHandle
 if TYPE_CHECKING:
     from lockstep.nn.engine import Engine
 
+# Ranks may be threads, and a set that another thread changes can't be gone through.
+_lock = threading.RLock()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 # Which engines look after each module.
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Engine]] = (
@@ -31,26 +34,32 @@ _forward_hooks: list[RemovableHandle] = []
 
 def watch(engine: Engine) -> None:
     """From now on notice what is put into the modules of ``engine``."""
-    if not _registration_hooks:
-        _registration_hooks.append(hooks.register_module_parameter_registration_hook(_is_put_into))
-        _registration_hooks.append(hooks.register_module_module_registration_hook(_is_put_into))
-    _engines.add(engine)
-    if engine.module is not None:
-        _watch_parts(engine, engine.module)
+    with _lock:
+        if not _registration_hooks:
+            for register in (
+                hooks.register_module_parameter_registration_hook,
+                hooks.register_module_module_registration_hook,
+            ):
+                _registration_hooks.append(register(_is_put_into))
+        _engines.add(engine)
+        if engine.module is not None:
+            _watch_parts(engine, engine.module)
 
 
 def mark_stale(engine: Engine) -> None:
     """Let ``engine`` look at its module anew before the next forward of any of its parts."""
-    engine.is_stale = True
-    _stale.add(engine)
-    if not _forward_hooks:
-        _forward_hooks.append(hooks.register_module_forward_pre_hook(_before_forward))
+    with _lock:
+        engine.is_stale = True
+        _stale.add(engine)
+        if not _forward_hooks:
+            _forward_hooks.append(hooks.register_module_forward_pre_hook(_before_forward))
 
 
 def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
     """The engines that look after some of ``parameters``, in the order in which they were made."""
     wanted = {id(parameter) for parameter in parameters}
-    found = [engine for engine in _engines if engine.looks_after(wanted)]
+    with _lock:
+        found = [engine for engine in _engines if engine.looks_after(wanted)]
     return sorted(found, key=lambda engine: engine.number)
 
 
@@ -60,18 +69,20 @@ def _watch_parts(engine: Engine, module: nn.Module) -> None:
 
 
 def _is_put_into(module: nn.Module, name: str, value: object) -> None:
-    for engine in _watched.get(module, ()):
-        if isinstance(value, nn.Module):
-            _watch_parts(engine, value)
-        mark_stale(engine)
+    with _lock:
+        for engine in list(_watched.get(module, ())):
+            if isinstance(value, nn.Module):
+                _watch_parts(engine, value)
+            mark_stale(engine)
 
 
 def _before_forward(module: nn.Module, _: Any) -> None:
-    for engine in list(_watched.get(module, ())):
-        if engine.is_stale:
-            engine.refresh()
-            _stale.discard(engine)
-    if not any(engine.is_stale for engine in _stale):
-        _stale.clear()
-        while _forward_hooks:
-            _forward_hooks.pop().remove()
+    with _lock:
+        stale = [engine for engine in _watched.get(module, ()) if engine.is_stale]
+    for engine in stale:
+        engine.refresh()  # without the lock, as it waits for the other ranks
+    with _lock:
+        if not any(engine.is_stale for engine in _stale):
+            _stale.clear()
+            while _forward_hooks:
+                _forward_hooks.pop().remove()

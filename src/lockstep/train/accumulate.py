@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -35,7 +36,8 @@ def accumulate(module: nn.Module) -> Iterator[None]:
         ModelError: If ``module`` isn't parallel.
     """
     with no_sync(module):
-        batch = _batches.setdefault(module, _Batch(module))
+        with _lock:
+            batch = _batches.setdefault(module, _Batch(module))
         batch.num_contexts += 1
         try:
             yield
@@ -53,7 +55,9 @@ def count_micro_batch(count: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: If it is one of two means over different numbers in one backward.
     """
-    batches = [batch for batch in list(_batches.values()) if batch.is_reached()]
+    with _lock:
+        batches = list(_batches.values())
+    batches = [batch for batch in batches if batch.is_reached()]
     total = count
     # Parallel parts of a parallel model share parameters with it: each is scaled once.
     scaled: set[int] = set()
@@ -119,4 +123,6 @@ class _Batch:
         return total
 
 
+# Ranks may be threads, and a dictionary that another thread changes can't be gone through.
+_lock = threading.Lock()
 _batches: weakref.WeakKeyDictionary[nn.Module, _Batch] = weakref.WeakKeyDictionary()
