@@ -3,10 +3,14 @@
 What is drawn is a plan. It says everything that one process does, or many in step, so a plan that
 fails can be printed, and run again alone.
 
-The rules of a plan are those of lockstep, beside which everything goes: the last backward before
-an optimizer's step is one that reduces; and a rank whose loss touches nothing, which takes part
-when it steps, has no other reduced backward in that step, and nothing that is added up and not yet
-reduced, since who steps like that means to (see :func:`_give_something_to_do`).
+Whatever lockstep allows is drawn. What it doesn't is this:
+
+- An optimizer steps on gradients that are not reduced: the last backward before a step reduces.
+- A rank whose loss touches nothing, and which takes part when it steps, has another reduced
+  backward in that step, or gradients that wait to be reduced (see :func:`_give_something_to_do`).
+- Gradients of an earlier batch are there when means are accumulated, which scales all that is
+  there: before such a batch there is a zero_grad().
+- A rank that has samples takes a mean of values without a graph, and so can't run a backward.
 """
 
 from __future__ import annotations
@@ -385,8 +389,9 @@ class MeanTraining(NamedTuple):
     batches: Sequence[Batch]
 
 
-seeds = st.integers(0, 9)
-some_rows = st.sampled_from([2, 1, 0, 3, 5])
+def one_in(number: int) -> st.SearchStrategy[bool]:
+    """Whether something happens that does once in so many times, and not in a minimal plan."""
+    return st.integers(1, number).map(lambda drawn: drawn == number)
 
 
 @st.composite
@@ -397,8 +402,8 @@ def recipes(draw: st.DrawFn) -> Sequence[Part]:
             kind=draw(st.sampled_from(list(KINDS))),
             source=draw(st.integers(0, index)),
             of=draw(st.integers(0, max(0, index - 1))),
-            is_used=draw(st.integers(0, 5)) < 5,
-            is_checkpointed=draw(st.integers(0, 3)) == 3,
+            is_used=not draw(one_in(6)),
+            is_checkpointed=draw(one_in(4)),
         )
         for index in range(count)
     ]
@@ -422,7 +427,7 @@ def settings_of_training(draw: st.DrawFn) -> Setting:
 def frozen_parts(draw: st.DrawFn, model: RandomModel) -> Sequence[int]:
     """Parts to freeze, so that something is left to train."""
     indices = range(len(model.recipe))
-    frozen = [index for index in indices if draw(st.integers(0, 4)) == 4]
+    frozen = [index for index in indices if draw(one_in(5))]
     model.freeze(frozen)
     return frozen if any(p.requires_grad for p in model.parameters()) else []
 
@@ -435,7 +440,7 @@ def uses(draw: st.DrawFn, model: RandomModel) -> Use:
         return Use(method, at=draw(st.sampled_from(indices)))
     if method in ("nothing", "leaf"):
         return Use(method)
-    return Use(method, tuple(index for index in indices if draw(st.integers(0, 3)) == 3))
+    return Use(method, tuple(index for index in indices if draw(one_in(4))))
 
 
 def _something(model: RandomModel) -> Use:
@@ -447,10 +452,10 @@ def _something(model: RandomModel) -> Use:
 @st.composite
 def losses(draw: st.DrawFn, model: RandomModel, world_size: int) -> Loss:
     ranks = range(world_size)
-    sizes = [draw(some_rows) for _ in ranks]
+    sizes = [draw(st.sampled_from([2, 1, 0, 3, 5])) for _ in ranks]
     if draw(st.booleans()):
-        return Loss(draw(seeds), sizes, [draw(uses(model))] * world_size)
-    return Loss(draw(seeds), sizes, [draw(uses(model)) for _ in ranks])
+        return Loss(draw(st.integers(0, 9)), sizes, [draw(uses(model))] * world_size)
+    return Loss(draw(st.integers(0, 9)), sizes, [draw(uses(model)) for _ in ranks])
 
 
 @st.composite
@@ -458,7 +463,7 @@ def rounds(
     draw: st.DrawFn, model: RandomModel, world_size: int, frozen: Sequence[int]
 ) -> tuple[Round, Sequence[int]]:
     """A round, and what is frozen in it and from then on."""
-    if draw(st.integers(0, 4)) == 4:
+    if draw(one_in(5)):
         frozen = draw(frozen_parts(model))
     model.freeze(frozen)
     made = []
@@ -483,7 +488,7 @@ def steps(
     *others, last = drawn[-1].backwards
     drawn[-1] = drawn[-1]._replace(backwards=[*others, last._replace(how="reduce")])
     made = _give_something_to_do(model, drawn, world_size)
-    return Step(made, has_new_optimizer=draw(st.integers(0, 4)) == 4), frozen
+    return Step(made, has_new_optimizer=draw(one_in(5))), frozen
 
 
 def _give_something_to_do(
@@ -541,14 +546,14 @@ def micro_batches(draw: st.DrawFn, model: RandomModel, setting: Setting) -> Micr
         kind=draw(st.sampled_from(["none", "scalar", "each"])),
         factors=[draw(st.sampled_from([1.0, 2.5, 0.0])) for _ in loss.sizes],
         is_by_column=draw(st.booleans()),
-        is_bare=setting.is_wrapped and draw(st.integers(0, 3)) == 3,
+        is_bare=setting.is_wrapped and draw(one_in(4)),
     )
 
 
 @st.composite
 def batches(draw: st.DrawFn, model: RandomModel, setting: Setting) -> Batch:
     few = st.lists(micro_batches(model, setting), max_size=2)
-    dropped = draw(few) if draw(st.integers(0, 3)) == 3 else []
+    dropped = draw(few) if draw(one_in(4)) else []
     before, last = draw(few), draw(micro_batches(model, setting))
     # The whole has samples that count.
     uses_of = [_something(model), *last.loss.uses[1:]]

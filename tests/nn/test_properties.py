@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import lockstep
@@ -45,8 +47,16 @@ LEARNING_RATE = 0.02
 SINGLE_TOLERANCE = 1e-5
 GROUP_TIMEOUT_SECONDS = 10
 
-many = settings(
-    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+# How long a smaller plan is looked for when one fails: pytest ends a test after 120 seconds.
+PATIENCE_SECONDS = 30
+
+few_hundred = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate, Phase.shrink],
+    report_multiple_bugs=False,
 )
 
 
@@ -290,13 +300,44 @@ def assert_close(mine: Tensors, theirs: Tensors, slack: float, where: str) -> No
             )
 
 
-@settings(many, max_examples=200)
-@given(plan=trainings())
-def test_any_course_of_training_is_that_of_one_process(plan: Training) -> None:
-    check_training(plan)
+class Checker:
+    """Checks plans and, once one has failed, for so many seconds other ones.
+
+    After that only those fail that have failed before, with which hypothesis is content.
+    """
+
+    def __init__(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._patience_seconds = patience_seconds
+        self._deadline = float("inf")
+        self._failed: set[str] = set()
+
+    def __call__(self, plan: Training | MeanTraining) -> None:
+        if time.monotonic() > self._deadline and repr(plan) not in self._failed:
+            return
+        try:
+            check_training(plan) if isinstance(plan, Training) else check_means(plan)
+        except BaseException:
+            if not self._failed:
+                self._deadline = time.monotonic() + self._patience_seconds
+            self._failed.add(repr(plan))
+            raise
 
 
-@settings(many, max_examples=150)
-@given(plan=mean_trainings())
-def test_any_means_are_those_of_one_process(plan: MeanTraining) -> None:
-    check_means(plan)
+def check_all(plans: st.SearchStrategy[Training | MeanTraining], how: settings) -> None:
+    """Check plans, as many and as ``how`` says."""
+    check = Checker()
+
+    @how
+    @given(plan=plans)
+    def check_one(plan: Training | MeanTraining) -> None:
+        check(plan)
+
+    check_one()
+
+
+def test_any_course_of_training_is_that_of_one_process() -> None:
+    check_all(trainings(), settings(few_hundred, max_examples=300))
+
+
+def test_any_means_are_those_of_one_process() -> None:
+    check_all(mean_trainings(), settings(few_hundred, max_examples=300))

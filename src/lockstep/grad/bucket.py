@@ -12,10 +12,11 @@ from lockstep.comm import can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ModelError, ParameterChanged
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 
-# Gradients from this size on, on average, are dealt with one by one, and smaller ones so many
-# together. Below it, what a call costs is more than what a second pass over the memory does (2 us
-# against 16 K floats).
+# Gradients from this size on, on average, are dealt with one by one. Below it, what a call costs
+# is more than what a second pass over the memory does (2 us against 16 K floats).
 _COARSE_NUMEL = 16 * 1024
+# So many elements of smaller ones are brought together.
+_CHUNK_NUMEL = 128 * 1024
 
 
 # What a reducer knows of a gradient since it was last reduced: it hasn't changed (0), it was added
@@ -41,6 +42,7 @@ class Bucket:
         indices: Which of the reducer's parameters these are, in buffer order.
         tail: Room at the end of the buffer for facts that travel with the gradients.
         num_missing: How many gradients of this backward have yet to come.
+        next_flush: At how many missing ones to call :meth:`take_chunk`.
         scales_on_the_way: Whether its gradients are large, and so are scaled while they are copied.
         averages: Whether the group had better average it: to scale small gradients on their way
             in takes another pass over memory.
@@ -55,18 +57,13 @@ class Bucket:
         buffers_from: dist.ProcessGroup | None = None,
     ) -> None:
         self.indices = list(indices)
-        self.num_missing = len(self.indices)
         self._names = list(names)
         self._parameters = list(parameters)
-        self._place_of_index = {index: place for place, index in enumerate(self.indices)}
-        # Of the backward that runs: what is here already, and what is to be brought with the next.
-        self._is_taken = bytearray(len(self.indices))
-        self._waiting: list[int] = []
-        self._waiting_numel = 0
         sizes = [parameter.numel() for parameter in self._parameters]
         first = self._parameters[0]
         numel = sum(sizes) + tail_size
         self.scales_on_the_way = sum(sizes) >= _COARSE_NUMEL * len(sizes)
+        self._chunk = max(1, _CHUNK_NUMEL * len(sizes) // max(1, sum(sizes)))
         self.averages = False
         if buffers_from is None:
             self._buffer = torch.zeros(numel, dtype=first.dtype, device=first.device)
@@ -82,6 +79,7 @@ class Bucket:
         # What has been launched, and is waited for with wait().
         self._work: dist.Work | None = None
         self._hooked: torch.futures.Future[torch.Tensor] | None = None
+        self.forget()
 
     @property
     def names(self) -> str:
@@ -94,23 +92,27 @@ class Bucket:
         return self._work is not None or self._hooked is not None
 
     def take(self, index: int, touched: bytearray, scale: float) -> None:
-        """Note that a gradient is all there is to come, and bring it here before long.
+        """Bring a gradient here, which has come just now and is all there.
 
         While it is still in the cores' caches; and what autograd has made for it is free again
         long before the bucket is full.
         """
-        place = self._place_of_index[index]
-        self._waiting.append(place)
-        self._waiting_numel += self._views[place].numel()
-        if self._waiting_numel >= _COARSE_NUMEL:
-            self._bring(self._waiting, touched, scale)
-            for place in self._waiting:
-                self._is_taken[place] = True
-            self._waiting, self._waiting_numel = [], 0
+        place = self.indices.index(index)
+        self._bring([place], touched, scale)
+        self._is_taken[place] = True
+
+    def take_chunk(self, touched: bytearray) -> None:
+        """Bring the next small gradients here, unscaled, if they have all come."""
+        places = range(self._next_chunk, self._next_chunk + self._chunk)
+        self._next_chunk += self._chunk
+        self.next_flush -= self._chunk
+        if all(touched[self.indices[place]] == TOUCHED_NOW for place in places):
+            self._bring(places, touched, 1)
+            self._is_taken[places.start : places.stop] = b"\1" * len(places)
 
     def has_taken(self, index: int) -> bool:
         """Whether it is too late to add to the gradient of parameter ``index``."""
-        is_scaled = self.scales_on_the_way and bool(self._is_taken[self._place_of_index[index]])
+        is_scaled = self.scales_on_the_way and bool(self._is_taken[self.indices.index(index)])
         return self.is_in_flight() or is_scaled
 
     def fill(self, touched: bytearray, scale: float) -> None:
@@ -279,9 +281,11 @@ class Bucket:
     def forget(self) -> None:
         """Get ready for the next backward, whatever became of this one."""
         self._work = self._hooked = None
-        self._is_taken = bytearray(len(self.indices))
-        self._waiting, self._waiting_numel = [], 0
         self.num_missing = len(self.indices)
+        # What is here already of this backward's, and where those begin that come next.
+        self._is_taken = bytearray(len(self.indices))
+        self._next_chunk = 0
+        self.next_flush = self.num_missing - self._chunk
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

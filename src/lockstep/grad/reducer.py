@@ -67,6 +67,9 @@ class Reducer:
         process_group: As given.
         share: What the gradients of each rank are multiplied by before they are added up.
         comm_hook: What reduces the buckets instead of an all-reduce.
+        takes_early: Whether gradients are copied into their bucket when they come, and not only
+            when it is full. A backward inside of a backward may add to them later, and one with
+            ``create_graph`` gives them a graph.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Reducer:
         self.process_group = group
         self.share = 1 / group.size()
         self.comm_hook: CommHook | None = None
+        self.takes_early = False
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         self._cap_bytes = cap_bytes
@@ -191,13 +195,8 @@ class Reducer:
         """The gradient of parameter ``index`` has grown, and is not to be reduced yet."""
         self._touched[index] = TOUCHED_EARLIER
 
-    def mark_ready(self, index: int, *, is_all: bool = False) -> None:
-        """The gradient of parameter ``index`` has come; its bucket leaves when it is full.
-
-        Args:
-            index: Which parameter.
-            is_all: Whether it is known that the rest of this backward won't add to it.
-        """
+    def mark_ready(self, index: int) -> None:
+        """The gradient of parameter ``index`` has come; its bucket leaves when it is full."""
         if self._arrivals[index]:
             self._take_unawaited(index)
             return
@@ -205,9 +204,13 @@ class Reducer:
         self._touched[index] = TOUCHED_NOW
         self._arrival_order.append(index)
         bucket = self._bucket_of[index]
-        if is_all and (self._launches_early or not bucket.scales_on_the_way):
-            bucket.take(index, self._touched, self._scale)
         bucket.num_missing -= 1
+        if self.takes_early:
+            if not bucket.scales_on_the_way:
+                if bucket.num_missing == bucket.next_flush:
+                    bucket.take_chunk(self._touched)
+            elif self._launches_early:
+                bucket.take(index, self._touched, self._scale)
         if not bucket.num_missing and self._launches_early and self._turns:
             self._turns.launch_full_buckets()
 

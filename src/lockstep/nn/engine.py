@@ -155,20 +155,20 @@ class Engine:
         if not self.is_syncing:
             self.reducer.mark_accumulated(index)
             return
-        with self.conductor.lock:
+        conductor = self.conductor
+        with conductor.lock:
             if self.reducer.phase is Phase.IDLE:
-                self.conductor.begin(self)
+                conductor.begin(self)
                 # It may have taken up changes, and with them given out other numbers.
                 if id(parameter) not in self._index:
                     return
                 index = self._index[id(parameter)]
-            elif torch._C._current_graph_task_id() != self.conductor.task_id:
+            elif torch._C._current_graph_task_id() != conductor.task_id:
                 # A backward inside of a backward, as reentrant checkpoints have. What will come
                 # of it can't be foreseen: see is_reached.
                 self._sees_nested_tasks = True
-            # With create_graph, gradients have a graph, which is not to be copied into buckets.
-            is_all = not self._sees_nested_tasks and not torch.is_grad_enabled()
-            self.reducer.mark_ready(index, is_all=is_all)
+                self.reducer.takes_early = False
+            self.reducer.mark_ready(index)
 
     def gradient_has_thawed(self, parameter: torch.Tensor) -> None:
         """A parameter has got a gradient that was frozen when hooks were hung."""
@@ -257,6 +257,7 @@ class Engine:
         """A backward begins whose gradients are to be reduced."""
         self.num_backwards += 1
         self.reducer.begin(turns)
+        self.reducer.takes_early = not (self._sees_nested_tasks or torch.is_grad_enabled())
         if self.conductor.task_id != -1 and not self._sees_nested_tasks:
             self.reducer.excuse(
                 index for index in self._left_out if not is_reached(self._parameters[index])
