@@ -1,0 +1,203 @@
+"""Training in step on a GPU: two ranks share one, over Gloo. Skipped where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn import functional as F
+
+import lockstep
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(300),
+]
+
+GPU = torch.device("cuda", 0)
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(20, 6, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 3, (20,), generator=generator)
+
+
+def oracle() -> list[torch.Tensor]:
+    model, (x, y) = classifier(), samples()
+    F.cross_entropy(model(x), y).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def own_rows(rank: int) -> slice:
+    return slice(0, 3) if rank == 0 else slice(3, 20)
+
+
+def losses_of(model: nn.Module, rows: slice | list[int]) -> torch.Tensor:
+    x, y = samples()
+    return F.cross_entropy(model(x[rows].to(GPU)), y[rows].to(GPU), reduction="none")
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    torch.cuda.synchronize()
+    return [p.grad.cpu() for p in model.parameters()]
+
+
+def assert_close(mine: list, theirs: list, tolerance: float = 1e-10) -> None:
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def mean_of_uneven_parts(world: lockstep.World) -> list[torch.Tensor]:
+    model = lockstep.parallelize(classifier().to(GPU))
+    for _ in range(3):
+        model.zero_grad()
+        lockstep.mean(losses_of(model, own_rows(world.rank))).backward()
+    return gradients_of(model)
+
+
+def micro_batches(world: lockstep.World) -> list[torch.Tensor]:
+    model = lockstep.DistributedDataParallel(classifier().to(GPU))
+    own = range(20)[own_rows(world.rank)]
+    for rows in (range(5), range(5, 6), range(6, 20)):
+        is_last = rows.stop == 20
+        with contextlib.nullcontext() if is_last else lockstep.accumulate(model):
+            lockstep.mean(losses_of(model, [row for row in rows if row in own])).backward()
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize("train", [mean_of_uneven_parts, micro_batches])
+def test_mean_gives_the_gradients_of_one_process(
+    train: Callable[[lockstep.World], list[torch.Tensor]],
+) -> None:
+    for mine in lockstep.launch(train, 2):
+        assert_close(mine, oracle())
+
+
+def with_hook(world: lockstep.World, name: str) -> list[list[torch.Tensor]]:
+    """The gradients of three steps, of ours and of torch's."""
+    every = []
+    for wrap in (lockstep.DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        model = wrap(classifier().float().to(GPU))
+        if name == "powerSGD":
+            state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        else:
+            model.register_comm_hook(None, getattr(default_hooks, name))
+        x, y = samples()
+        rows = own_rows(world.rank)
+        for _ in range(3):
+            model.zero_grad()
+            F.cross_entropy(model(x[rows].float().to(GPU)), y[rows].to(GPU)).backward()
+        every.append(gradients_of(model))
+    return every
+
+
+@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "powerSGD"])
+def test_torchs_hooks_do_what_they_do_in_torch(name: str) -> None:
+    for ours, theirs in lockstep.launch(with_hook, 2, (name,)):
+        assert_close(ours, theirs, 1e-5)
+
+
+class OnBoth(nn.Module):
+    """An embedding that stays on the CPU, and the rest on the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 6)
+        self.rest = nn.Linear(6, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.embed(tokens).to(self.rest.weight.device))
+
+
+def tokens() -> torch.Tensor:
+    return torch.arange(12).remainder(10)
+
+
+def on_both_devices(world: lockstep.World) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    model = OnBoth().double()
+    model.rest.to(GPU)
+    lockstep.parallelize(model, bucket_cap_mb=0.0001)
+    for _ in range(4):
+        model.zero_grad()
+        model(tokens().chunk(2)[world.rank]).square().sum().backward()
+    return gradients_of(model)
+
+
+def test_a_model_on_two_devices() -> None:
+    torch.manual_seed(5)
+    model = OnBoth().double()
+    (model(tokens()).square().sum() / 2).backward()
+    for mine in lockstep.launch(on_both_devices, 2):
+        assert_close(mine, [p.grad for p in model.parameters()])
+
+
+def normalised(world: lockstep.World) -> list[torch.Tensor]:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double().to(GPU)
+    torch.manual_seed(6)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, dtype=torch.float64).to(GPU)
+    model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)
+    wrapped = lockstep.DistributedDataParallel(model)
+    with wrapped.join():
+        for _ in range(1 + world.rank):
+            wrapped.zero_grad()
+            lockstep.mean(losses_of(wrapped, own_rows(world.rank))).backward()
+    return gradients_of(model)
+
+
+def test_a_loop_that_ends_earlier_on_one_rank() -> None:
+    _, mine = lockstep.launch(normalised, 2)
+    assert all(gradient.isfinite().all() for gradient in mine)
+
+
+def in_low_precision(world: lockstep.World) -> list[torch.Tensor]:
+    model = lockstep.DistributedDataParallel(classifier().float().to(GPU))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    x, y = samples()
+    rows = own_rows(world.rank)
+    for _ in range(5):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = F.cross_entropy(model(x[rows].float().to(GPU)), y[rows].to(GPU))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def test_autocast_and_a_gradient_scaler_keep_ranks_together() -> None:
+    first, second = lockstep.launch(in_low_precision, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def moved(world: lockstep.World) -> bool:
+    """A wrapper around a model on the CPU that goes to the GPU afterwards."""
+    model = lockstep.DistributedDataParallel(classifier())
+    model.to(GPU)
+    copied = copy.deepcopy(model)
+    for one in (model, copied):
+        lockstep.mean(losses_of(one, own_rows(world.rank))).backward()
+    theirs = [torch.empty_like(model.module[0].weight.grad) for _ in range(2)]
+    dist.all_gather(theirs, model.module[0].weight.grad)
+    return torch.equal(*theirs)
+
+
+def test_a_wrapper_that_moves_to_the_gpu() -> None:
+    assert lockstep.launch(moved, 2) == [True, True]
