@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import LateGradient
-from lockstep.grad import Phase, Reducer
+from lockstep.grad import CommHook, GradBucket, Phase, Reducer
 from tests.ranks import run_ranks
 
 
@@ -166,3 +167,31 @@ def test_phases():
     come(reducer, parameters, 0)
     reducer.finish()
     assert reducer.phase is Phase.IDLE
+
+
+def test_hooks_of_several_collectives_keep_their_order():
+    """A second all-reduce starts when the first is through, in another thread's time."""
+
+    def twice(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future:
+        buffer = bucket.buffer().div_(2 * group.size())
+        options = dist.AllreduceOptions()
+
+        def again(future: torch.futures.Future) -> torch.Tensor:
+            time.sleep(0.001 * (1 + group.rank() * bucket.index() % 3))
+            group.allreduce([buffer.div_(group.size())], options).wait()
+            return buffer.mul_(2)
+
+        return group.allreduce([buffer], options).get_future().then(again)
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[float]:
+        parameters = [torch.nn.Parameter(torch.zeros(3 + index)) for index in range(5)]
+        named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+        reducer = Reducer(named, group, cap_bytes=1, first_cap_bytes=1)
+        reducer.comm_hook = CommHook(group, twice)
+        for _ in range(10):
+            for parameter in parameters:
+                parameter.grad = None
+            backward(reducer, parameters, [4, 3, 2, 1, 0] if rank else [3, 4, 1, 2, 0])
+        return [p.grad[0].item() for p in parameters]
+
+    assert run_ranks(3, body) == [pytest.approx([1, 2, 3, 4, 5])] * 3

@@ -15,7 +15,7 @@ Whatever lockstep allows is drawn. What it doesn't is this:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -208,15 +208,19 @@ class RandomModel(nn.Module):
         parts = enumerate(self.recipe[:stop])
         return [index for index, part in parts if part.is_used and index not in use.left_out]
 
-    def touches(self, use: Use) -> bool:
-        """Whether a loss made in this way touches any parameter that is trained."""
-        parts = {
-            "part": [use.at],
-            "nothing": [],
-            "leaf": [],
-            "features": self._used(use, self._half()),
-        }.get(use.method, self._used(use))
-        return any(p.requires_grad for index in parts for p in self.parts[index].parameters())
+    def touched(self, uses: Iterable[Use]) -> set[int]:
+        """Which parameters, by number, get gradients from losses that are made in these ways."""
+        parts = {index for use in uses for index in self._runs(use)}
+        found = {id(p) for index in parts for p in self.parts[index].parameters()}
+        parameters = enumerate(self.parameters())
+        return {index for index, p in parameters if id(p) in found and p.requires_grad}
+
+    def _runs(self, use: Use) -> Sequence[int]:
+        if use.method == "part":
+            return [use.at]
+        if use.method in ("nothing", "leaf"):
+            return []
+        return self._used(use, self._half() if use.method == "features" else None)
 
     def freeze(self, frozen: Sequence[int]) -> None:
         """Freeze the parameters of these parts, and train all others."""
@@ -319,6 +323,10 @@ class Round(NamedTuple):
     is_forward_accumulating: bool
     backwards: Sequence[Backward]
 
+    def uses_of(self, backward: Backward, rank: int) -> Sequence[Use]:
+        """What leads to one of the backwards on this rank."""
+        return [self.losses[i].uses[rank] for i in backward.of]
+
 
 class Step(NamedTuple):
     """Some rounds, and a step of an optimizer, which may be a new one."""
@@ -358,9 +366,9 @@ class MicroBatch(NamedTuple):
         if self.kind == "scalar":
             return self.factors[rank]
         generator = torch.Generator().manual_seed(100 * self.loss.seed + rank)
-        size = self.loss.sizes[rank]
-        each = torch.rand(size, dtype=torch.float64, generator=generator)
-        each = self.factors[rank] * each.round(decimals=1)
+        each = torch.randint(0, 4, (self.loss.sizes[rank],), generator=generator).double()
+        each[:1] = 3.0  # so that it isn't all zeros by chance
+        each *= self.factors[rank]
         return each[:, None] if self.is_by_column else each
 
 
@@ -413,7 +421,7 @@ def recipes(draw: st.DrawFn) -> Sequence[Part]:
 def settings_of_training(draw: st.DrawFn) -> Setting:
     recipe = draw(recipes())
     return Setting(
-        world_size=draw(st.sampled_from([2, 3, 4, 1])),
+        world_size=draw(st.sampled_from([2, 3, 4, 3, 1])),
         recipe=recipe,
         frozen=draw(frozen_parts(build(recipe))),
         is_wrapped=draw(st.booleans()),
@@ -433,20 +441,20 @@ def frozen_parts(draw: st.DrawFn, model: RandomModel) -> Sequence[int]:
 
 
 @st.composite
-def uses(draw: st.DrawFn, model: RandomModel) -> Use:
+def ways_to_use(draw: st.DrawFn, model: RandomModel) -> Use:
     method = draw(st.sampled_from(METHODS))
     indices = range(len(model.recipe))
     if method == "part":
         return Use(method, at=draw(st.sampled_from(indices)))
     if method in ("nothing", "leaf"):
         return Use(method)
-    return Use(method, tuple(index for index in indices if draw(one_in(4))))
+    return Use(method, tuple(index for index in indices if draw(one_in(3))))
 
 
 def _something(model: RandomModel) -> Use:
     """A use that touches something in any case."""
     indices = range(len(model.recipe))
-    return next(use for index in indices if model.touches(use := Use("part", at=index)))
+    return next(use for index in indices if model.touched([use := Use("part", at=index)]))
 
 
 @st.composite
@@ -454,8 +462,8 @@ def losses(draw: st.DrawFn, model: RandomModel, world_size: int) -> Loss:
     ranks = range(world_size)
     sizes = [draw(st.sampled_from([2, 1, 0, 3, 5])) for _ in ranks]
     if draw(st.booleans()):
-        return Loss(draw(st.integers(0, 9)), sizes, [draw(uses(model))] * world_size)
-    return Loss(draw(st.integers(0, 9)), sizes, [draw(uses(model)) for _ in ranks])
+        return Loss(draw(st.integers(0, 9)), sizes, [draw(ways_to_use(model))] * world_size)
+    return Loss(draw(st.integers(0, 9)), sizes, [draw(ways_to_use(model)) for _ in ranks])
 
 
 @st.composite
@@ -473,7 +481,7 @@ def rounds(
     which = st.lists(st.sampled_from(range(len(made))), min_size=1, max_size=2, unique=True)
     hows = st.sampled_from(["reduce", "reduce", *CONTEXTS])
     backwards = [Backward(draw(which), draw(hows)) for _ in range(draw(st.integers(1, 3)))]
-    zero = draw(st.sampled_from([None, True, False]))
+    zero = draw(st.sampled_from([None, True, False, None]))
     return Round(frozen, zero, made, draw(st.booleans()), backwards), frozen
 
 
@@ -510,7 +518,7 @@ def _give_something_to_do(
             has_unreduced = [False] * world_size
         for backward in one.backwards:
             for rank in range(world_size):
-                touches = any(model.touches(uses_of[i][rank]) for i in backward.of)
+                touches = bool(model.touched(uses_of[i][rank] for i in backward.of))
                 if backward.how != "reduce":
                     has_unreduced[rank] |= touches
                     continue
@@ -538,7 +546,7 @@ def micro_batches(draw: st.DrawFn, model: RandomModel, setting: Setting) -> Micr
     loss = draw(losses(model, setting.world_size))
     # What touches nothing has nothing to run backward through, unless it is empty.
     uses_of = [
-        use if model.touches(use) else (_something(model) if size else Use("nothing"))
+        use if model.touched([use]) else (_something(model) if size else Use("nothing"))
         for use, size in zip(loss.uses, loss.sizes, strict=True)
     ]
     return MicroBatch(
@@ -555,10 +563,13 @@ def batches(draw: st.DrawFn, model: RandomModel, setting: Setting) -> Batch:
     few = st.lists(micro_batches(model, setting), max_size=2)
     dropped = draw(few) if draw(one_in(4)) else []
     before, last = draw(few), draw(micro_batches(model, setting))
-    # The whole has samples that count.
-    uses_of = [_something(model), *last.loss.uses[1:]]
-    loss = last.loss._replace(sizes=[last.loss.sizes[0] + 1, *last.loss.sizes[1:]], uses=uses_of)
-    last = last._replace(loss=loss, factors=[1.0, *last.factors[1:]])
+    # There are samples that count in the whole.
+    rank = draw(st.integers(0, setting.world_size - 1))
+    sizes, uses, factors = list(last.loss.sizes), list(last.loss.uses), list(last.factors)
+    sizes[rank] += 1
+    uses[rank] = uses[rank] if model.touched([uses[rank]]) else _something(model)
+    factors[rank] = 1.0
+    last = last._replace(loss=last.loss._replace(sizes=sizes, uses=uses), factors=factors)
     zeros = st.sampled_from([True, False] if dropped or before else [None, True, False])
     return Batch(dropped, draw(zeros), [*before, last], draw(st.booleans()), draw(st.booleans()))
 

@@ -20,7 +20,6 @@ from torch import nn
 
 import lockstep
 from tests.nn.random_models import (
-    Backward,
     Batch,
     Loss,
     MeanTraining,
@@ -82,6 +81,8 @@ class Trainer:
         self.bare = model
         self.model: nn.Module = model
         self.seen: list[Seen] = []
+        # Which parameters some rank has used since gradients were last reduced.
+        self.touched: set[int] = set()
         self.optimizer = self.new_optimizer()
 
     def new_optimizer(self) -> torch.optim.Optimizer:
@@ -106,14 +107,37 @@ class Trainer:
         with self.context("no_sync" if one.is_forward_accumulating else "reduce"):
             losses = [self.loss(loss) for loss in one.losses]
         for index, backward in enumerate(one.backwards):
-            of = [losses[i] for i in backward.of if losses[i].requires_grad]
             later = {i for other in one.backwards[index + 1 :] for i in other.of}
-            with self.context(backward.how):
-                if of:
-                    sum(of).backward(retain_graph=not later.isdisjoint(backward.of))
-            if backward.how == "reduce":
-                gradients = gradients_of(self.bare) if self.touches(one, backward) else None
-                self.see(f"{moment}, backward {index}", gradients)
+            self.run_backward(
+                backward.how,
+                [losses[i] for i in backward.of if losses[i].requires_grad],
+                retain_graph=not later.isdisjoint(backward.of),
+                uses=[one.uses_of(backward, rank) for rank in range(self.setting.world_size)],
+                moment=f"{moment}, backward {index}",
+            )
+
+    def run_backward(
+        self,
+        how: str,
+        losses: Sequence[torch.Tensor],
+        *,
+        retain_graph: bool,
+        uses: Sequence[Sequence[Use]],
+        moment: str,
+    ) -> None:
+        self.touched |= self.bare.touched(use for of_rank in uses for use in of_rank)
+        before = gradients_of(self.bare)
+        with self.context(how):
+            if losses:
+                sum(losses).backward(retain_graph=retain_graph)
+        if how != "reduce":
+            return
+        after = gradients_of(self.bare)
+        for number in set(range(len(before))) - self.touched:
+            # Not almost: it must not even pass through a sum.
+            assert_close(before[number : number + 1], after[number : number + 1], 0, moment)
+        self.touched = set()
+        self.see(moment, after if self.has_gradients(uses) else None)
 
     def train_on_means(self, batches: Sequence[Batch]) -> list[Seen]:
         for number, batch in enumerate(batches):
@@ -141,8 +165,8 @@ class Trainer:
     def context(self, how: str, *, is_bare: bool = False) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def touches(self, one: Round, backward: Backward) -> bool:
-        """Whether gradients are here when the backward is over."""
+    def has_gradients(self, uses: Sequence[Sequence[Use]]) -> bool:
+        """Whether gradients are here when a backward is over."""
         return True
 
     def loss(self, loss: Loss) -> torch.Tensor:
@@ -200,9 +224,9 @@ class RankTrainer(Trainer):
             return lockstep.accumulate(self.bare if is_bare else self.model)
         return contextlib.nullcontext()
 
-    def touches(self, one: Round, backward: Backward) -> bool:
-        """Whether this rank's loss does; if not, gradients come when the optimizer steps."""
-        return any(self.bare.touches(one.losses[i].uses[self.rank]) for i in backward.of)
+    def has_gradients(self, uses: Sequence[Sequence[Use]]) -> bool:
+        """Whether this rank's loss touches anything; else they come when the optimizer steps."""
+        return bool(self.bare.touched(uses[self.rank]))
 
     def loss(self, loss: Loss) -> torch.Tensor:
         count = sum(loss.sizes)

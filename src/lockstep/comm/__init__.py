@@ -1,5 +1,6 @@
 """Communication between ranks, always through a process group that is passed in."""
 
+from lockstep.comm.alone import LoneGroup
 from lockstep.comm.exchange import (
     TensorBroadcast,
     all_gather,
@@ -22,6 +23,7 @@ from lockstep.comm.roll import (
 
 __all__ = [
     "Answer",
+    "LoneGroup",
     "Roll",
     "Step",
     "TensorBroadcast",

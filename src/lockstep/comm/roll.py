@@ -23,10 +23,11 @@ class Step(IntEnum):
     """What a rank is about to do."""
 
     THROUGH = 0  # it has no more data: whatever the others do
-    BACKWARD = 1  # reduce the gradients of the engines whose bits are set
-    GATHER = 2  # all-gather so many elements of that dtype
-    SUM = 3  # all-reduce so many elements of that dtype
-    NOTHING = 4  # go on to the next forward, without having reduced anything
+    BEGIN = 1  # begin a backward of the engines whose bits are set
+    END = 2  # reduce their gradients
+    GATHER = 3  # all-gather so many elements of that dtype
+    SUM = 4  # all-reduce so many elements of that dtype
+    NOTHING = 5  # go on to the next forward, without having reduced anything
 
 
 class Answer(NamedTuple):
@@ -50,6 +51,7 @@ class Roll:
     """The roll of one group, while its ranks' loops may end at different times.
 
     Attributes:
+        is_active: Whether this rank still has data.
         num_counted: By how many ranks sums are divided to get means.
         last_active: Those ranks that weren't through when the roll was last called, or that were
             the last not to be.
@@ -69,6 +71,7 @@ class Roll:
         divide_by_active: bool = False,
         throws: bool = False,
     ) -> None:
+        self.is_active = True
         self.num_counted = group.size()
         self.last_active: Sequence[int] = range(group.size())
         self._group = group
@@ -83,6 +86,7 @@ class Roll:
             RuntimeError: If a rank is through, and that is to end it for all.
             CollectiveFailed: If those that are not through are about to do different things.
         """
+        self.is_active = step is not Step.THROUGH
         said = torch.tensor([step, first, second], device=self._device)
         heard = [tuple(row.tolist()) for row in all_gather(self._group, said)]
         active = [rank for rank, row in enumerate(heard) if row[0] != Step.THROUGH]
@@ -143,7 +147,7 @@ def sum_in_step(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
     """Add up ``tensor`` over the ranks, in place; ranks that are through add nothing."""
     if (roll := _rolls.get(group)) is not None:
         roll.call(Step.SUM, tensor.numel(), _DTYPES.index(tensor.dtype))
-    start_all_reduce(group, tensor).wait()
+    start_all_reduce(group, tensor.view(-1)).wait()
 
 
 def num_counted(group: dist.ProcessGroup) -> int:

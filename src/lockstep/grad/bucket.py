@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lockstep.comm import can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ModelError, ParameterChanged
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
+from lockstep.grad.views import view_like
 
 # Gradients from this size on, on average, are dealt with one by one. Below it, what a call costs
 # is more than what a second pass over the memory does (2 us against 16 K floats).
@@ -36,7 +37,8 @@ class Bucket:
         parameters: They themselves; of one dtype, and on one device.
         tail_size: How many elements to leave room for, behind the gradients.
         buffers_from: The group to ask for memory that it reduces in place. That memory is dear to
-            get, so it is for buckets that are kept.
+            get, so it is for buckets that are kept. Without, the tail lies elsewhere, since a
+            communication hook may do with its buffer what it likes.
 
     Attributes:
         indices: Which of the reducer's parameters these are, in buffer order.
@@ -61,19 +63,21 @@ class Bucket:
         self._parameters = list(parameters)
         sizes = [parameter.numel() for parameter in self._parameters]
         first = self._parameters[0]
-        numel = sum(sizes) + tail_size
         self.scales_on_the_way = sum(sizes) >= _COARSE_NUMEL * len(sizes)
         self._chunk = max(1, _CHUNK_NUMEL * len(sizes) // max(1, sum(sizes)))
         self.averages = False
         if buffers_from is None:
-            self._buffer = torch.zeros(numel, dtype=first.dtype, device=first.device)
+            self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+            self._gradients, self.tail = self._buffer, self._buffer.new_zeros(tail_size)
         else:
+            numel = sum(sizes) + tail_size
             self._buffer = zero_buffer(buffers_from, numel, first.dtype, first.device)
+            self._gradients, self.tail = self._buffer.split([sum(sizes), tail_size])
             self.averages = not self.scales_on_the_way and can_average(buffers_from, first.device)
-        self._gradients, self.tail = self._buffer.split([sum(sizes), tail_size])
         self._offsets = [0, *accumulate(sizes)]
         self._views = [
-            self._view_like(place, parameter) for place, parameter in enumerate(self._parameters)
+            view_like(self._buffer, self._offsets[place], parameter)
+            for place, parameter in enumerate(self._parameters)
         ]
         self._pointers = [view.data_ptr() for view in self._views]
         # What has been launched, and is waited for with wait().
@@ -216,19 +220,9 @@ class Bucket:
         """
         for place in places:
             if self._views[place].data_ptr() != self._pointers[place]:
-                self._views[place] = self._view_like(place, self._views[place])
-
-    def _view_like(self, place: int, parameter: torch.Tensor) -> torch.Tensor:
-        """A view with the parameter's shape and, if it is dense, its memory order.
-
-        Optimizers and autograd are fastest if a gradient lies in memory as its parameter does
-        (say, channels last).
-        """
-        start = self._offsets[place]  # the buffer may itself be a part of something
-        if torch.ops.aten.is_non_overlapping_and_dense(parameter):
-            offset = self._buffer.storage_offset() + start
-            return self._buffer.as_strided(parameter.shape, parameter.stride(), offset)
-        return self._buffer[start : start + parameter.numel()].view(parameter.shape)
+                self._views[place] = view_like(
+                    self._buffer, self._offsets[place], self._views[place]
+                )
 
     def adopt(self, place: int) -> None:
         """Make the parameter at ``place`` have its view here as its gradient."""
@@ -258,22 +252,35 @@ class Bucket:
         """Start summing, or averaging, the gradients and the tail over the ranks."""
         self._work = start_all_reduce(group, self._buffer, average=average)
 
-    def launch_through(
-        self, hook: CommHook, group: dist.ProcessGroup, index: int, *, is_last: bool
-    ) -> None:
-        """Let ``hook`` reduce the gradients; the tail is summed on its own."""
-        bucket = GradBucket(index, self._gradients, self._views, self._parameters, is_last=is_last)
+    def launch_through(self, hook: CommHook, index: int, *, is_last: bool) -> None:
+        """Let ``hook`` reduce the gradients, but not the tail."""
+        bucket = GradBucket(index, self._gradients, self._parameters, is_last=is_last)
         self._hooked = hook(bucket)
-        if self.tail.numel():
-            self._work = start_all_reduce(group, self.tail)
+
+    def is_hook_done(self) -> bool:
+        """Whether no hook is at work on it."""
+        return self._hooked is None or self._hooked.done()
+
+    def finish_hook(self) -> None:
+        """Wait for what a hook makes of it, and take that over."""
+        if self._hooked is not None:
+            hooked, self._hooked = self._hooked, None
+            numel = self._offsets[-1]
+            reduced = reduced_buffer(hooked, numel)
+            if reduced.data_ptr() != self._gradients.data_ptr():
+                self._gradients[:numel].copy_(reduced.view(-1))
+
+    def drop_hook(self) -> None:
+        """Wait no more for what a hook makes of it."""
+        self._hooked = None
+
+    def launch_tail(self, group: dist.ProcessGroup) -> None:
+        """Start summing the tail alone."""
+        self._work = start_all_reduce(group, self.tail)
 
     def wait(self) -> None:
         """Wait for what was launched, on this device's stream if it is a GPU."""
-        if self._hooked is not None:
-            hooked, self._hooked = self._hooked, None
-            reduced = reduced_buffer(hooked)
-            if reduced.data_ptr() != self._gradients.data_ptr():
-                self._gradients.copy_(reduced.view(-1))
+        self.finish_hook()
         if self._work is not None:
             work, self._work = self._work, None
             work.wait()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch.futures import Future
+
+from lockstep.grad.views import view_like
 
 
 class GradBucket:
@@ -20,14 +23,12 @@ class GradBucket:
         self,
         index: int,
         buffer: torch.Tensor,
-        gradients: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
         *,
         is_last: bool,
     ) -> None:
         self._index = index
         self._buffer = buffer
-        self._gradients = list(gradients)
         self._parameters = list(parameters)
         self._is_last = is_last
 
@@ -44,7 +45,11 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients, each a view of the buffer, in the shape of its parameter."""
-        return list(self._gradients)
+        starts = accumulate((parameter.numel() for parameter in self._parameters), initial=0)
+        return [
+            view_like(self._buffer, start, parameter)
+            for start, parameter in zip(starts, self._parameters, strict=False)
+        ]
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of their gradients."""
@@ -94,8 +99,8 @@ class CommHook(NamedTuple):
         return getattr(self.function, "__qualname__", repr(self.function))
 
 
-def reduced_buffer(future: Future[torch.Tensor]) -> torch.Tensor:
-    """Wait for what a hook has made of a bucket."""
+def reduced_buffer(future: Future[torch.Tensor], numel: int) -> torch.Tensor:
+    """Wait for what a hook has made of a bucket of so many elements."""
     value: Any = future.wait()
     # What a Work's future holds is the list of the tensors that its collective was given.
     while isinstance(value, list | tuple) and len(value) == 1:
@@ -104,5 +109,10 @@ def reduced_buffer(future: Future[torch.Tensor]) -> torch.Tensor:
         raise TypeError(
             f"The future of the communication hook holds a {type(value).__name__}, but must hold "
             "one tensor: the reduced buffer of the bucket."
+        )
+    if value.numel() != numel:
+        raise ValueError(
+            f"The future of the communication hook holds {value.numel()} elements, but the bucket "
+            f"has {numel}."
         )
     return value

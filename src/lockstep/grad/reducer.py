@@ -66,7 +66,7 @@ class Reducer:
         phase: Where it is in the course of a step.
         process_group: As given.
         share: What the gradients of each rank are multiplied by before they are added up.
-        comm_hook: What reduces the buckets instead of an all-reduce.
+        is_rearranged: Whether buckets have the order in which gradients came.
         takes_early: Whether gradients are copied into their bucket when they come, and not only
             when it is full. A backward inside of a backward may add to them later, and one with
             ``create_graph`` gives them a graph.
@@ -84,7 +84,7 @@ class Reducer:
         self.phase = Phase.IDLE
         self.process_group = group
         self.share = 1 / group.size()
-        self.comm_hook: CommHook | None = None
+        self._comm_hook: CommHook | None = None
         self.takes_early = False
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
@@ -98,17 +98,29 @@ class Reducer:
         self._arrivals = bytearray(count)
         self._arrival_order: list[int] = []
         self._left_out: list[int] = []
+        # Registration order turned around is a good guess: backward ends where forward began.
+        self._order: Sequence[int] = range(count - 1, -1, -1)
         # Empty until the first backward: a copy that is never trained needs no memory for it.
         self._buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
         self._has_reduced = False
-        self._is_rearranged = False
+        self.is_rearranged = False
         self._launches_early = False
         self._gets_gradients_twice = False
         self._has_told_of_unused = False
         self._next_launch = 0
         # Of the backward that runs; not longer, as it holds this reducer.
         self._turns: Turns | None = None
+
+    @property
+    def comm_hook(self) -> CommHook | None:
+        """What reduces the buckets instead of an all-reduce."""
+        return self._comm_hook
+
+    @comm_hook.setter
+    def comm_hook(self, hook: CommHook | None) -> None:
+        self._comm_hook = hook
+        self._buckets = []  # they are made of other memory for a hook
 
     @property
     def buckets(self) -> Sequence[Sequence[str]]:
@@ -153,7 +165,7 @@ class Reducer:
 
     def take_over(self, previous: Reducer) -> None:
         """Go on where ``previous`` stops: it had other parameters, of which some are here too."""
-        self.share, self.comm_hook = previous.share, previous.comm_hook
+        self.share, self._comm_hook = previous.share, previous.comm_hook
         self._gets_gradients_twice = previous._gets_gradients_twice
         known = {id(p): index for index, p in enumerate(previous._parameters)}
         for index, parameter in enumerate(self._parameters):
@@ -176,12 +188,12 @@ class Reducer:
         self._reset()
         self._turns = turns or Turns([self])
         self._touched = self._touched.replace(bytes([TOUCHED_NOW]), bytes([TOUCHED_EARLIER]))
+        if self._has_reduced and not self.is_rearranged:
+            self.is_rearranged = True
+            self._order = self._agreed_order()
+            self._buckets = []
         if not self._buckets:
-            # Registration order turned around is a good guess: backward ends where forward began.
-            self._arrange(range(len(self._parameters) - 1, -1, -1))
-        elif self._has_reduced and not self._is_rearranged:
-            self._is_rearranged = True
-            self._arrange(self._agreed_order())
+            self._arrange(self._order)
         self._arrival_order = []
         self.phase = Phase.COLLECTING
 
@@ -229,13 +241,15 @@ class Reducer:
         """The backward ended otherwise, and :meth:`finish` won't be called for it."""
         self.phase = Phase.IDLE
         self._turns = None
+        for bucket in self._buckets:
+            bucket.drop_hook()
 
     def launch_full_buckets(self) -> bool:
         """Launch what is full; return whether only the last bucket is left."""
         last = len(self._buckets) - 1
         with torch.no_grad():
             while self._launches_early and self._next_launch < last:
-                if self._buckets[self._next_launch].num_missing:
+                if self._buckets[self._next_launch].num_missing or self._hook_is_at_work():
                     return False
                 self._launch()
         return self._next_launch >= last
@@ -301,8 +315,19 @@ class Reducer:
                 bucket.tail.copy_(torch.tensor(list(self._touched), dtype=bucket.tail.dtype))
         if self.comm_hook is None:
             bucket.launch(self.process_group, average=average)
-        else:
-            bucket.launch_through(self.comm_hook, self.process_group, index, is_last=is_last)
+            return
+        # One after the other: hooks launch further collectives when their first is through, and
+        # in between none of another bucket may come, on some ranks only. Shown by
+        # test_hooks_of_several_collectives_keep_their_order.
+        if index:
+            self._buckets[index - 1].finish_hook()
+        bucket.launch_through(self.comm_hook, index, is_last=is_last)
+        if is_last:
+            bucket.finish_hook()
+            bucket.launch_tail(self.process_group)
+
+    def _hook_is_at_work(self) -> bool:
+        return self._next_launch > 0 and not self._buckets[self._next_launch - 1].is_hook_done()
 
     @property
     def _scale(self) -> float:
@@ -312,6 +337,7 @@ class Reducer:
         return self.share * self.process_group.size() == 1
 
     def _wait(self, bucket: Bucket) -> None:
+        bucket.finish_hook()
         try:
             bucket.wait()
         except CollectiveFailed as error:
@@ -375,7 +401,7 @@ class Reducer:
                 [self._names[index] for index in group],
                 [parameters[index] for index in group],
                 tail_size=len(parameters) if group is groups[-1] else 0,
-                buffers_from=self.process_group,
+                buffers_from=self.process_group if self.comm_hook is None else None,
             )
             for group in groups
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ def check_same_model(
     group: dist.ProcessGroup,
     options: Mapping[str, object] | None = None,
     refusal: ModelError | None = None,
+    left_out: Collection[str] = (),
 ) -> None:
     """Raise on every rank unless all have the same model, the same options, and no objection.
 
@@ -34,6 +35,7 @@ def check_same_model(
         group: The ranks to compare.
         options: What else they must agree on.
         refusal: Why this rank can't go on, for the others to know that they can't either.
+        left_out: Names of parameters and buffers in which they may differ.
 
     Raises:
         ModelMismatch: Naming the first parameter, buffer or option that differs, with both
@@ -42,7 +44,7 @@ def check_same_model(
     """
     facts = {
         "refusal": str(refusal or ""),
-        "tensors": describe(module),
+        "tensors": {k: v for k, v in describe(module).items() if k not in left_out},
         "options": {name: str(value) for name, value in (options or {}).items()},
     }
     payload = json.dumps(facts).encode()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.comm import broadcast_tensors
+from lockstep.comm import LoneGroup, broadcast_tensors
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.changes import watch
@@ -43,9 +44,16 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def attach(
-    owner: nn.Module, module: nn.Module, group: dist.ProcessGroup | None, options: Options
+    owner: nn.Module,
+    module: nn.Module,
+    group: dist.ProcessGroup | None,
+    options: Options,
+    *,
+    is_copy: bool = False,
 ) -> None:
     """Keep ``module`` in step with its replicas for as long as ``owner`` lives.
+
+    If it ``is_copy``, other ranks need not do the same, unless they train it.
 
     Modules in it that are parallel already, over this group or another, stay as they are.
 
@@ -58,16 +66,19 @@ def attach(
     group = group if group is not None and group.size() > 1 else None
     inner = [part for part in module.modules() if part in _attachments]
     refusal = _refusal(owner, module, inner, options)
-    if group is not None and options.init_sync:
+    init_sync = group is not None and options.init_sync and not is_copy
+    left_alone = options.left_alone(module)
+    if group is not None and init_sync:
         # Also where there is a refusal: the other ranks would wait for this one.
-        check_same_model(module, group, options._asdict(), refusal)
+        check_same_model(module, group, options._asdict(), refusal, left_alone)
     if refusal is not None:
         raise refusal
     engines = [engine for part in inner for engine in _attachments[part].engines]
     if group is not None:
-        if options.init_sync:
-            _start_from_rank_0(module, group, options)
-        own = Engine(module, group, options, inner)
+        if init_sync:
+            named = [*module.named_parameters(), *module.named_buffers()]
+            broadcast_tensors(group, [t.detach() for name, t in named if name not in left_alone])
+        own = Engine(module, group, options, inner, is_copy=is_copy)
         if own.reducer.num_parameters:
             engines.append(own)
             watch(own)
@@ -80,9 +91,12 @@ def attach(
             _owners[parameter] = weakref.ref(attachment)
 
 
-def _start_from_rank_0(module: nn.Module, group: dist.ProcessGroup, options: Options) -> None:
-    named = [*module.named_parameters(), *module.named_buffers()]
-    broadcast_tensors(group, [t.detach() for name, t in named if name not in options.ignored])
+def attach_lone_engine(
+    owner: nn.Module, module: nn.Module, group: dist.ProcessGroup | None, options: Options
+) -> None:
+    """Give a rank that is alone an engine too, for a hook that wants its gradients."""
+    lone = group if group is not None else cast(dist.ProcessGroup, LoneGroup())
+    _attachments[owner].engines.append(Engine(module, lone, options))
 
 
 def check_bucket_cap(bucket_cap_mb: float) -> None:

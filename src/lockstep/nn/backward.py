@@ -43,12 +43,16 @@ class Conductor:
         self._late: list[Engine] = []
         self._end: weakref.ref[_EndOfBackward] | None = None
 
-    def add(self, engine: Engine) -> int:
+    def add(self, engine: Engine, *, is_copy: bool) -> int:
         """Let ``engine`` take part, and return its number.
 
-        Every rank adds its engines in the same order.
+        Every rank adds its engines in the same order; copies that a rank has made for itself
+        alone get a number when they are trained.
         """
         self._engines.append(weakref.ref(engine))
+        return 0 if is_copy else self._next_number()
+
+    def _next_number(self) -> int:
         self._num_engines += 1
         return self._num_engines
 
@@ -70,12 +74,12 @@ class Conductor:
             engines = [one for one in engines if one is engine or one.takes_part()]
         self.task_id = torch._C._current_graph_task_id()
         self._call_at_the_end()
-        self._announce(engines)
+        self._announce(Step.BEGIN, engines)
         self._begin_all(engines)
 
     def run_empty(self, engines: Sequence[Engine]) -> None:
         """Take part in a backward of the others' to which this rank has no gradients to add."""
-        self._announce(engines)
+        self._announce(Step.BEGIN, engines)
         self._begin_all(engines)
         self.end()
 
@@ -88,15 +92,19 @@ class Conductor:
     def follow(self, engines: Sequence[Engine], answer: Answer) -> None:
         """Take part in a backward of ranks that still have data, when this one has none."""
         self._heed(engines, answer)
-        self._begin_all(engines)
-        self.end()
+        if answer.step is Step.BEGIN:
+            self._begin_all(engines)
+        else:
+            self.end()
 
-    def _announce(self, engines: Sequence[Engine]) -> None:
+    def _announce(self, step: Step, engines: Sequence[Engine]) -> None:
         """Tell ranks that have no data any more what comes, if there may be such ranks."""
-        roll = roll_of(engines[0].reducer.process_group)
-        if roll is not None:
+        for engine in engines:
+            engine.number = engine.number or self._next_number()
+        roll = roll_of(engines[0].reducer.process_group) if engines else None
+        if roll is not None and roll.is_active:
             which = sum(1 << engine.number for engine in engines)
-            self._heed(engines, roll.call(Step.BACKWARD, which))
+            self._heed(engines, roll.call(step, which))
 
     def _heed(self, engines: Sequence[Engine], answer: Answer) -> None:
         for engine in engines:
@@ -108,7 +116,9 @@ class Conductor:
         try:
             for engine in engines:
                 engine.adopt_changes()
-            turns = Turns([engine.reducer for engine in engines])
+            # In join() the end is announced, and nothing may be launched before.
+            is_joining = bool(engines) and roll_of(engines[0].reducer.process_group) is not None
+            turns = Turns([] if is_joining else [engine.reducer for engine in engines])
             for engine in engines:
                 engine.begin_backward(turns)
         except BaseException:
@@ -142,20 +152,22 @@ class Conductor:
         """The backward is over: wait until everything has arrived."""
         # Late ones come in another order on each rank.
         engines = [*self._running, *sorted(self._late, key=lambda engine: engine.number)]
-        self._running, self._late = [], []
-        self.task_id = -1
         reducers = [engine.reducer for engine in engines]
-        for reducer in reducers:
-            reducer.launch_all_but_last()
-        for reducer in reducers:
-            reducer.launch_last()
-        # Now rather than before the next forward: they travel with the last gradients, and no
-        # forward waits for them, whichever method that will be. After the launch of all buckets,
-        # of which some ranks may have sent more by now than others.
-        on_their_way = [engine.buffers.start() for engine in engines]
-        for engine, buffers in zip(engines, on_their_way, strict=True):
-            engine.finish_backward()
-            buffers.finish()
+        try:
+            self._announce(Step.END, engines)
+            for reducer in reducers:
+                reducer.launch_all_but_last()
+            for reducer in reducers:
+                reducer.launch_last()
+            # Now rather than before the next forward: they travel with the last gradients, and no
+            # forward waits for them, whichever method that will be. After the launch of all
+            # buckets, of which some ranks may have sent more by now than others.
+            on_their_way = [engine.buffers.start() for engine in engines]
+            for engine, buffers in zip(engines, on_their_way, strict=True):
+                engine.finish_backward()
+                buffers.finish()
+        finally:
+            self._backward_is_gone()
 
 
 class _EndOfBackward:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from lockstep.comm import TensorBroadcast, start_all_reduce
 BufferPolicy = Literal["rank0", "mean", "local", "late"]
 
 
+BufferHook = Callable[[dict[str, torch.Tensor]], Sequence[torch.futures.Future[Any]] | None]
 # What to do with buffers: the same for all, or a policy for each pattern of names.
 BroadcastBuffers = bool | Mapping[str, BufferPolicy]
 
@@ -30,7 +31,8 @@ def check_policies(broadcast_buffers: BroadcastBuffers) -> None:
             )
 
 
-def _policy_of(name: str, broadcast_buffers: BroadcastBuffers) -> str:
+def policy_of(name: str, broadcast_buffers: BroadcastBuffers) -> str:
+    """What to do with the buffer of that name."""
     if isinstance(broadcast_buffers, bool):
         return "rank0" if broadcast_buffers else "local"
     fitting = (p for pattern, p in broadcast_buffers.items() if fnmatchcase(name, pattern))
@@ -42,6 +44,7 @@ class Buffers:
 
     Attributes:
         source: Whose values they follow; 0 unless rank 0 has no data any more.
+        hook: What exchanges them instead: it is given them by name, and may return futures.
 
     Args:
         module: The module; its buffers may be set anew, but not be added without :meth:`look`.
@@ -64,41 +67,74 @@ class Buffers:
         self._broadcast_buffers = broadcast_buffers
         self._ignored = frozenset(ignored)
         self.source = 0
+        self.hook: BufferHook | None = None
         # Those modules that own buffers, and which of them: to look through all modules costs a
         # millisecond a step for a few hundred.
-        self._owners: list[tuple[weakref.ref[nn.Module], str, str]] = []
+        self._owners: list[_Owner] = []
         self.look(module, leave_out)
+
+    def follow(self, broadcast_buffers: BroadcastBuffers, module: nn.Module) -> None:
+        """Look after the buffers of ``module`` in another way from now on."""
+        self._broadcast_buffers = broadcast_buffers
+        self.look(module)
 
     def look(self, module: nn.Module, leave_out: Iterable[nn.Module] = ()) -> None:
         """Find the buffers of ``module``."""
         others = {id(part) for other in leave_out for part in other.modules()}
         self._owners = [
-            (weakref.ref(part), name, policy)
+            _Owner(weakref.ref(part), name, full, policy)
             for path, part in module.named_modules()
             if id(part) not in others
             for name in part._buffers
             if (full := f"{path}.{name}" if path else name) not in self._ignored
-            and (policy := _policy_of(full, self._broadcast_buffers)) != "local"
+            and (policy := policy_of(full, self._broadcast_buffers)) != "local"
         ]
 
-    def named(self, *policies: str) -> list[torch.Tensor]:
+    def named(self, *policies: str) -> dict[str, torch.Tensor]:
         """The buffers that have one of ``policies``, each once; all that follow, without."""
-        found: dict[int, torch.Tensor] = {}
-        for reference, name, policy in self._owners:
-            owner = reference()
-            tensor = owner._buffers.get(name) if owner is not None else None
-            if tensor is not None and (not policies or policy in policies):
-                found.setdefault(id(tensor), tensor)
-        return list(found.values())
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for owner in self._owners:
+            module = owner.module()
+            tensor = module._buffers.get(owner.name) if module is not None else None
+            if tensor is not None and (not policies or owner.policy in policies):
+                found.setdefault(id(tensor), (owner.full_name, tensor))
+        return dict(found.values())
 
-    def start(self, *, late: bool = False) -> _OnTheirWay:
+    def start(self, *, late: bool = False) -> _OnTheirWay | _Hooked:
         """Send those that follow with each backward or, if ``late``, those that wait.
 
         Every rank must call it; finish() of what it returns writes what has come.
         """
-        if late:
-            return _OnTheirWay(self._group, self.source, [], self.named("late"))
-        return _OnTheirWay(self._group, self.source, self.named("rank0"), self.named("mean"))
+        if self.hook is not None:
+            return _Hooked(self.hook(self.named()))
+        followers, means = ("", "late") if late else ("rank0", "mean")
+        return _OnTheirWay(
+            self._group,
+            self.source,
+            list(self.named(followers).values()),
+            list(self.named(means).values()),
+        )
+
+
+class _Owner(NamedTuple):
+    """Where a buffer is, which may be set anew, and what to do with it."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    full_name: str
+    policy: str
+
+
+class _Hooked:
+    """Buffers that somebody else exchanges."""
+
+    def __init__(self, futures: Sequence[torch.futures.Future[Any]] | None) -> None:
+        self._futures = futures or ()
+
+    def finish(self) -> None:
+        """Wait for it."""
+        for future in self._futures:
+            future.wait()
 
 
 class _OnTheirWay:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,18 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._pytree import tree_map_only
 
 from lockstep.grad import MIB, CommHook
 from lockstep.nn import mixed_precision as precisely
-from lockstep.nn.attachment import attach, check_bucket_cap, engines_of
+from lockstep.nn.attachment import attach, attach_lone_engine, check_bucket_cap, engines_of
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.changes import mark_stale
 from lockstep.nn.engine import Engine, Options, accumulating
-from lockstep.nn.join import DDPJoinHook, UnevenLoop
+from lockstep.nn.join import DDPJoinHook, JoinedModels, UnevenLoop, join_models
 from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB
 from lockstep.world import init
 
@@ -130,13 +132,15 @@ class DistributedDataParallel(nn.Module, Joinable):
             init_sync,
             self.parameters_to_ignore,
             skip_all_reduce_unused_params,
+            # What torch documents for each of the two names.
+            init_buffers=forward_sync_buffers is not None,
         )
         self.process_group = _group_of(device_mesh, process_group)
-        self._attach(self._options)
+        self._attach()
 
-    def _attach(self, options: Options) -> None:
-        self._loop: UnevenLoop | None = None
-        attach(self, self.module, self.process_group, options)
+    def _attach(self, *, is_copy: bool = False) -> None:
+        self._joined: JoinedModels | None = None
+        attach(self, self.module, self.process_group, self._options, is_copy=is_copy)
         if self.mixed_precision is not None:
             if self.mixed_precision.buffer_dtype is not None:
                 precisely.cast_buffers(
@@ -144,6 +148,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 )
             if self.process_group is not None:
                 self._set_comm_hook(precisely.comm_hook(self.mixed_precision, self.process_group))
+        self._is_ready = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the module's
         if self._join_config.enable:
@@ -206,6 +211,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         if not callable(hook):
             raise TypeError(f"The communication hook is {hook!r}, which can't be called.")
+        if not self._engines:
+            attach_lone_engine(self, self.module, self.process_group, self._options)
         for engine in self._engines:
             if engine.reducer.comm_hook is not None:
                 raise RuntimeError(
@@ -217,6 +224,16 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _set_comm_hook(self, hook: CommHook | None) -> None:
         for engine in self._engines:
             engine.reducer.comm_hook = hook
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, torch.Tensor]], Any],
+        comm_hook_location: object = None,
+    ) -> None:
+        """Let ``hook`` exchange buffers, when gradients are reduced, wherever torch would."""
+        for engine in self._engines:
+            engine.buffers.hook = functools.partial(hook, state)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         hooks = {
@@ -264,14 +281,16 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What :class:`torch.distributed.algorithms.Join` calls, to join it with others."""
-        self._loop = UnevenLoop(
-            self._engines,
-            self.process_group,
-            self.device,
-            divide_by_active=not kwargs.get("divide_by_initial_world_size", True),
-            throws=False,
-        )
-        return DDPJoinHook(self._loop)
+        if self._engines and self.process_group is not None:
+            by_all = kwargs.get("divide_by_initial_world_size", True)
+            self._joined = join_models(
+                self._engines, self.process_group, self.device, divide_by_active=not by_all
+            )
+        return DDPJoinHook(self._joined, self._engines, self._leave_join)
+
+    def _leave_join(self) -> None:
+        self._joined = None
+        self._join_config = _JoinConfig.construct_disabled_join_config()
 
     @property
     def join_device(self) -> torch.device:
@@ -284,9 +303,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self.process_group
 
     def _begin_joined_iteration(self) -> None:
-        backwards = sum(engine.num_backwards for engine in self._engines)
-        if self._loop is not None:
-            self._loop.begin_iteration(backwards)
+        if self._joined is not None and self._join_config.is_first_joinable:
+            self._joined.begin_iteration()
         Join.notify_join_context(self)
 
     # What it is made of
@@ -306,11 +324,22 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self.device.type
 
     @property
-    def broadcast_buffers(self) -> bool:
-        """Whether buffers follow rank 0's, or some policy."""
-        return self._options.broadcast_buffers is not False
+    def broadcast_buffers(self) -> BroadcastBuffers:
+        """Whether buffers follow rank 0's, or how."""
+        return self._options.broadcast_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: BroadcastBuffers) -> None:
+        check_policies(value)
+        self._options = self._options._replace(broadcast_buffers=value)
+        for engine in self._engines:
+            engine.buffers.follow(value, self.module)
 
     forward_sync_buffers = broadcast_buffers
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return any(engine.reducer.is_rearranged for engine in self._engines)
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
@@ -366,12 +395,24 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What the model has and the wrapper doesn't is set there."""
-        module = self.__dict__.get("_modules", {}).get("module")
-        is_own = name == "module" or name in self.__dict__ or hasattr(type(self), name)
-        if is_own or not hasattr(module, name):
-            super().__setattr__(name, value)
+        if self._is_the_models(name):
+            setattr(self.module, name, value)
         else:
-            setattr(module, name, value)
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """What the model has and the wrapper doesn't is deleted there."""
+        if self._is_the_models(name):
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
+
+    def _is_the_models(self, name: str) -> bool:
+        # Until it is ready, all that is set is the wrapper's own, even if the model has it too.
+        if "_is_ready" not in self.__dict__ or name == "module":
+            return False
+        is_own = name in self.__dict__ or hasattr(type(self), name)
+        return not is_own and hasattr(self.module, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -379,15 +420,31 @@ class DistributedDataParallel(nn.Module, Joinable):
             mark_stale(engine)  # a parameter that was moved may be another object
         return moved
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As any module's; what the bare model has saved is loaded, too."""
+        if self._is_of_bare_model(state_dict, ""):
+            prefixed = OrderedDict((f"module.{key}", value) for key, value in state_dict.items())
+            versions = getattr(state_dict, "_metadata", {})
+            prefixed._metadata = {  # type: ignore[attr-defined]
+                f"module.{path}" if path else "module": version
+                for path, version in versions.items()
+            }
+            state_dict = prefixed
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Load what a bare model has saved, too."""
-        inner = f"{prefix}module."
-        if not any(inner + key in state_dict for key in self.module.state_dict()):
+        """The same where the wrapper is a part of what is loaded."""
+        if self._is_of_bare_model(state_dict, prefix):
             for key in [key for key in state_dict if key.startswith(prefix)]:
-                state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+                state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _is_of_bare_model(self, state_dict: Mapping[str, Any], prefix: str) -> bool:
+        keys = list(self.module.state_dict())
+        num_prefixed = sum(f"{prefix}module.{key}" in state_dict for key in keys)
+        return sum(prefix + key in state_dict for key in keys) > num_prefixed
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the group: a pickled wrapper takes its place in the default one."""
@@ -399,14 +456,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        left_out = ("process_group", "_loop")
+        left_out = ("process_group", "_joined", "_is_ready")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become parallel again, among the ranks of ``lockstep.init()``."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = init().process_group
-        self._attach(self._options._replace(init_sync=False))
+        self._attach(is_copy=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         """A wrapper around a copy of the model, over the same group."""
@@ -414,7 +471,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         memo[id(self)] = copied
         nn.Module.__setstate__(copied, copy.deepcopy(self._state(), memo))
         copied.process_group = self.process_group
-        copied._attach(self._options._replace(init_sync=False))
+        copied._attach(is_copy=True)
         return copied
 
 

@@ -23,7 +23,7 @@ from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import MIB, Phase, Reducer, Turns
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import conductor_of
-from lockstep.nn.buffers import BroadcastBuffers, Buffers
+from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
 
 
 class Options(NamedTuple):
@@ -35,6 +35,7 @@ class Options(NamedTuple):
         init_sync: Whether to check the model and start from rank 0's values.
         ignored: Names of parameters and buffers to leave alone.
         skip_unused: Whether buckets of which no rank uses anything are not sent.
+        init_buffers: Whether buffers that are left alone later start from rank 0's values.
     """
 
     bucket_cap_mb: float
@@ -42,6 +43,16 @@ class Options(NamedTuple):
     init_sync: bool = True
     ignored: Collection[str] = ()
     skip_unused: bool = False
+    init_buffers: bool = False
+
+    def left_alone(self, module: nn.Module) -> set[str]:
+        """Names of those parameters and buffers of ``module`` that may differ from the start."""
+        local = {
+            name
+            for name, _ in module.named_buffers()
+            if policy_of(name, self.broadcast_buffers) == "local"
+        }
+        return {*self.ignored, *(() if self.init_buffers else local)}
 
 
 class Engine:
@@ -56,7 +67,8 @@ class Engine:
         is_stale: Whether the module may have other parameters by now. Then :meth:`refresh` is
             called before the next forward or backward.
         num_backwards: In how many backwards it has reduced gradients.
-        number: Which one of its group's engines it is, in the order in which they were made.
+        number: Which one of its group's engines it is, the same on every rank; 0 if it is a copy
+            that has not been trained yet.
         conductor: Begins and ends backwards, for all engines of its group.
         reducer: Has the gradients.
         buffers: Has the buffers.
@@ -66,6 +78,7 @@ class Engine:
         group: The process group to keep it in step with, of several ranks.
         options: How.
         inner: Modules in it that are parallel by themselves, and are left to their own engines.
+        is_copy: Whether other ranks may not have made one.
     """
 
     def __init__(
@@ -74,6 +87,8 @@ class Engine:
         group: dist.ProcessGroup,
         options: Options,
         inner: Collection[nn.Module] = (),
+        *,
+        is_copy: bool = False,
     ) -> None:
         self.is_syncing = True
         self.is_stale = False
@@ -90,7 +105,7 @@ class Engine:
         self._left_out: Sequence[int] = ()
         self._sees_nested_tasks = False
         self._take(module)
-        self.number = self.conductor.add(self)
+        self.number = self.conductor.add(self, is_copy=is_copy)
 
     @property
     def module(self) -> nn.Module | None:
@@ -217,7 +232,7 @@ class Engine:
         if trained == list(self._index) and dtypes == self._dtypes:
             return
         try:
-            check_same_model(module, self._group)
+            check_same_model(module, self._group, left_out=self._options.left_alone(module))
         except ModelMismatch as error:
             error.add_note("They were the same when they were made parallel, but changed since.")
             raise
@@ -280,10 +295,16 @@ class Engine:
             for parameter in self._parameters:
                 parameter.grad = None
 
+    def everything_that_follows(self) -> list[torch.Tensor]:
+        """Its parameters and those buffers that are kept alike."""
+        module = self.module
+        own = self._own_parameters(module) if module is not None else []
+        return [*(parameter for _, parameter in own), *self.buffers.named().values()]
+
     def _check_still_the_same(self) -> None:
         """Raise if parameters were left out because the module has others now."""
         module = self.module
-        for name, parameter in self._own_parameters(module) if module else ():
+        for name, parameter in self._own_parameters(module) if module is not None else ():
             if parameter.requires_grad and id(parameter) not in self._index:
                 self.is_stale = True
                 raise ParameterChanged(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ class UnevenLoop:
     runs the same methods and backwards; SyncBatchNorm and ``lockstep.mean`` may be among them.
 
     Args:
-        engines: Those of the model, all of one group.
+        engines: Those of the models, all of one group.
         group: Their group; None if this rank is alone.
         device: Of a kind whose tensors the group can carry.
         divide_by_active: Whether gradients are means over the ranks that still have data.
@@ -45,7 +46,6 @@ class UnevenLoop:
         self._roll = None
         if group is not None and group.size() > 1:
             self._roll = Roll(group, device, divide_by_active=divide_by_active, throws=throws)
-        self._num_backwards: int | None = None
 
     def __enter__(self) -> None:
         """From here on call the roll."""
@@ -60,27 +60,45 @@ class UnevenLoop:
     ) -> None:
         """This rank is through: take part until all are."""
         try:
-            if error is None and self._roll is not None:
-                while (answer := self._roll.call(Step.THROUGH)).active:
-                    self._follow(answer)
+            while error is None and self.follow() is not Step.THROUGH:
+                pass
         finally:
             self.close()
         if error is None:
-            self.take_the_last_model()
+            self.take_the_last_model(self._engines)
 
-    def follow_one_iteration(self) -> None:
-        """Take part until the others have reduced gradients, or have begun anew without."""
-        while self._roll is not None:
-            answer = self._roll.call(Step.THROUGH)
-            self._follow(answer)
-            if answer.step in (Step.BACKWARD, Step.NOTHING, Step.THROUGH):
-                return
+    def add(self, engines: Sequence[Engine]) -> None:
+        """Look after one more model."""
+        self._engines += engines
 
-    def begin_iteration(self, num_backwards: int) -> None:
-        """A forward begins, after so many backwards: if the one before had none, say so."""
-        if num_backwards == self._num_backwards and self._roll is not None:
-            self._roll.call(Step.NOTHING)
-        self._num_backwards = num_backwards
+    def call(self, step: Step, engines: Sequence[Engine]) -> None:
+        """Say what this rank is about to do with ``engines``."""
+        if self._roll is not None:
+            self._roll.call(step, sum(1 << engine.number for engine in engines))
+
+    def follow(self, done: set[Engine] | None = None) -> Step:
+        """Take part in the next thing that the others do, and return it.
+
+        Engines that are through with their part of an iteration are added to ``done``.
+        """
+        if self._roll is None:
+            return Step.THROUGH
+        answer = self._roll.call(Step.THROUGH)
+        if answer.step in (Step.GATHER, Step.SUM):
+            self._roll.follow(answer)
+            return answer.step
+        engines = [e for e in self._engines if answer.details[0] >> e.number & 1]
+        if answer.step in (Step.BEGIN, Step.END) and engines:
+            self._reduce(engines, answer)
+        if answer.step in (Step.END, Step.NOTHING) and done is not None:
+            done.update(engines)
+        return answer.step
+
+    def _reduce(self, engines: Sequence[Engine], answer: Answer) -> None:
+        if answer.step is Step.BEGIN:
+            for engine in engines:
+                engine.drop_reduced_gradients()
+        engines[0].conductor.follow(engines, answer)
 
     def close(self) -> None:
         """Call the roll no more."""
@@ -90,41 +108,103 @@ class UnevenLoop:
             engine.reducer.share = 1 / engine.reducer.process_group.size()
             engine.buffers.source = 0
 
-    def take_the_last_model(self) -> None:
+    def take_the_last_model(self, engines: Sequence[Engine]) -> None:
         """Give all ranks the parameters and buffers of one that was through last."""
         if self._group is None or self._roll is None:
             return
-        for engine in self._engines:
-            module = engine.module
-            if module is not None:
-                tensors = [t.detach() for t in [*module.parameters(), *engine.buffers.named()]]
-                broadcast_tensors(self._group, tensors, source=self._roll.last_active[0])
+        for engine in engines:
+            tensors = [tensor.detach() for tensor in engine.everything_that_follows()]
+            broadcast_tensors(self._group, tensors, source=self._roll.last_active[0])
 
-    def _follow(self, answer: Answer) -> None:
-        assert self._roll is not None
-        if answer.step is Step.BACKWARD:
-            engines = [e for e in self._engines if answer.details[0] >> e.number & 1]
-            for engine in engines:
-                engine.drop_reduced_gradients()
-            if engines:
-                engines[0].conductor.follow(engines, answer)
-        else:
-            self._roll.follow(answer)
+
+class JoinedModels:
+    """The models of one group in torch's Join context, which has other things join as well.
+
+    There an iteration begins with the first model's forward, and is over for a model when its
+    gradients have been reduced, or else when the next iteration begins.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, loop: UnevenLoop) -> None:
+        self.loop = loop
+        self._group = group
+        self._models: list[tuple[list[Engine], int]] = []  # with how many backwards each had
+        self._done: set[Engine] = set()
+        self._has_begun = False
+        loop.__enter__()
+
+    def has(self, engines: Sequence[Engine]) -> bool:
+        """Whether that model is one of them."""
+        return any(known == list(engines) for known, _ in self._models)
+
+    def add(self, engines: Sequence[Engine]) -> None:
+        """One more model joins."""
+        self._models.append((list(engines), 0))
+        self.loop.add(engines)
+
+    def begin_iteration(self) -> None:
+        """The first model's forward begins."""
+        counted = [(engines, _num_backwards(engines)) for engines, _ in self._models]
+        if self._has_begun:
+            for (engines, now), (_, before) in zip(counted, self._models, strict=True):
+                if now == before:
+                    self.loop.call(Step.NOTHING, engines)
+        self._models, self._has_begun = counted, True
+
+    def follow(self, engines: Sequence[Engine]) -> None:
+        """Take part until the others are through with that model's part of the iteration."""
+        while not self._done.issuperset(engines):
+            if self.loop.follow(self._done) is Step.THROUGH:
+                break
+        self._done.difference_update(engines)
+
+    def end(self, engines: Sequence[Engine]) -> None:
+        """All are through: take the last model."""
+        _joined.pop(self._group, None)
+        self.loop.close()
+        self.loop.take_the_last_model(engines)
+
+
+def _num_backwards(engines: Sequence[Engine]) -> int:
+    return sum(engine.num_backwards for engine in engines)
+
+
+_joined: weakref.WeakKeyDictionary[dist.ProcessGroup, JoinedModels] = weakref.WeakKeyDictionary()
+
+
+def join_models(
+    engines: Sequence[Engine],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    divide_by_active: bool,
+) -> JoinedModels:
+    """Let a model join along with those of the same group that have joined just now."""
+    models = _joined.get(group)
+    if models is None or models.has(engines):  # what has it already was left with an error
+        loop = UnevenLoop([], group, device, divide_by_active=divide_by_active, throws=False)
+        models = _joined[group] = JoinedModels(group, loop)
+    models.add(engines)
+    return models
 
 
 class DDPJoinHook(JoinHook):
-    """What torch's generic Join context calls, so that others can join along with a model."""
+    """What torch's Join context calls on a rank that is through."""
 
-    def __init__(self, loop: UnevenLoop) -> None:
+    def __init__(
+        self, models: JoinedModels | None, engines: Sequence[Engine], leave: Callable[[], None]
+    ) -> None:
         super().__init__()
-        self._loop = loop
-        loop.__enter__()
+        self._models = models
+        self._engines = engines
+        self._leave = leave
 
     def main_hook(self) -> None:
         """Take part in an iteration of the ranks that are not through."""
-        self._loop.follow_one_iteration()
+        if self._models is not None:
+            self._models.follow(self._engines)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All are through: take the model of the last."""
-        self._loop.close()
-        self._loop.take_the_last_model()
+        if self._models is not None:
+            self._models.end(self._engines)
+        self._leave()

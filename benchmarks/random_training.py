@@ -1,0 +1,86 @@
+"""Courses of training drawn at random: ranks, as threads, do what one process does.
+
+What is drawn and compared is said in ``tests/nn/random_models.py`` and
+``tests/nn/test_properties.py``, which do the same for a few hundred.
+
+    python -m benchmarks.random_training --examples 10000 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections import Counter
+
+import torch
+from hypothesis import given, seed, settings
+
+from tests.nn.random_models import MeanTraining, Training, mean_trainings, trainings
+from tests.nn.test_properties import Checker, few_hundred
+
+Plan = Training | MeanTraining
+PLANS = {"sums": trainings(), "means": mean_trainings(), "both": trainings() | mean_trainings()}
+PROGRESS_SECONDS = 10
+
+
+class Progress:
+    """Counts plans, and says how many there were every ten seconds."""
+
+    def __init__(self, num_plans: int) -> None:
+        self._num_plans = num_plans
+        self._started = self._said = time.monotonic()
+        self.counts: Counter[str] = Counter()
+
+    def count(self, plan: Plan) -> None:
+        self.counts["sums" if isinstance(plan, Training) else "means"] += 1
+        self.counts[f"{plan.setting.world_size} ranks"] += 1
+        if time.monotonic() - self._said > PROGRESS_SECONDS:
+            self._said = time.monotonic()
+            print(self, file=sys.stderr, flush=True)
+
+    def __str__(self) -> str:
+        done = self.counts["sums"] + self.counts["means"]
+        parts = ", ".join(f"{name} {count:,}" for name, count in sorted(self.counts.items()))
+        seconds = time.monotonic() - self._started
+        return f"{done:,} of {self._num_plans:,} ({parts}), {seconds:.0f} s"
+
+
+def check_plans(kind: str, examples: int, first_seed: int) -> Progress:
+    """Check so many plans, which the seed decides.
+
+    Raises:
+        Exception: What the smallest plan that fails has raised; the plan is in its notes.
+    """
+    progress, check = Progress(examples), Checker()
+
+    @seed(first_seed)
+    @settings(few_hundred, max_examples=examples, derandomize=False)
+    @given(plan=PLANS[kind])
+    def check_one(plan: Plan) -> None:
+        check(plan)
+        progress.count(plan)
+
+    check_one()
+    return progress
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--examples", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--losses", choices=list(PLANS), default="both")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    try:
+        progress = check_plans(arguments.losses, arguments.examples, arguments.seed)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    print(f"{progress}: all alike")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""A compiled model in our wrapper, and our wrapper compiled."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from tests.nn.test_parallelize import net, parts
+
+OurDDP = lockstep.DistributedDataParallel
+
+
+def compiled_first(model: nn.Module, backend: str) -> nn.Module:
+    return OurDDP(torch.compile(model, backend=backend))
+
+
+def compiled_last(model: nn.Module, backend: str) -> nn.Module:
+    return torch.compile(OurDDP(model), backend=backend)
+
+
+def compiled_in_place(model: nn.Module, backend: str) -> nn.Module:
+    wrapper = OurDDP(model)
+    wrapper.compile(backend=backend)
+    return wrapper
+
+
+def compiled_inside(model: nn.Module, backend: str) -> nn.Module:
+    wrapper = OurDDP(model)
+    wrapper.module.compile(backend=backend)
+    return wrapper
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "compiled", [compiled_first, compiled_last, compiled_in_place, compiled_inside]
+)
+def test_a_compiled_model(compiled: Callable[..., nn.Module], backend: str) -> None:
+    check_compiled(compiled, backend)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
+def test_a_model_compiled_to_machine_code(tmp_path: Path) -> None:
+    # In a process of its own, as it leaves threads and variables behind.
+    text = f"from {__name__} import *; check_compiled(compiled_last, 'inductor')"
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", text],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def check_compiled(compiled: Callable[..., nn.Module], backend: str) -> None:
+    def body(world: lockstep.World) -> list[torch.Tensor]:
+        model = compiled(net(), backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(parts(2)[world.rank]).square().mean().backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    alone = net()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        alone(parts(2).flatten(0, 1)).square().mean().backward()
+        optimizer.step()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        results = lockstep.launch(body, 2, ranks="threads")
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    finally:
+        torch._dynamo.reset()
+    for parameters in results:
+        expected = [p.detach() for p in alone.parameters()]
+        torch.testing.assert_close(parameters, expected, rtol=1e-12, atol=1e-12)

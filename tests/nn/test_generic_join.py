@@ -1,0 +1,175 @@
+"""torch's generic ``Join`` context, in which models and sharded optimizers join together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import lockstep
+from tests.nn.test_join import OurDDP, assert_all_are, batches, launch, sgd, steps_of
+from tests.nn.test_parallelize import net
+
+# Of the import of torch.distributed.optim.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+WRAPPERS = pytest.mark.parametrize("wrap", [OurDDP, TorchDDP], ids=["ours", "torch"])
+LENGTHS = pytest.mark.parametrize("lengths", [(2, 4), (3, 1), (0, 2)], ids=str)
+
+
+def wrapped(wrap: type[nn.Module]) -> nn.Module:
+    return wrap(net(), find_unused_parameters=True)
+
+
+def sharded(model: nn.Module) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_hand(
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer],
+    lengths: Sequence[int],
+    initial: bool = True,
+) -> list[torch.Tensor]:
+    """The parameters after the same steps in one process."""
+    model = net()
+    optimizer = optimizer_of(model)
+    for parts in steps_of(lengths):
+        optimizer.zero_grad()
+        for part in parts:
+            (model(part).square().mean() / (len(lengths) if initial else len(parts))).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    joinables: list[Joinable],
+    own: Sequence[torch.Tensor],
+    **options: Any,
+) -> list[torch.Tensor]:
+    with Join(joinables, **options):
+        for batch in own:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@LENGTHS
+@WRAPPERS
+def test_a_model_alone(wrap: type[nn.Module], lengths: tuple[int, ...]) -> None:
+    def body(world: lockstep.World) -> list[torch.Tensor]:
+        model = wrapped(wrap)
+        return train(model, sgd(model), [model], batches(lengths)[world.rank])
+
+    assert_all_are(launch(body), by_hand(sgd, lengths))
+
+
+@LENGTHS
+@pytest.mark.parametrize("initial", [True, False], ids=["by all", "by those with data"])
+def test_a_model_and_a_sharded_optimizer(initial: bool, lengths: tuple[int, ...]) -> None:
+    """Ranks that are through step for their share, with the gradients of those that are not."""
+
+    def body(world: lockstep.World) -> list[torch.Tensor]:
+        model = wrapped(OurDDP)
+        optimizer = sharded(model)
+        own, joinables = batches(lengths)[world.rank], [model, optimizer]
+        return train(model, optimizer, joinables, own, divide_by_initial_world_size=initial)
+
+    assert_all_are(launch(body), by_hand(momentum, lengths, initial))
+
+
+@WRAPPERS
+def test_two_models(wrap: type[nn.Module]) -> None:
+    lengths = (2, 4)
+
+    def body(world: lockstep.World) -> list[torch.Tensor]:
+        models = [wrapped(wrap), wrapped(wrap)]
+        optimizers = [sgd(models[0]), momentum(models[1])]
+        with Join(models):
+            for batch in batches(lengths)[world.rank]:
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    optimizer.zero_grad()
+                    model(batch).square().mean().backward()
+                    optimizer.step()
+        return [p.detach() for model in models for p in model.parameters()]
+
+    assert_all_are(launch(body), by_hand(sgd, lengths) + by_hand(momentum, lengths))
+
+
+@WRAPPERS
+def test_no_join_where_it_is_not_enabled(wrap: type[nn.Module]) -> None:
+    def body(world: lockstep.World) -> list[torch.Tensor]:
+        model = wrapped(wrap)
+        return train(model, sgd(model), [model], batches((3, 3))[world.rank], enable=False)
+
+    assert_all_are(launch(body), by_hand(sgd, (3, 3)))
+
+
+def one_more_step(model: nn.Module, world: lockstep.World) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(batches((1, 1))[world.rank][0]).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def gradients_at(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    alone = net()
+    with torch.no_grad():
+        for parameter, value in zip(alone.parameters(), parameters, strict=True):
+            parameter.copy_(value)
+    alone(torch.cat([own[0] for own in batches((1, 1))])).square().mean().backward()
+    return [p.grad for p in alone.parameters() if p.grad is not None]
+
+
+def test_after_it_a_rank_may_evaluate_alone() -> None:
+    lengths = (1, 2)
+
+    def body(world: lockstep.World) -> list[torch.Tensor]:
+        model = wrapped(OurDDP)
+        optimizer = sharded(model)
+        train(model, optimizer, [model, optimizer], batches(lengths)[world.rank])
+        if world.rank == 0:
+            with torch.no_grad():
+                for _ in range(3):
+                    model(batches((1,))[0][0])
+        return one_more_step(model, world)
+
+    assert_all_are(launch(body), gradients_at(by_hand(momentum, lengths)))
+
+
+@WRAPPERS
+def test_the_first_rank_that_is_through_may_end_the_loop_for_all(wrap: type[nn.Module]) -> None:
+    lengths = (1, 3)
+
+    def body(world: lockstep.World) -> list[torch.Tensor]:
+        model = wrapped(wrap)
+        optimizer = sharded(model)
+        own, joinables = batches(lengths)[world.rank], [model, optimizer]
+        with pytest.raises(RuntimeError, match="exhausted"):
+            train(model, optimizer, joinables, own, throw_on_early_termination=True)
+        return [p.detach() for p in model.parameters()]
+
+    assert_all_are(launch(body), by_hand(momentum, (1, 1)))
+
+
+def test_an_error_in_it_leaves_it() -> None:
+    def body(world: lockstep.World) -> list[torch.Tensor]:
+        model = wrapped(OurDDP)
+        with pytest.raises(ArithmeticError), Join([model]):  # noqa: PT012
+            one_more_step(model, world)
+            raise ArithmeticError
+        return one_more_step(model, world)
+
+    start = [p.detach() for p in net().parameters()]
+    assert_all_are(launch(body), gradients_at(start))
