@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lockstep
 from lockstep.comm.backends import THREADS, register_backends
 from lockstep.comm.call import Call
 from lockstep.comm.group import TeamGroup
@@ -487,3 +488,11 @@ def test_the_process_keeps_its_own_group_meanwhile() -> None:
         assert dist.group.WORLD is of_process
     finally:
         dist.destroy_process_group()
+
+
+def test_a_callback_knows_its_rank() -> None:
+    def body(world: lockstep.World) -> int:
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        return work.get_future().then(lambda _: dist.get_rank()).wait()
+
+    assert lockstep.launch(body, 3, ranks="threads") == [0, 1, 2]

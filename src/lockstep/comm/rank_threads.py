@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -120,6 +120,21 @@ def a_rank_of(crowd: Crowd) -> Iterator[None]:
     finally:
         del _of_thread.world, _of_thread.crowd
         _uninstall()
+
+
+def of_this_rank(target: Callable[[], None]) -> Callable[[], None]:
+    """Let ``target``, which another thread runs, see torch.distributed as this thread does.
+
+    Futures' callbacks run in such threads, and ask for their rank. Shown by
+    test_a_callback_knows_its_rank.
+    """
+    known = dict(_of_thread.__dict__)
+
+    def run() -> None:
+        _of_thread.__dict__.update(known)
+        target()
+
+    return run
 
 
 def _install() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lockstep.comm.futures import Outcome
 from lockstep.comm.mail import Expected
+from lockstep.comm.rank_threads import of_this_rank
 
 
 class Receiver(Protocol):
@@ -121,8 +122,9 @@ class Receipt(dist.Work):
         with self._lock:
             if self._outcome is None:
                 self._outcome = Outcome()
-                told = threading.Thread(target=self._tell, name="lockstep-receipt", daemon=True)
-                told.start()
+                threading.Thread(
+                    target=of_this_rank(self._tell), name="lockstep-receipt", daemon=True
+                ).start()
             return self._outcome.future
 
     def _tell(self) -> None:

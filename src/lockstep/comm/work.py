@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.futures import Outcome
+from lockstep.comm.rank_threads import of_this_rank
 from lockstep.errors import CollectiveFailed
 
 # How often the group's own thread looks whether a call lies there that it found there last time.
@@ -240,7 +241,9 @@ class WorkQueue:
             if not self._is_watched and not self._is_closed:
                 self._is_watched = True
                 self._thread = threading.Thread(
-                    target=self._carry_out_leftovers, name="lockstep-collectives", daemon=True
+                    target=of_this_rank(self._carry_out_leftovers),
+                    name="lockstep-collectives",
+                    daemon=True,
                 )
                 self._thread.start()
 

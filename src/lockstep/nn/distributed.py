@@ -437,8 +437,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:
         """The same where the wrapper is a part of what is loaded."""
         if self._is_of_bare_model(state_dict, prefix):
-            for key in [key for key in state_dict if key.startswith(prefix)]:
-                state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+            bare = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+            for key, value in bare.items():
+                state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = value
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _is_of_bare_model(self, state_dict: Mapping[str, Any], prefix: str) -> bool:
