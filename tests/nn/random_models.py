@@ -570,7 +570,9 @@ def batches(draw: st.DrawFn, model: RandomModel, setting: Setting) -> Batch:
     uses[rank] = uses[rank] if model.touched([uses[rank]]) else _something(model)
     factors[rank] = 1.0
     last = last._replace(loss=last.loss._replace(sizes=sizes, uses=uses), factors=factors)
-    zeros = st.sampled_from([True, False] if dropped or before else [None, True, False])
+    # Gradients that are zeros may be those of a batch: only None says that one was dropped.
+    choices = [True] if dropped else [True, False] if before else [None, True, False]
+    zeros = st.sampled_from(choices)
     return Batch(dropped, draw(zeros), [*before, last], draw(st.booleans()), draw(st.booleans()))
 
 

@@ -360,8 +360,8 @@ def check_all(plans: st.SearchStrategy[Training | MeanTraining], how: settings) 
 
 
 def test_any_course_of_training_is_that_of_one_process() -> None:
-    check_all(trainings(), settings(few_hundred, max_examples=300))
+    check_all(trainings(), settings(few_hundred, max_examples=250))
 
 
 def test_any_means_are_those_of_one_process() -> None:
-    check_all(mean_trainings(), settings(few_hundred, max_examples=300))
+    check_all(mean_trainings(), settings(few_hundred, max_examples=250))

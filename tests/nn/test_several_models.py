@@ -120,7 +120,8 @@ class Counting:
         return getattr(self._group, name)
 
     def allreduce(self, tensors: list[torch.Tensor], options: object = None) -> dist.Work:
-        self.num_reduced += tensors[0].numel()
+        if tensors[0].is_floating_point():  # and not what ranks tell each other
+            self.num_reduced += tensors[0].numel()
         return self._group.allreduce(tensors, options)
 
 

@@ -242,9 +242,10 @@ def test_parts_and_parameters_set_through_the_wrapper_are_trained() -> None:
         torch.manual_seed(rank)
         model.second = nn.Linear(6, 2).double()
         assert model.module.second.out_features == 2
-        model.extra = nn.Linear(2, 2)  # the model has none, so this is the wrapper's
-        assert not hasattr(model.module, "extra")
+        model.extra = nn.Linear(2, 2)  # in the model, as its parameters are to be trained
+        assert model.module.extra is model.extra
         del model.extra
+        assert not hasattr(model.module, "extra")
         model.zero_grad()
         model(x).square().mean().backward()
         return [model.second.weight.detach(), model.second.weight.grad]

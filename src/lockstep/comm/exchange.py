@@ -41,6 +41,19 @@ def start_all_reduce(
     return group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
 
 
+def any_rank(group: dist.ProcessGroup, facts: Sequence[bool]) -> list[bool]:
+    """Return which of ``facts`` hold on any rank. All ranks must call it; it blocks.
+
+    They travel on CPUs if the group can carry that: a GPU would have to be waited for.
+    """
+    device = torch.device("cpu")
+    if not hasattr(group, "empty") and device not in group._device_types:
+        device = group._device_types[0]
+    counts = torch.tensor(facts, dtype=torch.int32, device=device)
+    start_all_reduce(group, counts).wait()
+    return [count > 0 for count in counts.tolist()]
+
+
 def zero_buffer(
     group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:

@@ -8,7 +8,7 @@ rank says what comes next, and those that are through say that they are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -78,6 +78,28 @@ class Roll:
         self._device = device
         self._divide_by_active = divide_by_active
         self._throws = throws
+        self._members: list[int] = []
+
+    def add(self, numbers: Iterable[int]) -> None:
+        """Let engines of these numbers, in the same order on every rank, be spoken of."""
+        self._members += numbers
+
+    def mask(self, numbers: Collection[int]) -> int:
+        """What stands for the engines of these numbers in a call.
+
+        Raises:
+            CollectiveFailed: If one of them hasn't joined.
+        """
+        if not set(self._members).issuperset(numbers):
+            raise CollectiveFailed(
+                "A model is trained in join() that hasn't joined, so ranks that are through know "
+                "nothing of it. Let all models join that the loop trains."
+            )
+        return sum(1 << place for place, number in enumerate(self._members) if number in numbers)
+
+    def unmask(self, mask: int) -> list[int]:
+        """The numbers of the engines that ``mask`` stands for."""
+        return [number for place, number in enumerate(self._members) if mask >> place & 1]
 
     def call(self, step: Step, first: int = 0, second: int = 0) -> Answer:
         """Say what this rank is about to do, and hear what all are. Every rank must call it.
@@ -132,6 +154,11 @@ def set_roll(group: dist.ProcessGroup, roll: Roll | None) -> None:
     """Call ``roll`` from now on before each step of ``group``, or no more."""
     if roll is None:
         _rolls.pop(group, None)
+    elif group in _rolls:
+        raise CollectiveFailed(
+            "join() is entered in another join() over the same ranks. Let all models join at once: "
+            "with torch.distributed.algorithms.Join([...])."
+        )
     else:
         _rolls[group] = roll
 

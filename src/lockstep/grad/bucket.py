@@ -63,6 +63,7 @@ class Bucket:
         self._parameters = list(parameters)
         sizes = [parameter.numel() for parameter in self._parameters]
         first = self._parameters[0]
+        self._place_of_index = {index: place for place, index in enumerate(self.indices)}
         self.scales_on_the_way = sum(sizes) >= _COARSE_NUMEL * len(sizes)
         self._chunk = max(1, _CHUNK_NUMEL * len(sizes) // max(1, sum(sizes)))
         self.averages = False
@@ -101,8 +102,19 @@ class Bucket:
         While it is still in the cores' caches; and what autograd has made for it is free again
         long before the bucket is full.
         """
-        place = self.indices.index(index)
-        self._bring([place], touched, scale)
+        place = self._place_of_index[index]
+        parameter, view = self._parameters[place], self._views[place]
+        gradient = parameter.grad
+        # Mostly it has just been made. What else there is, the bucket sees to when it is full.
+        if gradient is None or gradient is view or gradient.layout is not torch.strided:
+            return
+        # Hooks of others that are still to come want to see the gradient as it is.
+        if len(parameter._post_accumulate_grad_hooks) > 1:
+            return
+        if view.data_ptr() != self._pointers[place]:
+            return
+        torch.mul(gradient, scale, out=view)
+        self._put_view(parameter, view)
         self._is_taken[place] = True
 
     def take_chunk(self, touched: bytearray) -> None:
@@ -116,7 +128,7 @@ class Bucket:
 
     def has_taken(self, index: int) -> bool:
         """Whether it is too late to add to the gradient of parameter ``index``."""
-        is_scaled = self.scales_on_the_way and bool(self._is_taken[self.indices.index(index)])
+        is_scaled = self.scales_on_the_way and bool(self._is_taken[self._place_of_index[index]])
         return self.is_in_flight() or is_scaled
 
     def fill(self, touched: bytearray, scale: float) -> None:
@@ -171,6 +183,13 @@ class Bucket:
             if not touched[self.indices[place]] or gradient.layout is not torch.strided:
                 return False
         return True
+
+    def _put_view(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
+        """Make ``view`` the gradient of ``parameter``."""
+        try:
+            parameter.grad = view
+        except RuntimeError as error:
+            raise self._changed(parameter) from error
 
     def _put_views(
         self, parameters: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor]

@@ -156,8 +156,11 @@ class Reducer:
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients have been added up since they were last reduced."""
-        return any(self._touched)
+        """Whether gradients have been added up since they were last reduced, and are there."""
+        return any(
+            touched and parameter.grad is not None
+            for touched, parameter in zip(self._touched, self._parameters, strict=True)
+        )
 
     def is_unreduced(self, index: int) -> bool:
         """Whether the gradient of parameter ``index`` has grown since it was last reduced."""
@@ -264,6 +267,12 @@ class Reducer:
         with torch.no_grad():
             while self._next_launch < len(self._buckets) - 1:
                 self._launch()
+
+    def finish_hooks(self) -> None:
+        """Wait until no communication hook is at work."""
+        with torch.no_grad():
+            for bucket in self._buckets:
+                bucket.finish_hook()
 
     def launch_last(self) -> None:
         """Send the last bucket, with what the others need to know.

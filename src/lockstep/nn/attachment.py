@@ -19,7 +19,7 @@ from lockstep.nn.engine import Engine, Options
 from lockstep.nn.steps import watch_steps
 
 
-class _Attachment:
+class Attachment:
     """That a module is parallel, and through which engines; none where the rank is alone.
 
     Attributes:
@@ -34,9 +34,9 @@ class _Attachment:
 
 # Who is parallel: the module given to parallelize(), or the wrapper around it. They are left as
 # they were, so that they pickle and copy as before; here their entries go when they do.
-_attachments: weakref.WeakKeyDictionary[nn.Module, _Attachment] = weakref.WeakKeyDictionary()
+_attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 # What is in a wrapper. Weakly: a wrapper that is gone leaves its model free.
-_wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Attachment]] = (
+_wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = (
     weakref.WeakKeyDictionary()
 )
 # Whose each trained parameter is. Weakly, for the same reason.
@@ -83,7 +83,7 @@ def attach(
             engines.append(own)
             watch(own)
             watch_steps()
-    attachment = _attachments[owner] = _Attachment(owner, engines)
+    attachment = _attachments[owner] = Attachment(owner, engines)
     if owner is not module:
         _wrapped[module] = weakref.ref(attachment)
     for parameter in module.parameters():
@@ -108,7 +108,12 @@ def check_bucket_cap(bucket_cap_mb: float) -> None:
 
 
 def engines_of(module: nn.Module) -> list[Engine]:
-    """The engines of a parallel module; none if this rank is alone.
+    """The engines of a parallel module, as :func:`attachment_of`; none if this rank is alone."""
+    return attachment_of(module).engines
+
+
+def attachment_of(module: nn.Module) -> Attachment:
+    """How a module is parallel.
 
     Args:
         module: As given to parallelize(), a wrapper, or what is in one.
@@ -121,7 +126,7 @@ def engines_of(module: nn.Module) -> list[Engine]:
         if attachment is None and module in _wrapped:
             attachment = _wrapped[module]()
         if attachment is not None:
-            return attachment.engines
+            return attachment
     raise ModelError(
         f"This {type(module).__name__} isn't parallel. Call parallelize() on it first, or pass the "
         "module that was given to parallelize()."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
-from lockstep.comm import Answer, Step, num_counted, roll_of
+from lockstep.comm import Answer, Step, any_rank, num_counted, roll_of
 from lockstep.grad import Turns
 
 if TYPE_CHECKING:
@@ -23,25 +23,33 @@ if TYPE_CHECKING:
 class Conductor:
     """Begins and ends the backwards of all engines of one group, on this rank.
 
-    A backward may run through several models. Their engines begin together, with the first
-    gradient that comes to any of them, take turns in the order in which they were made, which is
-    the same on every rank, and end together, when the outermost backward is over.
+    A backward may run through several models, and through other ones on each rank. Where a group
+    has had several engines, ranks first tell each other which ones they reach, a byte for each.
+    Those that any rank reaches begin on all, take turns in the order of their numbers, and end
+    together, when the outermost backward is over. Shown by
+    test_ranks_may_reach_different_models_in_one_backward.
 
     Attributes:
         lock: Held by a hook while it works. Autograd has a thread for each kind of device, and a
             collective that one of them launches lets another one run.
         task_id: Which of autograd's tasks began the backward that runs; -1 between backwards.
+        num_ended: How many backwards are over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.lock = threading.RLock()
         self.task_id = -1
+        self.num_ended = 0
+        self._group = weakref.ref(group)
         self._num_engines = 0
         self._engines: list[weakref.ref[Engine]] = []
-        # Those in the backward that runs: first as foreseen when it began, then the others.
+        # Those in the backward that runs, by number, and those of which nobody could know when
+        # it began, as they are inside of reentrant checkpoints.
         self._running: list[Engine] = []
         self._late: list[Engine] = []
         self._end: weakref.ref[_EndOfBackward] | None = None
+        # What must be through before the end of the backward can be waited for.
+        self._enclosing: weakref.ref[BackwardCFunction] | None = None
 
     def add(self, engine: Engine, *, is_copy: bool) -> int:
         """Let ``engine`` take part, and return its number.
@@ -57,37 +65,55 @@ class Conductor:
         return self._num_engines
 
     def engines(self) -> list[Engine]:
-        """Those that are still there, in the order in which they were made."""
+        """Those that are still there and are no mere copies, by number."""
         alive = [(reference, engine) for reference in self._engines if (engine := reference())]
         self._engines = [reference for reference, _ in alive]
-        return [engine for _, engine in alive]
+        trained = [engine for _, engine in alive if engine.number]
+        return sorted(trained, key=lambda engine: engine.number)
 
-    def begin(self, engine: Engine) -> None:
-        """A gradient has come to ``engine``, the first one in this backward."""
-        if self.task_id != -1:
-            # It couldn't be foreseen, as it is inside of a reentrant checkpoint. It comes last.
+    def has_begun(self, engine: Engine) -> bool:
+        """Whether ``engine`` is in the backward that runs; begin one if none does.
+
+        Called with each gradient that isn't the first of its engine to find it out.
+        """
+        if self.task_id != -1 and self._is_forsaken():
+            self._backward_is_gone()
+        if self.task_id == -1:
+            self._begin(engine)
+        if engine in self._running:
+            return True
+        if engine not in self._late:
             self._late.append(engine)
-            engine.begin_backward(Turns([]))
-            return
-        engines = self.engines()
-        if len(engines) > 1:
-            engines = [one for one in engines if one is engine or one.takes_part()]
+        return False
+
+    def _begin(self, engine: Engine) -> None:
+        engine.number = engine.number or self._next_number()
         self.task_id = torch._C._current_graph_task_id()
         self._call_at_the_end()
-        self._announce(Step.BEGIN, engines)
-        self._begin_all(engines)
+        reached = {engine}
+        if self._num_engines > 1:
+            reached.update(one for one in self.engines() if one is not engine and one.takes_part())
+        self._announce(Step.BEGIN, reached)
+        self._begin_all(self._union(reached))
 
-    def run_empty(self, engines: Sequence[Engine]) -> None:
-        """Take part in a backward of the others' to which this rank has no gradients to add."""
-        self._announce(Step.BEGIN, engines)
-        self._begin_all(engines)
-        self.end()
+    def run_empty(self, engine: Engine | None = None) -> None:
+        """Take part in a backward of the others' to which this rank has no gradients to add.
 
-    def take_part_if_idle(self) -> None:
-        """Take part in the others' backward if this rank's reached no model, and there is one."""
-        engines = [engine for engine in self.engines() if engine.is_syncing]
-        if self.task_id == -1 and len(engines) == 1:
-            self.run_empty(engines)
+        Args:
+            engine: Of which model; without, of the one that there is, or those that others reach.
+        """
+        alone = self._num_engines == 1
+        engines = [engine] if engine is not None and alone else self.engines() if alone else []
+        engines = [one for one in engines if one.is_syncing]
+        if engines or not alone:
+            self._announce(Step.BEGIN, engines)
+            self._begin_all(self._union(engines))
+            self.end()
+
+    def take_part_once(self, num_ended: int) -> None:
+        """Take part if no backward of a model runs, and none has ended since ``num_ended``."""
+        if self.task_id == -1 and self.num_ended == num_ended and self._num_engines:
+            self.run_empty()
 
     def follow(self, engines: Sequence[Engine], answer: Answer) -> None:
         """Take part in a backward of ranks that still have data, when this one has none."""
@@ -97,14 +123,23 @@ class Conductor:
         else:
             self.end()
 
-    def _announce(self, step: Step, engines: Sequence[Engine]) -> None:
+    def _union(self, engines: Iterable[Engine]) -> list[Engine]:
+        """All engines that any rank names, by number."""
+        mine, group = set(engines), self._group()
+        # In join(), all that have data reach the same ones, and the others have been told.
+        if self._num_engines > 1 and group is not None and roll_of(group) is None:
+            numbers = {engine.number for engine in mine}
+            named = any_rank(group, [n in numbers for n in range(1, self._num_engines + 1)])
+            mine.update(one for one in self.engines() if named[one.number - 1])
+        return sorted(mine, key=lambda engine: engine.number)
+
+    def _announce(self, step: Step, engines: Iterable[Engine]) -> None:
         """Tell ranks that have no data any more what comes, if there may be such ranks."""
-        for engine in engines:
-            engine.number = engine.number or self._next_number()
-        roll = roll_of(engines[0].reducer.process_group) if engines else None
+        group = self._group()
+        roll = roll_of(group) if group is not None else None
         if roll is not None and roll.is_active:
-            which = sum(1 << engine.number for engine in engines)
-            self._heed(engines, roll.call(step, which))
+            engines = list(engines)
+            self._heed(engines, roll.call(step, roll.mask([engine.number for engine in engines])))
 
     def _heed(self, engines: Sequence[Engine], answer: Answer) -> None:
         for engine in engines:
@@ -113,12 +148,16 @@ class Conductor:
 
     def _begin_all(self, engines: Sequence[Engine]) -> None:
         self._running = list(engines)
+        group = self._group()
+        # In join() the end is announced, and nothing may be launched before. And no hook of one
+        # model may find its collectives between those of another one's.
+        waits = (group is not None and roll_of(group) is not None) or (
+            len(engines) > 1 and any(engine.reducer.comm_hook for engine in engines)
+        )
         try:
             for engine in engines:
                 engine.adopt_changes()
-            # In join() the end is announced, and nothing may be launched before.
-            is_joining = bool(engines) and roll_of(engines[0].reducer.process_group) is not None
-            turns = Turns([] if is_joining else [engine.reducer for engine in engines])
+            turns = Turns([] if waits else [engine.reducer for engine in engines])
             for engine in engines:
                 engine.begin_backward(turns)
         except BaseException:
@@ -137,28 +176,45 @@ class Conductor:
         self._end = weakref.ref(end, self._backward_is_gone)
         enclosing = _outermost_running_node(sys._getframe())
         if enclosing is None:
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            _queue(end)
         else:
             # When that node is through, the outermost backward is the innermost.
-            enclosing.register_hook(lambda *_: _queue(end))
+            self._enclosing = weakref.ref(enclosing)
+            enclosing.register_hook(lambda *_: self._node_is_through(end))
+
+    def _node_is_through(self, end: _EndOfBackward) -> None:
+        if self._end is not None and self._end() is end:
+            self._enclosing = None
+            _queue(end)
+
+    def _is_forsaken(self) -> bool:
+        """Whether the backward that is believed to run has failed.
+
+        A node that it was inside of may live on, and so the end that it is to call.
+        """
+        if self._enclosing is None:
+            return False
+        return self._enclosing() is not _outermost_running_node(sys._getframe())
 
     def _backward_is_gone(self, _: object = None) -> None:
         for engine in [*self._running, *self._late]:
             engine.reducer.give_up()
         self._running, self._late = [], []
-        self.task_id = -1
+        self.task_id, self._end, self._enclosing = -1, None, None
 
     def end(self) -> None:
         """The backward is over: wait until everything has arrived."""
-        # Late ones come in another order on each rank.
-        engines = [*self._running, *sorted(self._late, key=lambda engine: engine.number)]
-        reducers = [engine.reducer for engine in engines]
         try:
-            self._announce(Step.END, engines)
-            for reducer in reducers:
-                reducer.launch_all_but_last()
-            for reducer in reducers:
-                reducer.launch_last()
+            self._announce(Step.END, self._running)
+            self._launch_all_but_last(self._running)
+            late = [engine for engine in self._union(self._late) if engine not in self._running]
+            for engine in late:
+                engine.adopt_changes()
+                engine.begin_backward(Turns([]))
+            self._launch_all_but_last(late)
+            engines = [*self._running, *late]
+            for engine in engines:
+                engine.reducer.launch_last()
             # Now rather than before the next forward: they travel with the last gradients, and no
             # forward waits for them, whichever method that will be. After the launch of all
             # buckets, of which some ranks may have sent more by now than others.
@@ -168,6 +224,12 @@ class Conductor:
                 buffers.finish()
         finally:
             self._backward_is_gone()
+            self.num_ended += 1
+
+    def _launch_all_but_last(self, engines: Sequence[Engine]) -> None:
+        for engine in engines:
+            engine.reducer.launch_all_but_last()
+            engine.reducer.finish_hooks()
 
 
 class _EndOfBackward:
@@ -180,8 +242,8 @@ class _EndOfBackward:
         self._conductor.end()
 
 
-def _queue(end: _EndOfBackward) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(end)
+def _queue(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _outermost_running_node(frame: FrameType | None) -> BackwardCFunction | None:
@@ -208,14 +270,23 @@ _conductors: weakref.WeakKeyDictionary[dist.ProcessGroup, Conductor] = weakref.W
 
 def conductor_of(group: dist.ProcessGroup) -> Conductor:
     """The conductor of ``group``, the same one every time."""
-    return _conductors.setdefault(group, Conductor())
+    return _conductors.setdefault(group, Conductor(group))
 
 
 def take_part_at_the_end(group: dist.ProcessGroup) -> None:
-    """See to it that the backward that is running is one of the model over ``group``.
+    """See to it that the backward that is running is one of the models over ``group``.
 
-    It may reach no parameter of the model on this rank, while it does on others.
+    It may reach no parameter of them on this rank, while it does on others.
     """
     conductor = _conductors.get(group)
     if conductor is not None:
-        torch.autograd.Variable._execution_engine.queue_callback(conductor.take_part_if_idle)
+        num_ended = conductor.num_ended
+        _queue(lambda: conductor.take_part_once(num_ended))
+
+
+def refresh_stale(group: dist.ProcessGroup) -> None:
+    """Let models over ``group`` that have changed take up their parameters, as a forward would."""
+    conductor = _conductors.get(group)
+    for engine in conductor.engines() if conductor is not None else ():
+        if engine.is_stale:
+            engine.refresh()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Ranks may be threads, and a set that another thread changes can't be gone through.
 _lock = threading.RLock()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_num_watched = 0
 # Which engines look after each module.
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Engine]] = (
     weakref.WeakKeyDictionary()
@@ -34,14 +35,17 @@ _forward_hooks: list[RemovableHandle] = []
 
 def watch(engine: Engine) -> None:
     """From now on notice what is put into the modules of ``engine``."""
+    global _num_watched
     with _lock:
         if not _registration_hooks:
             for register in (
                 hooks.register_module_parameter_registration_hook,
                 hooks.register_module_module_registration_hook,
+                hooks.register_module_buffer_registration_hook,
             ):
                 _registration_hooks.append(register(_is_put_into))
         _engines.add(engine)
+        _num_watched += 1
         if engine.module is not None:
             _watch_parts(engine, engine.module)
 
@@ -53,6 +57,11 @@ def mark_stale(engine: Engine) -> None:
         _stale.add(engine)
         if not _forward_hooks:
             _forward_hooks.append(hooks.register_module_forward_pre_hook(_before_forward))
+
+
+def num_watched() -> int:
+    """How many engines there have been."""
+    return _num_watched
 
 
 def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
@@ -69,6 +78,8 @@ def _watch_parts(engine: Engine, module: nn.Module) -> None:
 
 
 def _is_put_into(module: nn.Module, name: str, value: object) -> None:
+    if name in module._buffers:
+        return  # a buffer that was there before, as many forwards set them
     with _lock:
         for engine in list(_watched.get(module, ())):
             if isinstance(value, nn.Module):

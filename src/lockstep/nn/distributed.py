@@ -20,15 +20,15 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.grad import MIB, CommHook
 from lockstep.nn import mixed_precision as precisely
+from lockstep.nn.arguments import Device, group_of, only_device
 from lockstep.nn.attachment import attach, attach_lone_engine, check_bucket_cap, engines_of
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.changes import mark_stale
 from lockstep.nn.engine import Engine, Options, accumulating
 from lockstep.nn.join import DDPJoinHook, JoinedModels, UnevenLoop, join_models
+from lockstep.nn.logging_data import logging_data
 from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB
 from lockstep.world import init
-
-_Device = int | str | torch.device
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -81,8 +81,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: Sequence[_Device] | None = None,
-        output_device: _Device | None = None,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
         dim: int = 0,
         broadcast_buffers: BroadcastBuffers | None = None,
         init_sync: bool = True,
@@ -114,7 +114,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         follow = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         follow = True if follow is None else follow
         check_policies(follow)
-        self._input_device = _only_device(device_ids)
+        self._input_device = only_device(device_ids)
         self.module = module
         self.device_ids = [self._input_device] if self._input_device else None
         self.output_device = output_device
@@ -135,7 +135,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             # What torch documents for each of the two names.
             init_buffers=forward_sync_buffers is not None,
         )
-        self.process_group = _group_of(device_mesh, process_group)
+        self.process_group = group_of(device_mesh, process_group)
         self._attach()
 
     def _attach(self, *, is_copy: bool = False) -> None:
@@ -158,6 +158,9 @@ class DistributedDataParallel(nn.Module, Joinable):
                 torch.Tensor, lambda tensor: tensor.to(self._input_device), (inputs, kwargs)
             )
         if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
+            for engine in self._engines:
+                if engine.is_stale:
+                    engine.refresh()  # before parameters are replaced by what they are cast to
             return precisely.call_in_precision(
                 self.module,
                 self.mixed_precision.param_dtype,
@@ -364,21 +367,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        reducers = [engine.reducer for engine in self._engines]
-        group, parameters = self.process_group, list(self.module.parameters())
         return {
-            "module_name": type(self.module).__name__,
-            "world_size": group.size() if group is not None else 1,
-            "rank": group.rank() if group is not None else 0,
-            "backend_name": group.name() if group is not None else None,
-            "num_parameter_tensors": len(parameters),
-            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
+            **logging_data(self.module, self._engines, self.process_group),
             "bucket_cap_bytes": self.bucket_bytes_cap,
-            "bucket_sizes": [size for reducer in reducers for size in reducer.bucket_bytes],
             "broadcast_buffers": self.broadcast_buffers,
-            "num_backwards": sum(engine.num_backwards for engine in self._engines),
-            "unused_parameters": [name for reducer in reducers for name in reducer.unused],
-            "comm_hook": next((r.comm_hook.name for r in reducers if r.comm_hook), None),
         }
 
     # What a module does
@@ -395,7 +387,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What the model has and the wrapper doesn't is set there."""
-        if self._is_the_models(name):
+        is_part = isinstance(value, nn.Module | nn.Parameter) and name != "module"
+        if self._is_the_models(name) or (is_part and "_is_ready" in self.__dict__):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
@@ -417,8 +410,19 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for engine in self._engines:
-            mark_stale(engine)  # a parameter that was moved may be another object
+            # A parameter that was moved may be another object.
+            if engine.number:
+                mark_stale(engine)
+            else:  # a copy, which may be moved on this rank alone
+                engine.take_anew()
         return moved
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add it to the model, where its parameters are looked after."""
+        if "_is_ready" in self.__dict__:
+            self.module.add_module(name, module)
+        else:
+            super().add_module(name, module)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As any module's; what the bare model has saved is loaded, too."""
@@ -474,28 +478,3 @@ class DistributedDataParallel(nn.Module, Joinable):
         copied.process_group = self.process_group
         copied._attach(is_copy=True)
         return copied
-
-
-def _group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if mesh is None:
-        return group or init().process_group
-    if group is not None:
-        raise RuntimeError("Give a process_group or a device_mesh, not both.")
-    if mesh.ndim != 1:
-        raise RuntimeError(
-            f"device_mesh has {mesh.ndim} dimensions, but must have one: that of the replicas. "
-            "Take it out of the mesh by its name, as in mesh['dp']."
-        )
-    return mesh.get_group(0)
-
-
-def _only_device(device_ids: Sequence[_Device] | None) -> torch.device | None:
-    if not device_ids:
-        return None
-    if len(device_ids) > 1:
-        raise ValueError(
-            f"device_ids names {len(device_ids)} devices, but a rank has one. Start a rank for "
-            "each, with 'lockstep run -n', or leave device_ids out."
-        )
-    device = device_ids[0]
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -67,6 +67,7 @@ class Engine:
         is_stale: Whether the module may have other parameters by now. Then :meth:`refresh` is
             called before the next forward or backward.
         num_backwards: In how many backwards it has reduced gradients.
+        num_backwards_stepped: How many it had when an optimizer of its parameters last stepped.
         number: Which one of its group's engines it is, the same on every rank; 0 if it is a copy
             that has not been trained yet.
         conductor: Begins and ends backwards, for all engines of its group.
@@ -93,6 +94,7 @@ class Engine:
         self.is_syncing = True
         self.is_stale = False
         self.num_backwards = 0
+        self.num_backwards_stepped = 0
         self.conductor = conductor_of(group)
         self.buffers = Buffers(
             module, group, options.broadcast_buffers, leave_out=inner, ignored=options.ignored
@@ -124,6 +126,7 @@ class Engine:
         self._parameters = [parameter for _, parameter in named]
         self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._dtypes = [parameter.dtype for parameter in self._parameters]
+        self._description = self._describe(module)
         self._frozen = [p for _, p in own if not p.requires_grad and _can_be_trained(p)]
         reducer = Reducer(
             named,
@@ -136,6 +139,16 @@ class Engine:
         self.reducer: Reducer = reducer
         self._left_out = ()
         self._hang_hooks()
+
+    def _describe(self, module: nn.Module) -> tuple[object, ...]:
+        """What of the module makes a difference here."""
+        own = [(id(p), p.requires_grad, p.dtype) for _, p in self._own_parameters(module)]
+        return own, [name for name, _ in module.named_buffers()]
+
+    def take_anew(self) -> None:
+        """Look at the module's parameters again, without telling other ranks."""
+        if self.module is not None:
+            self._take(self.module, self.reducer)
 
     def _own_parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         others = {id(p) for part in self._inner for p in part.parameters()}
@@ -173,16 +186,21 @@ class Engine:
         conductor = self.conductor
         with conductor.lock:
             if self.reducer.phase is Phase.IDLE:
-                conductor.begin(self)
+                has_begun = conductor.has_begun(self)
                 # It may have taken up changes, and with them given out other numbers.
                 if id(parameter) not in self._index:
                     return
                 index = self._index[id(parameter)]
+                if not has_begun:
+                    self.reducer.mark_accumulated(index)
+                    return
             elif torch._C._current_graph_task_id() != conductor.task_id:
                 # A backward inside of a backward, as reentrant checkpoints have. What will come
                 # of it can't be foreseen: see is_reached.
                 self._sees_nested_tasks = True
                 self.reducer.takes_early = False
+                if not conductor.has_begun(self):
+                    return
             self.reducer.mark_ready(index)
 
     def gradient_has_thawed(self, parameter: torch.Tensor) -> None:
@@ -191,18 +209,14 @@ class Engine:
             return  # when gradients are reduced, this one is found where it is
         with self.conductor.lock:
             if self.reducer.phase is Phase.IDLE:
-                self.conductor.begin(self)
+                self.conductor.has_begun(self)
         index = self._index.get(id(parameter))
         if index is not None:
             self.gradient_has_come(index, parameter)
 
     def takes_part(self) -> bool:
-        """Whether the backward that is running will reduce some of its gradients.
-
-        If it has never had any it is asked for nothing: a copy that is not trained is common.
-        """
-        has_begun = self.is_syncing and self.num_backwards > 0
-        return has_begun and any(map(is_reached, self._parameters))
+        """Whether the backward that is running will reduce some of its gradients."""
+        return self.is_syncing and any(map(is_reached, self._parameters))
 
     def adopt_changes(self) -> None:
         """See whether the module's parameters are other ones by now. All ranks must call it."""
@@ -228,8 +242,7 @@ class Engine:
         known = self._names
         own = self._own_parameters(module)
         trained = [id(p) for _, p in own if p.requires_grad]
-        dtypes = [p.dtype for _, p in own if p.requires_grad]
-        if trained == list(self._index) and dtypes == self._dtypes:
+        if self._describe(module) == self._description:
             return
         try:
             check_same_model(module, self._group, left_out=self._options.left_alone(module))
@@ -245,10 +258,12 @@ class Engine:
                 "Change the model in the same way, at the same time, on every rank."
             )
             raise
-        broadcast_tensors(self._group, [p.data for _, p in own if id(p) not in known])
+        old_buffers = set(self.buffers.named())
+        self.buffers.look(module, self._inner)
+        more = [b for name, b in self.buffers.named().items() if name not in old_buffers]
+        broadcast_tensors(self._group, [*more, *(p.data for _, p in own if id(p) not in known)])
         self._reduce_what_goes(set(trained))
         self._take(module, self.reducer)
-        self.buffers.look(module, self._inner)
 
     def _reduce_what_goes(self, trained: Collection[int]) -> None:
         """Reduce gradients added up so far for parameters that are not trained any more."""
@@ -285,9 +300,13 @@ class Engine:
             self._left_out = self.reducer.left_out
             self._check_still_the_same()
 
+    def num_gradients(self) -> int:
+        """How many of its parameters have a gradient."""
+        return sum(parameter.grad is not None for parameter in self._parameters)
+
     def take_part_without_gradients(self) -> None:
         """Do what the other ranks do in a backward in which this one has nothing to add."""
-        self.conductor.run_empty([self])
+        self.conductor.run_empty(self)
 
     def drop_reduced_gradients(self) -> None:
         """Forget the gradients of an earlier step, unless some are still to be reduced."""
@@ -321,9 +340,12 @@ def is_reached(parameter: nn.Parameter) -> bool:
     """
     # The node is not kept. While somebody holds it autograd believes the shape that it was made
     # with, and a parameter that has changed fails inside of autograd, without its name.
-    return parameter.requires_grad and torch._C._will_engine_execute_node(
-        get_gradient_edge(parameter).node
-    )
+    if not parameter.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # in autograd.grad(), which was asked for a leaf: nothing is added up
+        return False
 
 
 def _can_be_trained(parameter: torch.Tensor) -> bool:

@@ -46,6 +46,7 @@ class UnevenLoop:
         self._roll = None
         if group is not None and group.size() > 1:
             self._roll = Roll(group, device, divide_by_active=divide_by_active, throws=throws)
+            self._roll.add(engine.number for engine in self._engines)
 
     def __enter__(self) -> None:
         """From here on call the roll."""
@@ -70,11 +71,13 @@ class UnevenLoop:
     def add(self, engines: Sequence[Engine]) -> None:
         """Look after one more model."""
         self._engines += engines
+        if self._roll is not None:
+            self._roll.add(engine.number for engine in engines)
 
     def call(self, step: Step, engines: Sequence[Engine]) -> None:
         """Say what this rank is about to do with ``engines``."""
         if self._roll is not None:
-            self._roll.call(step, sum(1 << engine.number for engine in engines))
+            self._roll.call(step, self._roll.mask([engine.number for engine in engines]))
 
     def follow(self, done: set[Engine] | None = None) -> Step:
         """Take part in the next thing that the others do, and return it.
@@ -87,7 +90,8 @@ class UnevenLoop:
         if answer.step in (Step.GATHER, Step.SUM):
             self._roll.follow(answer)
             return answer.step
-        engines = [e for e in self._engines if answer.details[0] >> e.number & 1]
+        numbers = self._roll.unmask(answer.details[0])
+        engines = [engine for engine in self._engines if engine.number in numbers]
         if answer.step in (Step.BEGIN, Step.END) and engines:
             self._reduce(engines, answer)
         if answer.step in (Step.END, Step.NOTHING) and done is not None:
@@ -181,6 +185,7 @@ def join_models(
     """Let a model join along with those of the same group that have joined just now."""
     models = _joined.get(group)
     if models is None or models.has(engines):  # what has it already was left with an error
+        set_roll(group, None)
         loop = UnevenLoop([], group, device, divide_by_active=divide_by_active, throws=False)
         models = _joined[group] = JoinedModels(group, loop)
     models.add(engines)

@@ -8,19 +8,23 @@ does, it takes part.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.nn.changes import engines_with
+from lockstep.nn.changes import engines_with, num_watched
 
 if TYPE_CHECKING:
     from lockstep.nn.engine import Engine
 
 _log = logging.getLogger(__name__)
+# Where the function is that torch puts around every optimizer's step().
+_STEPS_IN = sys.modules[Optimizer.__module__].__file__
 _hooks: list[RemovableHandle] = []
 
 
@@ -29,8 +33,16 @@ class _Seen:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.num_parameters = _num_parameters(optimizer)
+        self.num_watched = num_watched()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.num_backwards = weakref.WeakKeyDictionary(dict.fromkeys(engines_with(parameters), 0))
+        self.num_backwards = weakref.WeakKeyDictionary(
+            {engine: engine.num_backwards_stepped for engine in engines_with(parameters)}
+        )
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's parameters have the same engines still."""
+        counts = (self.num_parameters, self.num_watched)
+        return counts == (_num_parameters(optimizer), num_watched())
 
 
 _seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
@@ -46,25 +58,43 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # a closure, which runs the backward within the step
     seen = _seen.get(optimizer)
-    if seen is None or seen.num_parameters != _num_parameters(optimizer):
+    if seen is None or not seen.is_of(optimizer):
+        before = seen.num_backwards if seen is not None else {}
         seen = _seen[optimizer] = _Seen(optimizer)
-    for engine, num_backwards in list(seen.num_backwards.items()):
+        seen.num_backwards.update(before)
+        if _is_in_a_step():
+            return  # of an optimizer that has others inside, and has been here already
+    for engine, num_backwards in sorted(
+        seen.num_backwards.items(), key=lambda entry: entry[0].number
+    ):
         if engine.num_backwards == num_backwards:
             _take_part(engine)
-        seen.num_backwards[engine] = engine.num_backwards
+        seen.num_backwards[engine] = engine.num_backwards_stepped = engine.num_backwards
+
+
+def _is_in_a_step() -> bool:
+    """Whether the step that begins is called by another optimizer's."""
+    frame: FrameType | None = sys._getframe()
+    num_steps = 0
+    while frame is not None:
+        num_steps += frame.f_code.co_filename == _STEPS_IN and frame.f_code.co_name == "wrapper"
+        frame = frame.f_back
+    return num_steps > 1
 
 
 def _take_part(engine: Engine) -> None:
     # Who adds up gradients without reducing them and then steps means to do so.
     if not engine.is_syncing or engine.reducer.has_unreduced:
         return
-    _log.info(
-        "No gradient came to this %s since the last step. Its gradients are those of the other "
-        "ranks, from here on; what was done to gradients before (clipping, say) was not done to "
-        "these.",
-        type(engine.module).__name__,
-    )
+    before = engine.num_gradients()
     engine.take_part_without_gradients()
+    if engine.num_gradients() > before:
+        _log.warning(
+            "No gradient came to this %s since the last step, while other ranks had some, which it "
+            "has now too. What was done to gradients since backward(), such as clipping, was not "
+            "done to these: with lockstep.mean() they come in backward().",
+            type(engine.module).__name__,
+        )
 
 
 def _num_parameters(optimizer: Optimizer) -> int:

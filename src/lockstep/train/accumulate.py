@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.nn import no_sync
+from lockstep.nn.attachment import Attachment, attachment_of
 from lockstep.nn.engine import is_reached
 
 
@@ -27,6 +28,11 @@ def accumulate(module: nn.Module) -> Iterator[None]:
             with contextlib.nullcontext() if last else lockstep.accumulate(model):
                 lockstep.mean(loss(model(x), y)).backward()
         optimizer.step()
+        optimizer.zero_grad()
+
+    Each backward of a mean is a micro-batch. To that end it scales the gradients that are there,
+    whatever they are of. A batch that is not to be finished ends with ``zero_grad()``, which sets
+    gradients to None.
 
     Args:
         module: A module that was given to :func:`lockstep.parallelize`, a wrapper, or what is in
@@ -36,33 +42,52 @@ def accumulate(module: nn.Module) -> Iterator[None]:
         ModelError: If ``module`` isn't parallel.
     """
     with no_sync(module):
+        attachment = attachment_of(module)
         with _lock:
-            batch = _batches.setdefault(module, _Batch(module))
+            batch = _batches.setdefault(attachment, _Batch(module))
+        batch.rank = threading.get_ident()
         batch.num_contexts += 1
         try:
             yield
+        except BaseException:
+            batch.forget()
+            raise
         finally:
             batch.num_contexts -= 1
 
 
-def count_micro_batch(count: torch.Tensor) -> torch.Tensor:
+def has_begun_batch() -> bool:
+    """Whether gradients are there, on this rank, of some micro-batches of a batch."""
+    return any(batch.has_gradients() for batch in _batches_of(threading.get_ident()))
+
+
+def count_micro_batch(
+    count: torch.Tensor, goes_on: torch.Tensor, rank: int, *, has_samples: bool
+) -> torch.Tensor:
     """Make room in the gradients for those of a micro-batch; return what to divide it by.
 
     It is called in the backward of a mean over ``count`` samples, before any gradient comes. If
     the backward is one of several for a batch, gradients that are there are those of a mean over
     fewer samples than the batch has now.
 
+    Args:
+        count: Over how many samples, or what weight, the mean is; of all ranks.
+        goes_on: On how many ranks gradients of earlier micro-batches were there.
+        rank: The thread that took the mean. Autograd may have another one for its backward.
+        has_samples: Whether this rank has any of them.
+
     Raises:
         ValueError: If it is one of two means over different numbers in one backward.
     """
-    with _lock:
-        batches = list(_batches.values())
-    batches = [batch for batch in batches if batch.is_reached()]
+    batches = _batches_of(rank)
+    if has_samples:
+        # There may be other models, with other batches or none.
+        batches = [batch for batch in batches if batch.is_reached()]
     total = count
     # Parallel parts of a parallel model share parameters with it: each is scaled once.
     scaled: set[int] = set()
     for batch in batches:
-        total = batch.add(count, scaled)
+        total = batch.add(count, goes_on, scaled)
     return total
 
 
@@ -72,40 +97,57 @@ class _Batch:
     Attributes:
         num_contexts: How often accumulate() is entered and not yet left. When it is 0, the next
             micro-batch is the last.
+        rank: The thread that accumulates.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.num_contexts = 0
+        self.rank = threading.get_ident()
         self._module = weakref.ref(module)
         self._count: torch.Tensor | None = None  # how many samples the gradients are the mean of
         self._last_task = -1
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    def is_open(self) -> bool:
+        """Whether a mean may be over a part of it."""
+        return bool(self.num_contexts) or self._count is not None or self._is_last_task()
+
     def is_reached(self) -> bool:
         """Whether the backward that is running is one of this model."""
-        is_counting = self.num_contexts or self._count is not None or self._is_last_task()
-        return bool(is_counting) and any(map(is_reached, self._parameters()))
+        return any(map(is_reached, self._parameters()))
+
+    def has_gradients(self) -> bool:
+        """Whether there are gradients of earlier micro-batches."""
+        return self._count is not None and bool(self._gradients())
+
+    def forget(self) -> None:
+        """The batch is not to be finished."""
+        self._count = None
 
     def _is_last_task(self) -> bool:
-        return torch._C._current_graph_task_id() == self._last_task
+        return torch._C._current_graph_task_id() == self._last_task != -1
 
     def _parameters(self) -> list[nn.Parameter]:
         module = self._module()
         return [] if module is None else [p for p in module.parameters() if p.requires_grad]
 
-    def add(self, count: torch.Tensor, scaled: set[int]) -> torch.Tensor:
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters() if p.grad is not None]
+
+    def add(self, count: torch.Tensor, goes_on: torch.Tensor, scaled: set[int]) -> torch.Tensor:
         """Add a micro-batch, scale gradients whose id() is not in ``scaled``; return the sum."""
         if self._is_last_task() and self._last is not None:
             return self._add_to_same_backward(count)
-        gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        if self._count is None or not gradients:  # or zero_grad() has begun anew
-            total = count
-        else:
-            total = self._count + count
+        total = count
+        if self._count is not None:
+            # If no rank has gradients any more, zero_grad() has dropped the batch.
+            before = torch.where(goes_on > 0, self._count, 0)
+            total = before + count
+            share = before / torch.where(total > 0, total, 1)
             with torch.no_grad():
-                for gradient in gradients:
+                for gradient in self._gradients():
                     if id(gradient) not in scaled:
-                        gradient.mul_((self._count / total).to(gradient.device))
+                        gradient.mul_(share.to(gradient.device))
                         scaled.add(id(gradient))
         self._last_task, self._last = torch._C._current_graph_task_id(), (count, total)
         self._count = total if self.num_contexts else None
@@ -118,11 +160,18 @@ class _Batch:
             raise ValueError(
                 f"One backward under accumulate() has two means, over {count.item():g} and over "
                 f"{last.item():g} samples, and gradients that are added up can't be divided by "
-                "both. Run a backward for each, or let both be over as many."
+                "both. Let both be over as many, or put the values into one mean, with weights."
             )
         return total
 
 
 # Ranks may be threads, and a dictionary that another thread changes can't be gone through.
 _lock = threading.Lock()
-_batches: weakref.WeakKeyDictionary[nn.Module, _Batch] = weakref.WeakKeyDictionary()
+_batches: weakref.WeakKeyDictionary[Attachment, _Batch] = weakref.WeakKeyDictionary()
+
+
+def _batches_of(rank: int) -> list[_Batch]:
+    """Those that a mean of that thread may be over a part of."""
+    with _lock:
+        batches = list(_batches.values())
+    return [batch for batch in batches if batch.rank == rank and batch.is_open()]

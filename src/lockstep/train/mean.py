@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep.comm import num_counted, sum_in_step
-from lockstep.nn.backward import take_part_at_the_end
-from lockstep.train.accumulate import count_micro_batch
+from lockstep.nn.backward import refresh_stale, take_part_at_the_end
+from lockstep.train.accumulate import count_micro_batch, has_begun_batch
 from lockstep.world import init
 
 
@@ -33,8 +34,9 @@ def mean(
     Under :func:`lockstep.accumulate` the gradients are those of the mean over all micro-batches of
     the step, whatever their sizes.
 
-    Every rank must call it, with as many dimensions of any size; a rank that has no sample calls it
-    with a tensor of none. It waits for the other ranks; the backward doesn't.
+    Every rank must call it; it waits for the others, so that the backward need not. A rank that has
+    no samples gives what its model makes of an empty batch, or, if the ranks train one model, any
+    tensor without elements.
 
     Args:
         values: Losses (or metrics) of single samples or tokens, floating-point, of any shape.
@@ -49,6 +51,7 @@ def mean(
 
     Raises:
         TypeError: If ``values`` isn't a floating-point tensor.
+        ValueError: If the weights require a gradient.
     """
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
         kind = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
@@ -60,19 +63,30 @@ def mean(
     if group is not None and group.size() == 1:
         group = None
     counts = _counts(values, weight)
-    facts = torch.stack([(values.detach().double() * counts).sum(), counts.sum()])
+    total = (values.detach().double() * counts).sum()
+    # Whether a batch goes on here that accumulate() has begun: a rank that had no samples of it
+    # can't tell.
+    goes_on = torch.full_like(total, has_begun_batch())
+    facts = torch.stack([total, counts.sum(), goes_on])
     ranks = 1
     if group is not None:
+        refresh_stale(group)
         sum_in_step(group, facts)
         ranks = num_counted(group)
     # So that a rank without samples has something to run backward from.
     anchor = torch.zeros((), device=values.device, requires_grad=not values.numel())
-    result: torch.Tensor = _Mean.apply(values, anchor, counts, facts, ranks, group)  # type: ignore[no-untyped-call]
+    rank = threading.get_ident()
+    result: torch.Tensor = _Mean.apply(values, anchor, counts, facts, ranks, group, rank)  # type: ignore[no-untyped-call]
     return result
 
 
 def _counts(values: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
     """The weight of each of ``values``, in float64."""
+    if isinstance(weight, torch.Tensor) and weight.requires_grad:
+        raise ValueError(
+            "mean() doesn't differentiate its weights, and these require a gradient. Give "
+            "weight.detach(), or multiply the losses yourself."
+        )
     if weight is None:
         weight = 1.0
     counts = torch.as_tensor(weight, dtype=torch.float64, device=values.device)
@@ -92,18 +106,21 @@ class _Mean(torch.autograd.Function):
         facts: torch.Tensor,
         ranks: int,
         group: dist.ProcessGroup | None,
+        rank: int,
     ) -> torch.Tensor:
-        total, count = facts
-        ctx.save_for_backward(counts, count)
-        ctx.ranks, ctx.group, ctx.dtype = ranks, group, values.dtype
+        total, count, goes_on = facts
+        ctx.save_for_backward(counts, count, goes_on)
+        ctx.ranks, ctx.group, ctx.dtype, ctx.rank = ranks, group, values.dtype, rank
         value: torch.Tensor = total / count
         return value.to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        counts, count = ctx.saved_tensors
-        if ctx.group is not None and not ctx.needs_input_grad[0]:
+        counts, count, goes_on = ctx.saved_tensors
+        has_samples = ctx.needs_input_grad[0]
+        if ctx.group is not None and not has_samples:
             take_part_at_the_end(ctx.group)
+        divisor = count_micro_batch(count, goes_on, ctx.rank, has_samples=has_samples)
         # Times the number of ranks, by which the reduction of the gradients divides.
-        slope = gradient.double() * ctx.ranks / count_micro_batch(count)
-        return (slope * counts).to(ctx.dtype), None, None, None, None, None
+        slope = gradient.double() * ctx.ranks / torch.where(divisor > 0, divisor, 1)
+        return (slope * counts).to(ctx.dtype), None, None, None, None, None, None
