@@ -272,3 +272,40 @@ def test_steps_without_reduction_are_let_alone() -> None:
         assert counting.num_reduced == sum(p.numel() for p in model.parameters()) + count
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_may_reach_different_models_in_one_backward(backend: Backend) -> None:
+    """Rank 1 leaves a model out in some steps, and has its forwards in another order."""
+    data = parts(2)
+
+    def train(rank: int, first: nn.Module, second: nn.Module, turn: int) -> None:
+        models = [first, second] if rank == 0 else [second, first]
+        outputs = {model: model(data[rank]) for model in models}
+        loss = outputs[second].square().sum()
+        if rank == 0 or turn % 3 == 1:
+            loss = loss + 5 * outputs[first].square().sum()
+        loss.backward()
+
+    torch.manual_seed(6)
+    layers = [nn.Linear(4, 4).double(), nn.Linear(4, 4).double()]
+
+    def expected(turn: int) -> list[torch.Tensor]:
+        copies = [copy.deepcopy(layers) for _ in range(2)]
+        for rank, (first, second) in enumerate(copies):
+            train(rank, first, second, turn)
+        by_rank = [gradients_of(*models) for models in copies]
+        return [(a if b is None else a + b) / 2 for a, b in zip(*by_rank, strict=True)]
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        first, second = (in_place(copy.deepcopy(layer), group) for layer in layers)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in (first, second)]
+        for turn in range(6):
+            first.zero_grad()
+            second.zero_grad()
+            train(rank, first, second, turn)
+            for optimizer in optimizers:
+                optimizer.step()
+            assert_close(gradients_of(first, second), expected(turn))
+
+    run_ranks(2, body, backend=backend)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 class Conductor:
     """Begins and ends the backwards of all engines of one group, on this rank.
 
-    A backward may run through several models, and through other ones on each rank. Where a group
-    has had several engines, ranks first tell each other which ones they reach, a byte for each.
-    Those that any rank reaches begin on all, take turns in the order of their numbers, and end
-    together, when the outermost backward is over. Shown by
-    test_ranks_may_reach_different_models_in_one_backward.
+    A backward may run through several models, and through other ones on each rank. Then ranks
+    first tell each other which ones they reach, a number for each: while a model is new, and from
+    then on if it has been in a backward along with another one. Those that any rank reaches begin
+    on all, take turns in the order of their numbers, and end together, when the outermost
+    backward is over. Shown by test_ranks_may_reach_different_models_in_one_backward.
 
     Attributes:
         lock: Held by a hook while it works. Autograd has a thread for each kind of device, and a
@@ -42,11 +42,16 @@ class Conductor:
         self.num_ended = 0
         self._group = weakref.ref(group)
         self._num_engines = 0
+        # The numbers of those that have been in a backward, and in one with others. The same on
+        # every rank, as what ranks do by it has to be.
+        self._seen: set[int] = set()
+        self._kin: set[int] = set()
         self._engines: list[weakref.ref[Engine]] = []
         # Those in the backward that runs, by number, and those of which nobody could know when
         # it began, as they are inside of reentrant checkpoints.
         self._running: list[Engine] = []
         self._late: list[Engine] = []
+        self._tells_late = False
         self._end: weakref.ref[_EndOfBackward] | None = None
         # What must be through before the end of the backward can be waited for.
         self._enclosing: weakref.ref[BackwardCFunction] | None = None
@@ -93,27 +98,26 @@ class Conductor:
         reached = {engine}
         if self._num_engines > 1:
             reached.update(one for one in self.engines() if one is not engine and one.takes_part())
-        self._announce(Step.BEGIN, reached)
-        self._begin_all(self._union(reached))
+        self._begin_together(reached)
 
-    def run_empty(self, engine: Engine | None = None) -> None:
-        """Take part in a backward of the others' to which this rank has no gradients to add.
-
-        Args:
-            engine: Of which model; without, of the one that there is, or those that others reach.
-        """
-        alone = self._num_engines == 1
-        engines = [engine] if engine is not None and alone else self.engines() if alone else []
-        engines = [one for one in engines if one.is_syncing]
-        if engines or not alone:
-            self._announce(Step.BEGIN, engines)
-            self._begin_all(self._union(engines))
-            self.end()
+    def run_empty(self, engine: Engine) -> None:
+        """Take part in a backward of ``engine`` to which this rank has no gradients to add."""
+        # If others of them reach it, they say so: it need not be named here, and may not be if
+        # no rank reaches it.
+        self._begin_together([] if self._has_to_ask([engine]) else [engine])
+        self.end()
 
     def take_part_once(self, num_ended: int) -> None:
-        """Take part if no backward of a model runs, and none has ended since ``num_ended``."""
-        if self.task_id == -1 and self.num_ended == num_ended and self._num_engines:
-            self.run_empty()
+        """Take part if no backward of a model runs, and none has ended since ``num_ended``.
+
+        With several models that don't belong together it can't be known of which: then it waits
+        until an optimizer steps.
+        """
+        engines = [engine for engine in self.engines() if engine.is_syncing]
+        if self.task_id != -1 or self.num_ended != num_ended or not engines:
+            return
+        if len(engines) == 1 or all(engine.number in self._kin for engine in engines):
+            self.run_empty(engines[0])
 
     def follow(self, engines: Sequence[Engine], answer: Answer) -> None:
         """Take part in a backward of ranks that still have data, when this one has none."""
@@ -123,15 +127,41 @@ class Conductor:
         else:
             self.end()
 
-    def _union(self, engines: Iterable[Engine]) -> list[Engine]:
-        """All engines that any rank names, by number."""
-        mine, group = set(engines), self._group()
-        # In join(), all that have data reach the same ones, and the others have been told.
-        if self._num_engines > 1 and group is not None and roll_of(group) is None:
-            numbers = {engine.number for engine in mine}
-            named = any_rank(group, [n in numbers for n in range(1, self._num_engines + 1)])
-            mine.update(one for one in self.engines() if named[one.number - 1])
-        return sorted(mine, key=lambda engine: engine.number)
+    def _begin_together(self, reached: Collection[Engine]) -> None:
+        """Begin all that any rank reaches, of which this rank reaches some."""
+        self._announce(Step.BEGIN, reached)
+        engines, self._tells_late = set(reached), False
+        group = self._group()
+        if self._has_to_ask(reached) and group is not None:
+            numbers = {engine.number for engine in reached}
+            facts = [number in numbers for number in range(1, self._num_engines + 1)]
+            may_be_late = any(engine.sees_nested_tasks for engine in self.engines())
+            *named, self._tells_late = any_rank(group, [*facts, may_be_late])
+            engines.update(one for one in self.engines() if named[one.number - 1])
+        self._seen.update(engine.number for engine in engines)
+        if len(engines) > 1:
+            self._kin.update(engine.number for engine in engines)
+        self._begin_all(sorted(engines, key=lambda engine: engine.number))
+
+    def _has_to_ask(self, reached: Iterable[Engine]) -> bool:
+        """Whether other ranks may reach other models than ``reached``."""
+        group = self._group()
+        if self._num_engines == 1 or group is None or roll_of(group) is not None:
+            # In join(), all that have data reach the same ones, and the others have been told.
+            return False
+        return len(self._seen) < self._num_engines or any(
+            engine.number in self._kin for engine in reached
+        )
+
+    def _late_on_any_rank(self) -> list[Engine]:
+        late, group = set(self._late), self._group()
+        if self._tells_late and group is not None:
+            numbers = {engine.number for engine in late}
+            facts = [number in numbers for number in range(1, self._num_engines + 1)]
+            named = any_rank(group, facts)
+            late.update(one for one in self.engines() if named[one.number - 1])
+        late.difference_update(self._running)
+        return sorted(late, key=lambda engine: engine.number)
 
     def _announce(self, step: Step, engines: Iterable[Engine]) -> None:
         """Tell ranks that have no data any more what comes, if there may be such ranks."""
@@ -207,7 +237,7 @@ class Conductor:
         try:
             self._announce(Step.END, self._running)
             self._launch_all_but_last(self._running)
-            late = [engine for engine in self._union(self._late) if engine not in self._running]
+            late = self._late_on_any_rank()
             for engine in late:
                 engine.adopt_changes()
                 engine.begin_backward(Turns([]))

@@ -71,6 +71,7 @@ class Engine:
         number: Which one of its group's engines it is, the same on every rank; 0 if it is a copy
             that has not been trained yet.
         conductor: Begins and ends backwards, for all engines of its group.
+        sees_nested_tasks: Whether there have been backwards inside of backwards.
         reducer: Has the gradients.
         buffers: Has the buffers.
 
@@ -105,7 +106,7 @@ class Engine:
         self._options = options
         self._handles: list[RemovableHandle] = []
         self._left_out: Sequence[int] = ()
-        self._sees_nested_tasks = False
+        self.sees_nested_tasks = False
         self._take(module)
         self.number = self.conductor.add(self, is_copy=is_copy)
 
@@ -197,7 +198,7 @@ class Engine:
             elif torch._C._current_graph_task_id() != conductor.task_id:
                 # A backward inside of a backward, as reentrant checkpoints have. What will come
                 # of it can't be foreseen: see is_reached.
-                self._sees_nested_tasks = True
+                self.sees_nested_tasks = True
                 self.reducer.takes_early = False
                 if not conductor.has_begun(self):
                     return
@@ -287,8 +288,8 @@ class Engine:
         """A backward begins whose gradients are to be reduced."""
         self.num_backwards += 1
         self.reducer.begin(turns)
-        self.reducer.takes_early = not (self._sees_nested_tasks or torch.is_grad_enabled())
-        if self.conductor.task_id != -1 and not self._sees_nested_tasks:
+        self.reducer.takes_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
+        if self.conductor.task_id != -1 and not self.sees_nested_tasks:
             self.reducer.excuse(
                 index for index in self._left_out if not is_reached(self._parameters[index])
             )
