@@ -44,7 +44,7 @@ class Bucket:
         indices: Which of the reducer's parameters these are, in buffer order.
         tail: Room at the end of the buffer for facts that travel with the gradients.
         num_missing: How many gradients of this backward have yet to come.
-        next_flush: At how many missing ones to call :meth:`take_chunk`.
+        takes_at: At how many missing ones to take some that have come; 0 if that is not wanted.
         scales_on_the_way: Whether its gradients are large, and so are scaled while they are copied.
         averages: Whether the group had better average it: to scale small gradients on their way
             in takes another pass over memory.
@@ -102,6 +102,7 @@ class Bucket:
         While it is still in the cores' caches; and what autograd has made for it is free again
         long before the bucket is full.
         """
+        self.takes_at = max(0, self.num_missing - 1)
         place = self._place_of_index[index]
         parameter, view = self._parameters[place], self._views[place]
         gradient = parameter.grad
@@ -117,19 +118,18 @@ class Bucket:
         self._put_view(parameter, view)
         self._is_taken[place] = True
 
-    def take_chunk(self, touched: bytearray) -> None:
-        """Bring the next small gradients here, unscaled, if they have all come."""
+    def take_chunk(self, touched: bytearray, scale: float) -> None:
+        """Bring the next small gradients here, if they have all come."""
         places = range(self._next_chunk, self._next_chunk + self._chunk)
         self._next_chunk += self._chunk
-        self.next_flush -= self._chunk
+        self.takes_at = max(0, self.takes_at - self._chunk)
         if all(touched[self.indices[place]] == TOUCHED_NOW for place in places):
-            self._bring(places, touched, 1)
+            self._bring(places, touched, scale)
             self._is_taken[places.start : places.stop] = b"\1" * len(places)
 
     def has_taken(self, index: int) -> bool:
         """Whether it is too late to add to the gradient of parameter ``index``."""
-        is_scaled = self.scales_on_the_way and bool(self._is_taken[self._place_of_index[index]])
-        return self.is_in_flight() or is_scaled
+        return self.is_in_flight() or bool(self._is_taken[self._place_of_index[index]])
 
     def fill(self, touched: bytearray, scale: float) -> None:
         """Bring every gradient here, times ``scale``, and zeros for parameters that have none.
@@ -148,8 +148,6 @@ class Bucket:
             self._bring(rest, touched, scale)
         if changed:
             self._bring(changed, touched, 1)
-        if not self.scales_on_the_way and scale != 1:
-            self._gradients.mul_(scale)
 
     def _bring(self, places: Sequence[int], touched: bytearray, scale: float) -> None:
         """Bring the gradients at ``places`` here; large ones are scaled on the way.
@@ -170,8 +168,15 @@ class Bucket:
         if self.scales_on_the_way:
             for view, source in zip([*here, *views], [*here, *sources], strict=True):
                 torch.mul(source, scale, out=view)
-        elif views:
+            return
+        if views:
             torch._foreach_copy_(views, sources)
+        if scale != 1:
+            first, last = places[0], places[-1]
+            if last - first == len(places) - 1:  # side by side
+                self._gradients[self._offsets[first] : self._offsets[last + 1]].mul_(scale)
+            else:
+                torch._foreach_mul_([self._views[place] for place in places], scale)
 
     def _all_came_anew(
         self, places: Sequence[int], gradients: Sequence[torch.Tensor | None], touched: bytearray
@@ -311,7 +316,13 @@ class Bucket:
         # What is here already of this backward's, and where those begin that come next.
         self._is_taken = bytearray(len(self.indices))
         self._next_chunk = 0
-        self.next_flush = self.num_missing - self._chunk
+        self.takes_at = 0
+
+    def take_early(self) -> None:
+        """Take gradients when they come in this backward, and not only when all are there."""
+        one_by_one = self.num_missing - 1
+        in_chunks = len(self.indices) - self._chunk
+        self.takes_at = max(0, one_by_one if self.scales_on_the_way else in_chunks)
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -177,7 +177,7 @@ class Reducer:
             elif parameter.grad is not None:
                 self._touched[index] = TOUCHED_EARLIER
 
-    def begin(self, turns: Turns | None = None) -> None:
+    def begin(self, turns: Turns | None = None, *, takes_early: bool = False) -> None:
         """A backward has begun whose gradients are to be reduced.
 
         Every rank must begin. What an earlier backward launched that never ended is waited for,
@@ -185,6 +185,7 @@ class Reducer:
 
         Args:
             turns: The reducers of the same group that the backward runs through, this one too.
+            takes_early: Whether to copy gradients into their bucket when they come.
         """
         for bucket in self._buckets:
             self._wait(bucket)
@@ -199,6 +200,11 @@ class Reducer:
             self._arrange(self._order)
         self._arrival_order = []
         self.phase = Phase.COLLECTING
+        # Not before it is known that none comes twice in a backward.
+        self.takes_early = takes_early and self._launches_early
+        if self.takes_early:
+            for bucket in self._buckets:
+                bucket.take_early()
 
     def excuse(self, indices: Iterable[int]) -> None:
         """Don't let buckets wait for these gradients: this backward won't compute them."""
@@ -217,15 +223,20 @@ class Reducer:
             return
         self._arrivals[index] = _COME
         self._touched[index] = TOUCHED_NOW
-        self._arrival_order.append(index)
+        if not self.is_rearranged:
+            self._arrival_order.append(index)
         bucket = self._bucket_of[index]
-        bucket.num_missing -= 1
+        num_missing = bucket.num_missing = bucket.num_missing - 1
+        if num_missing <= bucket.takes_at:
+            self._attend_to(bucket, index)
+
+    def _attend_to(self, bucket: Bucket, index: int) -> None:
+        """There is something to do with ``bucket``, to which the gradient ``index`` came last."""
         if self.takes_early:
-            if not bucket.scales_on_the_way:
-                if bucket.num_missing == bucket.next_flush:
-                    bucket.take_chunk(self._touched)
-            elif self._launches_early:
-                bucket.take(index, self._touched, self._scale)
+            if bucket.scales_on_the_way:
+                bucket.take(index, self._touched, self._scale_of(bucket))
+            elif bucket.takes_at:
+                bucket.take_chunk(self._touched, self._scale_of(bucket))
         if not bucket.num_missing and self._launches_early and self._turns:
             self._turns.launch_full_buckets()
 
@@ -314,8 +325,7 @@ class Reducer:
         self._next_launch += 1
         if self._skip_unused and not is_last and not any(self._touched[i] for i in bucket.indices):
             return
-        average = bucket.averages and self.comm_hook is None and self._counts_all_alike()
-        bucket.fill(self._touched, 1 if average else self._scale)
+        bucket.fill(self._touched, self._scale_of(bucket))
         if is_last:
             # All buckets are filled by now, and so every one of these facts is final.
             if all(self._touched):
@@ -323,7 +333,7 @@ class Reducer:
             else:
                 bucket.tail.copy_(torch.tensor(list(self._touched), dtype=bucket.tail.dtype))
         if self.comm_hook is None:
-            bucket.launch(self.process_group, average=average)
+            bucket.launch(self.process_group, average=self._averages(bucket))
             return
         # One after the other: hooks launch further collectives when their first is through, and
         # in between none of another bucket may come, on some ranks only. Shown by
@@ -338,12 +348,14 @@ class Reducer:
     def _hook_is_at_work(self) -> bool:
         return self._next_launch > 0 and not self._buckets[self._next_launch - 1].is_hook_done()
 
-    @property
-    def _scale(self) -> float:
-        return self.share if self.comm_hook is None else 1
+    def _averages(self, bucket: Bucket) -> bool:
+        """Whether the group is to average ``bucket``, and not to add it up."""
+        all_count_alike = self.share * self.process_group.size() == 1
+        return bucket.averages and self.comm_hook is None and all_count_alike
 
-    def _counts_all_alike(self) -> bool:
-        return self.share * self.process_group.size() == 1
+    def _scale_of(self, bucket: Bucket) -> float:
+        """What gradients are to be multiplied by on their way into ``bucket``."""
+        return 1 if self.comm_hook is not None or self._averages(bucket) else self.share
 
     def _wait(self, bucket: Bucket) -> None:
         bucket.finish_hook()

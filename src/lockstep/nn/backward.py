@@ -228,7 +228,7 @@ class Conductor:
 
     def _backward_is_gone(self, _: object = None) -> None:
         for engine in [*self._running, *self._late]:
-            engine.reducer.give_up()
+            engine.forget_backward()
         self._running, self._late = [], []
         self.task_id, self._end, self._enclosing = -1, None, None
 

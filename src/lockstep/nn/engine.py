@@ -25,6 +25,9 @@ from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import conductor_of
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
 
+# Autograd gives out other numbers.
+_NO_TASK = -2
+
 
 class Options(NamedTuple):
     """How a module is to be kept in step; the same on every rank.
@@ -66,6 +69,9 @@ class Engine:
         is_syncing: Whether backwards reduce gradients; without, they add up.
         is_stale: Whether the module may have other parameters by now. Then :meth:`refresh` is
             called before the next forward or backward.
+        plain_task: Autograd's task of the backward that runs, if all that a gradient of it takes is
+            to call ``mark_ready``.
+        mark_ready: The reducer's method.
         num_backwards: In how many backwards it has reduced gradients.
         num_backwards_stepped: How many it had when an optimizer of its parameters last stepped.
         number: Which one of its group's engines it is, the same on every rank; 0 if it is a copy
@@ -94,6 +100,7 @@ class Engine:
     ) -> None:
         self.is_syncing = True
         self.is_stale = False
+        self.plain_task = _NO_TASK
         self.num_backwards = 0
         self.num_backwards_stepped = 0
         self.conductor = conductor_of(group)
@@ -138,6 +145,8 @@ class Engine:
         if previous is not None:
             reducer.take_over(previous)
         self.reducer: Reducer = reducer
+        self.mark_ready = reducer.mark_ready
+        self._is_on_one_device = len({parameter.device for parameter in self._parameters}) == 1
         self._left_out = ()
         self._hang_hooks()
 
@@ -287,12 +296,20 @@ class Engine:
     def begin_backward(self, turns: Turns) -> None:
         """A backward begins whose gradients are to be reduced."""
         self.num_backwards += 1
-        self.reducer.begin(turns)
-        self.reducer.takes_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
+        takes_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
+        self.reducer.begin(turns, takes_early=takes_early)
+        # Gradients on several devices come from several threads, which need the lock.
+        if self.conductor.task_id != -1 and self._is_on_one_device:
+            self.plain_task = self.conductor.task_id
         if self.conductor.task_id != -1 and not self.sees_nested_tasks:
             self.reducer.excuse(
                 index for index in self._left_out if not is_reached(self._parameters[index])
             )
+
+    def forget_backward(self) -> None:
+        """The backward is over, or has failed."""
+        self.plain_task = _NO_TASK
+        self.reducer.give_up()
 
     def finish_backward(self) -> None:
         """The backward is over: wait until everything has arrived."""
@@ -354,10 +371,16 @@ def _can_be_trained(parameter: torch.Tensor) -> bool:
 
 
 def _gradient_hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], None]:
+    # What every gradient of every step passes through has its names at hand.
+    current_task = torch._C._current_graph_task_id
+
     def gradient_has_come(parameter: torch.Tensor) -> None:
         alive = engine()
         if alive is not None:
-            alive.gradient_has_come(index, parameter)
+            if alive.plain_task == current_task():
+                alive.mark_ready(index)
+            else:
+                alive.gradient_has_come(index, parameter)
 
     return gradient_has_come
 
