@@ -253,3 +253,37 @@ def test_other_models_are_not_looked_at() -> None:
         assert not hooks._global_forward_pre_hooks
 
     run_ranks(2, body)
+
+
+def test_what_is_added_frozen_starts_from_rank_0_and_is_known_when_it_thaws() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        model = in_place(net(), group)
+        layer = nn.Linear(6, 3).double()
+        nn.init.constant_(layer.weight, rank + 1.0)
+        model.branches.append(layer.requires_grad_(False))
+        seen = [g for g in step(model, parts(2)[rank], 1) if g is not None]
+        assert layer.weight.eq(1).all()
+        layer.requires_grad_(True)
+        seen += [g for g in step(model, parts(2)[rank], 1) if g is not None]
+        assert layer.weight.grad is not None
+        return seen
+
+    first, second = run_ranks(2, body)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_buffers_that_are_added_follow() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[float]:
+        model = in_place(net(), group)
+        model.norm = nn.BatchNorm1d(3, affine=False).double()
+        model.register_buffer("seen", torch.tensor(rank + 1.0))
+        seen = []
+        for _ in range(2):
+            model.norm(model(parts(2)[rank])).square().sum().backward()
+            seen.append(model.seen.item())
+            model.seen.add_(rank + 1)
+        return [*seen, *model.norm.running_mean.tolist()]
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert first[:2] == [1.0, 2.0]

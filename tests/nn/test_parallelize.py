@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from tests.nn.models import build
@@ -382,3 +383,73 @@ def test_engine_goes_with_its_module(parallel) -> None:
         assert parameter() is None
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", ["net", "wide"])
+def test_later_hooks_of_others_see_gradients_as_they_are(name: str) -> None:
+    """Small gradients are copied together and large ones one by one: neither before they look."""
+    model = net() if name == "net" else build("wide")
+    x = parts(2) if name == "net" else torch.randn(2, 4, 160, dtype=torch.float64)
+
+    def body(rank: int, group: dist.ProcessGroup) -> tuple[list, list]:
+        mine = lockstep.parallelize(copy.deepcopy(model), process_group=group)
+        seen = []
+        first = next(mine.parameters())
+
+        def clamp(parameter: torch.Tensor) -> None:
+            seen.append(parameter.grad.clone())
+            parameter.grad = parameter.grad.clamp(-0.01, 0.01)
+
+        first.register_post_accumulate_grad_hook(clamp)
+        after = []
+        for _ in range(3):
+            mine.zero_grad()
+            mine(x[rank]).square().sum().backward()
+            after.append(first.grad.clone())
+        return seen, after
+
+    alone = []
+    for part in x:
+        one = copy.deepcopy(model)
+        one(part).square().sum().backward()
+        alone.append(next(one.parameters()).grad)
+    expected = sum(gradient.clamp(-0.01, 0.01) for gradient in alone) / 2
+    for own, (seen, after) in zip(alone, run_ranks(2, body), strict=True):
+        for gradient in seen:
+            torch.testing.assert_close(gradient, own, rtol=1e-10, atol=1e-10)
+        for gradient in after:
+            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_failed_backward_inside_of_a_checkpoint_does_not_spoil_the_next() -> None:
+    """Its graph lives on, as in a notebook, and with it what was to be called at its end."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ArithmeticError("failed")
+
+    def body(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        model = lockstep.parallelize(net(), process_group=group)
+        x = parts(2)[rank].requires_grad_()
+
+        def loss_of(fails: bool) -> torch.Tensor:
+            def block(x: torch.Tensor) -> torch.Tensor:
+                return model.second(Fails.apply(model.middle(x)) if fails else model.middle(x))
+
+            inside = checkpoint(block, x, use_reentrant=True, preserve_rng_state=False)
+            return inside.square().sum()
+
+        loss_of(False).backward()
+        kept = loss_of(True)
+        with pytest.raises(ArithmeticError):
+            kept.backward()
+        model.zero_grad()
+        loss_of(False).backward()
+        return model.first.weight.grad
+
+    assert torch.equal(*run_ranks(2, body))

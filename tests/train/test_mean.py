@@ -315,3 +315,26 @@ def test_copies_of_the_model_are_other_models() -> None:
         assert_gradients(model, oracle)
 
     run_ranks(2, body)
+
+
+def test_two_means_of_nothing_in_one_backward() -> None:
+    x, y, _ = samples()
+    oracle = classifier()
+    (losses_of(oracle, x, y).mean() * 3).backward()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = in_place(classifier(), group)
+        for _ in range(3):
+            model.zero_grad()
+            nothing = torch.zeros(0, dtype=torch.float64)
+            losses = losses_of(model, x, y) if rank == 0 else nothing
+            total = lockstep.mean(losses, process_group=group)
+            (total + 2 * lockstep.mean(losses, process_group=group)).backward()
+            assert_gradients(model, oracle)
+
+    run_ranks(2, body)
+
+
+def test_weights_that_are_trained_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"weight\.detach\(\)"):
+        lockstep.mean(torch.ones(2), weight=torch.ones(2, requires_grad=True))
