@@ -77,9 +77,9 @@ class Conductor:
         return sorted(trained, key=lambda engine: engine.number)
 
     def has_begun(self, engine: Engine) -> bool:
-        """Whether ``engine`` is in the backward that runs; begin one if none does.
+        """Whether ``engine``, to which a gradient came, is in the backward that runs.
 
-        Called with each gradient that isn't the first of its engine to find it out.
+        If none runs, it begins. If ``engine`` isn't in it, its gradients are reduced at the end.
         """
         if self.task_id != -1 and self._is_forsaken():
             self._backward_is_gone()
@@ -102,8 +102,7 @@ class Conductor:
 
     def run_empty(self, engine: Engine) -> None:
         """Take part in a backward of ``engine`` to which this rank has no gradients to add."""
-        # If others of them reach it, they say so: it need not be named here, and may not be if
-        # no rank reaches it.
+        # If it is one of several, other ranks say whether they reach it.
         self._begin_together([] if self._has_to_ask([engine]) else [engine])
         self.end()
 
