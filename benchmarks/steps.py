@@ -116,8 +116,12 @@ def main() -> None:
     world = lockstep.init()
     wraps = contenders()
     bare, ours, *others = wraps
+    # Of whom to show how many times longer they take than whom.
+    pairs = [(ours, bare), *((other, ours) for other in others)]
+    if len(others) > 1:
+        pairs.append((others[0], others[1]))  # lockstep and torch over the same backend
     table = Table(
-        "model", *wraps, f"{ours} / {bare}", *(f"{other} / {ours}" for other in others),
+        "model", *wraps, *(f"{a} / {b}" for a, b in pairs),
         title=f"ms a step, {world.world_size} ranks, {torch.get_num_threads()} threads each: "
         f"median (quartiles) of {args.rounds} rounds",
     )  # fmt: skip
@@ -128,11 +132,10 @@ def main() -> None:
         table.add_row(
             workload.name,
             *(spread(values, 2) for values in times.values()),
-            spread(ratios(times[ours], times[bare]), 3),
-            *(spread(ratios(times[other], times[ours]), 3) for other in others),
+            *(spread(ratios(times[a], times[b]), 3) for a, b in pairs),
         )
     if world.rank == 0:
-        Console(width=160).print(table)
+        Console(width=180).print(table)
         if args.json:
             args.json.write_text(json.dumps(results, indent=1))
 
