@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -149,3 +151,35 @@ def test_everything_inside_of_reentrant_checkpoints_is_right_too() -> None:
     for gradients in run_ranks(2, body):
         for mine, theirs in zip(gradients, oracle, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("width", [8, 160])
+def test_a_weight_outside_and_inside_of_a_checkpoint(width: int) -> None:
+    """In the first backward its gradient comes twice, after it has been copied once."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(width, width)
+            self.other = nn.Linear(width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(self.layer, self.other(x), use_reentrant=True, preserve_rng_state=False)
+            return self.layer(torch.tanh(x))
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = Model().double()
+        x = torch.randn(2, 4, width, dtype=torch.float64)
+    oracle = copy.deepcopy(model)
+    oracle(x.flatten(0, 1)).square().mean().backward()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        mine = lockstep.parallelize(copy.deepcopy(model), process_group=group)
+        for _ in range(3):
+            mine.zero_grad()
+            mine(x[rank]).square().mean().backward()
+            for a, b in zip(mine.parameters(), oracle.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
+
+    run_ranks(2, body)

@@ -96,8 +96,8 @@ class Bucket:
         """Whether it was launched and not yet waited for."""
         return self._work is not None or self._hooked is not None
 
-    def take(self, index: int, touched: bytearray, scale: float) -> None:
-        """Bring a gradient here, which has come just now and is all there.
+    def take(self, index: int) -> None:
+        """Bring a gradient here, which has come just now.
 
         While it is still in the cores' caches; and what autograd has made for it is free again
         long before the bucket is full.
@@ -114,22 +114,23 @@ class Bucket:
             return
         if view.data_ptr() != self._pointers[place]:
             return
-        torch.mul(gradient, scale, out=view)
+        torch.mul(gradient, self._take_scale, out=view)
         self._put_view(parameter, view)
         self._is_taken[place] = True
 
-    def take_chunk(self, touched: bytearray, scale: float) -> None:
+    def take_chunk(self, touched: bytearray) -> None:
         """Bring the next small gradients here, if they have all come."""
         places = range(self._next_chunk, self._next_chunk + self._chunk)
         self._next_chunk += self._chunk
         self.takes_at = max(0, self.takes_at - self._chunk)
         if all(touched[self.indices[place]] == TOUCHED_NOW for place in places):
-            self._bring(places, touched, scale)
+            self._bring(places, touched, self._take_scale)
             self._is_taken[places.start : places.stop] = b"\1" * len(places)
 
     def has_taken(self, index: int) -> bool:
         """Whether it is too late to add to the gradient of parameter ``index``."""
-        return self.is_in_flight() or bool(self._is_taken[self._place_of_index[index]])
+        is_scaled = self._take_scale != 1 and self._is_taken[self._place_of_index[index]]
+        return self.is_in_flight() or bool(is_scaled)
 
     def fill(self, touched: bytearray, scale: float) -> None:
         """Bring every gradient here, times ``scale``, and zeros for parameters that have none.
@@ -148,6 +149,12 @@ class Bucket:
             self._bring(rest, touched, scale)
         if changed:
             self._bring(changed, touched, 1)
+        if self._take_scale != scale:
+            taken = [
+                view for view, is_taken in zip(self._views, self._is_taken, strict=True) if is_taken
+            ]
+            if taken:
+                torch._foreach_mul_(taken, scale)
 
     def _bring(self, places: Sequence[int], touched: bytearray, scale: float) -> None:
         """Bring the gradients at ``places`` here; large ones are scaled on the way.
@@ -317,9 +324,15 @@ class Bucket:
         self._is_taken = bytearray(len(self.indices))
         self._next_chunk = 0
         self.takes_at = 0
+        self._take_scale = 1.0
 
-    def take_early(self) -> None:
-        """Take gradients when they come in this backward, and not only when all are there."""
+    def take_early(self, scale: float) -> None:
+        """Take gradients when they come in this backward, and not only when all are there.
+
+        Args:
+            scale: What they are multiplied by then; 1 if more may still come to them.
+        """
+        self._take_scale = scale
         one_by_one = self.num_missing - 1
         in_chunks = len(self.indices) - self._chunk
         self.takes_at = max(0, one_by_one if self.scales_on_the_way else in_chunks)

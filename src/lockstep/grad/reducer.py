@@ -200,11 +200,11 @@ class Reducer:
             self._arrange(self._order)
         self._arrival_order = []
         self.phase = Phase.COLLECTING
-        # Not before it is known that none comes twice in a backward.
-        self.takes_early = takes_early and self._launches_early
-        if self.takes_early:
+        self.takes_early = takes_early
+        if takes_early:
             for bucket in self._buckets:
-                bucket.take_early()
+                # In the first backward, some may come twice.
+                bucket.take_early(self._scale_of(bucket) if self._launches_early else 1)
 
     def excuse(self, indices: Iterable[int]) -> None:
         """Don't let buckets wait for these gradients: this backward won't compute them."""
@@ -234,9 +234,9 @@ class Reducer:
         """There is something to do with ``bucket``, to which the gradient ``index`` came last."""
         if self.takes_early:
             if bucket.scales_on_the_way:
-                bucket.take(index, self._touched, self._scale_of(bucket))
+                bucket.take(index)
             elif bucket.takes_at:
-                bucket.take_chunk(self._touched, self._scale_of(bucket))
+                bucket.take_chunk(self._touched)
         if not bucket.num_missing and self._launches_early and self._turns:
             self._turns.launch_full_buckets()
 
