@@ -1,6 +1,6 @@
 """Courses of training drawn at random: ranks, as threads, do what one process does.
 
-What is drawn and compared is said in ``tests/nn/random_models.py`` and
+What is drawn and compared is said in ``tests/nn/random_plans.py`` and
 ``tests/nn/test_properties.py``, which do the same for a few hundred.
 
     python -m benchmarks.random_training --examples 10000 --seed 1
@@ -17,8 +17,9 @@ from collections import Counter
 import torch
 from hypothesis import given, seed, settings
 
-from tests.nn.random_models import MeanTraining, Training, mean_trainings, trainings
+from tests.nn.random_plans import mean_trainings, trainings
 from tests.nn.test_properties import Checker, few_hundred
+from tests.nn.training_plans import MeanTraining, Training
 
 Plan = Training | MeanTraining
 PLANS = {"sums": trainings(), "means": mean_trainings(), "both": trainings() | mean_trainings()}

@@ -130,10 +130,10 @@ def test_mpi_answers_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     case = {
         "operation": "all_reduce", "num_ranks": 2, "num_bytes": 1024, "seconds": {"mpi": [1.0]}
     }  # fmt: skip
-    answer = json.dumps({"cases": [case], "library": "An MPI 1"})
+    answer = json.dumps({"cases": [case], "implementation": "An MPI 1"})
     answers = command_that(f"for last; do :; done; echo '{answer}' > \"$last\"", tmp_path)
     outcome = measure_with_mpi(PLAN, 2, answers)
-    assert (outcome.library, outcome.skipped) == ("An MPI 1", [])
+    assert (outcome.implementation, outcome.skipped) == ("An MPI 1", [])
     assert outcome.cases[0].seconds == {"mpi": [1.0]}
 
 

@@ -47,7 +47,9 @@ def test_a_compiled_model(compiled: Callable[..., nn.Module], backend: str) -> N
     check_compiled(compiled, backend)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile with inductor needs a C++ compiler (g++)"
+)
 def test_a_model_compiled_to_machine_code(tmp_path: Path) -> None:
     # In a process of its own, as it leaves threads and variables behind.
     text = f"from {__name__} import *; check_compiled(compiled_last, 'inductor')"

@@ -19,24 +19,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lockstep
-from tests.nn.random_models import (
+from tests.nn.random_models import RandomModel, Use, build, outputs_of, samples
+from tests.nn.random_plans import mean_trainings, trainings
+from tests.nn.test_oracle import gradients_of
+from tests.nn.training_plans import (
     Batch,
     Loss,
     MeanTraining,
     MicroBatch,
-    RandomModel,
     Round,
     Setting,
     Step,
     Training,
-    Use,
-    build,
-    mean_trainings,
-    outputs_of,
-    samples,
-    trainings,
 )
-from tests.nn.test_oracle import gradients_of
 from tests.ranks import run_ranks
 
 Tensors = Sequence[torch.Tensor | None]

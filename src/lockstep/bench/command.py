@@ -99,5 +99,5 @@ def _measured(report: Report, plan: Plan, count: int, mpiexec: str) -> Report:
         report.cases + with_mpi(outcome.cases, mpi.cases),
         report.skipped + skipped + outcome.skipped + mpi.skipped,
         report.small_calls + ([small_call] if small_call else []),
-        mpi.library or report.mpi,
+        mpi.implementation or report.mpi,
     )

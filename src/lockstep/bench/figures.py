@@ -122,10 +122,10 @@ class Outcome:
         cases: What was measured.
         skipped: Why the rest was not, a line each.
         small_call: Where the time of a small call goes, if that was asked for.
-        library: The name and version of what carried it out, if that isn't torch.
+        implementation: The name and version of what carried it out, if that isn't torch.
     """
 
     cases: list[Case]
     skipped: list[str] = field(default_factory=list)
     small_call: SmallCall | None = None
-    library: str = ""
+    implementation: str = ""

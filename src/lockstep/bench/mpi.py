@@ -56,7 +56,7 @@ def measure_with_mpi(plan: Plan, num_ranks: int, mpiexec: str) -> Outcome:
         if why or not answer.exists():
             return _skipped(num_ranks, why or f"{mpiexec} ended well, but its ranks said nothing.")
         told = json.loads(answer.read_text())
-    return Outcome([Case(**case) for case in told["cases"]], library=told["library"])
+    return Outcome([Case(**case) for case in told["cases"]], implementation=told["implementation"])
 
 
 def _skipped(num_ranks: int, why: str) -> Outcome:
@@ -139,8 +139,12 @@ def _measure(plan: Plan) -> dict[str, object] | None:
         contender = Contender(MPI, partial(tensor.fill_, 1.0), call)
         seconds = take_turns(ranks, [contender], num_bytes, plan.rounds)
         cases.append(asdict(Case("all_reduce", ranks.size, num_bytes, seconds)))
-    library = mpi.Get_library_version().strip("\0\n ").split(",")[0].splitlines()[0]
-    return {"cases": cases, "library": " ".join(library.split())} if ranks.rank == 0 else None
+    implementation = mpi.Get_library_version().strip("\0\n ").split(",")[0].splitlines()[0]
+    return (
+        {"cases": cases, "implementation": " ".join(implementation.split())}
+        if ranks.rank == 0
+        else None
+    )
 
 
 def _main() -> None:
