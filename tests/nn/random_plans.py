@@ -5,6 +5,8 @@ Whatever lockstep allows is drawn. What it doesn't is this:
 - An optimizer steps on gradients that are not reduced: the last backward before a step reduces.
 - A rank whose loss touches nothing, and which takes part when it steps, has another reduced
   backward in that step, or gradients that wait to be reduced (see :func:`_give_something_to_do`).
+- A parameter is frozen again before gradients are reduced that it got in between, in backwards
+  which only added up: a step thaws parts between its backwards, but freezes none.
 - Gradients of an earlier batch are there when means are accumulated, which scales all that is
   there: before such a batch there is a zero_grad().
 - A rank that has samples takes a mean of values without a graph, and so can't run a backward.
@@ -102,11 +104,16 @@ def losses(draw: st.DrawFn, model: RandomModel, world_size: int) -> Loss:
 
 @st.composite
 def rounds(
-    draw: st.DrawFn, model: RandomModel, world_size: int, frozen: Sequence[int]
+    draw: st.DrawFn,
+    model: RandomModel,
+    world_size: int,
+    frozen: Sequence[int],
+    only_thaws: bool,
 ) -> tuple[Round, Sequence[int]]:
     """A round, and what is frozen in it and from then on."""
     if draw(one_in(5)):
-        frozen = draw(frozen_parts(model))
+        drawn = draw(frozen_parts(model))
+        frozen = [part for part in drawn if part in frozen or not only_thaws]
     model.freeze(frozen)
     made = []
     for _ in range(draw(st.integers(1, 3))):
@@ -125,7 +132,7 @@ def steps(
 ) -> tuple[Step, Sequence[int]]:
     drawn: list[Round] = []
     for _ in range(draw(st.integers(1, 2))):
-        one, frozen = draw(rounds(model, world_size, frozen))
+        one, frozen = draw(rounds(model, world_size, frozen, only_thaws=bool(drawn)))
         drawn.append(one)
     *others, last = drawn[-1].backwards
     drawn[-1] = drawn[-1]._replace(backwards=[*others, last._replace(how="reduce")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
-from tests.nn.test_join import OurDDP, assert_all_are, batches, launch, sgd, steps_of
+from tests.nn.test_join import OurDDP, assert_all_are, batches, by_hand, launch, sgd
 from tests.nn.test_parallelize import net
 
 # Of the import of torch.distributed.optim.
@@ -33,22 +33,6 @@ def sharded(model: nn.Module) -> torch.optim.Optimizer:
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def by_hand(
-    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer],
-    lengths: Sequence[int],
-    initial: bool = True,
-) -> list[torch.Tensor]:
-    """The parameters after the same steps in one process."""
-    model = net()
-    optimizer = optimizer_of(model)
-    for parts in steps_of(lengths):
-        optimizer.zero_grad()
-        for part in parts:
-            (model(part).square().mean() / (len(lengths) if initial else len(parts))).backward()
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
 
 
 def train(
@@ -73,7 +57,7 @@ def test_a_model_alone(wrap: type[nn.Module], lengths: tuple[int, ...]) -> None:
         model = wrapped(wrap)
         return train(model, sgd(model), [model], batches(lengths)[world.rank])
 
-    assert_all_are(launch(body), by_hand(sgd, lengths))
+    assert_all_are(launch(body), by_hand(lengths))
 
 
 @LENGTHS
@@ -87,7 +71,7 @@ def test_a_model_and_a_sharded_optimizer(initial: bool, lengths: tuple[int, ...]
         own, joinables = batches(lengths)[world.rank], [model, optimizer]
         return train(model, optimizer, joinables, own, divide_by_initial_world_size=initial)
 
-    assert_all_are(launch(body), by_hand(momentum, lengths, initial))
+    assert_all_are(launch(body), by_hand(lengths, initial, optimizer_of=momentum))
 
 
 @WRAPPERS
@@ -105,7 +89,7 @@ def test_two_models(wrap: type[nn.Module]) -> None:
                     optimizer.step()
         return [p.detach() for model in models for p in model.parameters()]
 
-    assert_all_are(launch(body), by_hand(sgd, lengths) + by_hand(momentum, lengths))
+    assert_all_are(launch(body), by_hand(lengths) + by_hand(lengths, optimizer_of=momentum))
 
 
 @WRAPPERS
@@ -114,7 +98,7 @@ def test_no_join_where_it_is_not_enabled(wrap: type[nn.Module]) -> None:
         model = wrapped(wrap)
         return train(model, sgd(model), [model], batches((3, 3))[world.rank], enable=False)
 
-    assert_all_are(launch(body), by_hand(sgd, (3, 3)))
+    assert_all_are(launch(body), by_hand((3, 3)))
 
 
 def one_more_step(model: nn.Module, world: lockstep.World) -> list[torch.Tensor]:
@@ -145,7 +129,7 @@ def test_after_it_a_rank_may_evaluate_alone() -> None:
                     model(batches((1,))[0][0])
         return one_more_step(model, world)
 
-    assert_all_are(launch(body), gradients_at(by_hand(momentum, lengths)))
+    assert_all_are(launch(body), gradients_at(by_hand(lengths, optimizer_of=momentum)))
 
 
 @WRAPPERS
@@ -160,7 +144,7 @@ def test_the_first_rank_that_is_through_may_end_the_loop_for_all(wrap: type[nn.M
             train(model, optimizer, joinables, own, throw_on_early_termination=True)
         return [p.detach() for p in model.parameters()]
 
-    assert_all_are(launch(body), by_hand(momentum, (1, 1)))
+    assert_all_are(launch(body), by_hand((1, 1), optimizer_of=momentum))
 
 
 def test_an_error_in_it_leaves_it() -> None:

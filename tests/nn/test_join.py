@@ -47,10 +47,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def by_hand(lengths: Sequence[int], initial: bool) -> list[torch.Tensor]:
+def by_hand(
+    lengths: Sequence[int],
+    initial: bool = True,
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+) -> list[torch.Tensor]:
     """The parameters after the same steps in one process."""
     model = net()
-    optimizer = sgd(model)
+    optimizer = optimizer_of(model)
     for parts in steps_of(lengths):
         optimizer.zero_grad()
         for part in parts:
