@@ -38,8 +38,9 @@ def parallelize(
 
     Parameters may be frozen, unfrozen, replaced and added later, on every rank alike: new ones
     start from rank 0's values at the next forward. (One that is unfrozen only for backwards under
-    :func:`no_sync`, and frozen again before the reducing one, keeps its gradient to itself.) Parts that are parallel already, over these
-    ranks or others (an expert over some of them, say), keep to what they were given.
+    :func:`no_sync`, and frozen again before the reducing one, keeps its gradient to itself.)
+    Parts that are parallel already, over these ranks or others (an expert over some of them,
+    say), keep to what they were given.
 
     ``torch.autograd.grad()`` fills no ``.grad`` and so reduces nothing: what it returns is this
     rank's own. With ``backward(create_graph=True)`` the reduced gradients have no graph; to
