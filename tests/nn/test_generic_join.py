@@ -157,3 +157,27 @@ def test_an_error_in_it_leaves_it() -> None:
 
     start = [p.detach() for p in net().parameters()]
     assert_all_are(launch(body), gradients_at(start))
+
+
+@pytest.mark.parametrize("left", ["early", "with an error"])
+def test_after_it_was_left_otherwise_a_loop_may_be_joined(left: str) -> None:
+    lengths = (1, 3)
+
+    def body(world: lockstep.World) -> list[torch.Tensor]:
+        model = wrapped(OurDDP)
+        optimizer, own = sgd(model), batches(lengths)[world.rank]
+        if left == "early":
+            with pytest.raises(RuntimeError, match="exhausted"):
+                train(model, optimizer, [model], own, throw_on_early_termination=True)
+        else:
+            with pytest.raises(ArithmeticError), Join([model]):
+                raise ArithmeticError
+        model.load_state_dict(wrapped(OurDDP).state_dict())
+        with model.join():
+            for batch in own:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    assert_all_are(launch(body), by_hand(lengths))

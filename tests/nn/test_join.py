@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
+from lockstep.errors import ModelError
 from tests.nn.test_parallelize import net
 from tests.ranks import run_ranks
 
@@ -345,3 +346,16 @@ def test_buffers_follow_a_rank_that_still_has_data() -> None:
         optimizer.step()
     expected = [model.norm.running_mean, model.norm.running_var, model.norm.num_batches_tracked]
     assert_all_are(run_ranks(3, body), expected)
+
+
+def test_a_part_over_other_ranks_is_refused() -> None:
+    """Who is through couldn't take part in the reductions of that part."""
+
+    def body(world: lockstep.World) -> None:
+        model = net()
+        lockstep.parallelize(model.first, process_group=dist.new_group([0, 1]))
+        wrapper = OurDDP(model)
+        with pytest.raises(ModelError, match="other ranks"), wrapper.join():
+            pass
+
+    launch(body)

@@ -238,6 +238,21 @@ def test_gradients_are_added_up_before_they_travel() -> None:
     run_ranks(2, body)
 
 
+def test_in_a_joined_loop_the_mean_may_be_over_those_that_have_data() -> None:
+    """Rank 1 has two batches, and rank 0 one."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        model = wrapped(group, None, torch.bfloat16)
+        with model.join(divide_by_initial_world_size=False):
+            for _ in range(1 + rank):
+                model.zero_grad()
+                gradients = [gradient.clone() for gradient in backward(model, 1)]
+        return gradients
+
+    first, second = run_ranks(2, body)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
 def test_a_hook_beside_it_is_refused() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = wrapped(group, torch.bfloat16, torch.bfloat16)

@@ -138,7 +138,9 @@ class Trainer:
         for number, batch in enumerate(batches):
             for micro_batch in batch.dropped:
                 with self.context("accumulate"):
-                    self.mean(micro_batch).backward()
+                    mean = self.mean(micro_batch)
+                    if mean.requires_grad:  # not in one process, where no part is used
+                        mean.backward()
             self.zero_grad(batch.zero)
             self.run_batch(batch)
             self.see(f"batch {number}", gradients_of(self.bare), with_buffers=True)

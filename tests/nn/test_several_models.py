@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from lockstep.nn.changes import engines_with
 from tests.nn.test_parallelize import BOTH, in_place, net, parts, wrapped
 from tests.ranks import BACKENDS, Backend, run_ranks
 
@@ -216,6 +217,34 @@ def test_a_copy_that_is_not_trained_takes_no_part_and_no_memory() -> None:
         assert engine.reducer.buckets == []
 
     run_ranks(2, body)
+
+
+def test_engines_of_different_groups_have_one_order() -> None:
+    """That in which they were made: in it a rank takes part that has no gradients for several."""
+
+    def rank_body(_: int) -> None:
+        lockstep.init()
+        groups = [dist.new_group([0, 1]) for _ in range(6)]
+        models = [in_place(nn.Linear(1, 1), group) for group in groups]
+        parameters = [p for model in models for p in model.parameters()]
+        assert [engine.module for engine in engines_with(parameters)] == models
+
+    lockstep.launch(rank_body, nprocs=2, ranks="threads")
+
+
+def test_a_copys_state_may_be_assigned_on_one_rank_alone() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = wrapped(net(), group)
+        if rank == 0:
+            average = copy.deepcopy(model)
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            average.load_state_dict(state, assign=True)
+            with torch.no_grad():
+                average(parts(2)[rank], 0)
+        else:
+            model(parts(2)[rank], 0)
+
+    run_ranks(2, body, group_timeout_seconds=3)
 
 
 @BOTH

@@ -216,3 +216,53 @@ def test_one_value_per_channel_is_refused_on_every_rank() -> None:
 def test_an_input_of_another_shape_is_refused(shape: tuple[int, ...], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         SyncBatchNorm(CHANNELS)(torch.randn(shape))
+
+
+class Branching(nn.Module):
+    """A layer that not every rank uses, behind a SyncBatchNorm."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.norm = SyncBatchNorm(4, affine=False, process_group=group)
+        self.third = nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, *, uses_second: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.third(self.norm(self.second(x) if uses_second else x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_may_have_different_gradients_before_its_sum(backend: Backend) -> None:
+    """Where a layer isn't used, its bucket is full earlier than on the other ranks."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        model = lockstep.parallelize(
+            Branching(group).double(), process_group=group, bucket_cap_mb=60 / 2**20
+        )
+        for _ in range(4):
+            model.zero_grad()
+            x = torch.randn(5, 4, dtype=torch.float64)
+            model(x, uses_second=rank == 0).square().sum().backward()
+        return model.third.weight.grad
+
+    first, second = run_ranks(2, body, backend=backend, group_timeout_seconds=10)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_may_reach_other_models_before_its_sum(backend: Backend) -> None:
+    """Rank 0 asks at the head's gradients which models are reached, rank 1 has no head."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        norm = SyncBatchNorm(3, process_group=group)
+        base = lockstep.parallelize(nn.Sequential(nn.Linear(2, 3), norm), process_group=group)
+        head = lockstep.parallelize(nn.Linear(3, 1), process_group=group)
+        for _ in range(3):
+            output = base(torch.randn(4, 2))
+            (head(output) if rank == 0 else output.square()).sum().backward()
+        return head.weight.grad
+
+    first, second = run_ranks(2, body, backend=backend, group_timeout_seconds=10)
+    assert torch.equal(first, second)

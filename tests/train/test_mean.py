@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from tests.nn.test_parallelize import in_place, wrapped
@@ -228,6 +229,44 @@ def test_two_means_over_different_numbers_cannot_be_accumulated() -> None:
             ),
         ):
             both.backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_micro_batches_of_a_model_inside_of_checkpoints(reentrant: bool) -> None:
+    """Seen from outside of a reentrant checkpoint, the backward reaches no parameter in it."""
+    (x, y, _), oracle = samples(), classifier()
+    losses_of(oracle, x, y).mean().backward()
+
+    def losses(model: nn.Module, rows: slice) -> torch.Tensor:
+        start = x[rows].clone().requires_grad_()
+        output = checkpoint(model, start, use_reentrant=reentrant, preserve_rng_state=False)
+        return F.cross_entropy(output, y[rows], reduction="none")
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = in_place(classifier(), group)
+        for _ in range(2):
+            model.zero_grad()
+            with lockstep.accumulate(model):
+                lockstep.mean(losses(model, slice(0, 3)), process_group=group).backward()
+            lockstep.mean(losses(model, slice(3, None)), process_group=group).backward()
+            assert_gradients(model, oracle)
+
+    run_ranks(2, body)
+
+
+def test_models_with_different_batches_cannot_share_a_mean() -> None:
+    """What to divide by for one of them is wrong for the other."""
+    x, y, _ = samples()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        first, second = (in_place(classifier(), group) for _ in range(2))
+        with lockstep.accumulate(first), lockstep.accumulate(second):
+            lockstep.mean(losses_of(first, x[:3], y[:3]), process_group=group).backward()
+            both = losses_of(first, x[3:], y[3:]) + losses_of(second, x[3:], y[3:])
+            with pytest.raises(ValueError, match="different numbers of samples: 24, 18"):
+                lockstep.mean(both, process_group=group).backward()
 
     run_ranks(2, body)
 

@@ -25,8 +25,8 @@ class Step(IntEnum):
     THROUGH = 0  # it has no more data: whatever the others do
     BEGIN = 1  # begin a backward of the engines whose bits are set
     END = 2  # reduce their gradients
-    GATHER = 3  # all-gather so many elements of that dtype
-    SUM = 4  # all-reduce so many elements of that dtype
+    GATHER = 3  # all-gather so many elements of float64
+    SUM = 4  # all-reduce so many elements of float64
     NOTHING = 5  # go on to the next forward, without having reduced anything
 
 
@@ -36,15 +36,12 @@ class Answer(NamedTuple):
     Attributes:
         active: The ranks that are not through, in ascending order.
         step: What they are about to do; THROUGH if there are none.
-        details: Two numbers that go with it.
+        detail: A number that goes with it.
     """
 
     active: Sequence[int]
     step: Step
-    details: tuple[int, int]
-
-
-_DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64]
+    detail: int
 
 
 class Roll:
@@ -101,7 +98,7 @@ class Roll:
         """The numbers of the engines that ``mask`` stands for."""
         return [number for place, number in enumerate(self._members) if mask >> place & 1]
 
-    def call(self, step: Step, first: int = 0, second: int = 0) -> Answer:
+    def call(self, step: Step, detail: int = 0) -> Answer:
         """Say what this rank is about to do, and hear what all are. Every rank must call it.
 
         Raises:
@@ -109,11 +106,11 @@ class Roll:
             CollectiveFailed: If those that are not through are about to do different things.
         """
         self.is_active = step is not Step.THROUGH
-        said = torch.tensor([step, first, second], device=self._device)
+        said = torch.tensor([step, detail], device=self._device)
         heard = [tuple(row.tolist()) for row in all_gather(self._group, said)]
         active = [rank for rank, row in enumerate(heard) if row[0] != Step.THROUGH]
         if not active:
-            return Answer(active, Step.THROUGH, (0, 0))
+            return Answer(active, Step.THROUGH, 0)
         self.last_active = active
         if self._throws and len(active) < len(heard):
             through = [rank for rank in range(len(heard)) if rank not in active]
@@ -128,56 +125,58 @@ class Roll:
             )
         if self._divide_by_active:
             self.num_counted = len(active)
-        kind, *details = heard[active[0]]
-        return Answer(active, Step(kind), (details[0], details[1]))
+        kind, agreed = heard[active[0]]
+        return Answer(active, Step(kind), agreed)
 
     def follow(self, answer: Answer) -> None:
         """Take part, with zeros, in a collective that the others are about to run."""
-        numel, dtype = answer.details
-        zeros = torch.zeros(numel, dtype=_DTYPES[dtype], device=self._device)
+        zeros = torch.zeros(answer.detail, dtype=torch.float64, device=self._device)
         if answer.step is Step.GATHER:
             all_gather(self._group, zeros)
         elif answer.step is Step.SUM:
             start_all_reduce(self._group, zeros).wait()
 
 
-# The rolls that are being called.
-_rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, Roll] = weakref.WeakKeyDictionary()
+# The rolls that are being called. They belong to whom joins, and are gone when that is.
+_rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[Roll]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def roll_of(group: dist.ProcessGroup) -> Roll | None:
     """The roll to call before a step of ``group``; None outside of join()."""
-    return _rolls.get(group)
+    reference = _rolls.get(group)
+    return reference() if reference is not None else None
 
 
 def set_roll(group: dist.ProcessGroup, roll: Roll | None) -> None:
     """Call ``roll`` from now on before each step of ``group``, or no more."""
     if roll is None:
         _rolls.pop(group, None)
-    elif group in _rolls:
+    elif roll_of(group) is not None:
         raise CollectiveFailed(
             "join() is entered in another join() over the same ranks. Let all models join at once: "
             "with torch.distributed.algorithms.Join([...])."
         )
     else:
-        _rolls[group] = roll
+        _rolls[group] = weakref.ref(roll)
 
 
 def gather_in_step(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return every rank's ``tensor``, in rank order; zeros of ranks that are through."""
-    if (roll := _rolls.get(group)) is not None:
-        roll.call(Step.GATHER, tensor.numel(), _DTYPES.index(tensor.dtype))
+    """Return each rank's ``tensor``, of float64, in rank order; zeros of those that are through."""
+    if (roll := roll_of(group)) is not None:
+        roll.call(Step.GATHER, tensor.numel())
     return all_gather(group, tensor)
 
 
 def sum_in_step(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Add up ``tensor`` over the ranks, in place; ranks that are through add nothing."""
-    if (roll := _rolls.get(group)) is not None:
-        roll.call(Step.SUM, tensor.numel(), _DTYPES.index(tensor.dtype))
+    """Add up ``tensor``, of float64, over the ranks, in place; who is through adds nothing."""
+    if (roll := roll_of(group)) is not None:
+        roll.call(Step.SUM, tensor.numel())
     start_all_reduce(group, tensor.view(-1)).wait()
 
 
 def num_counted(group: dist.ProcessGroup) -> int:
     """By how many ranks sums over ``group`` are divided to get means."""
-    roll = _rolls.get(group)
+    roll = roll_of(group)
     return group.size() if roll is None else roll.num_counted

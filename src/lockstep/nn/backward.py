@@ -91,6 +91,14 @@ class Conductor:
             self._late.append(engine)
         return False
 
+    def begin_if_others_must_know(self) -> None:
+        """Begin the backward of what it reaches, before any gradient comes, if ranks ask then."""
+        if self.task_id == -1 and self._num_engines > 1:
+            with self.lock:
+                reached = [engine for engine in self.engines() if engine.takes_part()]
+                if reached:
+                    self._begin(reached[0])
+
     def _begin(self, engine: Engine) -> None:
         engine.number = engine.number or self._next_number()
         self.task_id = torch._C._current_graph_task_id()
@@ -183,6 +191,7 @@ class Conductor:
         waits = (group is not None and roll_of(group) is not None) or (
             len(engines) > 1 and any(engine.reducer.comm_hook for engine in engines)
         )
+        waits = waits or any(engine.sums_in_backward for engine in engines)
         try:
             for engine in engines:
                 engine.adopt_changes()
@@ -300,6 +309,17 @@ _conductors: weakref.WeakKeyDictionary[dist.ProcessGroup, Conductor] = weakref.W
 def conductor_of(group: dist.ProcessGroup) -> Conductor:
     """The conductor of ``group``, the same one every time."""
     return _conductors.setdefault(group, Conductor(group))
+
+
+def begin_if_others_must_know(group: dist.ProcessGroup) -> None:
+    """Prepare for a collective over ``group`` in the backward that is running.
+
+    Ranks that ask each other which models they reach do so at their first gradient, which some may
+    have before that collective and some after it. So they ask before.
+    """
+    conductor = _conductors.get(group)
+    if conductor is not None:
+        conductor.begin_if_others_must_know()
 
 
 def take_part_at_the_end(group: dist.ProcessGroup) -> None:

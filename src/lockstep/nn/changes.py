@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 # Ranks may be threads, and a set that another thread changes can't be gone through.
 _lock = threading.RLock()
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+# In the order in which they were made.
+_engines: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()
 _num_watched = 0
 # Which engines look after each module.
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Engine]] = (
@@ -44,7 +45,7 @@ def watch(engine: Engine) -> None:
                 hooks.register_module_buffer_registration_hook,
             ):
                 _registration_hooks.append(register(_is_put_into))
-        _engines.add(engine)
+        _engines[engine] = None
         _num_watched += 1
         if engine.module is not None:
             _watch_parts(engine, engine.module)
@@ -68,8 +69,7 @@ def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
     """The engines that look after some of ``parameters``, in the order in which they were made."""
     wanted = {id(parameter) for parameter in parameters}
     with _lock:
-        found = [engine for engine in _engines if engine.looks_after(wanted)]
-    return sorted(found, key=lambda engine: engine.number)
+        return [engine for engine in _engines if engine.looks_after(wanted)]
 
 
 def _watch_parts(engine: Engine, module: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -139,7 +140,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._attach()
 
     def _attach(self, *, is_copy: bool = False) -> None:
-        self._joined: JoinedModels | None = None
+        # Weakly: torch's Join context has it, and is done with it if it is left with an error.
+        self._joined: weakref.ref[JoinedModels] | None = None
         attach(self, self.module, self.process_group, self._options, is_copy=is_copy)
         if self.mixed_precision is not None:
             if self.mixed_precision.buffer_dtype is not None:
@@ -284,12 +286,14 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What :class:`torch.distributed.algorithms.Join` calls, to join it with others."""
+        models = None
         if self._engines and self.process_group is not None:
             by_all = kwargs.get("divide_by_initial_world_size", True)
-            self._joined = join_models(
+            models = join_models(
                 self._engines, self.process_group, self.device, divide_by_active=not by_all
             )
-        return DDPJoinHook(self._joined, self._engines, self._leave_join)
+            self._joined = weakref.ref(models)
+        return DDPJoinHook(models, self._engines, self._leave_join)
 
     def _leave_join(self) -> None:
         self._joined = None
@@ -306,8 +310,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self.process_group
 
     def _begin_joined_iteration(self) -> None:
-        if self._joined is not None and self._join_config.is_first_joinable:
-            self._joined.begin_iteration()
+        joined = self._joined() if self._joined is not None else None
+        if joined is None and self._engines:
+            self._leave_join()  # the context was left with an error
+            return
+        if joined is not None and self._join_config.is_first_joinable:
+            joined.begin_iteration()
         Join.notify_join_context(self)
 
     # What it is made of
@@ -413,8 +421,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             # A parameter that was moved may be another object.
             if engine.number:
                 mark_stale(engine)
-            else:  # a copy, which may be moved on this rank alone
-                engine.take_anew()
+            else:  # a copy, of which there may never be a forward
+                engine.refresh()
         return moved
 
     def add_module(self, name: str, module: nn.Module | None) -> None:

@@ -24,6 +24,7 @@ from lockstep.grad import MIB, Phase, Reducer, Turns
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import conductor_of
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
+from lockstep.nn.sync_batch_norm import sums_in_backward
 
 # Autograd gives out other numbers.
 _NO_TASK = -2
@@ -78,6 +79,7 @@ class Engine:
             that has not been trained yet.
         conductor: Begins and ends backwards, for all engines of its group.
         sees_nested_tasks: Whether there have been backwards inside of backwards.
+        sums_in_backward: Whether its backwards have other collectives of the same group.
         reducer: Has the gradients.
         buffers: Has the buffers.
 
@@ -146,6 +148,7 @@ class Engine:
             reducer.take_over(previous)
         self.reducer: Reducer = reducer
         self.mark_ready = reducer.mark_ready
+        self.sums_in_backward = sums_in_backward(module, self._group)
         self._is_on_one_device = len({parameter.device for parameter in self._parameters}) == 1
         self._left_out = ()
         self._hang_hooks()
@@ -154,11 +157,6 @@ class Engine:
         """What of the module makes a difference here."""
         own = [(id(p), p.requires_grad, p.dtype) for _, p in self._own_parameters(module)]
         return own, [name for name, _ in module.named_buffers()]
-
-    def take_anew(self) -> None:
-        """Look at the module's parameters again, without telling other ranks."""
-        if self.module is not None:
-            self._take(self.module, self.reducer)
 
     def _own_parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         others = {id(p) for part in self._inner for p in part.parameters()}
@@ -240,7 +238,8 @@ class Engine:
     def refresh(self) -> None:
         """Go on with the parameters that the module has now, and with rank 0's values of new ones.
 
-        Every rank must call it.
+        Every rank must call it, except for a copy that hasn't been trained: that is this rank's
+        own.
 
         Raises:
             ModelMismatch: If the ranks' modules have changed in different ways.
@@ -253,6 +252,10 @@ class Engine:
         own = self._own_parameters(module)
         trained = [id(p) for _, p in own if p.requires_grad]
         if self._describe(module) == self._description:
+            return
+        if not self.number:
+            self.buffers.look(module, self._inner)
+            self._take(module, self.reducer)
             return
         try:
             check_same_model(module, self._group, left_out=self._options.left_alone(module))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from lockstep.comm import Answer, Roll, Step, broadcast_tensors, set_roll
+from lockstep.errors import ModelError
 
 if TYPE_CHECKING:
     from lockstep.nn.engine import Engine
@@ -41,12 +42,12 @@ class UnevenLoop:
         divide_by_active: bool,
         throws: bool,
     ) -> None:
-        self._engines = list(engines)
+        self._engines: list[Engine] = []
         self._group = group
         self._roll = None
         if group is not None and group.size() > 1:
             self._roll = Roll(group, device, divide_by_active=divide_by_active, throws=throws)
-            self._roll.add(engine.number for engine in self._engines)
+        self.add(engines)
 
     def __enter__(self) -> None:
         """From here on call the roll."""
@@ -69,10 +70,21 @@ class UnevenLoop:
             self.take_the_last_model(self._engines)
 
     def add(self, engines: Sequence[Engine]) -> None:
-        """Look after one more model."""
+        """Look after one more model.
+
+        Raises:
+            ModelError: If a part of it is parallel over other ranks, which wouldn't be told.
+        """
         self._engines += engines
-        if self._roll is not None:
-            self._roll.add(engine.number for engine in engines)
+        if self._roll is None:
+            return
+        if any(engine.reducer.process_group is not self._group for engine in engines):
+            raise ModelError(
+                "A part of this model is parallel over other ranks than the whole, and in a loop "
+                "that ends at different times nobody could take part in its reductions. Give the "
+                "ranks loops of one length."
+            )
+        self._roll.add(engine.number for engine in engines)
 
     def call(self, step: Step, engines: Sequence[Engine]) -> None:
         """Say what this rank is about to do with ``engines``."""
@@ -90,7 +102,7 @@ class UnevenLoop:
         if answer.step in (Step.GATHER, Step.SUM):
             self._roll.follow(answer)
             return answer.step
-        numbers = self._roll.unmask(answer.details[0])
+        numbers = self._roll.unmask(answer.detail)
         engines = [engine for engine in self._engines if engine.number in numbers]
         if answer.step in (Step.BEGIN, Step.END) and engines:
             self._reduce(engines, answer)
@@ -172,7 +184,10 @@ def _num_backwards(engines: Sequence[Engine]) -> int:
     return sum(engine.num_backwards for engine in engines)
 
 
-_joined: weakref.WeakKeyDictionary[dist.ProcessGroup, JoinedModels] = weakref.WeakKeyDictionary()
+# torch's Join context has them, through its hooks.
+_joined: weakref.WeakValueDictionary[dist.ProcessGroup, JoinedModels] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def join_models(

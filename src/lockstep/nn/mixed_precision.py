@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.futures import Future
 from torch.utils._pytree import tree_map_only
 
+from lockstep.comm import num_counted
 from lockstep.grad import CommHook, GradBucket
 
 
@@ -67,7 +68,7 @@ def reducing_in(
     """A communication hook that averages in ``dtype``; its state is the process group."""
 
     def reduce(group: dist.ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
-        narrow = bucket.buffer().div(group.size()).to(dtype)
+        narrow = bucket.buffer().div(num_counted(group)).to(dtype)
         return group.allreduce([narrow], dist.AllreduceOptions()).get_future()
 
     return reduce

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import weakref
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # Where the function is that torch puts around every optimizer's step().
 _STEPS_IN = sys.modules[Optimizer.__module__].__file__
+# Ranks may be threads, and one hook is for all of them.
+_lock = threading.Lock()
 _hooks: list[RemovableHandle] = []
 
 
@@ -50,8 +53,9 @@ _seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
 
 def watch_steps() -> None:
     """From now on look at each optimizer before it steps."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+    with _lock:
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -64,9 +68,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         seen.num_backwards.update(before)
         if _is_in_a_step():
             return  # of an optimizer that has others inside, and has been here already
-    for engine, num_backwards in sorted(
-        seen.num_backwards.items(), key=lambda entry: entry[0].number
-    ):
+    for engine, num_backwards in list(seen.num_backwards.items()):
         if engine.num_backwards == num_backwards:
             _take_part(engine)
         seen.num_backwards[engine] = engine.num_backwards_stepped = engine.num_backwards

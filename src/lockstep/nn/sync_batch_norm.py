@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.comm import gather_in_step, sum_in_step
+from lockstep.nn.backward import begin_if_others_must_know
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -22,6 +23,11 @@ class SyncBatchNorm(_BatchNorm):
     statistics are those of BatchNorm in one process. Every rank's forward and backward take part,
     so a rank with no samples runs both as well, on an input of size 0. In evaluation, on one
     rank, and without a process group, it is BatchNorm.
+
+    A model that has one whose ``process_group`` is the model's own reduces its gradients at the end
+    of each backward: the ranks may compute them in different orders, and then their reductions
+    would come between the sums of different SyncBatchNorms. One with a group of its own leaves
+    them free to overlap with the backward.
 
     Args:
         num_features: How many channels there are: ``C`` of inputs of shape ``(N, C, *)``.
@@ -178,6 +184,7 @@ class _Normalize(torch.autograd.Function):
         )
         if ctx.needs_input_grad[0]:
             # How the loss, of all ranks, depends on the input through the statistics.
+            begin_if_others_must_know(ctx.group)
             sums = torch.stack([d_bias, d_weight]).double()
             sum_in_step(ctx.group, sums)
             to_bias, to_weight = sums / count
@@ -193,6 +200,14 @@ class _Normalize(torch.autograd.Function):
             None,
             None,
         )
+
+
+def sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
+    """Whether a SyncBatchNorm in ``module``, ours or torch's, is over ``group`` itself."""
+    norms = [
+        part for part in module.modules() if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm)
+    ]
+    return any((norm.process_group or dist.group.WORLD) is group for norm in norms)
 
 
 def _statistics(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -82,13 +82,28 @@ def count_micro_batch(
     batches = _batches_of(rank)
     if has_samples:
         # There may be other models, with other batches or none.
-        batches = [batch for batch in batches if batch.is_reached()]
-    total = count
+        batches = _reached(batches)
     # Parallel parts of a parallel model share parameters with it: each is scaled once.
     scaled: set[int] = set()
-    for batch in batches:
-        total = batch.add(count, goes_on, scaled)
-    return total
+    totals = [batch.add(count, goes_on, scaled) for batch in batches]
+    if has_samples and any(not torch.equal(total, totals[0]) for total in totals[1:]):
+        numbers = ", ".join(f"{total.item():g}" for total in totals)
+        raise ValueError(
+            "One backward under accumulate() runs through several models whose batches have come "
+            f"to different numbers of samples: {numbers}. Accumulate them in the same backwards."
+        )
+    return totals[0] if totals else count
+
+
+def _reached(batches: Sequence[_Batch]) -> list[_Batch]:
+    """Those of ``batches`` whose model the backward that is running is one of."""
+    reached = [batch for batch in batches if batch.is_hidden or batch.is_reached()]
+    if not reached:
+        # A model wholly inside of reentrant checkpoints can't be seen from outside of them.
+        reached = [batch for batch in batches if batch.num_contexts]
+        for batch in reached:
+            batch.is_hidden = True
+    return reached
 
 
 class _Batch:
@@ -98,11 +113,13 @@ class _Batch:
         num_contexts: How often accumulate() is entered and not yet left. When it is 0, the next
             micro-batch is the last.
         rank: The thread that accumulates.
+        is_hidden: Whether its backwards don't seem to reach the model.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.num_contexts = 0
         self.rank = threading.get_ident()
+        self.is_hidden = False
         self._module = weakref.ref(module)
         self._count: torch.Tensor | None = None  # how many samples the gradients are the mean of
         self._last_task = -1
