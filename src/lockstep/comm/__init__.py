@@ -9,6 +9,7 @@ from lockstep.comm.exchange import (
     broadcast_tensors,
     can_average,
     start_all_reduce,
+    sum_rows,
     zero_buffer,
 )
 from lockstep.comm.roll import (
@@ -39,5 +40,6 @@ __all__ = [
     "set_roll",
     "start_all_reduce",
     "sum_in_step",
+    "sum_rows",
     "zero_buffer",
 ]

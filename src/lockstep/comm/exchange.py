@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from operator import add
 
 import torch
 import torch.distributed as dist
@@ -170,3 +172,30 @@ def all_gather(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Ten
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
     group.allgather([gathered], [tensor]).wait()
     return gathered
+
+
+def sum_rows(group: dist.ProcessGroup, mine: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the ranks' coalesced sparse tensors, of which whole rows are there.
+
+    It is taken in rank order, so that all ranks have the same bits. All ranks must call it; it
+    blocks. A group need not be able to add up sparse tensors, which NCCL's can't.
+
+    Args:
+        group: The ranks.
+        mine: This rank's tensor: in COO layout, with one sparse dimension.
+    """
+    places, rows = mine.indices()[0], mine.values()
+    counts = [int(n) for n in all_gather(group, torch.tensor([len(rows)], device=rows.device))]
+    room = max(counts) - len(rows)
+    if group.size() == 1 or not max(counts):
+        return mine
+    all_places = all_gather(group, torch.cat([places, places.new_zeros(room)]))
+    all_rows = all_gather(group, torch.cat([rows, rows.new_zeros(room, *rows.shape[1:])]))
+    parts = [
+        torch.sparse_coo_tensor(
+            p[None, :n], r[:n], mine.shape, is_coalesced=True, check_invariants=False
+        )
+        for p, r, n in zip(all_places, all_rows, counts, strict=True)
+    ]
+    # Two at a time: how more than two values for one place are associated is not ours to say.
+    return reduce(add, parts).coalesce()

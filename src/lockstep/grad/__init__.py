@@ -4,6 +4,7 @@ from lockstep.grad.assignment import MIB, assign_buckets
 from lockstep.grad.bucket import Bucket
 from lockstep.grad.comm_hook import CommHook, GradBucket
 from lockstep.grad.reducer import Phase, Reducer
+from lockstep.grad.sparse import SparseGradient
 from lockstep.grad.turns import Turns
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "GradBucket",
     "Phase",
     "Reducer",
+    "SparseGradient",
     "Turns",
     "assign_buckets",
 ]

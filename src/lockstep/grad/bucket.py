@@ -34,11 +34,12 @@ class Bucket:
     Args:
         indices: Which of the reducer's parameters these are.
         names: What they are called.
-        parameters: They themselves; of one dtype, and on one device.
+        parameters: They themselves; of one dtype, and on one device. There may be none.
         tail_size: How many elements to leave room for, behind the gradients.
         buffers_from: The group to ask for memory that it reduces in place. That memory is dear to
             get, so it is for buckets that are kept. Without, the tail lies elsewhere, since a
             communication hook may do with its buffer what it likes.
+        like: A tensor of the bucket's dtype and device, if there are no parameters.
 
     Attributes:
         indices: Which of the reducer's parameters these are, in buffer order.
@@ -57,12 +58,13 @@ class Bucket:
         parameters: Sequence[torch.nn.Parameter],
         tail_size: int = 0,
         buffers_from: dist.ProcessGroup | None = None,
+        like: torch.Tensor | None = None,
     ) -> None:
         self.indices = list(indices)
         self._names = list(names)
         self._parameters = list(parameters)
         sizes = [parameter.numel() for parameter in self._parameters]
-        first = self._parameters[0]
+        first = self._parameters[0] if like is None else like
         self._place_of_index = {index: place for place, index in enumerate(self.indices)}
         self.scales_on_the_way = sum(sizes) >= _COARSE_NUMEL * len(sizes)
         self._chunk = max(1, _CHUNK_NUMEL * len(sizes) // max(1, sum(sizes)))
@@ -89,8 +91,9 @@ class Bucket:
     @property
     def names(self) -> str:
         """Its parameters, in words."""
-        first, *others = self._names
-        return f"{first!r} to {others[-1]!r}" if others else repr(first)
+        if len(self._names) < 2:
+            return "".join(map(repr, self._names)) or "no parameter"
+        return f"{self._names[0]!r} to {self._names[-1]!r}"
 
     def is_in_flight(self) -> bool:
         """Whether it was launched and not yet waited for."""

@@ -7,7 +7,8 @@ whoever does says when a backward begins, when each gradient has come, and when 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 
 import torch
@@ -18,6 +19,7 @@ from lockstep.errors import CollectiveFailed, LateGradient
 from lockstep.grad.assignment import FIRST_BUCKET_BYTES, assign_buckets
 from lockstep.grad.bucket import TOUCHED_EARLIER, TOUCHED_NOW, Bucket
 from lockstep.grad.comm_hook import CommHook
+from lockstep.grad.sparse import SparseGradient
 from lockstep.grad.turns import Turns
 
 _log = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ class Reducer:
         first_cap_bytes: How much makes the first one full.
         skip_unused: Whether a bucket that this rank used nothing of stays here. The other ranks
             must leave out the same ones.
+        sparse: Those parameters, by index, whose gradients are sparse. No communication hook
+            gets to see them.
 
     Attributes:
         phase: Where it is in the course of a step.
@@ -80,6 +84,7 @@ class Reducer:
         cap_bytes: int,
         first_cap_bytes: int = FIRST_BUCKET_BYTES,
         skip_unused: bool = False,
+        sparse: Collection[int] = (),
     ) -> None:
         self.phase = Phase.IDLE
         self.process_group = group
@@ -88,6 +93,7 @@ class Reducer:
         self.takes_early = False
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
+        self._sparse = {i: SparseGradient(self._parameters[i]) for i in sparse}
         self._cap_bytes = cap_bytes
         self._first_cap_bytes = first_cap_bytes
         self._skip_unused = skip_unused
@@ -95,14 +101,16 @@ class Reducer:
         # What came since gradients were last reduced: 0, TOUCHED_EARLIER or TOUCHED_NOW.
         self._touched = bytearray(count)
         # For each parameter: 0, _EXCUSED or _COME.
-        self._arrivals = bytearray(count)
+        # No bucket waits for sparse ones.
+        self._first_arrivals = bytes(_EXCUSED if i in self._sparse else 0 for i in range(count))
+        self._arrivals = bytearray(self._first_arrivals)
         self._arrival_order: list[int] = []
         self._left_out: list[int] = []
         # Registration order turned around is a good guess: backward ends where forward began.
         self._order: Sequence[int] = range(count - 1, -1, -1)
         # Empty until the first backward: a copy that is never trained needs no memory for it.
         self._buckets: list[Bucket] = []
-        self._bucket_of: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
         self._has_reduced = False
         self.is_rearranged = False
         self._launches_early = False
@@ -208,7 +216,7 @@ class Reducer:
 
     def excuse(self, indices: Iterable[int]) -> None:
         """Don't let buckets wait for these gradients: this backward won't compute them."""
-        for index in indices:
+        for index in self._bucket_of.keys() & set(indices):
             self._arrivals[index] = _EXCUSED
             self._bucket_of[index].num_missing -= 1
 
@@ -242,7 +250,7 @@ class Reducer:
 
     def _take_unawaited(self, index: int) -> None:
         """A gradient has come that was excused, or that came before in this backward."""
-        if self._bucket_of[index].has_taken(index):
+        if index not in self._sparse and self._bucket_of[index].has_taken(index):
             self._refuse_late(index)
         if self._arrivals[index] == _COME:
             self._gets_gradients_twice = True
@@ -274,10 +282,21 @@ class Reducer:
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
+        if self.phase is Phase.FINISHING:
+            return
         self.phase = Phase.FINISHING
         with torch.no_grad():
             while self._next_launch < len(self._buckets) - 1:
                 self._launch()
+            if self._sparse:
+                self.finish_hooks()
+                self._reduce_sparse()
+
+    def _reduce_sparse(self) -> None:
+        for index, gradient in self._sparse.items():
+            if self._touched[index] or not self._skip_unused:
+                with self._naming(repr(self._names[index])):
+                    gradient.reduce(self.process_group, self.share)
 
     def finish_hooks(self) -> None:
         """Wait until no communication hook is at work."""
@@ -310,6 +329,9 @@ class Reducer:
             with torch.no_grad():
                 for bucket in self._buckets:
                     self._wait(bucket)
+                for index, gradient in self._sparse.items():
+                    if self._touched[index]:
+                        gradient.adopt()
                 self._adopt_what_others_used()
             self._left_out = [i for i, came in enumerate(self._arrivals) if came != _COME]
         finally:
@@ -340,7 +362,8 @@ class Reducer:
         # test_hooks_of_several_collectives_keep_their_order.
         if index:
             self._buckets[index - 1].finish_hook()
-        bucket.launch_through(self.comm_hook, index, is_last=is_last)
+        if bucket.indices:
+            bucket.launch_through(self.comm_hook, index, is_last=is_last)
         if is_last:
             bucket.finish_hook()
             bucket.launch_tail(self.process_group)
@@ -359,15 +382,21 @@ class Reducer:
 
     def _wait(self, bucket: Bucket) -> None:
         bucket.finish_hook()
-        try:
+        with self._naming(bucket.names):
             bucket.wait()
+
+    @contextmanager
+    def _naming(self, names: str) -> Iterator[None]:
+        """Say in errors that these parameters' gradients were to be reduced."""
+        try:
+            yield
         except CollectiveFailed as error:
-            error.add_note(f"This was the all-reduce of the gradients of {bucket.names}.")
+            error.add_note(f"This was the all-reduce of the gradients of {names}.")
             raise
         except RuntimeError as error:
             raise CollectiveFailed(
                 f"Rank {self.process_group.rank()} could not all-reduce the gradients of "
-                f"{bucket.names}: {error}\nAnother rank has failed, or has run a backward that "
+                f"{names}: {error}\nAnother rank has failed, or has run a backward that "
                 "this one hasn't, or not run one that it has. Look at what the others wrote."
             ) from error
 
@@ -381,6 +410,9 @@ class Reducer:
             for place, index in enumerate(bucket.indices):
                 if used_by_any[index] and not self._touched[index]:
                     bucket.adopt(place)
+        for index, gradient in self._sparse.items():
+            if used_by_any[index] and not self._touched[index]:
+                gradient.adopt()
         self._tell_of_unused([index for index, used in enumerate(used_by_any) if not used])
 
     def _tell_of_unused(self, unused: Sequence[int]) -> None:
@@ -408,14 +440,15 @@ class Reducer:
         """
         parameters = self._parameters
         # Before others are made: they are as large as all gradients.
-        self._buckets, self._bucket_of = [], []
+        self._buckets, self._bucket_of = [], {}
+        # The last bucket is there even if it is empty: it carries the facts.
         groups = assign_buckets(
             [parameter.numel() * parameter.element_size() for parameter in parameters],
             [(parameter.dtype, parameter.device) for parameter in parameters],
-            order,
+            [index for index in order if index not in self._sparse],
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
-        )
+        ) or [[]]
         self._buckets = [
             Bucket(
                 group,
@@ -423,17 +456,17 @@ class Reducer:
                 [parameters[index] for index in group],
                 tail_size=len(parameters) if group is groups[-1] else 0,
                 buffers_from=self.process_group if self.comm_hook is None else None,
+                like=parameters[group[0] if group else 0],
             )
             for group in groups
         ]
-        buckets = {index: bucket for bucket in self._buckets for index in bucket.indices}
-        self._bucket_of = [buckets[index] for index in range(len(parameters))]
+        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
 
     def _reset(self) -> None:
         self.phase = Phase.IDLE
         self._turns = None
         self._next_launch = 0
-        self._arrivals = bytearray(len(self._parameters))
+        self._arrivals[:] = self._first_arrivals
         for bucket in self._buckets:
             bucket.forget()
 

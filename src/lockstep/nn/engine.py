@@ -130,7 +130,7 @@ class Engine:
 
     def _take(self, module: nn.Module, previous: Reducer | None = None) -> None:
         """Look after the parameters that ``module`` has now, instead of those of ``previous``."""
-        own = self._own_parameters(module)
+        own, sparse = self._own_parameters(module), with_sparse_gradients(module)
         named = [(name, p) for name, p in own if p.requires_grad]
         self._names = {id(parameter): name for name, parameter in own}
         self._parameters = [parameter for _, parameter in named]
@@ -143,6 +143,7 @@ class Engine:
             self._group,
             cap_bytes=int(self._options.bucket_cap_mb * MIB),
             skip_unused=self._options.skip_unused,
+            sparse=[i for i, p in enumerate(self._parameters) if id(p) in sparse],
         )
         if previous is not None:
             reducer.take_over(previous)
@@ -367,6 +368,12 @@ def is_reached(parameter: nn.Parameter) -> bool:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:  # in autograd.grad(), which was asked for a leaf: nothing is added up
         return False
+
+
+def with_sparse_gradients(module: nn.Module) -> set[int]:
+    """The id() of those parameters that torch gives gradients of some rows only."""
+    tables = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    return {id(table.weight) for table in tables if table.sparse}
 
 
 def _can_be_trained(parameter: torch.Tensor) -> bool:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import start_all_reduce
-from lockstep.grad import MIB, Bucket, assign_buckets
+from lockstep.grad import MIB, Bucket, SparseGradient, assign_buckets
 from lockstep.nn.agreement import check_same_model
+from lockstep.nn.engine import with_sparse_gradients
 from lockstep.world import init
 
 _CAP_BYTES = 25 * MIB
@@ -65,10 +67,15 @@ def average_gradients(
         # Not zero times the gradient: where that is infinite or NaN, so is the product.
         module.zero_grad(set_to_none=True)
     with torch.no_grad():
-        _average(named, share, group)
+        _average(named, with_sparse_gradients(module), share, group)
 
 
-def _average(named: list[tuple[str, nn.Parameter]], share: float, group: dist.ProcessGroup) -> None:
+def _average(
+    named: list[tuple[str, nn.Parameter]],
+    sparse: Collection[int],
+    share: float,
+    group: dist.ProcessGroup,
+) -> None:
     parameters = [parameter for _, parameter in named]
     used = [float(parameter.grad is not None) for parameter in parameters]
     facts = torch.tensor([share, *used], dtype=torch.float64, device=parameters[0].device)
@@ -81,7 +88,7 @@ def _average(named: list[tuple[str, nn.Parameter]], share: float, group: dist.Pr
         for group_ in assign_buckets(
             [p.numel() * p.element_size() for p in parameters],
             [(p.dtype, p.device) for p in parameters],
-            range(len(parameters)),
+            [i for i, p in enumerate(parameters) if id(p) not in sparse],
             cap_bytes=_CAP_BYTES,
         )
     ]
@@ -93,3 +100,8 @@ def _average(named: list[tuple[str, nn.Parameter]], share: float, group: dist.Pr
         for place, index in enumerate(bucket.indices):
             if used_by[index]:
                 bucket.adopt(place)
+    for parameter, was_used in zip(parameters, used_by, strict=True):
+        if was_used and id(parameter) in sparse:
+            gradient = SparseGradient(parameter)
+            gradient.reduce(group, share / total)
+            gradient.adopt()

@@ -1,0 +1,200 @@
+"""Embeddings with sparse gradients: only the rows that were looked up travel."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import lockstep
+from tests.nn.test_parallelize import BOTH, wrapped
+from tests.ranks import BACKENDS, Backend, run_ranks
+
+ROWS, WIDTH = 12, 3
+
+
+class Tagger(nn.Module):
+    """Words, their characters, and a layer; the latter may be missing."""
+
+    def __init__(self, *, has_layer: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ROWS, WIDTH, sparse=True)
+        self.letters = nn.EmbeddingBag(ROWS, WIDTH, sparse=True, mode="sum")
+        self.layer = nn.Linear(WIDTH, 1) if has_layer else None
+        self.double()
+
+    def forward(self, words: torch.Tensor, letters: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.words(words)
+        if letters is not None:
+            x = x + self.letters(letters)
+        return x.sum(-1) if self.layer is None else self.layer(x).squeeze(-1)
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(3)
+    MODELS = {"with a layer": Tagger(), "embeddings alone": Tagger(has_layer=False)}
+KINDS = pytest.mark.parametrize("kind", MODELS)
+
+
+def indices(step: int, rank: int, *, count: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    words, *letters = torch.randint(0, ROWS, (3, count), generator=generator)
+    return words, torch.stack(letters, dim=1)
+
+
+def optimizers(model: Tagger) -> list[torch.optim.Optimizer]:
+    sparse = [model.words.weight, model.letters.weight]
+    dense = [p for p in model.parameters() if all(p is not q for q in sparse)]
+    first = torch.optim.SparseAdam(sparse, lr=0.1)
+    return [first, torch.optim.Adam(dense, lr=0.1)] if dense else [first]
+
+
+def step_all(stepping: list[torch.optim.Optimizer]) -> None:
+    for optimizer in stepping:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def assert_same(mine: Tagger, theirs: Tagger) -> None:
+    for (name, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@KINDS
+@BOTH
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_train_as_one_process_does(parallel, kind: str, backend: Backend) -> None:
+    """Each rank looks up other rows, as many as it likes, and some ranks no letters."""
+    world_size, num_steps = 3, 5
+    one = copy.deepcopy(MODELS[kind])
+    stepping = optimizers(one)
+    for step in range(num_steps):
+        for rank in range(world_size):
+            words, letters = indices(step, rank, count=2 + rank)
+            output = one(words, letters if (step + rank) % 3 else None)
+            (output.square().mean() / world_size).backward()
+        step_all(stepping)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = copy.deepcopy(MODELS[kind])
+        steps = optimizers(model)
+        train = parallel(model, group, bucket_cap_mb=1e-5)
+        for step in range(num_steps):
+            words, letters = indices(step, rank, count=2 + rank)
+            train(words, letters if (step + rank) % 3 else None).square().mean().backward()
+            assert model.words.weight.grad.is_sparse
+            step_all(steps)
+        assert_same(model, one)
+
+    run_ranks(world_size, body, backend=backend)
+
+
+def test_gradients_are_torchs() -> None:
+    """With Gloo, which can add up sparse tensors, torch's wrapper gives sparse ones too."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        gradients = []
+        for wrap in (lockstep.DistributedDataParallel, TorchDDP):
+            model = copy.deepcopy(MODELS["with a layer"])
+            wrap(model, process_group=group)(*indices(0, rank)).sum().backward()
+            gradients.append([p.grad for p in model.parameters()])
+        for ours, theirs in zip(*gradients, strict=True):
+            assert ours.is_sparse == theirs.is_sparse
+            torch.testing.assert_close(dense(ours), dense(theirs), rtol=1e-12, atol=1e-12)
+
+    run_ranks(2, body, backend="gloo")
+
+
+def test_what_no_rank_looks_up_keeps_no_gradient() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = copy.deepcopy(MODELS["with a layer"])
+        wrapped(model, group)(indices(0, rank)[0]).sum().backward()
+        assert model.words.weight.grad is not None
+        assert model.letters.weight.grad is None
+
+    run_ranks(2, body)
+
+
+def test_micro_batches_of_different_sizes_are_one_batch() -> None:
+    one = copy.deepcopy(MODELS["with a layer"])
+    parts = [indices(step, rank, count=1 + rank + step) for step in (0, 1) for rank in (0, 1)]
+    words, letters = map(torch.cat, zip(*parts, strict=True))
+    one(words, letters).square().mean().backward()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = copy.deepcopy(MODELS["with a layer"])
+        train = wrapped(model, group)
+        with lockstep.accumulate(model):
+            losses = train(*parts[rank]).square()
+            lockstep.mean(losses, process_group=group).backward()
+        lockstep.mean(train(*parts[2 + rank]).square(), process_group=group).backward()
+        for mine, theirs in zip(model.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(dense(mine.grad), dense(theirs.grad), rtol=1e-12, atol=1e-12)
+
+    run_ranks(2, body)
+
+
+@KINDS
+def test_communication_hooks_reduce_the_rest(kind: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        expected, model = (copy.deepcopy(MODELS[kind]) for _ in range(2))
+        train = wrapped(model, group)
+        train.register_comm_hook(group, default_hooks.bf16_compress_hook)
+        for _ in range(2):
+            for of in (expected, model):
+                of.zero_grad()
+            train(*indices(0, rank)).sum().backward()
+        for other in (0, 1):
+            (expected(*indices(0, other)).sum() / 2).backward()
+        words, theirs = model.words.weight.grad, expected.words.weight.grad
+        torch.testing.assert_close(dense(words), dense(theirs), rtol=1e-12, atol=1e-12)
+
+    run_ranks(2, body)
+
+
+def test_a_table_that_is_also_a_layer_has_a_dense_gradient() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(ROWS, WIDTH, sparse=True).double()
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.table(words) @ self.table.weight.t()
+
+    one = Tied()
+    for rank in (0, 1):
+        (one(indices(0, rank)[0]).square().mean() / 2).backward()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = wrapped(copy.deepcopy(one), group)
+        model.zero_grad()
+        model(indices(0, rank)[0]).square().mean().backward()
+        gradient = model.module.table.weight.grad
+        torch.testing.assert_close(gradient, one.table.weight.grad, rtol=1e-12, atol=1e-12)
+
+    run_ranks(2, body)
+
+
+def test_averaging_by_hand_keeps_them_sparse() -> None:
+    one = copy.deepcopy(MODELS["with a layer"])
+    for rank in (0, 1):
+        (one(*indices(0, rank)).sum() / 2).backward()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = copy.deepcopy(MODELS["with a layer"])
+        model(*indices(0, rank)).sum().backward()
+        lockstep.average_gradients(model, process_group=group)
+        assert model.words.weight.grad.is_sparse
+        for mine, theirs in zip(model.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(dense(mine.grad), dense(theirs.grad), rtol=1e-12, atol=1e-12)
+
+    run_ranks(2, body)
