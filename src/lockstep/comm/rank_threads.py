@@ -14,10 +14,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed.distributed_c10d as c10d
 from torch._C import _distributed_c10d
+
+T = TypeVar("T")
 
 _of_thread = threading.local()
 _installing = threading.Lock()
@@ -122,19 +124,29 @@ def a_rank_of(crowd: Crowd) -> Iterator[None]:
         _uninstall()
 
 
-def of_this_rank(target: Callable[[], None]) -> Callable[[], None]:
+def of_this_rank(target: Callable[[], T]) -> Callable[[], T]:
     """Let ``target``, which another thread runs, see torch.distributed as this thread does.
 
     Futures' callbacks run in such threads, and ask for their rank. Shown by
     test_a_callback_knows_its_rank.
     """
-    known = dict(_of_thread.__dict__)
+    known = {"ident": this_thread(), **_of_thread.__dict__}
 
-    def run() -> None:
+    def run() -> T:
+        before = dict(_of_thread.__dict__)
         _of_thread.__dict__.update(known)
-        target()
+        try:
+            return target()
+        finally:
+            _of_thread.__dict__.clear()
+            _of_thread.__dict__.update(before)
 
     return run
+
+
+def this_thread() -> int:
+    """What tells this thread from others, but not from those that work for it."""
+    return getattr(_of_thread, "ident", threading.get_ident())
 
 
 def _install() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,10 +28,11 @@ from lockstep.nn.engine import Engine, Options, accumulating
 from lockstep.nn.join import DDPJoinHook, JoinedModels, UnevenLoop, join_models
 from lockstep.nn.logging_data import logging_data
 from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB
+from lockstep.nn.wrapper import Wrapper
 from lockstep.world import init
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(Wrapper, Joinable):
     """A drop-in for :class:`torch.nn.parallel.DistributedDataParallel`.
 
     The model is ``self.module``, and ``state_dict`` keys begin with ``module.``, as there; those
@@ -383,38 +383,6 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # What a module does
 
-    def __getattr__(self, name: str) -> Any:
-        """What the wrapper doesn't have is the model's."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            # Before __init__ is done (in unpickling, say) there is no model to ask.
-            if name == "module":
-                raise
-            return getattr(self.module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """What the model has and the wrapper doesn't is set there."""
-        is_part = isinstance(value, nn.Module | nn.Parameter) and name != "module"
-        if self._is_the_models(name) or (is_part and "_is_ready" in self.__dict__):
-            setattr(self.module, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        """What the model has and the wrapper doesn't is deleted there."""
-        if self._is_the_models(name):
-            delattr(self.module, name)
-        else:
-            super().__delattr__(name)
-
-    def _is_the_models(self, name: str) -> bool:
-        # Until it is ready, all that is set is the wrapper's own, even if the model has it too.
-        if "_is_ready" not in self.__dict__ or name == "module":
-            return False
-        is_own = name in self.__dict__ or hasattr(type(self), name)
-        return not is_own and hasattr(self.module, name)
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for engine in self._engines:
@@ -424,40 +392,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             else:  # a copy, of which there may never be a forward
                 engine.refresh()
         return moved
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Add it to the model, where its parameters are looked after."""
-        if "_is_ready" in self.__dict__:
-            self.module.add_module(name, module)
-        else:
-            super().add_module(name, module)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As any module's; what the bare model has saved is loaded, too."""
-        if self._is_of_bare_model(state_dict, ""):
-            prefixed = OrderedDict((f"module.{key}", value) for key, value in state_dict.items())
-            versions = getattr(state_dict, "_metadata", {})
-            prefixed._metadata = {  # type: ignore[attr-defined]
-                f"module.{path}" if path else "module": version
-                for path, version in versions.items()
-            }
-            state_dict = prefixed
-        return super().load_state_dict(state_dict, *args, **kwargs)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """The same where the wrapper is a part of what is loaded."""
-        if self._is_of_bare_model(state_dict, prefix):
-            bare = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
-            for key, value in bare.items():
-                state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = value
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _is_of_bare_model(self, state_dict: Mapping[str, Any], prefix: str) -> bool:
-        keys = list(self.module.state_dict())
-        num_prefixed = sum(f"{prefix}module.{key}" in state_dict for key in keys)
-        return sum(prefix + key in state_dict for key in keys) > num_prefixed
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the group: a pickled wrapper takes its place in the default one."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
@@ -14,6 +14,8 @@ from lockstep.world.environment import Placement
 
 if TYPE_CHECKING:
     from lockstep.world.world import World
+
+T = TypeVar("T")
 
 _of_thread = threading.local()
 
@@ -48,3 +50,19 @@ def in_place(placement: Placement, store: dist.Store) -> Iterator[None]:
         yield
     finally:
         del _of_thread.place
+
+
+def of_this_place(target: Callable[[], T]) -> Callable[[], T]:
+    """Let ``target``, which another thread runs, have the place of this one."""
+    place = place_of_this_thread()
+    if place is None:
+        return target
+
+    def run() -> T:
+        _of_thread.place = place
+        try:
+            return target()
+        finally:
+            del _of_thread.place
+
+    return run

@@ -1,0 +1,115 @@
+"""Where the replicas' graphs end and the caller's begins, so that each has a backward of its own.
+
+Autograd runs the backward of everything that is on the CPU in one thread. So a replica gets its
+inputs and parameters as leaves, and its graph is one that nobody else knows. For the caller all
+replicas together are one function, whose backward runs theirs, at the same time, and adds up what
+comes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from lockstep.nn.data_parallel.tensors import map_tensors
+
+Gradients = list[torch.Tensor | None]
+
+
+class Call(Protocol):
+    """One call of all replicas.
+
+    Attributes:
+        parameters: Those of the module that is replicated.
+        inputs: Those tensors among the replicas' arguments that require a gradient.
+        results: What each replica has returned, with tensors that nobody else has.
+    """
+
+    parameters: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+    results: list[Any]
+
+    def forward(self) -> Sequence[tuple[torch.Tensor, bool]]:
+        """Call all; return the tensors in ``results``, and for each if it requires a gradient."""
+        ...
+
+    def backward(self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool) -> Gradients:
+        """Run the backward of all; return the gradients of ``parameters`` and ``inputs``."""
+        ...
+
+
+def call_replicas(call: Call) -> list[Any]:
+    """What each replica has returned, with the backward of all behind it."""
+    if torch.is_grad_enabled():
+        tensors = _Boundary.apply(call, *call.parameters, *call.inputs)  # type: ignore[no-untyped-call]
+    else:
+        tensors = [tensor for tensor, _ in call.forward()]
+    mine = iter(tensors)
+    results, call.results = call.results, []
+    return [map_tensors(lambda _: next(mine), result) for result in results]
+
+
+class _Boundary(torch.autograd.Function):
+    """All replicas, as one function of the parameters and of all their inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = [(output.detach(), needs) for output, needs in call.forward()]
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output for output, needs in outputs if not needs))
+        return tuple(output for output, _ in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: torch.Tensor | None) -> tuple[Any, ...]:
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        gradients = ctx.call.backward(d_outputs, keep_graph=keep_graph)
+        if torch.is_grad_enabled():
+            gradients = _not_twice(gradients)
+        wanted = ctx.needs_input_grad[1:]
+        return None, *(g if needs else None for g, needs in zip(gradients, wanted, strict=True))
+
+
+def _not_twice(gradients: Gradients) -> Gradients:
+    """The same gradients, which say what to do if they are to be differentiated."""
+    refuse = torch._C._functions.DelayedError(
+        b"DataParallel runs each replica's backward by itself, which can't be differentiated "
+        b"again. Call lockstep.data_parallel(model.module, inputs) instead, which can be.",
+        1,
+    )
+    return [None if g is None else refuse(g.detach().requires_grad_()) for g in gradients]
+
+
+def add_up(of_replicas: Sequence[Gradients], homes: Sequence[torch.device]) -> Gradients:
+    """Add up each parameter's gradients, in the order of the replicas, so that bits don't vary.
+
+    Args:
+        of_replicas: For each replica the gradients of all parameters; the first one's may be
+            written to.
+        homes: Where each sum is to be.
+    """
+    first, *others = of_replicas
+    total = [_at_home(g, home) for g, home in zip(first, homes, strict=True)]
+    for gradients in others:
+        sums: list[torch.Tensor] = []
+        more: list[torch.Tensor] = []
+        for index, (gradient, home) in enumerate(zip(gradients, homes, strict=True)):
+            so_far, gradient = total[index], _at_home(gradient, home)
+            if so_far is None or gradient is None:
+                total[index] = gradient if so_far is None else so_far
+            elif so_far.layout is gradient.layout is torch.strided:
+                sums.append(so_far)
+                more.append(gradient)
+            else:
+                total[index] = so_far + gradient
+        if sums:
+            torch._foreach_add_(sums, more)
+    return total
+
+
+def _at_home(gradient: torch.Tensor | None, home: torch.device) -> torch.Tensor | None:
+    if gradient is None or gradient.device == home:
+        return gradient
+    return gradient.to(home, non_blocking=home.type != "cpu")

@@ -1,0 +1,225 @@
+"""``DataParallel`` and ``data_parallel``: one process, several replicas of a module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lockstep.nn.arguments import Device
+from lockstep.nn.data_parallel.apply import parallel_apply
+from lockstep.nn.data_parallel.devices import as_device
+from lockstep.nn.data_parallel.gather import gather
+from lockstep.nn.data_parallel.nested import leaves
+from lockstep.nn.data_parallel.replicas import Replicas
+from lockstep.nn.data_parallel.replicate import replicate
+from lockstep.nn.data_parallel.scatter import scatter_kwargs
+from lockstep.nn.wrapper import Wrapper
+
+# More threads than that fight for the interpreter more than they compute.
+_MOST_THREADS = 4
+
+
+class DataParallel(Wrapper):
+    """A drop-in for :class:`torch.nn.DataParallel`, on accelerators and on CPUs.
+
+    A batch is cut up among replicas of the module, one for each device; each runs in a thread of
+    its own, forward and backward, and their outputs are joined. Gradients are those of the whole
+    batch, added up in the order of the replicas. ::
+
+        model = lockstep.DataParallel(Net())
+        loss = criterion(model(x), y)   # or model.middle(x): any method that is given tensors
+        loss.backward()
+
+    It may be around a part of a model, and inside of another one. ``state_dict()`` is that of the
+    module, without ``module.`` before its keys; both kinds are loaded.
+
+    Replicas are made once. Those on the module's own device share its parameters; others get those
+    that have changed (which torch has to know: a write to ``parameter.data`` of an accelerator is
+    not noticed on the others). What the first replica does to buffers stays. What any does to
+    attributes (``self.count += 1``) is lost, as each has its own, which are the module's before
+    every call. Hooks of the module run in each replica. Random numbers, of dropout say, are drawn
+    by all from one generator, in no fixed order.
+
+    Args:
+        module: What is replicated. Its parameters and buffers are on the first device.
+        device_ids: The devices, which may repeat: ``[0, 1]`` for two accelerators, and
+            ``["cpu", "cpu"]`` for two replicas on the CPU, which share its intra-op threads. By
+            default all accelerators; without any, one replica for each intra-op thread
+            (:func:`torch.get_num_threads`), up to four. Indices are ignored, as by torch, where
+            there are no accelerators.
+        output_device: Where outputs are joined; by default on the first device. -1 is the CPU.
+        dim: The dimension of inputs that is cut, and of outputs that is joined.
+        workers: What each replica runs in: ``"threads"``.
+        buffers: ``"first"`` keeps what the first replica does to them, ``"mean"`` the mean over
+            all replicas, of those of floating point.
+
+    Raises:
+        ValueError: If an option isn't known, or a device isn't there.
+        RuntimeError: In forward, if a parameter or buffer isn't on the first device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        *,
+        workers: Literal["threads"] = "threads",
+        buffers: Literal["first", "mean"] = "first",
+    ) -> None:
+        super().__init__()
+        if workers != "threads":
+            raise ValueError(f"workers is {workers!r}, but only 'threads' is known.")
+        if buffers not in ("first", "mean"):
+            raise ValueError(f"buffers is {buffers!r}, but only 'first' and 'mean' are known.")
+        self._devices = devices_for(device_ids)
+        home = self._devices[0]
+        self.module = module
+        self.dim = dim
+        self.workers, self.buffer_policy = workers, buffers
+        self.device_ids = [_as_torch_says(device) for device in self._devices]
+        if output_device is None or _is_missing(output_device):
+            output_device = _as_torch_says(home)
+        self.output_device = output_device
+        self.src_device_obj = home
+        self._replicas: Replicas | None = None
+        if len(self._devices) == 1:
+            module.to(home)
+        self._is_ready = True
+
+    # What a twin of this module, in a replica of one around it, has for itself.
+    _own_in_twins = ("_replicas",)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the module's
+        return self._call("__call__", inputs, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What this doesn't have is the module's; methods are called in all replicas."""
+        value = super().__getattr__(name)
+        is_method = inspect.ismethod(value) and value.__self__ is self.__dict__["_modules"].get(
+            "module"
+        )
+        return partial(self._call_method, name) if is_method else value
+
+    def _call_method(self, name: str, /, *inputs: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves((inputs, kwargs))):
+            return getattr(self.module, name)(*inputs, **kwargs)
+        return self._call(name, inputs, kwargs)
+
+    def _call(self, name: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(self._devices) == 1 and self._devices[0].type == "cpu":
+            return getattr(self.module, name)(*inputs, **kwargs)
+        parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
+        if not parts and not kwargs_parts:
+            parts, kwargs_parts = ((),), ({},)
+        if len(self._devices) == 1:
+            return getattr(self.module, name)(*parts[0], **kwargs_parts[0])
+        if len(parts) == 1:
+            outputs = [getattr(self.module, name)(*parts[0], **kwargs_parts[0])]
+        else:
+            if self._replicas is None:
+                self._replicas = Replicas(self._devices)
+            arguments = list(zip(parts, kwargs_parts, strict=True))
+            outputs = self._replicas.call(self.module, name, arguments)
+            if self.buffer_policy == "mean":
+                self._replicas.average_buffers(self.module)
+        return self.gather(outputs, self.output_device)
+
+    # What a subclass may do in another way
+
+    def scatter(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        device_ids: Sequence[Device],
+    ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
+        """The arguments of each replica."""
+        return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
+
+    def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
+        """The outputs of all replicas, as one."""
+        return gather(outputs, output_device, self.dim)
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
+        """Replicas of a module, as :func:`lockstep.replicate` makes them."""
+        return replicate(module, device_ids, not torch.is_grad_enabled())
+
+    def parallel_apply(
+        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
+    ) -> list[Any]:
+        """What replicas return, as :func:`lockstep.parallel_apply` calls them."""
+        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+
+    # What a module does
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the module."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the replicas."""
+        return self.__dict__ | {"_replicas": None}
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Call ``module`` on ``inputs``, which are cut up among replicas on several devices.
+
+    It is made of :func:`scatter_kwargs`, :func:`replicate`, :func:`parallel_apply` and
+    :func:`gather`, and can be differentiated any number of times. The backward of replicas on the
+    CPU runs in one thread; those of :class:`DataParallel` run at the same time.
+
+    Args:
+        module: What to call; it is on the first device.
+        inputs: Its positional arguments as a tuple, or the only one; None for none.
+        device_ids: The devices, as for :class:`DataParallel`.
+        output_device: Where outputs are joined; by default on the first device. -1 is the CPU.
+        dim: The dimension of inputs that is cut, and of outputs that is joined.
+        module_kwargs: Its keyword arguments.
+
+    Returns:
+        What ``module(*inputs, **module_kwargs)`` would return.
+
+    Source: ``torch.nn.parallel.data_parallel``.
+    """
+    devices = devices_for(device_ids)
+    arguments = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    parts, kwargs = scatter_kwargs(arguments, module_kwargs, devices, dim)
+    if not parts:
+        parts, kwargs = ((),), ({},)
+    used = devices[: len(parts)]
+    outputs = parallel_apply(replicate(module, used), parts, kwargs, used)
+    return gather(outputs, used[0] if output_device is None else output_device, dim)
+
+
+def devices_for(device_ids: Sequence[Device] | None) -> list[torch.device]:
+    """The devices that are meant by the ``device_ids`` of :class:`DataParallel`."""
+    if device_ids is not None and not device_ids:
+        raise ValueError("device_ids is empty. Name a device, or leave it out.")
+    if device_ids is not None and not all(map(_is_missing, device_ids)):
+        return [as_device(device) for device in device_ids]
+    if torch.accelerator.is_available():
+        return [as_device(index) for index in range(torch.accelerator.device_count())]
+    return [torch.device("cpu")] * min(_MOST_THREADS, torch.get_num_threads())
+
+
+def _is_missing(device: Device | None) -> bool:
+    """Whether it is the index of an accelerator where there are none."""
+    return isinstance(device, int) and device >= 0 and not torch.accelerator.is_available()
+
+
+def _as_torch_says(device: torch.device) -> int | torch.device:
+    """An accelerator by its index, as the attributes of torch's class do."""
+    return device if device.index is None else device.index

@@ -1,0 +1,62 @@
+"""``replicate``: a module for each device, all with the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+import torch
+from torch import nn
+
+from lockstep.nn.arguments import Device
+from lockstep.nn.data_parallel.devices import as_device
+from lockstep.nn.data_parallel.twins import Twin, own_tensors
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def replicate(network: Network, devices: Sequence[Device], detach: bool = False) -> list[Network]:
+    """Return a replica of ``network`` for each of ``devices``.
+
+    A replica is of the same class and has the same attributes. Where it is on the device of a
+    parameter, it has that parameter itself, and elsewhere a copy through which gradients flow back
+    to it; so gradients of all replicas add up in ``network``. The first replica on the device of a
+    buffer has the buffer itself, so that what it does to it stays; all others have copies.
+
+    Args:
+        network: A module, on any devices.
+        devices: Where replicas are wanted: indices of accelerators, names, devices, also
+            several times the same.
+        detach: Whether gradients end at the replicas' parameters.
+
+    Returns:
+        The replicas, in the order of ``devices``.
+
+    Raises:
+        TypeError: If there is a ScriptModule in ``network``.
+    """
+    parts = list(network.modules())
+    parameters = list(own_tensors(parts, "_parameters"))
+    buffers = list(own_tensors(parts, "_buffers"))
+    replicas = []
+    is_taken: set[int] = set()
+    for device in map(as_device, devices):
+        twin = Twin(network)
+        tensors = {}
+        for parameter in parameters:
+            there = parameter if parameter.device == device else parameter.to(device)
+            tensors[id(parameter)] = there.detach() if detach else there
+        for buffer in buffers:
+            if buffer.device == device and id(buffer) not in is_taken:
+                is_taken.add(id(buffer))
+                tensors[id(buffer)] = buffer
+            else:
+                tensors[id(buffer)] = _copy(buffer, device, detach=detach)
+        twin.take_after(tensors)
+        replicas.append(cast(Network, twin.module))
+    return replicas
+
+
+def _copy(buffer: torch.Tensor, device: torch.device, *, detach: bool) -> torch.Tensor:
+    copied = buffer.to(device, copy=True)
+    return copied.detach() if detach else copied

@@ -1,0 +1,69 @@
+"""Copies of a module that share all but their tensors with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+
+class Twin:
+    """A second tree of modules, of the same classes and with the same attributes.
+
+    What the original's attributes are, the twin's are after each :meth:`take_after`; what is
+    assigned to an attribute in the twin is lost then, but for those that the class names in
+    ``_own_in_twins``. What attributes refer to is shared.
+
+    Attributes:
+        module: The twin.
+
+    Args:
+        original: What it is the twin of.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        for part in original.modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"{type(original).__name__} can't be replicated: it has a ScriptModule in it, "
+                    "whose parameters can't be replaced. Replicate what that was made from."
+                )
+        self._pairs = [(part, type(part).__new__(type(part))) for part in original.modules()]
+        self._twins: dict[nn.Module | None, nn.Module] = dict(self._pairs)
+        self.module = self._twins[original]
+
+    def is_twin_of(self, parts: Sequence[nn.Module]) -> bool:
+        """Whether it is one of the tree that consists of ``parts``."""
+        return [part for part, _ in self._pairs] == list(parts)
+
+    def take_after(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Have the attributes that the original has, with ``tensors`` in the place of its own.
+
+        Args:
+            tensors: What takes the place of each parameter and buffer, by the ``id()`` of it.
+        """
+        for original, twin in self._pairs:
+            state = original.__dict__.copy()
+            for kind in ("_parameters", "_buffers"):
+                state[kind] = {name: tensors.get(id(t), t) for name, t in state[kind].items()}
+            state["_modules"] = {
+                name: self._twins.get(part, part) for name, part in state["_modules"].items()
+            }
+            if isinstance(original, nn.RNNBase):
+                own = state["_parameters"]
+                state["_flat_weights"] = [own.get(name) for name in state["_flat_weights_names"]]
+            for name in getattr(original, "_own_in_twins", ()):
+                state[name] = twin.__dict__.get(name)
+            # Not through the module's own __setattr__, which looks for parameters.
+            object.__setattr__(twin, "__dict__", state)
+
+
+def own_tensors(parts: Sequence[nn.Module], kind: str) -> Iterator[torch.Tensor]:
+    """Each of the ``"_parameters"`` or ``"_buffers"`` of ``parts``, once."""
+    seen: set[int] = set()
+    for part in parts:
+        for tensor in part.__dict__[kind].values():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor

@@ -1,0 +1,131 @@
+"""Threads that wait for work, and what comes of it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+
+from lockstep.nn.data_parallel.modes import as_this_thread
+
+T = TypeVar("T")
+
+
+@dataclass
+class Outcome(Generic[T]):
+    """What came of one task.
+
+    Attributes:
+        value: What it returned, if it did.
+        error: What it raised, if it did.
+    """
+
+    value: T | None = None
+    error: BaseException | None = None
+
+
+class WorkerThreads:
+    """So many threads, each with the same number of intra-op threads.
+
+    They start with the first task, and end when this object is closed or nobody has it any more.
+
+    Args:
+        count: How many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._queues = [queue.SimpleQueue[Callable[[], None] | None]() for _ in range(count)]
+        self._num_threads = 0
+        self._is_started = False
+        self.close = weakref.finalize(self, _end, self._queues)
+
+    def run(
+        self, tasks: Sequence[Callable[[], T]], meanwhile: Callable[[], None] | None = None
+    ) -> list[Outcome[T]]:
+        """Run each task in a thread of its own, as the caller would, and wait for all of them.
+
+        The caller itself does ``meanwhile`` in between.
+        """
+        if not self._is_started:
+            self._is_started = True
+            for number, tasks_of_one in enumerate(self._queues):
+                name = f"lockstep-replica-{number}"
+                threading.Thread(target=_work, args=(tasks_of_one,), name=name, daemon=True).start()
+        self._share_threads()
+        return self._run(tasks, meanwhile)
+
+    def _run(
+        self, tasks: Sequence[Callable[[], T]], meanwhile: Callable[[], None] | None = None
+    ) -> list[Outcome[T]]:
+        outcomes: list[Outcome[T]] = [Outcome() for _ in tasks]
+        done = queue.SimpleQueue[None]()
+
+        def fill(outcome: Outcome[T], task: Callable[[], T]) -> None:
+            try:
+                outcome.value = task()
+            except BaseException as error:  # it is raised in the caller
+                outcome.error = error
+            finally:
+                done.put(None)
+
+        for tasks_of_one, outcome, task in zip(self._queues, outcomes, tasks, strict=False):
+            tasks_of_one.put(partial(fill, outcome, as_this_thread(task)))
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:
+            for _ in tasks:
+                done.get()
+        return outcomes
+
+    def _share_threads(self) -> None:
+        """Give each its part of the intra-op threads that the caller has."""
+        mine = torch.get_num_threads()
+        each = max(1, mine // len(self._queues))
+        if each != self._num_threads:
+            self._num_threads = each
+            self._run([partial(_set_num_threads, each)] * len(self._queues))
+            # They have set it for themselves, and as what threads to come begin with.
+            torch.set_num_threads(mine)
+
+
+def _set_num_threads(count: int) -> None:
+    # A thread that has not been asked takes up the caller's number with its first operation.
+    torch.get_num_threads()
+    torch.set_num_threads(count)
+
+
+def _work(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # and with it what it refers to, while this thread waits
+
+
+def _end(queues: Sequence[queue.SimpleQueue[Callable[[], None] | None]]) -> None:
+    for tasks in queues:
+        tasks.put(None)
+
+
+def values_of(outcomes: Sequence[Outcome[T]], devices: Sequence[object]) -> list[T]:
+    """What the replicas returned.
+
+    Raises:
+        BaseException: What the first replica that failed has raised, with a note that says which
+            it was, and one for each other that failed.
+    """
+    failed = [(i, one.error) for i, one in enumerate(outcomes) if one.error is not None]
+    if failed:
+        first, error = failed[0]
+        error.add_note(f"(raised in replica {first} on {devices[first]})")
+        for index, other in failed[1:]:
+            trace = "".join(traceback.format_exception(other)).rstrip()
+            error.add_note(f"Replica {index} on {devices[index]} failed as well:\n{trace}")
+        raise error
+    return [outcome.value for outcome in outcomes]  # type: ignore[misc]
