@@ -82,20 +82,27 @@ PUBLIC_MODULES = [
 
 # Whoever adds a public name adds it here, and so means it.
 PUBLIC_NAMES = {
+    "DataParallel",
     "DataPartitioner",
     "DistributedDataParallel",
     "Partition",
     "World",
     "accumulate",
     "average_gradients",
+    "data_parallel",
     "errors",
+    "gather",
     "init",
     "launch",
     "SyncBatchNorm",
     "mean",
     "no_sync",
+    "parallel_apply",
     "parallelize",
     "partition",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
     "sync_buffers",
 }
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.nn.data_parallel import DataParallel, data_parallel
+from lockstep.nn.replicas import DataParallel, data_parallel
 
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.nn.data_parallel import parallel_apply
+from lockstep.nn.replicas import parallel_apply
 
 setting: contextvars.ContextVar[str] = contextvars.ContextVar("setting", default="none")
 

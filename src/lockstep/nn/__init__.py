@@ -2,6 +2,28 @@
 
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.parallelize import no_sync, parallelize, sync_buffers
+from lockstep.nn.replicas import (
+    DataParallel,
+    data_parallel,
+    gather,
+    parallel_apply,
+    replicate,
+    scatter,
+    scatter_kwargs,
+)
 from lockstep.nn.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["DistributedDataParallel", "SyncBatchNorm", "no_sync", "parallelize", "sync_buffers"]
+__all__ = [
+    "DataParallel",
+    "DistributedDataParallel",
+    "SyncBatchNorm",
+    "data_parallel",
+    "gather",
+    "no_sync",
+    "parallel_apply",
+    "parallelize",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+    "sync_buffers",
+]

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from lockstep.nn.data_parallel.modes import as_this_thread
+from lockstep.nn.replicas.modes import as_this_thread
 
 T = TypeVar("T")
 

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from lockstep.nn.arguments import Device
-from lockstep.nn.data_parallel.apply import parallel_apply
-from lockstep.nn.data_parallel.devices import as_device
-from lockstep.nn.data_parallel.gather import gather
-from lockstep.nn.data_parallel.nested import leaves
-from lockstep.nn.data_parallel.replicas import Replicas
-from lockstep.nn.data_parallel.replicate import replicate
-from lockstep.nn.data_parallel.scatter import scatter_kwargs
+from lockstep.nn.replicas.apply import parallel_apply
+from lockstep.nn.replicas.devices import as_device
+from lockstep.nn.replicas.gather import gather
+from lockstep.nn.replicas.nested import leaves
+from lockstep.nn.replicas.replicate import replicate
+from lockstep.nn.replicas.scatter import scatter_kwargs
+from lockstep.nn.replicas.threads import Replicas
 from lockstep.nn.wrapper import Wrapper
 
 # More threads than that fight for the interpreter more than they compute.

@@ -9,9 +9,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.nn.arguments import Device
-from lockstep.nn.data_parallel import packed
-from lockstep.nn.data_parallel.devices import as_device, move
-from lockstep.nn.data_parallel.nested import Path, children, like, name_of
+from lockstep.nn.replicas import packed
+from lockstep.nn.replicas.devices import as_device, move
+from lockstep.nn.replicas.nested import Path, children, like, name_of
 
 _T = TypeVar("_T")
 

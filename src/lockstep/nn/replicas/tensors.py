@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.nn.data_parallel.nested import children, like
+from lockstep.nn.replicas.nested import children, like
 
 T = TypeVar("T")
 Change = Callable[[torch.Tensor], torch.Tensor | None]

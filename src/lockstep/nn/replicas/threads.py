@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.nn.data_parallel.apply import on_device
-from lockstep.nn.data_parallel.boundary import Gradients, add_up, call_replicas
-from lockstep.nn.data_parallel.tensors import map_tensors
-from lockstep.nn.data_parallel.twins import Twin, own_tensors
-from lockstep.nn.data_parallel.workers import WorkerThreads, values_of
+from lockstep.nn.replicas.apply import on_device
+from lockstep.nn.replicas.boundary import Gradients, add_up, call_replicas
+from lockstep.nn.replicas.tensors import map_tensors
+from lockstep.nn.replicas.twins import Twin, own_tensors
+from lockstep.nn.replicas.workers import WorkerThreads, values_of
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 

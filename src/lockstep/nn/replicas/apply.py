@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from lockstep.nn.arguments import Device
-from lockstep.nn.data_parallel.devices import as_device
-from lockstep.nn.data_parallel.nested import leaves
-from lockstep.nn.data_parallel.workers import WorkerThreads, values_of
+from lockstep.nn.replicas.devices import as_device
+from lockstep.nn.replicas.nested import leaves
+from lockstep.nn.replicas.workers import WorkerThreads, values_of
 
 
 def parallel_apply(

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.nn.arguments import Device
-from lockstep.nn.data_parallel.devices import as_device
-from lockstep.nn.data_parallel.twins import Twin, own_tensors
+from lockstep.nn.replicas.devices import as_device
+from lockstep.nn.replicas.twins import Twin, own_tensors
 
 Network = TypeVar("Network", bound=nn.Module)
 

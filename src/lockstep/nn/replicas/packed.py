@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.nn.data_parallel.devices import move
+from lockstep.nn.replicas.devices import move
 
 
 def num_sequences(packed: PackedSequence) -> int:

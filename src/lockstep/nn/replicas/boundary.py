@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.nn.data_parallel.tensors import map_tensors
+from lockstep.nn.replicas.tensors import map_tensors
 
 Gradients = list[torch.Tensor | None]
 
