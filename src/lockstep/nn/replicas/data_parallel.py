@@ -17,6 +17,7 @@ from lockstep.nn.replicas.gather import gather
 from lockstep.nn.replicas.nested import leaves
 from lockstep.nn.replicas.replicate import replicate
 from lockstep.nn.replicas.scatter import scatter_kwargs
+from lockstep.nn.replicas.tensors import map_tensors
 from lockstep.nn.replicas.threads import Replicas
 from lockstep.nn.wrapper import Wrapper
 
@@ -200,6 +201,9 @@ def data_parallel(
     if not parts:
         parts, kwargs = ((),), ({},)
     used = devices[: len(parts)]
+    # Parts of one tensor have one version, and autograd would take what a replica does to its own
+    # in place for a change of the others'.
+    parts, kwargs = map_tensors(torch.clone, (parts, kwargs))
     outputs = parallel_apply(replicate(module, used), parts, kwargs, used)
     return gather(outputs, used[0] if output_device is None else output_device, dim)
 

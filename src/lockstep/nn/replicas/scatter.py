@@ -38,8 +38,8 @@ def scatter(inputs: object, target_gpus: Sequence[Device], dim: int = 0) -> Sequ
 
     Parts are those of :func:`torch.chunk`: equally many rows, fewer in the last one. If there are
     fewer rows than devices, there are fewer parts; if there are none, all devices get an empty
-    part. The first part on a tensor's own device is a view of it, and all others are copies.
-    Gradients come back from them, of any order.
+    part. Gradients come back from them, of any order. On a tensor's own device parts are views
+    of it.
 
     Args:
         inputs: A tensor, or a nesting of tensors and other objects in lists, tuples, mappings and
@@ -139,18 +139,13 @@ def _parts(value: object, count: int, cut: _Cut) -> list[object]:
 def _pieces(leaf: torch.Tensor | PackedSequence, cut: _Cut) -> list[object]:
     pieces: list[object] = []
     start = 0
-    has_view = False
     for length, device in zip(_lengths(leaf, cut), cut.devices, strict=False):
         if isinstance(leaf, PackedSequence):
             pieces.append(packed.take(leaf, start, length, device))
         else:
             # A view each: those of chunk() may not be changed in place. Sparse tensors have none.
             narrow = leaf.narrow_copy if leaf.is_sparse else leaf.narrow
-            piece = move(narrow(cut.dim, start, length), device)
-            # Views of one tensor have one version, and autograd would take what one replica does
-            # to its part in place for a change of another's.
-            pieces.append(piece.clone() if has_view and device == leaf.device else piece)
-            has_view |= device == leaf.device
+            pieces.append(move(narrow(cut.dim, start, length), device))
         start += length
     return pieces
 

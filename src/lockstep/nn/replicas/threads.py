@@ -26,7 +26,9 @@ class Replicas:
 
     Note [Leaves]: a replica's parameters are leaves of its own graph. On the device of a parameter
     its leaf shares memory and version with it: what is written to one is written to both, and
-    autograd notices what it would have noticed without replicas. The same goes for inputs.
+    autograd notices what it would have noticed without replicas. Inputs are not shared so: those
+    of all replicas are views of one tensor, with one version, and autograd would take what one
+    replica does to its own in place for a change of the others'.
 
     Args:
         devices: Where they are; on the first is the module, too.
@@ -231,10 +233,11 @@ class _Part:
 
     def forward(self) -> None:
         """Call the replica."""
-        self._input_leaves = [x.detach().requires_grad_() for x in self.inputs]
+        # See Note [Leaves]. Shown by test_inputs_may_be_modified_in_place.
+        self._input_leaves = [x.detach().clone().requires_grad_() for x in self.inputs]
         mine = iter([_NoLeaf.apply(leaf) for leaf in self._input_leaves])  # type: ignore[no-untyped-call]
         args, kwargs = map_tensors(
-            lambda t: next(mine) if t.requires_grad else None, self._arguments
+            lambda t: next(mine) if t.requires_grad else t.data, self._arguments
         )
         self.results = self._call(*args, **kwargs)
         map_tensors(self.outputs.append, self.results)
@@ -271,10 +274,7 @@ def _take(leaves: Sequence[torch.Tensor]) -> Gradients:
 
 
 class _NoLeaf(torch.autograd.Function):
-    """The same tensor, but one that may be written to, as a leaf must not be.
-
-    See Note [Leaves]. Shown by test_inputs_may_be_modified_in_place.
-    """
+    """The same tensor, but one that may be written to, as a leaf must not be."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import torch
 
 from lockstep.nn.replicas.modes import as_this_thread
+from lockstep.nn.replicas.openmp import end_team
 
 T = TypeVar("T")
 
@@ -32,16 +33,17 @@ class Outcome(Generic[T]):
 
 
 class WorkerThreads:
-    """So many threads, each with the same number of intra-op threads.
+    """So many threads, of which the caller's is one, that share its intra-op threads.
 
-    They start with the first task, and end when this object is closed or nobody has it any more.
+    The others start with the first task, and end when this object is closed or nobody has it any
+    more.
 
     Args:
         count: How many.
     """
 
     def __init__(self, count: int) -> None:
-        self._queues = [queue.SimpleQueue[Callable[[], None] | None]() for _ in range(count)]
+        self._queues = [queue.SimpleQueue[Callable[[], None] | None]() for _ in range(count - 1)]
         self._num_threads = 0
         self._is_started = False
         self.close = weakref.finalize(self, _end, self._queues)
@@ -51,15 +53,26 @@ class WorkerThreads:
     ) -> list[Outcome[T]]:
         """Run each task in a thread of its own, as the caller would, and wait for all of them.
 
-        The caller itself does ``meanwhile`` in between.
+        The caller runs the first one, and what it is to do ``meanwhile``.
         """
         if not self._is_started:
             self._is_started = True
-            for number, tasks_of_one in enumerate(self._queues):
+            for number, tasks_of_one in enumerate(self._queues, start=1):
                 name = f"lockstep-replica-{number}"
                 threading.Thread(target=_work, args=(tasks_of_one,), name=name, daemon=True).start()
-        self._share_threads()
-        return self._run(tasks, meanwhile)
+        mine = torch.get_num_threads()
+        each = max(1, mine // (len(self._queues) + 1))
+        if each != self._num_threads:
+            self._num_threads = each
+            others: list[Callable[[], None]] = [partial(_set_num_threads, each)]
+            self._run([lambda: None, *others * len(self._queues)])
+        end_team()
+        # Each thread sets it for itself alone, and as what threads to come begin with.
+        torch.set_num_threads(each)
+        try:
+            return self._run(tasks, meanwhile)
+        finally:
+            torch.set_num_threads(mine)
 
     def _run(
         self, tasks: Sequence[Callable[[], T]], meanwhile: Callable[[], None] | None = None
@@ -75,25 +88,17 @@ class WorkerThreads:
             finally:
                 done.put(None)
 
-        for tasks_of_one, outcome, task in zip(self._queues, outcomes, tasks, strict=False):
-            tasks_of_one.put(partial(fill, outcome, as_this_thread(task)))
+        mine, *others = [partial(fill, o, t) for o, t in zip(outcomes, tasks, strict=True)]
+        for tasks_of_one, task in zip(self._queues, others, strict=False):
+            tasks_of_one.put(as_this_thread(task))
         try:
+            mine()
             if meanwhile is not None:
                 meanwhile()
         finally:
             for _ in tasks:
                 done.get()
         return outcomes
-
-    def _share_threads(self) -> None:
-        """Give each its part of the intra-op threads that the caller has."""
-        mine = torch.get_num_threads()
-        each = max(1, mine // len(self._queues))
-        if each != self._num_threads:
-            self._num_threads = each
-            self._run([partial(_set_num_threads, each)] * len(self._queues))
-            # They have set it for themselves, and as what threads to come begin with.
-            torch.set_num_threads(mine)
 
 
 def _set_num_threads(count: int) -> None:
