@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, seed, settings
 
 from tests.nn.random_plans import mean_trainings, trainings
-from tests.nn.test_properties import Checker, few_hundred
+from tests.nn.test_properties import Checker, check_plan, few_hundred
 from tests.nn.training_plans import MeanTraining, Training
 
 Plan = Training | MeanTraining
@@ -54,7 +54,7 @@ def check_plans(kind: str, examples: int, first_seed: int) -> Progress:
     Raises:
         Exception: What the smallest plan that fails has raised; the plan is in its notes.
     """
-    progress, check = Progress(examples), Checker()
+    progress, check = Progress(examples), Checker(check_plan)
 
     @seed(first_seed)
     @settings(few_hundred, max_examples=examples, derandomize=False)

@@ -21,6 +21,7 @@ class Part(NamedTuple):
         of: Which earlier part it shares a module or a weight with.
         is_used: Whether the model's own methods ever use it.
         is_checkpointed: Whether its activations are recomputed in backward.
+        is_reentrant: Whether a backward inside of the backward does that.
     """
 
     kind: str
@@ -28,6 +29,7 @@ class Part(NamedTuple):
     of: int = 0
     is_used: bool = True
     is_checkpointed: bool = False
+    is_reentrant: bool = False
 
 
 class Use(NamedTuple):
@@ -182,10 +184,11 @@ class RandomModel(nn.Module):
             values.append(value)
 
     def run(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        if self.recipe[index].is_checkpointed:
+        part, module = self.recipe[index], self.parts[index]
+        if part.is_checkpointed:
             # Ranks that are threads share torch's generator, whose state is not to be put back.
-            return checkpoint(self.parts[index], x, use_reentrant=False, preserve_rng_state=False)
-        return self.parts[index](x)
+            return checkpoint(module, x, use_reentrant=part.is_reentrant, preserve_rng_state=False)
+        return module(x)
 
     def _half(self) -> int:
         return (len(self.recipe) + 1) // 2

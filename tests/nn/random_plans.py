@@ -39,8 +39,8 @@ def one_in(number: int) -> st.SearchStrategy[bool]:
 
 
 @st.composite
-def recipes(draw: st.DrawFn) -> Sequence[Part]:
-    count = draw(st.integers(1, 7))
+def recipes(draw: st.DrawFn, max_parts: int) -> Sequence[Part]:
+    count = draw(st.integers(1, max_parts))
     return [
         Part(
             kind=draw(st.sampled_from(list(KINDS))),
@@ -54,8 +54,8 @@ def recipes(draw: st.DrawFn) -> Sequence[Part]:
 
 
 @st.composite
-def settings_of_training(draw: st.DrawFn) -> Setting:
-    recipe = draw(recipes())
+def settings_of_training(draw: st.DrawFn, max_parts: int = 7) -> Setting:
+    recipe = draw(recipes(max_parts))
     return Setting(
         world_size=draw(st.sampled_from([2, 3, 4, 3, 1])),
         recipe=recipe,

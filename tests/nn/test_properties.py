@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from tests.nn.training_plans import (
 )
 from tests.ranks import run_ranks
 
+PlanT = TypeVar("PlanT")
 Tensors = Sequence[torch.Tensor | None]
 
 LEARNING_RATE = 0.02
@@ -321,22 +322,29 @@ def assert_close(mine: Tensors, theirs: Tensors, slack: float, where: str) -> No
             )
 
 
-class Checker:
+def check_plan(plan: Training | MeanTraining) -> None:
+    check_training(plan) if isinstance(plan, Training) else check_means(plan)
+
+
+class Checker(Generic[PlanT]):
     """Checks plans and, once one has failed, for so many seconds other ones.
 
     After that only those fail that have failed before, with which hypothesis is content.
     """
 
-    def __init__(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self, check: Callable[[PlanT], None], patience_seconds: float = PATIENCE_SECONDS
+    ) -> None:
+        self._check = check
         self._patience_seconds = patience_seconds
         self._deadline = float("inf")
         self._failed: set[str] = set()
 
-    def __call__(self, plan: Training | MeanTraining) -> None:
+    def __call__(self, plan: PlanT) -> None:
         if time.monotonic() > self._deadline and repr(plan) not in self._failed:
             return
         try:
-            check_training(plan) if isinstance(plan, Training) else check_means(plan)
+            self._check(plan)
         except BaseException:
             if not self._failed:
                 self._deadline = time.monotonic() + self._patience_seconds
@@ -344,21 +352,23 @@ class Checker:
             raise
 
 
-def check_all(plans: st.SearchStrategy[Training | MeanTraining], how: settings) -> None:
+def check_all(
+    plans: st.SearchStrategy[PlanT], how: settings, check_one_plan: Callable[[PlanT], None]
+) -> None:
     """Check plans, as many and as ``how`` says."""
-    check = Checker()
+    check = Checker(check_one_plan)
 
     @how
     @given(plan=plans)
-    def check_one(plan: Training | MeanTraining) -> None:
+    def check_one(plan: PlanT) -> None:
         check(plan)
 
     check_one()
 
 
 def test_any_course_of_training_is_that_of_one_process() -> None:
-    check_all(trainings(), settings(few_hundred, max_examples=250))
+    check_all(trainings(), settings(few_hundred, max_examples=250), check_training)
 
 
 def test_any_means_are_those_of_one_process() -> None:
-    check_all(mean_trainings(), settings(few_hundred, max_examples=250))
+    check_all(mean_trainings(), settings(few_hundred, max_examples=250), check_means)
