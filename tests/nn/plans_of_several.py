@@ -23,16 +23,6 @@ from tests.nn.random_models import Part, RandomModel, Use, build
 from tests.nn.random_plans import frozen_parts, one_in, settings_of_training
 from tests.nn.training_plans import Setting
 
-# What lockstep can't do yet, and what is to be drawn once it can:
-# A rank whose loss reaches none of several models, while others' do. When it steps, or in the
-# backward of a mean, it takes part without asking of which models that backward is.
-DRAWS_IDLE_RANKS = False
-# A backward that begins inside of a reentrant checkpoint, or a first one that reaches a model that
-# is wholly in some. Who comes late to it isn't known to have met the others, nor to come late, nor
-# to get gradients twice; and of whoever can't be seen from there, parts are excused that do come.
-# Until then such a model is called once, and ends with a part that gets the first gradient.
-DRAWS_HIDDEN_MODELS = False
-
 MAX_PARTS = 3
 
 
@@ -92,15 +82,9 @@ def touched(models: Sequence[RandomModel], calls: Iterable[Call]) -> set[int]:
     return {c.model for c in calls if models[c.model].touched([Use(left_out=c.left_out)])}
 
 
-def is_to_be_seen(recipe: Sequence[Part]) -> bool:
-    is_reentrant = any(part.is_checkpointed and part.is_reentrant for part in recipe)
-    return is_reentrant and not DRAWS_HIDDEN_MODELS
-
-
 @st.composite
 def left_out(draw: st.DrawFn, recipe: Sequence[Part]) -> Sequence[int]:
-    count = len(recipe) - is_to_be_seen(recipe)
-    return [index for index in range(count) if draw(one_in(3))]
+    return [index for index in range(len(recipe)) if draw(one_in(3))]
 
 
 @st.composite
@@ -117,8 +101,6 @@ def small_settings(draw: st.DrawFn, world_size: int) -> Setting:
         for part in setting.recipe
     ]
     frozen = draw(frozen_parts(build(recipe)))
-    if is_to_be_seen(recipe):
-        recipe.append(Part("linear"))
     return setting._replace(world_size=world_size, recipe=recipe, frozen=frozen)
 
 
@@ -153,9 +135,7 @@ def plans(draw: st.DrawFn) -> Plan:
     models = [build(setting.recipe) for setting in chosen]
     for model, setting in zip(models, chosen, strict=True):
         model.freeze(setting.frozen)
-    limits = [
-        2 if not is_to_be_seen(setting.recipe) and draw(one_in(3)) else 1 for setting in chosen
-    ]
+    limits = [2 if draw(one_in(3)) else 1 for _ in chosen]
     has_one_optimizer, is_of_means = draw(st.booleans()), draw(one_in(3))
     everyone = range(1 if has_one_optimizer else len(models))
     # Then there may be backwards of several steps before an optimizer's, and a rank sits out one.
@@ -166,9 +146,8 @@ def plans(draw: st.DrawFn) -> Plan:
         drawn, optimizers = draw(few), draw(st.permutations(everyone))
         if steps_some:
             optimizers = optimizers[: draw(st.integers(0, len(models)))]
-        may_be_idle = DRAWS_IDLE_RANKS and not steps_some and len(drawn) == 1
-        is_told = DRAWS_IDLE_RANKS and is_of_means
-        made = _give_something_to_do(models, drawn, may_be_idle=may_be_idle, is_told=is_told)
+        may_be_idle = not steps_some and len(drawn) == 1
+        made = _give_something_to_do(models, drawn, may_be_idle=may_be_idle, is_told=is_of_means)
         steps.append(Step(draw(st.sampled_from([None, True, False])), made, optimizers))
     return Plan(chosen, has_one_optimizer, is_of_means, steps)
 

@@ -224,6 +224,13 @@ class Reducer:
         """The gradient of parameter ``index`` has grown, and is not to be reduced yet."""
         self._touched[index] = TOUCHED_EARLIER
 
+    def mark_late(self, index: int) -> None:
+        """The gradient of parameter ``index`` has come, before :meth:`begin` could be called."""
+        if self._arrivals[index] == _COME:
+            self._gets_gradients_twice = True
+        self._arrivals[index] = _COME
+        self._touched[index] = TOUCHED_EARLIER
+
     def mark_ready(self, index: int) -> None:
         """The gradient of parameter ``index`` has come; its bucket leaves when it is full."""
         if self._arrivals[index]:
@@ -263,6 +270,7 @@ class Reducer:
         """The backward ended otherwise, and :meth:`finish` won't be called for it."""
         self.phase = Phase.IDLE
         self._turns = None
+        self._arrivals[:] = self._first_arrivals
         for bucket in self._buckets:
             bucket.drop_hook()
 

@@ -89,6 +89,8 @@ class Conductor:
             return True
         if engine not in self._late:
             self._late.append(engine)
+            # It is inside of a reentrant checkpoint, or it would have been seen.
+            engine.sees_nested_tasks = True
         return False
 
     def begin_if_others_must_know(self) -> None:
@@ -106,13 +108,26 @@ class Conductor:
         reached = {engine}
         if self._num_engines > 1:
             reached.update(one for one in self.engines() if one is not engine and one.takes_part())
-        self._begin_together(reached)
+        self._begin_together(reached, asks=self._has_to_ask(reached))
 
-    def run_empty(self, engine: Engine) -> None:
-        """Take part in a backward of ``engine`` to which this rank has no gradients to add."""
-        # If it is one of several, other ranks say whether they reach it.
-        self._begin_together([] if self._has_to_ask([engine]) else [engine])
+    @property
+    def is_nested(self) -> bool:
+        """Whether the backward began where it can't be seen what it will reach."""
+        return self._enclosing is not None
+
+    def run_empty(self, engine: Engine) -> bool:
+        """Take part in a backward of ``engine`` to which this rank has no gradients to add.
+
+        If it is one of several, other ranks say what they reach, which may be others, or nothing.
+
+        Returns:
+            Whether there was any.
+        """
+        asks = self._has_to_ask([engine])
+        self._begin_together([] if asks else [engine], asks=asks)
+        was_any = bool(self._running)
         self.end()
+        return was_any
 
     def take_part_once(self, num_ended: int) -> None:
         """Take part if no backward of a model runs, and none has ended since ``num_ended``.
@@ -134,21 +149,26 @@ class Conductor:
         else:
             self.end()
 
-    def _begin_together(self, reached: Collection[Engine]) -> None:
+    def _begin_together(self, reached: Collection[Engine], *, asks: bool) -> None:
         """Begin all that any rank reaches, of which this rank reaches some."""
         self._announce(Step.BEGIN, reached)
         engines, self._tells_late = set(reached), False
         group = self._group()
-        if self._has_to_ask(reached) and group is not None:
+        if asks and group is not None:
             numbers = {engine.number for engine in reached}
             facts = [number in numbers for number in range(1, self._num_engines + 1)]
             may_be_late = any(engine.sees_nested_tasks for engine in self.engines())
             *named, self._tells_late = any_rank(group, [*facts, may_be_late])
             engines.update(one for one in self.engines() if named[one.number - 1])
-        self._seen.update(engine.number for engine in engines)
-        if len(engines) > 1:
-            self._kin.update(engine.number for engine in engines)
+        self._remember(engines)
         self._begin_all(sorted(engines, key=lambda engine: engine.number))
+
+    def _remember(self, engines: Collection[Engine]) -> None:
+        """These have been in one backward, on all ranks."""
+        numbers = {engine.number for engine in engines}
+        self._seen |= numbers
+        if len(numbers) > 1:
+            self._kin |= numbers
 
     def _has_to_ask(self, reached: Iterable[Engine]) -> bool:
         """Whether other ranks may reach other models than ``reached``."""
@@ -251,6 +271,7 @@ class Conductor:
                 engine.begin_backward(Turns([]))
             self._launch_all_but_last(late)
             engines = [*self._running, *late]
+            self._remember(engines)
             for engine in engines:
                 engine.reducer.launch_last()
             # Now rather than before the next forward: they travel with the last gradients, and no

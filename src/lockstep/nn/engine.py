@@ -201,7 +201,7 @@ class Engine:
                     return
                 index = self._index[id(parameter)]
                 if not has_begun:
-                    self.reducer.mark_accumulated(index)
+                    self.reducer.mark_late(index)
                     return
             elif torch._C._current_graph_task_id() != conductor.task_id:
                 # A backward inside of a backward, as reentrant checkpoints have. What will come
@@ -305,7 +305,8 @@ class Engine:
         # Gradients on several devices come from several threads, which need the lock.
         if self.conductor.task_id != -1 and self._is_on_one_device:
             self.plain_task = self.conductor.task_id
-        if self.conductor.task_id != -1 and not self.sees_nested_tasks:
+        sees_all = not (self.sees_nested_tasks or self.conductor.is_nested)
+        if self.conductor.task_id != -1 and sees_all:
             self.reducer.excuse(
                 index for index in self._left_out if not is_reached(self._parameters[index])
             )
@@ -327,8 +328,14 @@ class Engine:
         return sum(parameter.grad is not None for parameter in self._parameters)
 
     def take_part_without_gradients(self) -> None:
-        """Do what the other ranks do in a backward in which this one has nothing to add."""
-        self.conductor.run_empty(self)
+        """Do what the other ranks do in backwards to which this one has nothing to add.
+
+        Those of models that are reached along with this one may be before it. If there is none of
+        this one, all ranks say so: it is on all that it has none.
+        """
+        before = self.num_backwards
+        while self.conductor.run_empty(self) and self.num_backwards == before:
+            pass
 
     def drop_reduced_gradients(self) -> None:
         """Forget the gradients of an earlier step, unless some are still to be reduced."""

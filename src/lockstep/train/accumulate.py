@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from lockstep.comm.rank_threads import this_thread
 from lockstep.nn import no_sync
 from lockstep.nn.attachment import Attachment, attachment_of
 from lockstep.nn.engine import is_reached
+from lockstep.nn.replicas.boundary import current_task
 
 
 @contextlib.contextmanager
@@ -45,7 +47,7 @@ def accumulate(module: nn.Module) -> Iterator[None]:
         attachment = attachment_of(module)
         with _lock:
             batch = _batches.setdefault(attachment, _Batch(module))
-        batch.rank = threading.get_ident()
+        batch.rank = this_thread()
         batch.num_contexts += 1
         try:
             yield
@@ -58,7 +60,7 @@ def accumulate(module: nn.Module) -> Iterator[None]:
 
 def has_begun_batch() -> bool:
     """Whether gradients are there, on this rank, of some micro-batches of a batch."""
-    return any(batch.has_gradients() for batch in _batches_of(threading.get_ident()))
+    return any(batch.has_gradients() for batch in _batches_of(this_thread()))
 
 
 def count_micro_batch(
@@ -85,7 +87,8 @@ def count_micro_batch(
         batches = _reached(batches)
     # Parallel parts of a parallel model share parameters with it: each is scaled once.
     scaled: set[int] = set()
-    totals = [batch.add(count, goes_on, scaled) for batch in batches]
+    with _counting:  # replicas have their backwards at the same time
+        totals = [batch.add(count, goes_on, scaled) for batch in batches]
     if has_samples and any(not torch.equal(total, totals[0]) for total in totals[1:]):
         numbers = ", ".join(f"{total.item():g}" for total in totals)
         raise ValueError(
@@ -118,7 +121,7 @@ class _Batch:
 
     def __init__(self, module: nn.Module) -> None:
         self.num_contexts = 0
-        self.rank = threading.get_ident()
+        self.rank = this_thread()
         self.is_hidden = False
         self._module = weakref.ref(module)
         self._count: torch.Tensor | None = None  # how many samples the gradients are the mean of
@@ -142,7 +145,7 @@ class _Batch:
         self._count = None
 
     def _is_last_task(self) -> bool:
-        return torch._C._current_graph_task_id() == self._last_task != -1
+        return current_task() == self._last_task != -1
 
     def _parameters(self) -> list[nn.Parameter]:
         module = self._module()
@@ -166,7 +169,7 @@ class _Batch:
                     if id(gradient) not in scaled:
                         gradient.mul_(share.to(gradient.device))
                         scaled.add(id(gradient))
-        self._last_task, self._last = torch._C._current_graph_task_id(), (count, total)
+        self._last_task, self._last = current_task(), (count, total)
         self._count = total if self.num_contexts else None
         return total
 
@@ -184,6 +187,7 @@ class _Batch:
 
 # Ranks may be threads, and a dictionary that another thread changes can't be gone through.
 _lock = threading.Lock()
+_counting = threading.Lock()
 _batches: weakref.WeakKeyDictionary[Attachment, _Batch] = weakref.WeakKeyDictionary()
 
 

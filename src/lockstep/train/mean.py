@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep.comm import num_counted, sum_in_step
+from lockstep.comm.rank_threads import this_thread
 from lockstep.nn.backward import refresh_stale, take_part_at_the_end
+from lockstep.nn.replicas.meeting import mark_as_one, this_seat
 from lockstep.train.accumulate import count_micro_batch, has_begun_batch
 from lockstep.world import init
 
@@ -37,6 +38,9 @@ def mean(
     Every rank must call it; it waits for the others, so that the backward need not. A rank that has
     no samples gives what its model makes of an empty batch, or, if the ranks train one model, any
     tensor without elements.
+
+    In a module that is replicated by :class:`lockstep.DataParallel` it is the mean over all
+    replicas, and what the module returns of it stays one number.
 
     Args:
         values: Losses (or metrics) of single samples or tokens, floating-point, of any shape.
@@ -68,15 +72,39 @@ def mean(
     # can't tell.
     goes_on = torch.full_like(total, has_begun_batch())
     facts = torch.stack([total, counts.sum(), goes_on])
-    ranks = 1
-    if group is not None:
-        refresh_stale(group)
-        sum_in_step(group, facts)
-        ranks = num_counted(group)
+
+    def over_ranks(facts: torch.Tensor) -> torch.Tensor:
+        if group is not None:
+            refresh_stale(group)
+            sum_in_step(group, facts)
+        return facts
+
+    seat = this_seat()
+    if seat is None:
+        facts = over_ranks(facts)
+    else:  # first over the replicas of this rank
+        facts = seat.meeting.add_up(seat.replica, facts, over_ranks)
+    ranks = 1 if group is None else num_counted(group)
     # So that a rank without samples has something to run backward from.
     anchor = torch.zeros((), device=values.device, requires_grad=not values.numel())
-    rank = threading.get_ident()
-    result: torch.Tensor = _Mean.apply(values, anchor, counts, facts, ranks, group, rank)  # type: ignore[no-untyped-call]
+    if seat is None:
+        return _mean(values, anchor, counts, facts, ranks, group)
+    # Each replica has the mean of all of them, and so each is to have a part of its gradient. If
+    # there are no samples here, there may be in another one, and a backward of the model's anyway.
+    result = _mean(values, anchor, counts, facts, ranks * seat.meeting.count, None)
+    mark_as_one(result)
+    return result
+
+
+def _mean(
+    values: torch.Tensor,
+    anchor: torch.Tensor,
+    counts: torch.Tensor,
+    facts: torch.Tensor,
+    ranks: int,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    result: torch.Tensor = _Mean.apply(values, anchor, counts, facts, ranks, group, this_thread())  # type: ignore[no-untyped-call]
     return result
 
 

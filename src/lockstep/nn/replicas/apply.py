@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.nn.arguments import Device
 from lockstep.nn.replicas.devices import as_device
+from lockstep.nn.replicas.meeting import attending
 from lockstep.nn.replicas.nested import leaves
 from lockstep.nn.replicas.workers import WorkerThreads, values_of
 
@@ -63,7 +64,7 @@ def parallel_apply(
         return [task() for task in tasks]
     workers = WorkerThreads(len(tasks))
     try:
-        return values_of(workers.run(tasks), where)
+        return values_of(workers.run(attending(tasks)), where)
     finally:
         workers.close()
 

@@ -9,10 +9,12 @@ comes of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 
+from lockstep.nn.replicas.meeting import is_one, mark_as_one
 from lockstep.nn.replicas.tensors import map_tensors
 
 Gradients = list[torch.Tensor | None]
@@ -43,12 +45,20 @@ class Call(Protocol):
 def call_replicas(call: Call) -> list[Any]:
     """What each replica has returned, with the backward of all behind it."""
     if torch.is_grad_enabled():
+        tensors: Sequence[torch.Tensor]
         tensors = _Boundary.apply(call, *call.parameters, *call.inputs)  # type: ignore[no-untyped-call]
     else:
         tensors = [tensor for tensor, _ in call.forward()]
     mine = iter(tensors)
+
+    def put_in(inner: torch.Tensor) -> torch.Tensor:
+        outer = next(mine)
+        if is_one(inner):
+            mark_as_one(outer)
+        return outer
+
     results, call.results = call.results, []
-    return [map_tensors(lambda _: next(mine), result) for result in results]
+    return [map_tensors(put_in, result) for result in results]
 
 
 class _Boundary(torch.autograd.Function):
@@ -65,11 +75,24 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d_outputs: torch.Tensor | None) -> tuple[Any, ...]:
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        gradients = ctx.call.backward(d_outputs, keep_graph=keep_graph)
+        token = _task.set(current_task())
+        try:
+            gradients = ctx.call.backward(d_outputs, keep_graph=keep_graph)
+        finally:
+            _task.reset(token)
         if torch.is_grad_enabled():
             gradients = _not_twice(gradients)
         wanted = ctx.needs_input_grad[1:]
         return None, *(g if needs else None for g, needs in zip(gradients, wanted, strict=True))
+
+
+_task: ContextVar[int | None] = ContextVar("lockstep_task", default=None)
+
+
+def current_task() -> int:
+    """Autograd's number for the backward that is running: in replicas for the caller's."""
+    task = _task.get()
+    return torch._C._current_graph_task_id() if task is None else task
 
 
 def _not_twice(gradients: Gradients) -> Gradients:

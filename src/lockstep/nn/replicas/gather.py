@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lockstep.nn.arguments import Device
 from lockstep.nn.replicas import packed
 from lockstep.nn.replicas.devices import as_device, move
+from lockstep.nn.replicas.meeting import is_one
 from lockstep.nn.replicas.nested import Path, children, like, name_of
 
 _T = TypeVar("_T")
@@ -30,8 +31,9 @@ def gather(outputs: Sequence[_T], target_device: Device, dim: int = 0) -> _T:
 
     Returns:
         A nesting like that of the first replica. Tensors are concatenated, and those of no
-        dimension become a vector, whatever ``dim`` is; packed sequences follow one another in the
-        replicas' order. Other objects are given once where all are equal, else as a list.
+        dimension become a vector, whatever ``dim`` is, but a :func:`lockstep.mean` over all
+        replicas stays one; packed sequences follow one another in the replicas' order. Other
+        objects are given once where all are equal, else as a list.
 
     Raises:
         IndexError: If tensors have dimensions, but not ``dim``.
@@ -83,10 +85,27 @@ def _join(tensors: list[torch.Tensor], device: torch.device, dim: int, place: st
     if len(tensors) == 1:
         return move(tensors[0], device)
     moved = [move(tensor, device) for tensor in tensors]
+    if all(map(is_one, tensors)):
+        # Each of them gets its share of the gradient, and the value is not rounded once more.
+        return _OneOfAll.apply(*moved)  # type: ignore[no-any-return, no-untyped-call]
     if all(tensor.ndim == 0 for tensor in tensors):
         return torch.stack(moved)
     _check_shapes(tensors, dim, place)
     return torch.cat(moved, dim)
+
+
+class _OneOfAll(torch.autograd.Function):
+    """A scalar that all replicas have."""
+
+    @staticmethod
+    def forward(ctx: Any, *same: torch.Tensor) -> torch.Tensor:
+        ctx.count = len(same)
+        return same[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        share = gradient / ctx.count
+        return tuple(share for _ in range(ctx.count))
 
 
 def _check_shapes(tensors: list[torch.Tensor], dim: int, place: str) -> None:

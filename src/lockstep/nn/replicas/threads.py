@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.nn.replicas.apply import on_device
 from lockstep.nn.replicas.boundary import Gradients, add_up, call_replicas
+from lockstep.nn.replicas.meeting import attending
 from lockstep.nn.replicas.tensors import map_tensors
 from lockstep.nn.replicas.twins import Twin, own_tensors
 from lockstep.nn.replicas.workers import WorkerThreads, values_of
@@ -310,7 +311,7 @@ class _ThreadCall:
         # What is inside of a Function finds grad mode off, and the replicas want the caller's.
         with torch.set_grad_enabled(self._grad_mode):
             tasks = [on_device(part.device, part.forward) for part in self._parts]
-            values_of(self._workers.run(tasks), self._devices)
+            values_of(self._workers.run(attending(tasks)), self._devices)
         self.results = [part.results for part in self._parts]
         for part in self._parts:
             part.results = None
