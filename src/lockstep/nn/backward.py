@@ -105,6 +105,7 @@ class Conductor:
         engine.number = engine.number or self._next_number()
         self.task_id = torch._C._current_graph_task_id()
         self._call_at_the_end()
+        engine.sees_nested_tasks |= self.is_nested
         reached = {engine}
         if self._num_engines > 1:
             reached.update(one for one in self.engines() if one is not engine and one.takes_part())
