@@ -18,6 +18,7 @@
     │   ├── CollectiveTimeout        one of them didn't come in time
     │   ├── CollectiveMismatch       they called different things
     │   └── GroupClosed              the process group was destroyed, or is another process's
+    ├── ReplicaLost                the process of a DataParallel's replica is gone
     ├── SharedMemoryFull           there is no room for memory that ranks share
     ├── SplitError                 data cannot be divided as asked
     ├── LaunchError                ranks could not be started
@@ -52,6 +53,7 @@ __all__ = [
     "PeerLost",
     "RankFailed",
     "RendezvousFailed",
+    "ReplicaLost",
     "SharedMemoryFull",
     "SplitError",
 ]
@@ -155,6 +157,10 @@ class CollectiveMismatch(CollectiveFailed, ValueError):
 
 class GroupClosed(CollectiveFailed):
     """The process group was destroyed, or belongs to the process that this one was forked from."""
+
+
+class ReplicaLost(LockstepError, RuntimeError):
+    """The process of a replica has ended, and with it what it was to return or to differentiate."""
 
 
 class SharedMemoryFull(LockstepError, MemoryError):

@@ -248,6 +248,14 @@ class TestBuffers:
         (model(batch(6)).square().sum() + model(batch(8)).square().sum()).backward()
         assert norm.num_batches_tracked == 2
 
+    def test_statistics_are_those_of_the_last_call(self) -> None:
+        """torch writes to them without counting their version."""
+        norm = nn.BatchNorm1d(4).double()
+        model = DataParallel(norm, TWO)
+        for _ in range(3):
+            model.train()(batch(6))
+            torch.testing.assert_close(model.eval()(batch(8)), norm(batch(8)), **TOLERANCE)
+
     def test_other_policies_are_refused(self) -> None:
         with pytest.raises(ValueError, match="'first' and 'mean'"):
             DataParallel(net(), TWO, buffers="last")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import num_counted, sum_in_step
 from lockstep.comm.rank_threads import this_thread
-from lockstep.nn.backward import refresh_stale, take_part_at_the_end
-from lockstep.nn.replicas.meeting import mark_as_one, this_seat
+from lockstep.nn.backward import take_part_at_the_end
+from lockstep.nn.replicas.meeting import mark_as_one, sum_over_ranks, this_seat
 from lockstep.train.accumulate import count_micro_batch, has_begun_batch
 from lockstep.world import init
 
@@ -63,48 +63,31 @@ def mean(
             f"mean() takes a floating-point tensor of single losses, and got {kind}. Compute the "
             'loss with reduction="none".'
         )
-    group = process_group or init().process_group
-    if group is not None and group.size() == 1:
-        group = None
     counts = _counts(values, weight)
     total = (values.detach().double() * counts).sum()
     # Whether a batch goes on here that accumulate() has begun: a rank that had no samples of it
     # can't tell.
     goes_on = torch.full_like(total, has_begun_batch())
     facts = torch.stack([total, counts.sum(), goes_on])
-
-    def over_ranks(facts: torch.Tensor) -> torch.Tensor:
-        if group is not None:
-            refresh_stale(group)
-            sum_in_step(group, facts)
-        return facts
-
     seat = this_seat()
-    if seat is None:
-        facts = over_ranks(facts)
-    else:  # first over the replicas of this rank
-        facts = seat.meeting.add_up(seat.replica, facts, over_ranks)
-    ranks = 1 if group is None else num_counted(group)
     # So that a rank without samples has something to run backward from.
     anchor = torch.zeros((), device=values.device, requires_grad=not values.numel())
     if seat is None:
-        return _mean(values, anchor, counts, facts, ranks, group)
-    # Each replica has the mean of all of them, and so each is to have a part of its gradient. If
-    # there are no samples here, there may be in another one, and a backward of the model's anyway.
-    result = _mean(values, anchor, counts, facts, ranks * seat.meeting.count, None)
-    mark_as_one(result)
-    return result
-
-
-def _mean(
-    values: torch.Tensor,
-    anchor: torch.Tensor,
-    counts: torch.Tensor,
-    facts: torch.Tensor,
-    ranks: int,
-    group: dist.ProcessGroup | None,
-) -> torch.Tensor:
-    result: torch.Tensor = _Mean.apply(values, anchor, counts, facts, ranks, group, this_thread())  # type: ignore[no-untyped-call]
+        group = process_group or init().process_group
+        if group is not None and group.size() == 1:
+            group = None
+        facts = sum_over_ranks(facts, group)
+        num_means = facts[3]
+    else:  # first over the replicas of this rank, each of which then has the same mean
+        group = None  # a replica without samples leaves it to the others to reach the model
+        over_ranks = partial(sum_over_ranks, process_group=process_group)
+        facts = seat.meeting.add_up(seat.replica, facts, over_ranks)
+        num_means = facts[3] * seat.meeting.count
+    result: torch.Tensor = _Mean.apply(
+        values, anchor, counts, facts[:3], num_means, group, this_thread()
+    )  # type: ignore[no-untyped-call]
+    if seat is not None:
+        mark_as_one(result)
     return result
 
 
@@ -132,13 +115,13 @@ class _Mean(torch.autograd.Function):
         anchor: torch.Tensor,
         counts: torch.Tensor,
         facts: torch.Tensor,
-        ranks: int,
+        num_means: torch.Tensor,
         group: dist.ProcessGroup | None,
         rank: int,
     ) -> torch.Tensor:
         total, count, goes_on = facts
         ctx.save_for_backward(counts, count, goes_on)
-        ctx.ranks, ctx.group, ctx.dtype, ctx.rank = ranks, group, values.dtype, rank
+        ctx.num_means, ctx.group, ctx.dtype, ctx.rank = num_means, group, values.dtype, rank
         value: torch.Tensor = total / count
         return value.to(values.dtype)
 
@@ -149,6 +132,6 @@ class _Mean(torch.autograd.Function):
         if ctx.group is not None and not has_samples:
             take_part_at_the_end(ctx.group)
         divisor = count_micro_batch(count, goes_on, ctx.rank, has_samples=has_samples)
-        # Times the number of ranks, by which the reduction of the gradients divides.
-        slope = gradient.double() * ctx.ranks / torch.where(divisor > 0, divisor, 1)
+        # Times the number of those that have it, by which the reduction of the gradients divides.
+        slope = gradient.double() * ctx.num_means / torch.where(divisor > 0, divisor, 1)
         return (slope * counts).to(ctx.dtype), None, None, None, None, None, None

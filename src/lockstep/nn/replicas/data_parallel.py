@@ -15,10 +15,11 @@ from lockstep.nn.replicas.apply import parallel_apply
 from lockstep.nn.replicas.devices import as_device
 from lockstep.nn.replicas.gather import gather
 from lockstep.nn.replicas.nested import leaves
+from lockstep.nn.replicas.processes import ProcessReplicas
 from lockstep.nn.replicas.replicate import replicate
 from lockstep.nn.replicas.scatter import scatter_kwargs
 from lockstep.nn.replicas.tensors import map_tensors
-from lockstep.nn.replicas.threads import Replicas
+from lockstep.nn.replicas.threads import ThreadReplicas
 from lockstep.nn.wrapper import Wrapper
 
 # More threads than that fight for the interpreter more than they compute.
@@ -55,7 +56,11 @@ class DataParallel(Wrapper):
             there are no accelerators.
         output_device: Where outputs are joined; by default on the first device. -1 is the CPU.
         dim: The dimension of inputs that is cut, and of outputs that is joined.
-        workers: What each replica runs in: ``"threads"``.
+        workers: What each replica runs in: ``"threads"``, or ``"processes"`` of their own, on the
+            CPU, where no other replica holds up Python's interpreter. They start with the first
+            call, which moves the parameters to memory that all share, and end with this object.
+            The module and its inputs must be such that they can be pickled; an attribute that is
+            changed in place, other than by its length, is not noticed.
         buffers: ``"first"`` keeps what the first replica does to them, ``"mean"`` the mean over
             all replicas, of those of floating point.
 
@@ -71,15 +76,19 @@ class DataParallel(Wrapper):
         output_device: Device | None = None,
         dim: int = 0,
         *,
-        workers: Literal["threads"] = "threads",
+        workers: Literal["threads", "processes"] = "threads",
         buffers: Literal["first", "mean"] = "first",
     ) -> None:
         super().__init__()
-        if workers != "threads":
-            raise ValueError(f"workers is {workers!r}, but only 'threads' is known.")
+        if workers not in ("threads", "processes"):
+            raise ValueError(
+                f"workers is {workers!r}, but only 'threads' and 'processes' are known."
+            )
         if buffers not in ("first", "mean"):
             raise ValueError(f"buffers is {buffers!r}, but only 'first' and 'mean' are known.")
         self._devices = devices_for(device_ids)
+        if workers == "processes" and any(device.type != "cpu" for device in self._devices):
+            raise ValueError("Replicas in processes compute on the CPU. Use workers='threads'.")
         home = self._devices[0]
         self.module = module
         self.dim = dim
@@ -89,7 +98,7 @@ class DataParallel(Wrapper):
             output_device = _as_torch_says(home)
         self.output_device = output_device
         self.src_device_obj = home
-        self._replicas: Replicas | None = None
+        self._replicas: ThreadReplicas | ProcessReplicas | None = None
         if len(self._devices) == 1:
             module.to(home)
         self._is_ready = True
@@ -125,7 +134,8 @@ class DataParallel(Wrapper):
             outputs = [getattr(self.module, name)(*parts[0], **kwargs_parts[0])]
         else:
             if self._replicas is None:
-                self._replicas = Replicas(self._devices)
+                kind = ThreadReplicas if self.workers == "threads" else ProcessReplicas
+                self._replicas = kind(self._devices)
             arguments = list(zip(parts, kwargs_parts, strict=True))
             outputs = self._replicas.call(self.module, name, arguments)
             if self.buffer_policy == "mean":

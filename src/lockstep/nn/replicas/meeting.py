@@ -10,6 +10,11 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
+
+from lockstep.comm import num_counted, sum_in_step
+from lockstep.nn.backward import refresh_stale
+from lockstep.world import init
 
 T = TypeVar("T")
 
@@ -59,9 +64,13 @@ class Meeting:
             yield
         finally:
             _seat.reset(token)
-            with self._changed:
-                self._num_present -= 1
-                self._finish_if_all_have_come()
+            self.leave()
+
+    def leave(self) -> None:
+        """One of them has nothing more to add."""
+        with self._changed:
+            self._num_present -= 1
+            self._finish_if_all_have_come()
 
     def _finish_if_all_have_come(self) -> None:
         if self._waiting is None or len(self._waiting.parts) < self._num_present:
@@ -119,6 +128,24 @@ def attending(tasks: Sequence[Callable[[], T]]) -> list[Callable[[], T]]:
 def this_seat() -> Seat | None:
     """The place that this thread has as a replica; None if it isn't one."""
     return _seat.get()
+
+
+def sum_over_ranks(
+    own: torch.Tensor, process_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """The sum of ``own``, of one dimension, over the ranks, and then how many ranks count.
+
+    Args:
+        own: What this rank has to add; it may be written to.
+        process_group: The ranks; by default all of ``lockstep.init()``.
+    """
+    group = process_group or init().process_group
+    num_ranks = 1
+    if group is not None and group.size() > 1:
+        refresh_stale(group)
+        sum_in_step(group, own)
+        num_ranks = num_counted(group)
+    return torch.cat([own, own.new_full((1,), num_ranks)])
 
 
 def mark_as_one(tensor: torch.Tensor) -> None:

@@ -62,3 +62,10 @@ def _changed_object(change: Change, value: object, done: dict[int, object]) -> o
     made.__dict__.update(new_state)
     done[id(value)] = made
     return made
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """All tensors in ``value``, in the order of :func:`map_tensors`."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, value)
+    return found

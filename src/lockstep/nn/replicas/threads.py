@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -15,14 +15,12 @@ from torch.nn.parameter import is_lazy
 from lockstep.nn.replicas.apply import on_device
 from lockstep.nn.replicas.boundary import Gradients, add_up, call_replicas
 from lockstep.nn.replicas.meeting import attending
-from lockstep.nn.replicas.tensors import map_tensors
-from lockstep.nn.replicas.twins import Twin, own_tensors
+from lockstep.nn.replicas.part import Arguments, Part, run_backward
+from lockstep.nn.replicas.twins import Twin, own_tensors, version_of, versions_of_buffers
 from lockstep.nn.replicas.workers import WorkerThreads, values_of
 
-Arguments = tuple[Sequence[Any], dict[str, Any]]
 
-
-class Replicas:
+class ThreadReplicas:
     """A module's replicas, each with a thread of this process.
 
     Note [Leaves]: a replica's parameters are leaves of its own graph. On the device of a parameter
@@ -51,7 +49,7 @@ class Replicas:
         with self._lock:
             parameters, replicas = self._renew(module, len(arguments))
             parts = [
-                _Part(replica, getattr(replica.module, method), own)
+                Part(replica.device, replica.leaves, getattr(replica.module, method), own)
                 for replica, own in zip(replicas, arguments, strict=True)
             ]
             return call_replicas(_ThreadCall(parts, parameters, self._workers, self._lock))
@@ -60,7 +58,7 @@ class Replicas:
         """Give the module the mean of all replicas' floating-point buffers."""
         with self._lock, torch.no_grad():
             for buffer in own_tensors(list(module.modules()), "_buffers"):
-                copies = [replica.tensor_for(buffer) for replica in self._replicas[1:]]
+                copies = [replica.copy_of(buffer) for replica in self._replicas[1:]]
                 if buffer.is_floating_point() and copies:
                     there = [copied.to(buffer.device) for copied in copies]
                     buffer.copy_(torch.stack([buffer, *there]).mean(0))
@@ -75,9 +73,10 @@ class Replicas:
             ]
         parameters = list(own_tensors(parts, "_parameters"))
         buffers = list(own_tensors(parts, "_buffers"))
+        versions = versions_of_buffers(parts)
         self._check(parameters, buffers)
         for replica in self._replicas[:count]:
-            replica.take_after(parameters, buffers)
+            replica.take_after(parameters, buffers, versions)
         return parameters, self._replicas[:count]
 
     def _check(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
@@ -111,92 +110,89 @@ class _Replica:
         self._twin = Twin(original)
         self.module = self._twin.module
         self._is_first = is_first
-        self._stand_ins: dict[int, _StandIn] = {}
+        # By the id() of what they stand for.
+        self._leaves: dict[int, _Leaf] = {}
+        self._copies: dict[int, _Copy] = {}
 
     def is_of(self, parts: Sequence[nn.Module]) -> bool:
         """Whether the module consists of the same parts still."""
         return self._twin.is_twin_of(parts)
 
-    def tensor_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands here for a parameter or buffer of the module."""
-        return self._stand_ins[id(tensor)].tensor
+    def copy_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """What stands here for a buffer of the module."""
+        return self._copies[id(buffer)].tensor
 
     def take_after(
-        self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        versions: Sequence[object],
     ) -> None:
-        """Be what the module is now."""
-        before, now = self._stand_ins, {}
-        for kinds, tensors in ((_Leaf, parameters), (_Own if self._is_first else _Copy, buffers)):
-            for tensor in tensors:
-                known = before.get(id(tensor))
-                if known is None or not known.holds(tensor):
-                    known = kinds(tensor, self.device)
-                now[id(tensor)] = known
-        self._stand_ins = now
-        self.leaves = [now[id(parameter)].tensor for parameter in parameters]
-        self._twin.take_after({key: known.tensor for key, known in now.items()})
+        """Be what the module is now.
+
+        Args:
+            parameters: The module's.
+            buffers: The module's.
+            versions: What is another one if a buffer has changed.
+        """
+        leaves, self._leaves = self._leaves, {}
+        for parameter in parameters:
+            leaf = leaves.get(id(parameter))
+            if leaf is None or not leaf.is_still_that_of(parameter):
+                leaf = _Leaf(parameter, self.device)
+            self._leaves[id(parameter)] = leaf
+        copies, self._copies = self._copies, {}
+        # The first has the module's own: what it does to them stays.
+        for buffer, version in zip(buffers, versions, strict=True) if not self._is_first else ():
+            copied = copies.get(id(buffer))
+            if copied is None or not copied.is_still_that_of(buffer, version):
+                copied = _Copy(buffer, version, self.device)
+            self._copies[id(buffer)] = copied
+        self.leaves = [leaf.tensor for leaf in self._leaves.values()]
+        tensors = {key: leaf.tensor for key, leaf in self._leaves.items()}
+        tensors |= {key: copied.tensor for key, copied in self._copies.items()}
+        self._twin.take_after(tensors)
 
 
-class _StandIn:
-    """What stands in a replica for a tensor of the module."""
-
-    tensor: torch.Tensor
-
-    def __init__(self, original: torch.Tensor, device: torch.device) -> None:
-        # Its id() is what it is found by, so it must not be another's.
-        self._original = original
-        self._device = device
-
-    def holds(self, original: torch.Tensor) -> bool:
-        """Whether it is still right, or has been made so."""
-        raise NotImplementedError
-
-
-class _Own(_StandIn):
-    """A buffer itself."""
-
-    def __init__(self, original: torch.Tensor, device: torch.device) -> None:
-        super().__init__(original, device)
-        self.tensor = original
-
-    def holds(self, original: torch.Tensor) -> bool:
-        return self.tensor is original
-
-
-class _Copy(_StandIn):
+class _Copy:
     """A copy of a buffer, for a replica to write to: another one each time either has changed.
 
     What is overwritten may be needed for a backward that is still to come.
     """
 
-    def __init__(self, original: torch.Tensor, device: torch.device) -> None:
-        super().__init__(original, device)
+    def __init__(self, original: torch.Tensor, version: object, device: torch.device) -> None:
+        # Its id() is what it is found by, and so must not become another's.
+        self._original = original
+        self._version = version
         self.tensor = original.detach().to(device, copy=True)
-        self._versions = self._versions_now()
+        self._own_version = version_of(self.tensor)
 
-    def _versions_now(self) -> tuple[object, object]:
-        return _version(self._original), _version(self.tensor)
+    def is_still_that_of(self, original: torch.Tensor, version: object) -> bool:
+        """Whether neither has changed."""
+        return (
+            self._original is original
+            and self._version == version
+            and self._own_version == version_of(self.tensor)
+        )
 
-    def holds(self, original: torch.Tensor) -> bool:
-        return self._original is original and self._versions == self._versions_now()
 
-
-class _Leaf(_StandIn):
+class _Leaf:
     """A leaf that shares a parameter's memory or, on another device, is a copy."""
 
     def __init__(self, original: torch.Tensor, device: torch.device) -> None:
-        super().__init__(original, device)
-        there = original.detach()
+        self._original = original
+        self._version = version_of(original)
         self._is_shared = original.device == device
+        there = original.detach()
         if not self._is_shared:
             there = there.to(device)
         if isinstance(original, nn.Parameter):
             there = nn.Parameter(there, requires_grad=original.requires_grad)
             there.__dict__.update(original.__dict__)
         self.tensor = there.requires_grad_(original.requires_grad)
-        self._version = _version(original)
 
-    def holds(self, original: torch.Tensor) -> bool:
+    def is_still_that_of(self, original: torch.Tensor) -> bool:
+        """Whether it stands for that parameter, as it is now; a copy is told what has changed."""
         leaf = self.tensor
         if self._original is not original or leaf.requires_grad != original.requires_grad:
             return False
@@ -204,86 +200,11 @@ class _Leaf(_StandIn):
             return leaf.dtype == original.dtype and leaf.is_set_to(original)
         if leaf.shape != original.shape or leaf.dtype != original.dtype:
             return False
-        if self._version != (version := _version(original)):
+        if self._version != (version := version_of(original)):
             self._version = version
             with torch.no_grad():
                 leaf.copy_(original, non_blocking=True)
         return True
-
-
-def _version(tensor: torch.Tensor) -> object:
-    """What changes whenever the tensor is written to."""
-    # Inference tensors don't count: then it is never the same.
-    return object() if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
-
-
-class _Part:
-    """One replica's part of a call."""
-
-    def __init__(self, replica: _Replica, call: Callable[..., Any], arguments: Arguments) -> None:
-        self.device = replica.device
-        self.inputs: list[torch.Tensor] = []
-        self.outputs: list[torch.Tensor] = []
-        self.results: Any = None
-        self._is_over = False
-        self._call = call
-        self._arguments = arguments
-        self._leaves = replica.leaves
-        self._input_leaves: list[torch.Tensor] = []
-        map_tensors(lambda t: self.inputs.append(t) if t.requires_grad else None, arguments)
-
-    def forward(self) -> None:
-        """Call the replica."""
-        # See Note [Leaves]. Shown by test_inputs_may_be_modified_in_place.
-        self._input_leaves = [x.detach().clone().requires_grad_() for x in self.inputs]
-        mine = iter([_NoLeaf.apply(leaf) for leaf in self._input_leaves])  # type: ignore[no-untyped-call]
-        args, kwargs = map_tensors(
-            lambda t: next(mine) if t.requires_grad else t.data, self._arguments
-        )
-        self.results = self._call(*args, **kwargs)
-        map_tensors(self.outputs.append, self.results)
-        self._arguments = ((), {})  # wanted no more, and their memory may be
-
-    def ends(self, d_outputs: Gradients) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where its backward begins, and with which gradients."""
-        if self._is_over:
-            raise RuntimeError(
-                "A second backward through replicas whose first has let go of what it needs. Give "
-                "the first retain_graph=True."
-            )
-        return [
-            (output, gradient)
-            for output, gradient in zip(self.outputs, d_outputs, strict=True)
-            if gradient is not None and output.requires_grad
-        ]
-
-    def forget(self) -> None:
-        """Let go of the graph."""
-        self.outputs = [output.detach() for output in self.outputs]
-        self._is_over = True
-
-    def take_gradients(self) -> tuple[Gradients, Gradients]:
-        """Those of the parameters and of the inputs; the leaves have none then."""
-        return _take(self._leaves), _take(self._input_leaves)
-
-
-def _take(leaves: Sequence[torch.Tensor]) -> Gradients:
-    gradients = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    return gradients
-
-
-class _NoLeaf(torch.autograd.Function):
-    """The same tensor, but one that may be written to, as a leaf must not be."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
 
 
 class _ThreadCall:
@@ -291,7 +212,7 @@ class _ThreadCall:
 
     def __init__(
         self,
-        parts: Sequence[_Part],
+        parts: Sequence[Part],
         parameters: list[torch.Tensor],
         workers: WorkerThreads,
         lock: AbstractContextManager[bool],
@@ -338,17 +259,11 @@ class _ThreadCall:
     ) -> None:
         on_cpu = [device.type == "cpu" for device in self._devices]
         tasks = [
-            partial(_run_backward, own if here else [], keep_graph)
+            partial(run_backward, own if here else [], keep_graph)
             for own, here in zip(ends, on_cpu, strict=True)
         ]
         # Autograd has one thread for each accelerator, and this may be it: no other thread could
         # wait for it. A backward that is run from it goes on in it, and in those of the others.
         elsewhere = [end for own, here in zip(ends, on_cpu, strict=True) if not here for end in own]
-        outcomes = self._workers.run(tasks, meanwhile=partial(_run_backward, elsewhere, keep_graph))
+        outcomes = self._workers.run(tasks, meanwhile=partial(run_backward, elsewhere, keep_graph))
         values_of(outcomes, self._devices)
-
-
-def _run_backward(ends: Sequence[tuple[torch.Tensor, torch.Tensor]], keep_graph: bool) -> None:
-    if ends:
-        outputs, d_outputs = zip(*ends, strict=True)
-        torch.autograd.backward(outputs, d_outputs, retain_graph=keep_graph)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 
 class Twin:
@@ -67,3 +68,25 @@ def own_tensors(parts: Sequence[nn.Module], kind: str) -> Iterator[torch.Tensor]
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield tensor
+
+
+def versions_of_buffers(parts: Sequence[nn.Module]) -> list[object]:
+    """For each of the own ``"_buffers"`` of ``parts`` what is another one once it has changed."""
+    # Statistics are written to without their version being counted. Shown by
+    # test_statistics_are_those_of_the_last_call.
+    counting = {
+        id(buffer)
+        for part in parts
+        if part.training and isinstance(part, _NormBase)
+        for buffer in part._buffers.values()
+    }
+    return [
+        object() if id(buffer) in counting else version_of(buffer)
+        for buffer in own_tensors(parts, "_buffers")
+    ]
+
+
+def version_of(tensor: torch.Tensor) -> object:
+    """What is another one once the tensor has been written to, as far as torch tells."""
+    # Inference tensors don't count, and so are always taken for changed.
+    return object() if tensor.is_inference() else (tensor.data_ptr(), tensor._version)

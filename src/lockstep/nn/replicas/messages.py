@@ -1,0 +1,118 @@
+"""What the caller and a replica's process say to each other.
+
+The caller speaks, and the process answers once each time: with ``Returned``, ``Gradients``, None or
+an ``Error``. In between it may ask for sums over all replicas.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from lockstep.nn.replicas.modes import Modes
+from lockstep.nn.replicas.wire import Place
+
+
+class Tensors(NamedTuple):
+    """What the module's tensors are. Memory for parameters, and for gradients, comes after it.
+
+    Attributes:
+        places: Where in that memory each parameter is, and its gradient.
+        are_parameters: Which of them are of class Parameter.
+        buffers: The values of the buffers.
+    """
+
+    places: list[Place]
+    are_parameters: list[bool]
+    buffers: list[torch.Tensor]
+
+
+class Call(NamedTuple):
+    """A call of a method.
+
+    Attributes:
+        number: Which call it is, for its backward.
+        method: What to call.
+        arguments: Positional and keyword arguments.
+        require_grad: Which tensors among them, in their order, require a gradient.
+        modes: Those of the caller.
+        default_dtype: That of the caller.
+        training: Which parts of the module are in training mode.
+        trained: Which parameters require a gradient.
+        buffers: Those that have changed, by index.
+        dropped: Calls of which no backward will come.
+    """
+
+    number: int
+    method: str
+    arguments: tuple[Any, Any]
+    require_grad: list[bool]
+    modes: Modes
+    default_dtype: torch.dtype
+    training: list[bool]
+    trained: list[bool]
+    buffers: dict[int, torch.Tensor]
+    dropped: list[int]
+
+
+class Returned(NamedTuple):
+    """What came of a call.
+
+    Attributes:
+        results: What the method has returned.
+        require_grad: Which tensors among it, in their order, require a gradient.
+        are_one: Which of them are scalars that all replicas have alike.
+        buffers: Those that the call has changed, by index.
+    """
+
+    results: Any
+    require_grad: list[bool]
+    are_one: list[bool]
+    buffers: dict[int, torch.Tensor]
+
+
+class Backward(NamedTuple):
+    """The backward of a call.
+
+    Attributes:
+        number: Of which call.
+        d_outputs: The gradient with respect to each tensor that it returned, or None.
+        keep_graph: Whether another one may come.
+    """
+
+    number: int
+    d_outputs: list[torch.Tensor | None]
+    keep_graph: bool
+
+
+class Gradients(NamedTuple):
+    """What came of a backward.
+
+    Attributes:
+        in_place: Which parameters have their gradient in the memory for gradients.
+        others: Those that don't lie there, as they are sparse, by index.
+        of_inputs: Those with respect to the arguments that require one.
+    """
+
+    in_place: list[bool]
+    others: dict[int, torch.Tensor]
+    of_inputs: list[torch.Tensor | None]
+
+
+class Sum(NamedTuple):
+    """A replica asks for the sum of this over all replicas."""
+
+    own: torch.Tensor
+
+
+class Error(NamedTuple):
+    """What a process has raised.
+
+    Attributes:
+        error: The exception, pickled.
+        traceback: Its traceback, in words.
+    """
+
+    error: bytes
+    traceback: str

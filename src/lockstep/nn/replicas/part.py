@@ -1,0 +1,113 @@
+"""One replica's part of a call, in whichever thread or process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.nn.replicas.boundary import Gradients
+from lockstep.nn.replicas.tensors import map_tensors
+
+Arguments = tuple[Sequence[Any], dict[str, Any]]
+
+
+class Part:
+    """One replica's part of a call.
+
+    Attributes:
+        device: Where the replica is.
+        inputs: Those tensors among its arguments that require a gradient.
+        outputs: All tensors among its results.
+        results: What it has returned.
+
+    Args:
+        device: Where the replica is.
+        leaves: What stands in it for the module's parameters.
+        call: What to call.
+        arguments: Positional and keyword arguments.
+        owns_inputs: Whether nobody else has the tensors among them.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        leaves: Sequence[torch.Tensor],
+        call: Callable[..., Any],
+        arguments: Arguments,
+        *,
+        owns_inputs: bool = False,
+    ) -> None:
+        self.device = device
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        self.results: Any = None
+        self._is_over = False
+        self._call = call
+        self._arguments = arguments
+        self._leaves = leaves
+        self._owns_inputs = owns_inputs
+        self._input_leaves: list[torch.Tensor] = []
+        map_tensors(lambda t: self.inputs.append(t) if t.requires_grad else None, arguments)
+
+    def forward(self) -> None:
+        """Call the replica."""
+        # See Note [Leaves]. Shown by test_inputs_may_be_modified_in_place.
+        copies = [x.detach() if self._owns_inputs else x.detach().clone() for x in self.inputs]
+        self._input_leaves = [x.requires_grad_() for x in copies]
+        mine = iter([_NoLeaf.apply(leaf) for leaf in self._input_leaves])  # type: ignore[no-untyped-call]
+        args, kwargs = map_tensors(
+            lambda t: next(mine) if t.requires_grad else t.data, self._arguments
+        )
+        self.results = self._call(*args, **kwargs)
+        map_tensors(self.outputs.append, self.results)
+        self._arguments = ((), {})  # wanted no more, and their memory may be
+
+    def ends(self, d_outputs: Gradients) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Where its backward begins, and with which gradients."""
+        if self._is_over:
+            raise RuntimeError(
+                "A second backward through replicas whose first has let go of what it needs. Give "
+                "the first retain_graph=True."
+            )
+        return [
+            (output, gradient)
+            for output, gradient in zip(self.outputs, d_outputs, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+
+    def forget(self) -> None:
+        """Let go of the graph."""
+        self.outputs = [output.detach() for output in self.outputs]
+        self._is_over = True
+
+    def take_gradients(self) -> tuple[Gradients, Gradients]:
+        """Those of the parameters and of the inputs; the leaves have none then."""
+        return _take(self._leaves), _take(self._input_leaves)
+
+
+def _take(leaves: Sequence[torch.Tensor]) -> Gradients:
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return gradients
+
+
+class _NoLeaf(torch.autograd.Function):
+    """The same tensor, but one that may be written to, as a leaf must not be."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def run_backward(ends: Sequence[tuple[torch.Tensor, torch.Tensor]], keep_graph: bool) -> None:
+    """Run the backward that begins in ``ends``; gradients add up in the leaves."""
+    if ends:
+        outputs, d_outputs = zip(*ends, strict=True)
+        torch.autograd.backward(outputs, d_outputs, retain_graph=keep_graph)

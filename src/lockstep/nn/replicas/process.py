@@ -1,0 +1,215 @@
+"""A replica in a process of its own: what runs there."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+
+from lockstep.errors import ReplicaLost
+from lockstep.nn.replicas.meeting import Meeting, is_one
+from lockstep.nn.replicas.messages import (
+    Backward,
+    Call,
+    Error,
+    Gradients,
+    Returned,
+    Sum,
+    Tensors,
+)
+from lockstep.nn.replicas.part import Part, run_backward
+from lockstep.nn.replicas.tensors import map_tensors
+from lockstep.nn.replicas.twins import own_tensors, versions_of_buffers
+from lockstep.nn.replicas.wire import Wire, tensor_at
+
+_CPU = torch.device("cpu")
+
+
+class ReplicaProcess:
+    """A replica, as it is in its own process.
+
+    Args:
+        wire: To the caller.
+        replica: Which one it is.
+        count: How many there are.
+    """
+
+    def __init__(self, wire: Wire, replica: int, count: int) -> None:
+        self._wire = wire
+        self._meeting = _MeetingElsewhere(wire, count)
+        self._replica = replica
+        self._module = nn.Module()
+        self._parameters: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []
+        # As the caller has them, and as the last call has left them.
+        self._buffers: list[torch.Tensor] = []
+        self._calls: dict[int, Part] = {}
+
+    def serve(self) -> None:
+        """Answer until the caller is gone."""
+        answers: dict[type, Callable[[Any], object]] = {
+            Tensors: self._take_module,
+            Call: self._call,
+            Backward: self._backward,
+        }
+        while True:
+            try:
+                message = self._wire.receive()
+            except EOFError:
+                return
+            try:
+                answer = answers[type(message)](message)
+            except Exception as error:
+                answer = _as_message(error)
+            try:
+                self._wire.send(answer)
+            except BrokenPipeError:
+                return
+            except Exception as error:  # what can't be pickled
+                self._wire.send(_as_message(error))
+
+    def _take_module(self, tensors: Tensors) -> None:
+        buffers = [buffer.clone() for buffer in tensors.buffers]
+        memory, of_gradients = self._wire.receive_memory(), self._wire.receive_memory()
+        self._gradients = [tensor_at(of_gradients, place) for place in tensors.places]
+        self._parameters = [
+            nn.Parameter(tensor_at(memory, place), requires_grad=False)
+            if is_parameter
+            else tensor_at(memory, place)
+            for place, is_parameter in zip(tensors.places, tensors.are_parameters, strict=True)
+        ]
+        self._buffers = buffers
+        self._module = self._wire.receive([*self._parameters, *buffers])
+        self._calls.clear()
+
+    def _call(self, call: Call) -> Returned:
+        for number in call.dropped:
+            self._calls.pop(number, None)
+        parts = list(self._module.modules())
+        for own, training in zip(parts, call.training, strict=True):
+            own.training = training
+        for parameter, trained in zip(self._parameters, call.trained, strict=True):
+            parameter.requires_grad_(trained)
+        buffers = list(own_tensors(parts, "_buffers"))
+        for index, value in call.buffers.items():
+            buffers[index].data = value.clone()
+        before = [*zip(map(id, buffers), versions_of_buffers(parts), strict=True)]
+        torch.set_default_dtype(call.default_dtype)
+        flags = iter(call.require_grad)
+        # Clones: what has come is there until the next message only.
+        arguments = map_tensors(lambda t: t.clone().requires_grad_(next(flags)), call.arguments)
+        attributes = [(part, part.__dict__.copy()) for part in parts]
+        method = getattr(self._module, call.method)
+        part = Part(_CPU, self._parameters, method, arguments, owns_inputs=True)
+        try:
+            with call.modes.entered(), self._meeting.attended_by(self._replica):
+                part.forward()
+        finally:
+            for own, was in attributes:  # each call begins with those of the caller's module
+                own.__dict__.clear()
+                own.__dict__.update(was)
+        if call.modes.grad:
+            self._calls[call.number] = part
+        results, part.results = part.results, None
+        return Returned(
+            results,
+            [output.requires_grad for output in part.outputs],
+            [is_one(output) for output in part.outputs],
+            self._changed_buffers(parts, before),
+        )
+
+    def _changed_buffers(
+        self, parts: list[nn.Module], before: list[tuple[int, object]]
+    ) -> dict[int, torch.Tensor]:
+        buffers = list(own_tensors(parts, "_buffers"))
+        now = zip(map(id, buffers), versions_of_buffers(parts), strict=True)
+        return {
+            i: buffers[i]
+            for i, (is_, was) in enumerate(zip(now, before, strict=True))
+            if is_ != was
+        }
+
+    def _backward(self, backward: Backward) -> Gradients:
+        part = self._calls.get(backward.number)
+        if part is None:
+            raise ReplicaLost("The graph of this call is gone.")
+        try:
+            run_backward(part.ends(backward.d_outputs), backward.keep_graph)
+        finally:
+            found, of_inputs = part.take_gradients()
+        if not backward.keep_graph:
+            part.forget()
+        here = [g is not None and g.layout is torch.strided for g in found]
+        pairs = [
+            (place, gradient)
+            for place, gradient, is_here in zip(self._gradients, found, here, strict=True)
+            if is_here
+        ]
+        if pairs:
+            places, gradients = zip(*pairs, strict=True)
+            torch._foreach_copy_(places, gradients)
+        others = {
+            index: gradient
+            for index, (gradient, is_here) in enumerate(zip(found, here, strict=True))
+            if gradient is not None and not is_here
+        }
+        return Gradients(here, others, of_inputs)
+
+
+class _MeetingElsewhere(Meeting):
+    """A meeting that the caller holds, as the replicas are in different processes."""
+
+    def __init__(self, wire: Wire, count: int) -> None:
+        super().__init__(count)
+        self._wire = wire
+
+    def add_up(self, replica: int, own: torch.Tensor, finish: object = None) -> torch.Tensor:
+        self._wire.send(Sum(own))
+        total: torch.Tensor = self._wire.receive().clone()
+        return total
+
+    def leave(self) -> None:
+        """The caller sees it itself."""
+
+
+def _as_message(error: Exception) -> Error:
+    text = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        pickled = cloudpickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return Error(pickled, text)
+
+
+def _end_with(lifeline: socket.socket) -> None:
+    """Be no longer there than the caller, also in the middle of something."""
+    lifeline.recv(1)
+    os._exit(0)
+
+
+def main(arguments: list[str]) -> None:
+    """Be the replica that the caller has started.
+
+    Args:
+        arguments: The descriptors of the line and the lifeline, which replica it is, how many there
+            are, how many threads it computes with, and its random seed.
+    """
+    line, lifeline, replica, count, num_threads, seed = map(int, arguments)
+    torch.set_num_threads(num_threads)
+    torch.manual_seed(seed)
+    threading.Thread(target=_end_with, args=(socket.socket(fileno=lifeline),), daemon=True).start()
+    ReplicaProcess(Wire(socket.socket(fileno=line)), replica, count).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,498 @@
+"""Replicas in processes of their own, where no other one holds up the interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import operator
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lockstep.comm.shm.memory import Segment
+from lockstep.errors import ReplicaLost
+from lockstep.nn.replicas.boundary import Gradients, call_replicas
+from lockstep.nn.replicas.meeting import mark_as_one, sum_over_ranks
+from lockstep.nn.replicas.messages import Backward, Call, Error, Returned, Sum, Tensors
+from lockstep.nn.replicas.messages import Gradients as GradientsOf
+from lockstep.nn.replicas.modes import Modes
+from lockstep.nn.replicas.openmp import end_team
+from lockstep.nn.replicas.part import Arguments
+from lockstep.nn.replicas.tensors import map_tensors, tensors_in
+from lockstep.nn.replicas.twins import own_tensors, versions_of_buffers
+from lockstep.nn.replicas.wire import Packed, Place, Wire, places_for, tensor_at
+from lockstep.nn.replicas.workers import Outcome, values_of
+
+_PATIENCE_SECONDS = 2.0
+_MAIN = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+from lockstep.nn.replicas.process import main
+main(sys.argv[1:])
+"""
+
+
+class ProcessReplicas:
+    """A module's replicas, each in a process of its own.
+
+    They share the parameters: these are moved to memory that all have mapped when the processes
+    start, with the first call. The processes are fresh ones, not forks, and end with this object or
+    with the program.
+
+    Args:
+        devices: One for each replica: CPUs.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = list(devices)
+        self._crew: _Crew | None = None
+        self._lock = threading.RLock()
+
+    def call(self, module: nn.Module, method: str, arguments: Sequence[Arguments]) -> list[Any]:
+        """Call that method of as many replicas as there are ``arguments``, each on its own.
+
+        Returns:
+            What each has returned.
+
+        Raises:
+            ReplicaLost: If a process has ended.
+            TypeError: If the module or the arguments can't be pickled.
+        """
+        with self._lock:
+            if self._crew is None or not self._crew.is_alive:
+                self._crew = _Crew(self._devices)
+            self._crew.take(module)
+            return call_replicas(_ProcessCall(self._crew, self._lock, method, arguments))
+
+    def average_buffers(self, module: nn.Module) -> None:
+        """Give the module the mean of what the last call has made of floating-point buffers."""
+        if self._crew is not None:
+            self._crew.average_buffers()
+
+
+class _Crew:
+    """The processes, and what they know.
+
+    Attributes:
+        is_alive: Whether all of them are there.
+        devices: One for each.
+        parameters: Those of the module that they have.
+        dropped: Calls of which no backward will come; the processes are told with the next call.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.is_alive = True
+        self.devices = devices
+        self.parameters: list[torch.Tensor] = []
+        self.dropped: list[int] = []
+        self._numbers = itertools.count()
+        self._known = _Known([], [], [])
+        self._gradients: list[list[torch.Tensor]] = []
+        # For each process, which version of each buffer it has.
+        self._versions: list[list[object]] = []
+        self._returned_buffers: list[dict[int, torch.Tensor]] = []
+        self._members = [_Member(number, len(devices)) for number in range(len(devices))]
+        self._end = weakref.finalize(self, _end, self._members)
+
+    def take(self, module: nn.Module) -> None:
+        """Let all have the module, as it is now."""
+        parts = list(module.modules())
+        parameters, buffers = (list(own_tensors(parts, k)) for k in ("_parameters", "_buffers"))
+        if not self._known.is_still(parts, parameters, buffers):
+            self._send_module(module, parameters, buffers)
+            self._known = _Known(parts, parameters, buffers)
+        self.parameters = parameters
+
+    def _send_module(
+        self, module: nn.Module, parameters: list[torch.Tensor], buffers: list[torch.Tensor]
+    ) -> None:
+        known = {id(tensor): index for index, tensor in enumerate([*parameters, *buffers])}
+        try:
+            packed = Packed(module, known)
+        except Exception as error:  # what is pickled raises what it likes
+            raise TypeError(
+                f"{type(module).__name__} can't be sent to other processes: {error}. Use "
+                "workers='threads', or leave out what can't be pickled."
+            ) from error
+        places, memory, num_bytes = _move_together(parameters)
+        are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
+        self._gradients = []
+        with self._or_end():
+            for member in self._members:
+                of_gradients, there = Segment.create(num_bytes)
+                self._gradients.append([tensor_at(there, place) for place in places])
+                member.wire.send(Tensors(places, are_parameters, buffers))
+                member.wire.send_memory(memory)
+                member.wire.send_memory(of_gradients)
+                member.wire.send_packed(packed)
+                of_gradients.close()
+            memory.close()
+        versions = versions_of_buffers(list(module.modules()))
+        self._versions = [list(versions) for _ in self._members]
+        values_of(self._answers(len(self._members)), self.devices)
+
+    def call(
+        self, method: str, arguments: Sequence[Arguments], modes: Modes
+    ) -> tuple[int, list[Returned]]:
+        """Call that method of as many replicas as there are arguments.
+
+        Returns:
+            The number of the call, and what each has answered, which is there until the next one.
+        """
+        number, dropped = next(self._numbers), self.dropped[:]
+        del self.dropped[: len(dropped)]
+        training = [part.training for part in self._known.parts]
+        trained = [parameter.requires_grad for parameter in self.parameters]
+        messages = [
+            Call(
+                number,
+                method,
+                own,
+                [tensor.requires_grad for tensor in tensors_in(own)],
+                modes,
+                torch.get_default_dtype(),
+                training,
+                trained,
+                self._new_buffers(replica),
+                dropped,
+            )
+            for replica, own in enumerate(arguments)
+        ]
+        answers = self.ask(messages)
+        self._take_buffers([answer.buffers for answer in answers])
+        return number, answers
+
+    def _new_buffers(self, replica: int) -> dict[int, torch.Tensor]:
+        """Those of which that process has another version than the module."""
+        now = versions_of_buffers(self._known.parts)
+        before, self._versions[replica] = self._versions[replica], now
+        return {
+            index: self._known.buffers[index]
+            for index, (mine, its) in enumerate(zip(now, before, strict=True))
+            if mine != its
+        }
+
+    def _take_buffers(self, returned: Sequence[dict[int, torch.Tensor]]) -> None:
+        """What the first replica has done to buffers stays."""
+        self._returned_buffers = [{i: b.clone() for i, b in own.items()} for own in returned]
+        for versions, changed in zip(self._versions, returned, strict=False):
+            for index in changed:
+                versions[index] = None
+        for index, value in self._returned_buffers[0].items():
+            self._write_buffer(index, value)
+
+    def average_buffers(self) -> None:
+        """Give the module the mean of what the last call has made of them."""
+        for index, buffer in enumerate(self._known.buffers):
+            made = [own[index] for own in self._returned_buffers if index in own]
+            if made and buffer.is_floating_point():
+                self._write_buffer(index, torch.stack(made).mean(0))
+
+    def _write_buffer(self, index: int, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self._known.buffers[index].copy_(value)
+
+    def backward(self, messages: Sequence[Backward]) -> list[torch.Tensor | None]:
+        """Run a backward, and return the gradients of the parameters and of all inputs."""
+        answers: list[GradientsOf] = self.ask(messages)
+        found = [
+            [
+                here[index] if answer.in_place[index] else answer.others.get(index)
+                for index in range(len(here))
+            ]
+            for here, answer in zip(self._gradients, answers, strict=False)
+        ]
+        of_inputs = [
+            None if gradient is None else gradient.clone()
+            for answer in answers
+            for gradient in answer.of_inputs
+        ]
+        return [*_sums(found), *of_inputs]
+
+    def ask(self, messages: Sequence[object]) -> list[Any]:
+        """Send each process its message, and return what each has answered.
+
+        Raises:
+            ReplicaLost: If a process has ended.
+            BaseException: What the first that failed has raised.
+        """
+        if not self.is_alive:
+            raise ReplicaLost("The processes of the replicas that ran this have ended.")
+        end_team()
+        try:
+            packed = [Packed(message) for message in messages]
+        except Exception as error:
+            raise TypeError(f"An argument can't be sent to other processes: {error}.") from error
+        with self._or_end():
+            for member, own in zip(self._members, packed, strict=False):
+                member.send(own)
+        return values_of(self._answers(len(messages)), self.devices)
+
+    def _answers(self, count: int) -> list[Outcome[Any]]:
+        """What each of the first ``count`` processes answers, once sums are done with."""
+        outcomes: list[Outcome[Any]] = [Outcome() for _ in range(count)]
+        waiting = dict(enumerate(self._members[:count]))
+        with self._or_end():
+            while waiting:
+                sums: dict[int, torch.Tensor] = {}
+                for number, member in list(waiting.items()):
+                    answer = member.receive()
+                    if isinstance(answer, Sum):
+                        sums[number] = answer.own.clone()
+                        continue
+                    del waiting[number]
+                    if isinstance(answer, Error):
+                        outcomes[number].error = _error(answer)
+                    else:
+                        outcomes[number].value = answer
+                if sums:
+                    total = sum_over_ranks(torch.stack(list(sums.values())).sum(0))
+                    for number in sums:
+                        waiting[number].send(Packed(total))
+        return outcomes
+
+    @contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """End all processes if something else goes wrong: what they are about to say is unknown."""
+        try:
+            yield
+        except BaseException:
+            self.is_alive = False
+            self._end()
+            raise
+
+
+class _Member:
+    """One process, as the caller has it."""
+
+    def __init__(self, number: int, count: int) -> None:
+        self.number = number
+        (mine, its), (lifeline, of_its) = socket.socketpair(), socket.socketpair()
+        self.wire = Wire(mine)
+        # Held open: when this process ends, however it does, so does the other.
+        self._lifeline = lifeline
+        num_threads = max(1, torch.get_num_threads() // count)
+        seed = (torch.initial_seed() + number) % 2**63
+        numbers = (its.fileno(), of_its.fileno(), number, count, num_threads, seed)
+        with its, of_its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN, json.dumps(sys.path), *map(str, numbers)],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"OMP_NUM_THREADS": str(num_threads)},
+                pass_fds=(its.fileno(), of_its.fileno()),
+                start_new_session=True,  # Ctrl-C is for the caller
+            )
+
+    def send(self, packed: Packed) -> None:
+        """Send it something.
+
+        Raises:
+            ReplicaLost: If the process has ended.
+        """
+        try:
+            self.wire.send_packed(packed)
+        except OSError as error:
+            raise self._lost() from error
+
+    def receive(self) -> Any:
+        """What it says; tensors are there until the next time.
+
+        Raises:
+            ReplicaLost: If the process has ended.
+        """
+        try:
+            return self.wire.receive()
+        except (EOFError, OSError) as error:
+            raise self._lost() from error
+
+    def _lost(self) -> ReplicaLost:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE_SECONDS)
+        return ReplicaLost(
+            f"The process of replica {self.number} (pid {self._process.pid}) has ended, with exit "
+            f"code {self._process.returncode}. What it wrote may tell why; if it is -9, it was "
+            "killed, perhaps for want of memory. The next call starts new ones."
+        )
+
+    def hang_up(self) -> None:
+        """Let it end."""
+        self.wire.close()
+        self._lifeline.close()
+
+    def wait(self) -> None:
+        """Wait until it has ended, or end it."""
+        try:
+            self._process.wait(_PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _end(members: Sequence[_Member]) -> None:
+    for member in members:
+        member.hang_up()
+    for member in members:
+        member.wait()
+
+
+class _Known:
+    """What the processes know of the module: parts, tensors, and all other attributes.
+
+    An attribute is taken for changed if it is another object, or a container of another length.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
+        self.parts = list(parts)
+        self.buffers = list(buffers)
+        self._parameters = list(parameters)
+        self._starts = [parameter.data_ptr() for parameter in parameters]
+        self._attributes = _attributes(parts)
+        self._lengths = _lengths(self._attributes)
+
+    def is_still(
+        self,
+        parts: Sequence[nn.Module],
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+    ) -> bool:
+        """Whether the module is as it was, but for what is in its tensors."""
+        attributes = _attributes(parts)
+        return (
+            _are_same(parts, self.parts)
+            and _are_same(parameters, self._parameters)
+            and _are_same(buffers, self.buffers)
+            and [parameter.data_ptr() for parameter in parameters] == self._starts
+            and _are_same(attributes, self._attributes)
+            and _lengths(attributes) == self._lengths
+        )
+
+
+# What is told with each call, or is there to be looked into.
+_TOLD = ("training", "_parameters", "_buffers", "_modules")
+
+
+def _attributes(parts: Sequence[nn.Module]) -> list[object]:
+    return [v for part in parts for name, v in part.__dict__.items() if name not in _TOLD]
+
+
+def _lengths(attributes: Sequence[object]) -> list[int]:
+    return [len(value) for value in attributes if isinstance(value, dict | list | set)]
+
+
+def _are_same(mine: Sequence[object], others: Sequence[object]) -> bool:
+    return len(mine) == len(others) and all(map(operator.is_, mine, others))
+
+
+def _move_together(parameters: Sequence[torch.Tensor]) -> tuple[list[Place], Segment, int]:
+    """Move parameters to memory that other processes can map."""
+    for parameter in parameters:
+        if is_lazy(parameter) or parameter.device.type != "cpu":
+            raise RuntimeError(
+                "Replicas in processes of their own need all parameters on the CPU, with a shape. "
+                "Run one forward of the bare module first if it is lazy, and use workers='threads' "
+                "for other devices."
+            )
+    places, num_bytes = places_for(parameters)
+    segment, memory = Segment.create(num_bytes)
+    with torch.no_grad():
+        for parameter, place in zip(parameters, places, strict=True):
+            there = tensor_at(memory, place)
+            there.copy_(parameter)
+            parameter.data = there
+    return places, segment, num_bytes
+
+
+def _sums(of_replicas: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+    """Each parameter's gradients added up, in the order of the replicas, as new tensors."""
+    found = [[g for g in own if g is not None] for own in zip(*of_replicas, strict=True)]
+    sums = [own[0].clone() if len(own) == 1 else None for own in found]
+    several = [i for i, own in enumerate(found) if len(own) > 1]
+    dense = [i for i in several if all(g.layout is torch.strided for g in found[i])]
+    for index in set(several).difference(dense):
+        sums[index] = functools.reduce(operator.add, found[index])
+    if dense:
+        totals = torch._foreach_add([found[i][0] for i in dense], [found[i][1] for i in dense])
+        for index, total in zip(dense, totals, strict=True):
+            for further in found[index][2:]:
+                total.add_(further)
+            sums[index] = total
+    return sums
+
+
+def _error(answer: Error) -> BaseException:
+    error: BaseException = pickle.loads(answer.error)
+    error.add_note(f"In its process:\n{answer.traceback}")
+    return error
+
+
+class _ProcessCall:
+    """One call of all replicas, in their processes."""
+
+    def __init__(
+        self,
+        crew: _Crew,
+        lock: AbstractContextManager[bool],
+        method: str,
+        arguments: Sequence[Arguments],
+    ) -> None:
+        self.parameters = crew.parameters
+        self.inputs = [t for own in arguments for t in tensors_in(own) if t.requires_grad]
+        self.results: list[Any] = []
+        self._crew = crew
+        self._lock = lock
+        self._method = method
+        self._arguments = arguments
+        self._modes = Modes.here()
+        self._number = -1
+        self._num_outputs: list[int] = []
+
+    def forward(self) -> Sequence[tuple[torch.Tensor, bool]]:
+        """Call all."""
+        self._number, answers = self._crew.call(self._method, self._arguments, self._modes)
+        self._arguments = ()
+        if self._modes.grad:
+            weakref.finalize(self, self._crew.dropped.append, self._number).atexit = False
+        outputs: list[tuple[torch.Tensor, bool]] = []
+        for answer in answers:
+            mine: list[torch.Tensor] = []
+            # What has come is there until the next message only.
+            self.results.append(map_tensors(lambda t: _kept(t.clone(), mine), answer.results))  # noqa: B023 - called at once
+            for output, is_one in zip(mine, answer.are_one, strict=True):
+                if is_one:
+                    mark_as_one(output)
+            self._num_outputs.append(len(mine))
+            outputs += zip(mine, answer.require_grad, strict=True)
+        return outputs
+
+    def backward(self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool) -> Gradients:
+        """Run the backward of all."""
+        mine = iter(d_outputs)
+        messages = [
+            Backward(self._number, list(itertools.islice(mine, count)), keep_graph)
+            for count in self._num_outputs
+        ]
+        with self._lock:
+            return self._crew.backward(messages)
+
+
+def _kept(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
+    into.append(tensor)
+    return tensor
