@@ -74,8 +74,9 @@ class ReplicaProcess:
                 self._wire.send(answer)
             except BrokenPipeError:
                 return
-            except Exception as error:  # what can't be pickled
-                self._wire.send(_as_message(error))
+            except Exception as error:  # what is pickled raises what it likes
+                text = f"What the module has returned can't be sent to the caller: {error}."
+                self._wire.send(_as_message(TypeError(text)))
 
     def _take_module(self, tensors: Tensors) -> None:
         buffers = [buffer.clone() for buffer in tensors.buffers]

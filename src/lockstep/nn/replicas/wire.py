@@ -35,7 +35,6 @@ class Wire:
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
-        self._segment: Segment | None = None
         self._mine = torch.empty(0, dtype=torch.uint8)
         self._theirs = torch.empty(0, dtype=torch.uint8)
 
@@ -46,8 +45,6 @@ class Wire:
     def close(self) -> None:
         """End the line."""
         self._line.close()
-        if self._segment is not None:
-            self._segment.close()
 
     def send(self, value: object) -> None:
         """Send ``value``, which can be pickled.
@@ -61,16 +58,16 @@ class Wire:
     def send_packed(self, packed: Packed) -> None:
         """Send what is packed already."""
         places, num_bytes = places_for(packed.tensors)
-        descriptors = []
+        segment = None
         if num_bytes > len(self._mine):
-            if self._segment is not None:
-                self._segment.free()
-            self._segment, self._mine = Segment.create(2 * num_bytes)
-            descriptors = [self._segment.descriptor]
+            segment, self._mine = Segment.create(2 * num_bytes)
         for tensor, place in zip(packed.tensors, places, strict=True):
             tensor_at(self._mine, place).copy_(tensor.detach())
         message = pickle.dumps((places, packed.payload))
+        descriptors = [] if segment is None else [segment.descriptor]
         send_message(self._line, _HEADER.pack(len(message)), descriptors)
+        if segment is not None:
+            segment.close()
         self._line.sendall(message)
 
     def send_memory(self, segment: Segment) -> None:

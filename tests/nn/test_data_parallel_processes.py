@@ -1,0 +1,359 @@
+"""``DataParallel(workers="processes")``: the same, from processes that share the parameters."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lockstep
+from lockstep.errors import ReplicaLost
+from lockstep.nn.replicas import DataParallel
+
+# Processes that are kept for several tests get more memory when it is needed.
+pytestmark = pytest.mark.keeps_descriptors
+TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+class Net(nn.Module):
+    """Something of everything that has to be brought to another process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4, sparse=True)
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4, momentum=1.0)
+        self.unused = nn.Linear(2, 2)
+        self.second = nn.Linear(4, 3)
+        self.second.weight = nn.Parameter(self.second.weight.detach())
+        self.scale, self.calls = 1.0, 0
+        self.double()
+
+    def forward(self, x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
+        self.calls += 1
+        x = torch.relu_(self.first(x if words is None else x + self.embed(words)))
+        return self.second(torch.tanh(self.norm(x))) * self.scale
+
+    def pair(self, x: torch.Tensor, *, name: str) -> dict:
+        return {name: (self.first(x), len(x)), "calls": self.calls}
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return lockstep.mean(F.cross_entropy(self(x), y, reduction="none"))
+
+    def modes(self, x: torch.Tensor) -> tuple:
+        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        return torch.is_grad_enabled(), autocast, torch.get_default_dtype(), os.getpid()
+
+    def fail(self, x: torch.Tensor) -> None:
+        raise ArithmeticError(f"{len(x)} rows")
+
+    def die(self, x: torch.Tensor) -> None:
+        if len(x) == 3:  # the second replica's part
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hold(self, x: torch.Tensor) -> object:
+        return threading.Lock()
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(4)
+    _NET = Net()
+
+
+def net() -> Net:
+    return copy.deepcopy(_NET)
+
+
+def batch(rows: int = 7) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 4, dtype=torch.float64, generator=generator)
+
+
+def words(rows: int = 7) -> torch.Tensor:
+    return torch.arange(rows) * 3 % 10
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor | None]:
+    return [p.grad if p.grad is None else p.grad.to_dense() for p in module.parameters()]
+
+
+def assert_same(mine, theirs) -> None:
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, **TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[DataParallel]:
+    """Two processes, for all tests that don't end them: to start them takes seconds."""
+    model = DataParallel(net(), ["cpu", "cpu"], workers="processes")
+    model.eval()(batch())
+    yield model
+    ended = psutil.Process().children()
+    del model
+    gc.collect()
+    psutil.wait_procs(ended, timeout=20)
+
+
+@pytest.fixture
+def model(replicas: DataParallel) -> DataParallel:
+    """The same with the parameters that it had."""
+    replicas.load_state_dict(_NET.state_dict())
+    replicas.zero_grad()
+    replicas.requires_grad_(True).eval()
+    return replicas
+
+
+def test_outputs_and_gradients_are_the_modules(model: DataParallel) -> None:
+    module, expected = model.module, net().eval()
+    for rows in (7, 2, 1, 0, 40):
+        x, y = batch(rows).requires_grad_(), batch(rows).requires_grad_()
+        output, other = model(x * 2, words(rows)), expected(y * 2, words(rows))
+        torch.testing.assert_close(output, other, **TOLERANCE)
+        output.square().sum().backward()
+        other.square().sum().backward()
+        assert_same([x.grad, *gradients(module)], [y.grad, *gradients(expected)])
+    assert module.embed.weight.grad.is_sparse
+    assert module.unused.weight.grad is None
+
+
+def test_training_is_that_of_the_module(model: DataParallel) -> None:
+    expected = net().eval()
+    dense = [
+        [p for name, p in m.named_parameters() if "embed" not in name]
+        for m in (model.module, expected)
+    ]
+    optimizers = [torch.optim.SGD(of, lr=0.1, momentum=0.9) for of in dense]
+    for rows in (5, 6, 9):
+        for of, optimizer in zip((model, expected), optimizers, strict=True):
+            optimizer.zero_grad()
+            of(batch(rows)).square().mean().backward()
+            optimizer.step()
+    assert_same(model.module.parameters(), expected.parameters())
+
+
+def test_any_method_and_any_nesting(model: DataParallel) -> None:
+    expected = net()
+    found = model.pair(batch(), name="first")
+    assert_same([found["first"][0]], [expected.first(batch())])
+    assert found["first"][1] == [4, 3]
+    model(batch())  # what a replica assigns is lost
+    assert model.pair(batch(), name="first")["calls"] == model.module.calls
+
+
+def test_changes_are_noticed(model: DataParallel) -> None:
+    def assign_data(m: Net) -> None:
+        m.first.weight.data = m.first.weight.data * 2
+
+    def write(m: Net) -> None:
+        with torch.no_grad():
+            m.first.weight.add_(1)
+            m.first.bias.data.add_(1)
+
+    def set_scale(m: Net) -> None:
+        m.scale = 3.0
+
+    def freeze(m: Net) -> None:
+        m.first.requires_grad_(False)
+
+    def hang_hook(m: Net) -> None:
+        m.second.register_forward_hook(lambda _, __, output: output + 1)
+
+    def replace(m: Net) -> None:
+        m.second = nn.Linear(4, 3).double()
+        with torch.no_grad():
+            m.second.weight.fill_(0.5)
+            m.second.bias.zero_()
+
+    expected = net().eval()
+    for change in (assign_data, write, set_scale, freeze, hang_hook, replace):
+        for one in (model.module, expected):
+            one.zero_grad()
+            change(one)
+        output, other = model(batch()), expected(batch())
+        torch.testing.assert_close(output, other, **TOLERANCE)
+        output.sum().backward()
+        other.sum().backward()
+        assert_same(gradients(model.module), gradients(expected))
+    model.module.scale = 1.0
+    model.module.second = net().second
+
+
+def test_buffers_are_those_of_the_first_replica(model: DataParallel) -> None:
+    module = model.module
+    for rows in (6, 8):
+        model.train()(batch(rows))
+        first = F.relu(module.first(batch(rows)[: rows // 2]))
+        assert_same([module.norm.running_mean], [first.mean(0)])
+        model.eval()
+        assert_same([model(batch())], [module(batch())])
+    module.norm.running_mean.zero_()
+    assert_same([model(batch())], [module(batch())])
+
+
+def test_a_mean_is_that_of_all_replicas(model: DataParallel) -> None:
+    expected, y = net().eval(), torch.arange(7) % 3
+    loss, other = model.loss(batch(), y), expected.loss(batch(), y)
+    assert loss.ndim == 0
+    assert_same([loss], [other])
+    loss.backward()
+    other.backward()
+    assert_same(gradients(model.module), gradients(expected))
+
+
+def test_modes_are_the_callers(model: DataParallel) -> None:
+    pids = [child.pid for child in psutil.Process().children()]
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        assert model.modes(batch()) == (False, torch.float16, torch.float32, pids)
+        assert not model(batch()).requires_grad
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert model.modes(batch())[:3] == (True, False, torch.float64)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_several_forwards_before_their_backwards(model: DataParallel) -> None:
+    expected = net().eval()
+    for of in (model, expected):
+        first, second = of(batch(5)).square().sum(), of(batch(6)).square().sum()
+        second.backward()
+        first.backward(retain_graph=True)
+        first.backward()
+        if of is model:
+            with pytest.raises(RuntimeError, match="retain_graph=True"):
+                first.backward()
+    assert_same(gradients(model.module), gradients(expected))
+
+
+def test_failures_are_the_callers_own(model: DataParallel) -> None:
+    with pytest.raises(ArithmeticError, match="4 rows") as caught:
+        model.fail(batch())
+    traceback, replica, other = caught.value.__notes__
+    assert "in fail" in traceback
+    assert replica == "(raised in replica 0 on cpu)"
+    assert "3 rows" in other
+    assert_same([model(batch())], [net().eval()(batch())])  # and it goes on
+
+
+def test_what_cannot_be_sent_is_said(model: DataParallel) -> None:
+    with pytest.raises(TypeError, match="has returned can't be sent"):
+        model.hold(batch())
+    with pytest.raises(TypeError, match="argument can't be sent"):
+        model(batch(), threading.Lock())
+    assert_same([model(batch())], [net().eval()(batch())])
+    module = net()
+    module.lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"Net can't be sent .* workers='threads'"):
+        DataParallel(module, ["cpu", "cpu"], workers="processes")(batch())
+
+
+def test_a_process_that_dies_is_named_and_replaced() -> None:
+    before = psutil.Process().children()
+    model = DataParallel(net().eval(), ["cpu", "cpu"], workers="processes")
+    loss = model(batch()).sum()
+    with pytest.raises(ReplicaLost, match=r"replica 1 \(pid \d+\) has ended, with exit code -9"):
+        model.die(batch())
+    assert psutil.Process().children() == before
+    with pytest.raises(ReplicaLost, match="have ended"):
+        loss.backward()
+    assert_same([model(batch())], [net().eval()(batch())])
+
+
+def test_copies_start_their_own() -> None:
+    model = DataParallel(net().eval(), ["cpu", "cpu"], workers="processes")
+    model(batch())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same([other(batch())], [model(batch())])
+        del other
+
+
+def test_calls_nobody_will_differentiate_are_dropped(model: DataParallel) -> None:
+    dropped = model._replicas._crew.dropped
+    model(batch())
+    for _ in range(3):
+        gc.collect()
+        (last,) = dropped  # the one before
+        output = model(batch())
+        assert dropped == []
+        del output
+        gc.collect()
+        assert dropped == [last + 1]
+
+
+PROGRAM = """
+import os, sys, torch
+from torch import nn
+import lockstep
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+    def forward(self, x):
+        return self.layer(x)
+
+model = lockstep.DataParallel(Net(), ["cpu", "cpu"], workers="processes")
+model(torch.ones(4, 4)).sum().backward()
+print(model.module.layer.bias.grad.tolist(), flush=True)
+{end}
+"""
+
+
+def is_replica(pid: int) -> bool:
+    try:
+        return "replicas.process" in " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:  # it has ended
+        return False
+
+
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)", "os._exit(0)"])
+def test_nothing_is_left_of_a_program(end: str) -> None:
+    """It is a script without a guard, and its classes are in ``__main__``."""
+    before = set(psutil.pids())
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(end=end)], capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout == "[4.0, 4.0]\n", run.stderr
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in set(psutil.pids()) - before if is_replica(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_memory_of_a_model_that_is_gone_is_free() -> None:
+    before = _num_shared()
+    model = DataParallel(net().eval(), ["cpu", "cpu"], workers="processes")
+    model(batch()).sum().backward()
+    gone = weakref.ref(model.module.first.weight)
+    assert _num_shared() > before
+    del model
+    gc.collect()
+    assert gone() is None
+    assert _num_shared() == before
+
+
+def _num_shared() -> int:
+    """How many pieces of shared memory this process has open."""
+    folder = "/proc/self/fd"
+    paths = [
+        os.readlink(f"{folder}/{name}")
+        for name in os.listdir(folder)
+        if name.isdigit() and os.path.islink(f"{folder}/{name}")
+    ]
+    return sum("memfd:lockstep" in path for path in paths)
