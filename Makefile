@@ -18,6 +18,7 @@ check: .venv/ready  ## Check style and types
 bench: .venv/ready  ## Time collectives, steps and start-up, side by side with torch's
 	$(BIN)/lockstep bench collectives
 	$(BIN)/lockstep run -n 2 -m benchmarks.steps
+	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.startup
 
 format: .venv/ready  ## Put the code into the house's form

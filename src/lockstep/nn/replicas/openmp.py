@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 _SOFT = 1  # omp_pause_soft of OpenMP 5.0: what the program has set stays
 
 
-def end_team() -> None:
-    """End the intra-op threads that wait for this thread's next operation, which starts new ones.
+@contextmanager
+def alone(num_threads: int = 1) -> Iterator[None]:
+    """Leave the cores to others: compute with so many intra-op threads, and let none wait.
 
-    They wait busily: with GNU's OpenMP for some 20 ms, and so take cores from replicas that begin
-    in the meantime. Where OpenMP can't do that, they are left.
+    Those of the last operation wait for the next one busily, with GNU's OpenMP for some 20 ms, and
+    so would take cores from replicas. They are ended; the next operation starts new ones.
     """
-    pause = _pause()
+    pause, mine = _pause(), torch.get_num_threads()
     if pause is not None:
         pause(_SOFT)
+    # For this thread alone, and as what threads to come begin with.
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(mine)
 
 
 @functools.cache

@@ -206,6 +206,10 @@ def main(arguments: list[str]) -> None:
             are, how many threads it computes with, and its random seed.
     """
     line, lifeline, replica, count, num_threads, seed = map(int, arguments)
+    if hasattr(os, "SCHED_BATCH"):
+        # Otherwise the first that is told something takes the caller's core before it has told the
+        # others.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(num_threads)
     torch.manual_seed(seed)
     threading.Thread(target=_end_with, args=(socket.socket(fileno=lifeline),), daemon=True).start()

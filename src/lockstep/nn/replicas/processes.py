@@ -29,7 +29,7 @@ from lockstep.nn.replicas.meeting import mark_as_one, sum_over_ranks
 from lockstep.nn.replicas.messages import Backward, Call, Error, Returned, Sum, Tensors
 from lockstep.nn.replicas.messages import Gradients as GradientsOf
 from lockstep.nn.replicas.modes import Modes
-from lockstep.nn.replicas.openmp import end_team
+from lockstep.nn.replicas.openmp import alone
 from lockstep.nn.replicas.part import Arguments
 from lockstep.nn.replicas.tensors import map_tensors, tensors_in
 from lockstep.nn.replicas.twins import own_tensors, versions_of_buffers
@@ -37,6 +37,9 @@ from lockstep.nn.replicas.wire import Packed, Place, Wire, places_for, tensor_at
 from lockstep.nn.replicas.workers import Outcome, values_of
 
 _PATIENCE_SECONDS = 2.0
+# Let glibc keep the memory of one step for the next: to give it back to the kernel and to get it
+# again takes up to a third of a step.
+_ALLOCATION = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 _MAIN = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
@@ -231,15 +234,15 @@ class _Crew:
         """
         if not self.is_alive:
             raise ReplicaLost("The processes of the replicas that ran this have ended.")
-        end_team()
         try:
             packed = [Packed(message) for message in messages]
         except Exception as error:
             raise TypeError(f"An argument can't be sent to other processes: {error}.") from error
-        with self._or_end():
+        with self._or_end(), alone():
             for member, own in zip(self._members, packed, strict=False):
                 member.send(own)
-        return values_of(self._answers(len(messages)), self.devices)
+            outcomes = self._answers(len(messages))
+        return values_of(outcomes, self.devices)
 
     def _answers(self, count: int) -> list[Outcome[Any]]:
         """What each of the first ``count`` processes answers, once sums are done with."""
@@ -291,7 +294,7 @@ class _Member:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _MAIN, json.dumps(sys.path), *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"OMP_NUM_THREADS": str(num_threads)},
+                env=_ALLOCATION | os.environ | {"OMP_NUM_THREADS": str(num_threads)},
                 pass_fds=(its.fileno(), of_its.fileno()),
                 start_new_session=True,  # Ctrl-C is for the caller
             )
@@ -365,7 +368,10 @@ class _Known:
         self._parameters = list(parameters)
         self._starts = [parameter.data_ptr() for parameter in parameters]
         self._attributes = _attributes(parts)
-        self._lengths = _lengths(self._attributes)
+        self._containers = [
+            value for value in self._attributes if isinstance(value, dict | list | set)
+        ]
+        self._lengths = [*map(len, self._containers)]
 
     def is_still(
         self,
@@ -374,27 +380,19 @@ class _Known:
         buffers: Sequence[torch.Tensor],
     ) -> bool:
         """Whether the module is as it was, but for what is in its tensors."""
-        attributes = _attributes(parts)
         return (
             _are_same(parts, self.parts)
             and _are_same(parameters, self._parameters)
             and _are_same(buffers, self.buffers)
             and [parameter.data_ptr() for parameter in parameters] == self._starts
-            and _are_same(attributes, self._attributes)
-            and _lengths(attributes) == self._lengths
+            and _are_same(_attributes(parts), self._attributes)
+            and [*map(len, self._containers)] == self._lengths
         )
 
 
-# What is told with each call, or is there to be looked into.
-_TOLD = ("training", "_parameters", "_buffers", "_modules")
-
-
 def _attributes(parts: Sequence[nn.Module]) -> list[object]:
-    return [v for part in parts for name, v in part.__dict__.items() if name not in _TOLD]
-
-
-def _lengths(attributes: Sequence[object]) -> list[int]:
-    return [len(value) for value in attributes if isinstance(value, dict | list | set)]
+    # Whether it is training is told with each call.
+    return [v for part in parts for v in (part.__dict__ | {"training": None}).values()]
 
 
 def _are_same(mine: Sequence[object], others: Sequence[object]) -> bool:

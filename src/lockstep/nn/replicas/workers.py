@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 
 from lockstep.nn.replicas.modes import as_this_thread
-from lockstep.nn.replicas.openmp import end_team
+from lockstep.nn.replicas.openmp import alone
 
 T = TypeVar("T")
 
@@ -66,13 +66,8 @@ class WorkerThreads:
             self._num_threads = each
             others: list[Callable[[], None]] = [partial(_set_num_threads, each)]
             self._run([lambda: None, *others * len(self._queues)])
-        end_team()
-        # Each thread sets it for itself alone, and as what threads to come begin with.
-        torch.set_num_threads(each)
-        try:
+        with alone(each):
             return self._run(tasks, meanwhile)
-        finally:
-            torch.set_num_threads(mine)
 
     def _run(
         self, tasks: Sequence[Callable[[], T]], meanwhile: Callable[[], None] | None = None

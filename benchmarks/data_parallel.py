@@ -1,0 +1,117 @@
+"""Milliseconds a training step in one process: the bare model, and DataParallel on its cores.
+
+    python -m benchmarks.data_parallel [--rounds 7]
+
+The bare model computes with one intra-op thread for each core. DataParallel cuts the same batch up
+among as many replicas, in threads and in processes. Each contender runs in a process of its own,
+anew in every round, and they take turns: how memory happens to lie in a process makes a difference
+of up to a third.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import lockstep
+from benchmarks.models import WORKLOADS, Workload
+
+CONTENDERS = ["bare", "threads", "processes"]
+# The whole batch of each model: that of so many ranks.
+NUM_PARTS = {"200 small layers": 1}
+SECONDS, WARM_UP_STEPS = 1.0, 15
+
+
+def step_seconds(contender: str, workload: Workload) -> float:
+    """The median of some steps of a contender, in this process."""
+    num_parts = NUM_PARTS.get(workload.name, 2)
+    parts = [workload.batch(number) for number in range(num_parts)]
+    inputs, targets = (torch.cat(own) for own in zip(*parts, strict=True))
+    module = workload.build()
+    model = module
+    if contender != "bare":
+        devices = ["cpu"] * torch.get_num_threads()
+        model = lockstep.DataParallel(module, devices, workers=contender)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+
+    def step() -> float:
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        workload.loss(model(inputs), targets).backward()
+        optimizer.step()
+        return time.perf_counter() - began
+
+    for _ in range(WARM_UP_STEPS):
+        step()
+    taken: list[float] = []
+    while sum(taken) < SECONDS or len(taken) < WARM_UP_STEPS:
+        taken.append(step())
+    return statistics.median(taken)
+
+
+def overhead_seconds() -> float:
+    """What a forward costs more through DataParallel on one device."""
+    module = torch.nn.Identity()
+    model, x = lockstep.DataParallel(module, ["cpu"]), torch.ones(1)
+
+    def call(target: torch.nn.Module) -> float:
+        began = time.perf_counter()
+        for _ in range(1000):
+            target(x)
+        return (time.perf_counter() - began) / 1000
+
+    return statistics.median(call(model) - call(module) for _ in range(15))
+
+
+def measured(contender: str, workload: Workload) -> float:
+    """The same in a new process."""
+    command = [sys.executable, "-m", "benchmarks.data_parallel", "--measure", contender]
+    done = subprocess.run([*command, workload.name], check=True, stdout=subprocess.PIPE, text=True)
+    return float(json.loads(done.stdout))
+
+
+def in_words(values: list[float], digits: int = 2) -> str:
+    quarter = statistics.quantiles(values, n=4, method="inclusive")
+    return (
+        f"{statistics.median(values):.{digits}f} ({quarter[0]:.{digits}f}-{quarter[2]:.{digits}f})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    by_name = {workload.name: workload for workload in WORKLOADS}
+    if arguments.measure:
+        contender, name = arguments.measure
+        print(json.dumps(step_seconds(contender, by_name[name])))
+        return
+    table = Table("model", *CONTENDERS, "bare / threads", "bare / processes")
+    with Progress(transient=True) as progress:
+        task = progress.add_task("steps", total=len(WORKLOADS) * arguments.rounds)
+        for workload in WORKLOADS:
+            rounds = []
+            for _ in range(arguments.rounds):
+                rounds.append([measured(contender, workload) for contender in CONTENDERS])
+                progress.advance(task)
+            columns = [[1e3 * seconds for seconds in own] for own in zip(*rounds, strict=True)]
+            ratios = [[one[0] / one[column] for one in rounds] for column in (1, 2)]
+            table.add_row(workload.name, *map(in_words, columns), *map(in_words, ratios))
+    Console(width=150).print(table)
+    print(f"A forward through DataParallel on one device: {1e6 * overhead_seconds():.1f} us more.")
+
+
+if __name__ == "__main__":
+    main()
