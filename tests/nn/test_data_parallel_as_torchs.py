@@ -308,6 +308,25 @@ class TestGradientModes:
         assert layer.weight.grad.eq(0.25).all()
         assert layer.bias.grad is None or not layer.bias.grad.any()
 
+    @pytest.mark.parametrize(
+        "call",
+        [
+            pytest.param(
+                by_module,
+                marks=pytest.mark.xfail(strict=True, reason="one backward is that of all outputs"),
+            ),
+            by_function,
+        ],
+    )
+    def test_outputs_that_share_nothing_have_a_backward_each(self, call) -> None:
+        module = Does(lambda self, x: (self.left(x).exp(), self.right(x).exp()))
+        module.left, module.right = nn.Linear(2, 1).double(), nn.Linear(2, 1).double()
+        expected, x = copy.deepcopy(module), torch.randn(5, 2, dtype=torch.float64)
+        for outputs in (call(module, (x,), {}), expected(x)):
+            for output in outputs:
+                output.sum().backward()
+        assert_same_training(module, expected)
+
     def test_zero_grad_in_forward_has_no_effect(self) -> None:
         """torch's warns of that. Ours doesn't: a module may call it without replicas, too."""
 

@@ -341,10 +341,10 @@ def embeddings(draw: st.DrawFn, **options: Any) -> Words:
     options["padding_idx"] = draw(st.sampled_from([None, 0, 3, -1]))
     # torch can't do it sparsely, and has no sparse sum with what else the table is used for.
     options["sparse"] = not is_tied and "scale_grad_by_freq" not in options and draw(st.booleans())
-    if draw(st.booleans()):
+    # In torch 2.13, bags on the CPU divide by other frequencies than those of their words.
+    if "scale_grad_by_freq" in options or draw(st.booleans()):
         return Words(nn.Embedding(VOCABULARY, WIDTH, **options), is_tied=is_tied)
-    exact = options["sparse"] or "scale_grad_by_freq" in options
-    options["mode"] = draw(st.sampled_from(["sum", "mean"] if exact else ["sum", "mean", "max"]))
+    options["mode"] = draw(st.sampled_from(["sum", "mean", "max"][: 2 if options["sparse"] else 3]))
     return Words(nn.EmbeddingBag(VOCABULARY, WIDTH, **options), is_tied=is_tied)
 
 
@@ -379,6 +379,14 @@ def test_embeddings_dense_and_sparse(data: st.DataObject, words: Words) -> None:
 @given(st.data(), embeddings(scale_grad_by_freq=True))
 def test_embeddings_that_divide_by_frequencies(data: st.DataObject, words: Words) -> None:
     check_embedding(words, data)
+
+
+@pytest.mark.xfail(strict=True, reason="each replica counts its own part")
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_that_divide_by_frequencies(mode: str) -> None:
+    bag = nn.EmbeddingBag(2, 1, mode=mode, scale_grad_by_freq=True)
+    DataParallel(bag, ["cpu"] * 2)(torch.tensor([[1, 1], [1, 0]])).sum().backward()
+    assert bag.weight.grad.tolist() == ([[1], [1]] if mode == "sum" else [[0.5], [0.5]])
 
 
 # Not strict: the rows are wrong only if two replicas are at one of them at the same time.
