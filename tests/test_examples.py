@@ -44,6 +44,31 @@ def test_any_method(start: list[str], num_ranks: int) -> None:
     assert f"ranks: {num_ranks}; all of them hold the same parameters" in output
 
 
+DEVICES = pytest.mark.parametrize("devices", [(), ("cpu",) * 3], ids=["default", "three"])
+
+
+@DEVICES
+def test_data_parallel_parts(devices: tuple[str, ...]) -> None:
+    output = output_of(ONE_RANK, "data_parallel_parts.py", *devices)
+    for line, name in zip(output.splitlines(), ("Sandwich", "Words"), strict=True):
+        assert line.startswith(f"{name}: ")
+        assert f" on {', '.join(devices or ('cpu', 'cpu'))}, " in line
+        first, last, alone = map(float, re.findall(r"\d+\.\d{4}", line))
+        assert last < first / 4
+        assert last == pytest.approx(alone, rel=1e-3, abs=1e-4)
+
+
+@DEVICES
+def test_data_parallel_by_hand(devices: tuple[str, ...]) -> None:
+    output = output_of(ONE_RANK, "data_parallel_by_hand.py", *devices)
+    rows = [int(count) for count in re.findall(r"(\d+) rows on cpu", output)]
+    assert len(rows) == len(devices or ("cpu", "cpu"))
+    assert sum(rows) == 13
+    differences = [float(number) for number in re.findall(r"gradients: (\S+)", output)]
+    assert len(differences) == 2
+    assert max(differences) < 1e-12
+
+
 README = Path(__file__).parent.parent / "README.md"
 BEFORE = """
 import torch
