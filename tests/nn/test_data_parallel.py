@@ -242,6 +242,14 @@ class TestBuffers:
     def test_they_may_be_averaged(self) -> None:
         assert_same([self.run("mean").running_mean], [batch(6).mean(0)])
 
+    def test_the_mean_is_that_of_those_that_ran(self) -> None:
+        norm = nn.BatchNorm1d(4, momentum=1.0).double()
+        model = DataParallel(norm, THREE, buffers="mean")
+        for rows in (4, 9, 4):  # of 4 there are two parts
+            model(batch(rows))
+            means = [part.mean(0) for part in batch(rows).chunk(3)]
+            assert_same([norm.running_mean], [torch.stack(means).mean(0)])
+
     def test_two_forwards_before_their_backwards(self) -> None:
         norm = nn.BatchNorm1d(4).double()
         model = DataParallel(norm, TWO)

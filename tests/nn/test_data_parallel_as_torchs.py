@@ -252,7 +252,6 @@ class TestModules:
 
         assert call(Casts(3, 2), (torch.ones(4, 3),), {}).dtype is torch.bfloat16
 
-    @pytest.mark.xfail(strict=True, reason="only parameters' gradients come back")
     def test_buffers_that_require_a_gradient_get_it(self) -> None:
         module = Does(lambda self, x: x * self.scale)
         module.register_buffer("scale", torch.ones(1, requires_grad=True))
@@ -313,7 +312,6 @@ class TestGradientModes:
         [
             pytest.param(
                 by_module,
-                marks=pytest.mark.xfail(strict=True, reason="one backward is that of all outputs"),
             ),
             by_function,
         ],
@@ -402,7 +400,6 @@ class TestWrapper:
         DataParallel(module, ["cpu"])(torch.ones(4))
         assert modules == [module]
 
-    @pytest.mark.xfail(strict=True, reason="it makes a replica for one device, too")
     def test_one_device_calls_the_module_itself_by_the_function(self) -> None:
         modules = []
         module = Does(lambda self, x: modules.append(self) or x)

@@ -263,6 +263,13 @@ def test_what_cannot_be_sent_is_said(model: DataParallel) -> None:
         DataParallel(module, ["cpu", "cpu"], workers="processes")(batch())
 
 
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=str)
+def test_tables_that_are_looked_up_together_are_refused(option: dict) -> None:
+    model = DataParallel(nn.Embedding(4, 2, **option), ["cpu", "cpu"], workers="processes")
+    with pytest.raises(ValueError, match="look rows up together"):
+        model(torch.arange(4))
+
+
 def test_a_process_that_dies_is_named_and_replaced() -> None:
     before = psutil.Process().children()
     model = DataParallel(net().eval(), ["cpu", "cpu"], workers="processes")

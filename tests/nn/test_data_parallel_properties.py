@@ -374,14 +374,12 @@ def test_embeddings_dense_and_sparse(data: st.DataObject, words: Words) -> None:
     check_embedding(words, data)
 
 
-@pytest.mark.xfail(strict=True, reason="each replica counts its own part")
 @some(60)
 @given(st.data(), embeddings(scale_grad_by_freq=True))
 def test_embeddings_that_divide_by_frequencies(data: st.DataObject, words: Words) -> None:
     check_embedding(words, data)
 
 
-@pytest.mark.xfail(strict=True, reason="each replica counts its own part")
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_bags_that_divide_by_frequencies(mode: str) -> None:
     bag = nn.EmbeddingBag(2, 1, mode=mode, scale_grad_by_freq=True)
@@ -390,14 +388,12 @@ def test_bags_that_divide_by_frequencies(mode: str) -> None:
 
 
 # Not strict: the rows are wrong only if two replicas are at one of them at the same time.
-@pytest.mark.xfail(reason="replicas normalise the same rows at the same time")
 @some(60)
 @given(st.data(), embeddings(max_norm=0.5))
 def test_embeddings_that_normalise_what_is_looked_up(data: st.DataObject, words: Words) -> None:
     check_embedding(words, data)
 
 
-@pytest.mark.xfail(reason="replicas normalise the same rows at the same time")
 def test_rows_that_several_replicas_look_up_are_normalised_once() -> None:
     rows = torch.randperm(2000).repeat(2)
     for _ in range(40):
@@ -409,7 +405,6 @@ def test_rows_that_several_replicas_look_up_are_normalised_once() -> None:
         assert torch.equal(table.weight, expected.weight)
 
 
-@pytest.mark.xfail(strict=True, reason="only dense + sparse is a sum in torch")
 def test_a_table_that_one_replica_uses_sparsely_and_another_densely() -> None:
     class Either(nn.Module):
         def __init__(self) -> None:

@@ -126,10 +126,15 @@ def add_up(of_replicas: Sequence[Gradients], homes: Sequence[torch.device]) -> G
                 sums.append(so_far)
                 more.append(gradient)
             else:
-                total[index] = so_far + gradient
+                total[index] = sum_of_two(so_far, gradient)
         if sums:
             torch._foreach_add_(sums, more)
     return total
+
+
+def sum_of_two(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The sum of gradients of which one may be sparse, and which torch adds to dense ones only."""
+    return second + first if first.is_sparse and not second.is_sparse else first + second
 
 
 def _at_home(gradient: torch.Tensor | None, home: torch.device) -> torch.Tensor | None:

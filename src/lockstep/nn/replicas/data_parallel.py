@@ -44,8 +44,8 @@ class DataParallel(Wrapper):
     that have changed (which torch has to know: a write to ``parameter.data`` of an accelerator is
     not noticed on the others). What the first replica does to buffers stays. What any does to
     attributes (``self.count += 1``) is lost, as each has its own, which are the module's before
-    every call. Hooks of the module run in each replica. Random numbers, of dropout say, are drawn
-    by all from one generator, in no fixed order.
+    every call; so is a buffer that is assigned anew. Hooks of the module run in each replica.
+    Random numbers, of dropout say, are drawn by all from one generator, in no fixed order.
 
     Args:
         module: What is replicated. Its parameters and buffers are on the first device.
@@ -139,7 +139,7 @@ class DataParallel(Wrapper):
             arguments = list(zip(parts, kwargs_parts, strict=True))
             outputs = self._replicas.call(self.module, name, arguments)
             if self.buffer_policy == "mean":
-                self._replicas.average_buffers(self.module)
+                self._replicas.average_buffers(self.module, len(parts))
         return self.gather(outputs, self.output_device)
 
     # What a subclass may do in another way
@@ -211,11 +211,14 @@ def data_parallel(
     if not parts:
         parts, kwargs = ((),), ({},)
     used = devices[: len(parts)]
+    target = used[0] if output_device is None else output_device
+    if len(devices) == 1:
+        return gather([module(*parts[0], **kwargs[0])], target, dim)
     # Parts of one tensor have one version, and autograd would take what a replica does to its own
     # in place for a change of the others'.
     parts, kwargs = map_tensors(torch.clone, (parts, kwargs))
     outputs = parallel_apply(replicate(module, used), parts, kwargs, used)
-    return gather(outputs, used[0] if output_device is None else output_device, dim)
+    return gather(outputs, target, dim)
 
 
 def devices_for(device_ids: Sequence[Device] | None) -> list[torch.device]:

@@ -43,7 +43,9 @@ class Part:
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         self.results: Any = None
-        self._is_over = False
+        # Outputs whose graph is gone, and those that the backward which runs begins in.
+        self._over: set[int] = set()
+        self._begun: set[int] = set()
         self._call = call
         self._arguments = arguments
         self._leaves = leaves
@@ -66,7 +68,8 @@ class Part:
 
     def ends(self, d_outputs: Gradients) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where its backward begins, and with which gradients."""
-        if self._is_over:
+        self._begun = {i for i, gradient in enumerate(d_outputs) if gradient is not None}
+        if self._begun & self._over:
             raise RuntimeError(
                 "A second backward through replicas whose first has let go of what it needs. Give "
                 "the first retain_graph=True."
@@ -78,9 +81,10 @@ class Part:
         ]
 
     def forget(self) -> None:
-        """Let go of the graph."""
-        self.outputs = [output.detach() for output in self.outputs]
-        self._is_over = True
+        """Let go of the graph of those outputs in which the last backward began."""
+        self._over |= self._begun
+        for index in self._begun:
+            self.outputs[index] = self.outputs[index].detach()
 
     def take_gradients(self) -> tuple[Gradients, Gradients]:
         """Those of the parameters and of the inputs; the leaves have none then."""

@@ -28,7 +28,7 @@ from lockstep.nn.replicas.messages import (
 )
 from lockstep.nn.replicas.part import Part, run_backward
 from lockstep.nn.replicas.tensors import map_tensors
-from lockstep.nn.replicas.twins import own_tensors, versions_of_buffers
+from lockstep.nn.replicas.twins import own_tensors, versions_of
 from lockstep.nn.replicas.wire import Wire, tensor_at
 
 _CPU = torch.device("cpu")
@@ -100,10 +100,10 @@ class ReplicaProcess:
             own.training = training
         for parameter, trained in zip(self._parameters, call.trained, strict=True):
             parameter.requires_grad_(trained)
-        buffers = list(own_tensors(parts, "_buffers"))
+        buffers = self._own_buffers(parts)
         for index, value in call.buffers.items():
             buffers[index].data = value.clone()
-        before = [*zip(map(id, buffers), versions_of_buffers(parts), strict=True)]
+        before = [*zip(map(id, buffers), versions_of(buffers, parts), strict=True)]
         torch.set_default_dtype(call.default_dtype)
         flags = iter(call.require_grad)
         # Clones: what has come is there until the next message only.
@@ -128,11 +128,16 @@ class ReplicaProcess:
             self._changed_buffers(parts, before),
         )
 
+    def _own_buffers(self, parts: list[nn.Module]) -> list[torch.Tensor]:
+        """All but those that are trained, which the caller takes for parameters."""
+        trained = {id(parameter) for parameter in self._parameters}
+        return [b for b in own_tensors(parts, "_buffers") if id(b) not in trained]
+
     def _changed_buffers(
         self, parts: list[nn.Module], before: list[tuple[int, object]]
     ) -> dict[int, torch.Tensor]:
-        buffers = list(own_tensors(parts, "_buffers"))
-        now = zip(map(id, buffers), versions_of_buffers(parts), strict=True)
+        buffers = self._own_buffers(parts)
+        now = zip(map(id, buffers), versions_of(buffers, parts), strict=True)
         return {
             i: buffers[i]
             for i, (is_, was) in enumerate(zip(now, before, strict=True))

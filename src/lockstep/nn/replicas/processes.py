@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import json
-import operator
-import os
 import pickle
-import socket
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -24,28 +17,20 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.comm.shm.memory import Segment
 from lockstep.errors import ReplicaLost
-from lockstep.nn.replicas.boundary import Gradients, call_replicas
+from lockstep.nn.replicas.boundary import Gradients, call_replicas, sum_of_two
+from lockstep.nn.replicas.known import Known
 from lockstep.nn.replicas.meeting import mark_as_one, sum_over_ranks
+from lockstep.nn.replicas.member import Member, end_members
 from lockstep.nn.replicas.messages import Backward, Call, Error, Returned, Sum, Tensors
 from lockstep.nn.replicas.messages import Gradients as GradientsOf
 from lockstep.nn.replicas.modes import Modes
 from lockstep.nn.replicas.openmp import alone
 from lockstep.nn.replicas.part import Arguments
+from lockstep.nn.replicas.tables import tables_in
 from lockstep.nn.replicas.tensors import map_tensors, tensors_in
-from lockstep.nn.replicas.twins import own_tensors, versions_of_buffers
-from lockstep.nn.replicas.wire import Packed, Place, Wire, places_for, tensor_at
+from lockstep.nn.replicas.twins import trained_and_buffers, versions_of
+from lockstep.nn.replicas.wire import Packed, Place, places_for, tensor_at
 from lockstep.nn.replicas.workers import Outcome, values_of
-
-_PATIENCE_SECONDS = 2.0
-# Let glibc keep the memory of one step for the next: to give it back to the kernel and to get it
-# again takes up to a third of a step.
-_ALLOCATION = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-_MAIN = """\
-import json, sys
-sys.path[:] = json.loads(sys.argv.pop(1))
-from lockstep.nn.replicas.process import main
-main(sys.argv[1:])
-"""
 
 
 class ProcessReplicas:
@@ -80,7 +65,7 @@ class ProcessReplicas:
             self._crew.take(module)
             return call_replicas(_ProcessCall(self._crew, self._lock, method, arguments))
 
-    def average_buffers(self, module: nn.Module) -> None:
+    def average_buffers(self, module: nn.Module, count: int) -> None:
         """Give the module the mean of what the last call has made of floating-point buffers."""
         if self._crew is not None:
             self._crew.average_buffers()
@@ -102,21 +87,26 @@ class _Crew:
         self.parameters: list[torch.Tensor] = []
         self.dropped: list[int] = []
         self._numbers = itertools.count()
-        self._known = _Known([], [], [])
+        self._known = Known([], [], [])
         self._gradients: list[list[torch.Tensor]] = []
         # For each process, which version of each buffer it has.
         self._versions: list[list[object]] = []
         self._returned_buffers: list[dict[int, torch.Tensor]] = []
-        self._members = [_Member(number, len(devices)) for number in range(len(devices))]
-        self._end = weakref.finalize(self, _end, self._members)
+        self._members = [Member(number, len(devices)) for number in range(len(devices))]
+        self._end = weakref.finalize(self, end_members, self._members)
 
     def take(self, module: nn.Module) -> None:
         """Let all have the module, as it is now."""
         parts = list(module.modules())
-        parameters, buffers = (list(own_tensors(parts, k)) for k in ("_parameters", "_buffers"))
+        parameters, buffers = trained_and_buffers(parts)
+        if tables_in(parts):
+            raise ValueError(
+                "Replicas in processes can't look rows up together, which embeddings with max_norm "
+                "or scale_grad_by_freq ask for. Use workers='threads'."
+            )
         if not self._known.is_still(parts, parameters, buffers):
             self._send_module(module, parameters, buffers)
-            self._known = _Known(parts, parameters, buffers)
+            self._known = Known(parts, parameters, buffers)
         self.parameters = parameters
 
     def _send_module(
@@ -143,7 +133,7 @@ class _Crew:
                 member.wire.send_packed(packed)
                 of_gradients.close()
             memory.close()
-        versions = versions_of_buffers(list(module.modules()))
+        versions = versions_of(buffers, list(module.modules()))
         self._versions = [list(versions) for _ in self._members]
         values_of(self._answers(len(self._members)), self.devices)
 
@@ -180,7 +170,7 @@ class _Crew:
 
     def _new_buffers(self, replica: int) -> dict[int, torch.Tensor]:
         """Those of which that process has another version than the module."""
-        now = versions_of_buffers(self._known.parts)
+        now = versions_of(self._known.buffers, self._known.parts)
         before, self._versions[replica] = self._versions[replica], now
         return {
             index: self._known.buffers[index]
@@ -278,127 +268,6 @@ class _Crew:
             raise
 
 
-class _Member:
-    """One process, as the caller has it."""
-
-    def __init__(self, number: int, count: int) -> None:
-        self.number = number
-        (mine, its), (lifeline, of_its) = socket.socketpair(), socket.socketpair()
-        self.wire = Wire(mine)
-        # Held open: when this process ends, however it does, so does the other.
-        self._lifeline = lifeline
-        num_threads = max(1, torch.get_num_threads() // count)
-        seed = (torch.initial_seed() + number) % 2**63
-        numbers = (its.fileno(), of_its.fileno(), number, count, num_threads, seed)
-        with its, of_its:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN, json.dumps(sys.path), *map(str, numbers)],
-                stdin=subprocess.DEVNULL,
-                env=_ALLOCATION | os.environ | {"OMP_NUM_THREADS": str(num_threads)},
-                pass_fds=(its.fileno(), of_its.fileno()),
-                start_new_session=True,  # Ctrl-C is for the caller
-            )
-
-    def send(self, packed: Packed) -> None:
-        """Send it something.
-
-        Raises:
-            ReplicaLost: If the process has ended.
-        """
-        try:
-            self.wire.send_packed(packed)
-        except OSError as error:
-            raise self._lost() from error
-
-    def receive(self) -> Any:
-        """What it says; tensors are there until the next time.
-
-        Raises:
-            ReplicaLost: If the process has ended.
-        """
-        try:
-            return self.wire.receive()
-        except (EOFError, OSError) as error:
-            raise self._lost() from error
-
-    def _lost(self) -> ReplicaLost:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_PATIENCE_SECONDS)
-        return ReplicaLost(
-            f"The process of replica {self.number} (pid {self._process.pid}) has ended, with exit "
-            f"code {self._process.returncode}. What it wrote may tell why; if it is -9, it was "
-            "killed, perhaps for want of memory. The next call starts new ones."
-        )
-
-    def hang_up(self) -> None:
-        """Let it end."""
-        self.wire.close()
-        self._lifeline.close()
-
-    def wait(self) -> None:
-        """Wait until it has ended, or end it."""
-        try:
-            self._process.wait(_PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def _end(members: Sequence[_Member]) -> None:
-    for member in members:
-        member.hang_up()
-    for member in members:
-        member.wait()
-
-
-class _Known:
-    """What the processes know of the module: parts, tensors, and all other attributes.
-
-    An attribute is taken for changed if it is another object, or a container of another length.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[nn.Module],
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-    ) -> None:
-        self.parts = list(parts)
-        self.buffers = list(buffers)
-        self._parameters = list(parameters)
-        self._starts = [parameter.data_ptr() for parameter in parameters]
-        self._attributes = _attributes(parts)
-        self._containers = [
-            value for value in self._attributes if isinstance(value, dict | list | set)
-        ]
-        self._lengths = [*map(len, self._containers)]
-
-    def is_still(
-        self,
-        parts: Sequence[nn.Module],
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-    ) -> bool:
-        """Whether the module is as it was, but for what is in its tensors."""
-        return (
-            _are_same(parts, self.parts)
-            and _are_same(parameters, self._parameters)
-            and _are_same(buffers, self.buffers)
-            and [parameter.data_ptr() for parameter in parameters] == self._starts
-            and _are_same(_attributes(parts), self._attributes)
-            and [*map(len, self._containers)] == self._lengths
-        )
-
-
-def _attributes(parts: Sequence[nn.Module]) -> list[object]:
-    # Whether it is training is told with each call.
-    return [v for part in parts for v in (part.__dict__ | {"training": None}).values()]
-
-
-def _are_same(mine: Sequence[object], others: Sequence[object]) -> bool:
-    return len(mine) == len(others) and all(map(operator.is_, mine, others))
-
-
 def _move_together(parameters: Sequence[torch.Tensor]) -> tuple[list[Place], Segment, int]:
     """Move parameters to memory that other processes can map."""
     for parameter in parameters:
@@ -425,7 +294,7 @@ def _sums(of_replicas: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Te
     several = [i for i, own in enumerate(found) if len(own) > 1]
     dense = [i for i in several if all(g.layout is torch.strided for g in found[i])]
     for index in set(several).difference(dense):
-        sums[index] = functools.reduce(operator.add, found[index])
+        sums[index] = functools.reduce(sum_of_two, found[index])
     if dense:
         totals = torch._foreach_add([found[i][0] for i in dense], [found[i][1] for i in dense])
         for index, total in zip(dense, totals, strict=True):

@@ -10,6 +10,7 @@ from torch import nn
 
 from lockstep.nn.arguments import Device
 from lockstep.nn.replicas.devices import as_device
+from lockstep.nn.replicas.tables import as_table, tables_in
 from lockstep.nn.replicas.twins import Twin, own_tensors
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -39,13 +40,15 @@ def replicate(network: Network, devices: Sequence[Device], detach: bool = False)
     parameters = list(own_tensors(parts, "_parameters"))
     buffers = list(own_tensors(parts, "_buffers"))
     replicas = []
+    tables = tables_in(parts)
     is_taken: set[int] = set()
     for device in map(as_device, devices):
         twin = Twin(network)
         tensors = {}
         for parameter in parameters:
             there = parameter if parameter.device == device else parameter.to(device)
-            tensors[id(parameter)] = there.detach() if detach else there
+            there = there.detach() if detach else there
+            tensors[id(parameter)] = as_table(there) if id(parameter) in tables else there
         for buffer in buffers:
             if buffer.device == device and id(buffer) not in is_taken:
                 is_taken.add(id(buffer))

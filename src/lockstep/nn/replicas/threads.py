@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,7 +16,8 @@ from lockstep.nn.replicas.apply import on_device
 from lockstep.nn.replicas.boundary import Gradients, add_up, call_replicas
 from lockstep.nn.replicas.meeting import attending
 from lockstep.nn.replicas.part import Arguments, Part, run_backward
-from lockstep.nn.replicas.twins import Twin, own_tensors, version_of, versions_of_buffers
+from lockstep.nn.replicas.tables import leaf_as_table, tables_in
+from lockstep.nn.replicas.twins import Twin, trained_and_buffers, version_of, versions_of
 from lockstep.nn.replicas.workers import WorkerThreads, values_of
 
 
@@ -54,11 +55,11 @@ class ThreadReplicas:
             ]
             return call_replicas(_ThreadCall(parts, parameters, self._workers, self._lock))
 
-    def average_buffers(self, module: nn.Module) -> None:
-        """Give the module the mean of all replicas' floating-point buffers."""
+    def average_buffers(self, module: nn.Module, count: int) -> None:
+        """Give the module the mean of the first ``count`` replicas' floating-point buffers."""
         with self._lock, torch.no_grad():
-            for buffer in own_tensors(list(module.modules()), "_buffers"):
-                copies = [replica.copy_of(buffer) for replica in self._replicas[1:]]
+            for buffer in trained_and_buffers(list(module.modules()))[1]:
+                copies = [replica.copy_of(buffer) for replica in self._replicas[1:count]]
                 if buffer.is_floating_point() and copies:
                     there = [copied.to(buffer.device) for copied in copies]
                     buffer.copy_(torch.stack([buffer, *there]).mean(0))
@@ -71,12 +72,11 @@ class ThreadReplicas:
                 _Replica(module, device, is_first=number == 0)
                 for number, device in enumerate(self._devices)
             ]
-        parameters = list(own_tensors(parts, "_parameters"))
-        buffers = list(own_tensors(parts, "_buffers"))
-        versions = versions_of_buffers(parts)
+        parameters, buffers = trained_and_buffers(parts)
         self._check(parameters, buffers)
+        versions, tables = versions_of(buffers, parts), tables_in(parts)
         for replica in self._replicas[:count]:
-            replica.take_after(parameters, buffers, versions)
+            replica.take_after(parameters, buffers, versions, tables)
         return parameters, self._replicas[:count]
 
     def _check(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
@@ -127,6 +127,7 @@ class _Replica:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
         versions: Sequence[object],
+        tables: Collection[int],
     ) -> None:
         """Be what the module is now.
 
@@ -134,12 +135,13 @@ class _Replica:
             parameters: The module's.
             buffers: The module's.
             versions: What is another one if a buffer has changed.
+            tables: The ``id()`` of those parameters that replicas look up together.
         """
         leaves, self._leaves = self._leaves, {}
         for parameter in parameters:
             leaf = leaves.get(id(parameter))
             if leaf is None or not leaf.is_still_that_of(parameter):
-                leaf = _Leaf(parameter, self.device)
+                leaf = _Leaf(parameter, self.device, is_table=id(parameter) in tables)
             self._leaves[id(parameter)] = leaf
         copies, self._copies = self._copies, {}
         # The first has the module's own: what it does to them stays.
@@ -179,7 +181,7 @@ class _Copy:
 class _Leaf:
     """A leaf that shares a parameter's memory or, on another device, is a copy."""
 
-    def __init__(self, original: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, original: torch.Tensor, device: torch.device, *, is_table: bool) -> None:
         self._original = original
         self._version = version_of(original)
         self._is_shared = original.device == device
@@ -188,6 +190,7 @@ class _Leaf:
             there = there.to(device)
         if isinstance(original, nn.Parameter):
             there = nn.Parameter(there, requires_grad=original.requires_grad)
+            there = leaf_as_table(there) if is_table else there
             there.__dict__.update(original.__dict__)
         self.tensor = there.requires_grad_(original.requires_grad)
 

@@ -70,8 +70,18 @@ def own_tensors(parts: Sequence[nn.Module], kind: str) -> Iterator[torch.Tensor]
                 yield tensor
 
 
-def versions_of_buffers(parts: Sequence[nn.Module]) -> list[object]:
-    """For each of the own ``"_buffers"`` of ``parts`` what is another one once it has changed."""
+def trained_and_buffers(
+    parts: Sequence[nn.Module],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The parameters of ``parts``, and buffers that require a gradient; and all other buffers."""
+    buffers = list(own_tensors(parts, "_buffers"))
+    trained = [buffer for buffer in buffers if buffer.requires_grad]
+    parameters = [*own_tensors(parts, "_parameters"), *trained]
+    return parameters, [buffer for buffer in buffers if not buffer.requires_grad]
+
+
+def versions_of(buffers: Sequence[torch.Tensor], parts: Sequence[nn.Module]) -> list[object]:
+    """For each of the buffers of ``parts`` what is another one once it has changed."""
     # Statistics are written to without their version being counted. Shown by
     # test_statistics_are_those_of_the_last_call.
     counting = {
@@ -80,10 +90,7 @@ def versions_of_buffers(parts: Sequence[nn.Module]) -> list[object]:
         if part.training and isinstance(part, _NormBase)
         for buffer in part._buffers.values()
     }
-    return [
-        object() if id(buffer) in counting else version_of(buffer)
-        for buffer in own_tensors(parts, "_buffers")
-    ]
+    return [object() if id(buffer) in counting else version_of(buffer) for buffer in buffers]
 
 
 def version_of(tensor: torch.Tensor) -> object:

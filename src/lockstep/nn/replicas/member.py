@@ -1,0 +1,102 @@
+"""A replica's process, as the caller has it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lockstep.errors import ReplicaLost
+from lockstep.nn.replicas.wire import Packed, Wire
+
+_PATIENCE_SECONDS = 2.0
+# Let glibc keep the memory of one step for the next: to give it back to the kernel and to get it
+# again takes up to a third of a step.
+_ALLOCATION = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+_MAIN = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+from lockstep.nn.replicas.process import main
+main(sys.argv[1:])
+"""
+
+
+class Member:
+    """One process, as the caller has it."""
+
+    def __init__(self, number: int, count: int) -> None:
+        self.number = number
+        (mine, its), (lifeline, of_its) = socket.socketpair(), socket.socketpair()
+        self.wire = Wire(mine)
+        # Held open: when this process ends, however it does, so does the other.
+        self._lifeline = lifeline
+        num_threads = max(1, torch.get_num_threads() // count)
+        seed = (torch.initial_seed() + number) % 2**63
+        numbers = (its.fileno(), of_its.fileno(), number, count, num_threads, seed)
+        with its, of_its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN, json.dumps(sys.path), *map(str, numbers)],
+                stdin=subprocess.DEVNULL,
+                env=_ALLOCATION | os.environ | {"OMP_NUM_THREADS": str(num_threads)},
+                pass_fds=(its.fileno(), of_its.fileno()),
+                start_new_session=True,  # Ctrl-C is for the caller
+            )
+
+    def send(self, packed: Packed) -> None:
+        """Send it something.
+
+        Raises:
+            ReplicaLost: If the process has ended.
+        """
+        try:
+            self.wire.send_packed(packed)
+        except OSError as error:
+            raise self._lost() from error
+
+    def receive(self) -> Any:
+        """What it says; tensors are there until the next time.
+
+        Raises:
+            ReplicaLost: If the process has ended.
+        """
+        try:
+            return self.wire.receive()
+        except (EOFError, OSError) as error:
+            raise self._lost() from error
+
+    def _lost(self) -> ReplicaLost:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE_SECONDS)
+        return ReplicaLost(
+            f"The process of replica {self.number} (pid {self._process.pid}) has ended, with exit "
+            f"code {self._process.returncode}. What it wrote may tell why; if it is -9, it was "
+            "killed, perhaps for want of memory. The next call starts new ones."
+        )
+
+    def hang_up(self) -> None:
+        """Let it end."""
+        self.wire.close()
+        self._lifeline.close()
+
+    def wait(self) -> None:
+        """Wait until it has ended, or end it."""
+        try:
+            self._process.wait(_PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def end_members(members: Sequence[Member]) -> None:
+    """Let all end, and wait for them."""
+    for member in members:
+        member.hang_up()
+    for member in members:
+        member.wait()
