@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -55,6 +56,22 @@ class Wrapper(nn.Module):
             self.module.add_module(name, module)
         else:
             super().add_module(name, module)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add it to the model."""
+        if "_is_ready" in self.__dict__:
+            self.module.register_parameter(name, param)
+        else:
+            super().register_parameter(name, param)
+
+    def register_buffer(
+        self, name: str, tensor: torch.Tensor | None, persistent: bool = True
+    ) -> None:
+        """Add it to the model."""
+        if "_is_ready" in self.__dict__:
+            self.module.register_buffer(name, tensor, persistent)
+        else:
+            super().register_buffer(name, tensor, persistent)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As any module's; what the bare model has saved is loaded, too."""

@@ -15,6 +15,7 @@ from lockstep.nn import no_sync
 from lockstep.nn.attachment import Attachment, attachment_of
 from lockstep.nn.engine import is_reached
 from lockstep.nn.replicas.boundary import current_task
+from lockstep.nn.replicas.meeting import is_part_of_batch
 
 
 @contextlib.contextmanager
@@ -56,6 +57,14 @@ def accumulate(module: nn.Module) -> Iterator[None]:
             raise
         finally:
             batch.num_contexts -= 1
+
+
+def has_open_batch() -> bool:
+    """Whether a mean may be over a part of a batch."""
+    return bool(_batches_of(this_thread()))
+
+
+is_part_of_batch.append(has_open_batch)
 
 
 def has_begun_batch() -> bool:

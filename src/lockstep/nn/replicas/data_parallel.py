@@ -45,7 +45,10 @@ class DataParallel(Wrapper):
     not noticed on the others). What the first replica does to buffers stays. What any does to
     attributes (``self.count += 1``) is lost, as each has its own, which are the module's before
     every call; so is a buffer that is assigned anew. Hooks of the module run in each replica.
-    Random numbers, of dropout say, are drawn by all from one generator, in no fixed order.
+    Random numbers, of dropout say, are drawn by all threads from one generator, in no fixed order:
+    ``torch.utils.checkpoint`` can't restore what was drawn, so a checkpoint with dropout in it needs
+    replicas in processes. What :func:`torch.autograd.graph.saved_tensors_hooks` does to tensors, it
+    does to those of the first replica.
 
     Args:
         module: What is replicated. Its parameters and buffers are on the first device.
@@ -60,7 +63,8 @@ class DataParallel(Wrapper):
             CPU, where no other replica holds up Python's interpreter. They start with the first
             call, which moves the parameters to memory that all share, and end with this object.
             The module and its inputs must be such that they can be pickled; an attribute that is
-            changed in place, other than by its length, is not noticed.
+            changed in place, other than by its length, is not noticed. :func:`lockstep.accumulate`
+            and embeddings with ``max_norm`` or ``scale_grad_by_freq`` need threads.
         buffers: ``"first"`` keeps what the first replica does to them, ``"mean"`` the mean over
             all replicas, of those of floating point.
 

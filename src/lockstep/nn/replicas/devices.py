@@ -14,7 +14,9 @@ def as_device(device: Device) -> torch.device:
         ValueError: If it is the index of an accelerator that isn't there.
     """
     if not isinstance(device, int):
-        return torch.device(device)
+        named = torch.device(device)
+        # As tensors there say: the CPU has no index, and others have one.
+        return torch.device("cpu") if named.type == "cpu" else torch.empty(0, device=named).device
     if device == -1:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -148,6 +148,11 @@ def sum_over_ranks(
     return torch.cat([own, own.new_full((1,), num_ranks)])
 
 
+# Asked before replicas in processes add up a mean: whether it is one of several that a batch of
+# this thread consists of, of which those processes know nothing.
+is_part_of_batch: list[Callable[[], bool]] = []
+
+
 def mark_as_one(tensor: torch.Tensor) -> None:
     """Say that all replicas have the same scalar, which is to be gathered once.
 

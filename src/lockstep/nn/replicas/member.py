@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.shm.lines import shut_down
+from lockstep.comm.shm.memory import Segment
 from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas.wire import Packed, Wire
 
@@ -33,8 +35,9 @@ class Member:
 
     def __init__(self, number: int, count: int) -> None:
         self.number = number
+        self.owner = os.getpid()
         (mine, its), (lifeline, of_its) = socket.socketpair(), socket.socketpair()
-        self.wire = Wire(mine)
+        self._wire = Wire(mine)
         # Held open: when this process ends, however it does, so does the other.
         self._lifeline = lifeline
         num_threads = max(1, torch.get_num_threads() // count)
@@ -42,32 +45,41 @@ class Member:
         numbers = (its.fileno(), of_its.fileno(), number, count, num_threads, seed)
         with its, of_its:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN, json.dumps(sys.path), *map(str, numbers)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-c",
+                    _MAIN,
+                    json.dumps([*map(str, sys.path)]),
+                    *map(str, numbers),
+                ],
                 stdin=subprocess.DEVNULL,
                 env=_ALLOCATION | os.environ | {"OMP_NUM_THREADS": str(num_threads)},
                 pass_fds=(its.fileno(), of_its.fileno()),
                 start_new_session=True,  # Ctrl-C is for the caller
             )
 
-    def send(self, packed: Packed) -> None:
-        """Send it something.
+    def send(self, packed: Packed, memory: Sequence[Segment] = ()) -> None:
+        """Send it something, and then memory to map.
 
         Raises:
             ReplicaLost: If the process has ended.
         """
         try:
-            self.wire.send_packed(packed)
+            self._wire.send_packed(packed)
+            for segment in memory:
+                self._wire.send_memory(segment)
         except OSError as error:
             raise self._lost() from error
 
     def receive(self) -> Any:
-        """What it says; tensors are there until the next time.
+        """What it says.
 
         Raises:
             ReplicaLost: If the process has ended.
         """
         try:
-            return self.wire.receive()
+            return self._wire.receive()
         except (EOFError, OSError) as error:
             raise self._lost() from error
 
@@ -82,7 +94,8 @@ class Member:
 
     def hang_up(self) -> None:
         """Let it end."""
-        self.wire.close()
+        self._wire.close()
+        shut_down(self._lifeline)
         self._lifeline.close()
 
     def wait(self) -> None:
@@ -96,7 +109,13 @@ class Member:
 
 def end_members(members: Sequence[Member]) -> None:
     """Let all end, and wait for them."""
+    if any(member.owner != os.getpid() for member in members):
+        return  # this process was forked from that which has them
     for member in members:
         member.hang_up()
     for member in members:
         member.wait()
+
+
+def _import_path() -> str:
+    return json.dumps([*map(str, sys.path)])

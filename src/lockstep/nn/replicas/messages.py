@@ -42,6 +42,7 @@ class Call(NamedTuple):
         trained: Which parameters require a gradient.
         buffers: Those that have changed, by index.
         dropped: Calls of which no backward will come.
+        num_parts: How many replicas are called.
     """
 
     number: int
@@ -54,6 +55,7 @@ class Call(NamedTuple):
     trained: list[bool]
     buffers: dict[int, torch.Tensor]
     dropped: list[int]
+    num_parts: int
 
 
 class Returned(NamedTuple):

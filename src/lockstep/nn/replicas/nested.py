@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -25,11 +26,12 @@ _WHOLE = (torch.Tensor, PackedSequence, torch.Size, nn.Module, type)
 def children(value: object) -> dict[object, object] | None:
     """What a container holds, by index, key or name of the field; None for all that is a leaf.
 
-    Containers are lists, tuples of all kinds, mappings that can be changed, and dataclasses.
+    Containers are lists, deques, tuples of all kinds, mappings that can be changed, and
+    dataclasses.
     """
     if isinstance(value, _WHOLE):
         return None
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, deque)):
         return dict(enumerate(value))
     # Before dataclasses, as some are both: the model outputs of Hugging Face, whose items are
     # those of their fields that are not None.
@@ -54,8 +56,9 @@ def like(value: _T, new: Sequence[object]) -> _T:
         insists = hasattr(value, "n_sequence_fields") and not hasattr(value, "_fields")
         return cast(_T, type(value)(new) if insists else tuple.__new__(type(value), new))
     other: Any = copy.copy(value)
-    if isinstance(other, list):
-        other[:] = new
+    if isinstance(other, (list, deque)):
+        other.clear()
+        other.extend(new)
         return cast(_T, other)
     named = zip(children(value) or (), new, strict=True)
     if isinstance(other, MutableMapping):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import select
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -50,8 +51,6 @@ class ReplicaProcess:
         self._module = nn.Module()
         self._parameters: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor] = []
-        # As the caller has them, and as the last call has left them.
-        self._buffers: list[torch.Tensor] = []
         self._calls: dict[int, Part] = {}
 
     def serve(self) -> None:
@@ -64,10 +63,9 @@ class ReplicaProcess:
         while True:
             try:
                 message = self._wire.receive()
+                answer = answers[type(message)](message)
             except EOFError:
                 return
-            try:
-                answer = answers[type(message)](message)
             except Exception as error:
                 answer = _as_message(error)
             try:
@@ -79,7 +77,6 @@ class ReplicaProcess:
                 self._wire.send(_as_message(TypeError(text)))
 
     def _take_module(self, tensors: Tensors) -> None:
-        buffers = [buffer.clone() for buffer in tensors.buffers]
         memory, of_gradients = self._wire.receive_memory(), self._wire.receive_memory()
         self._gradients = [tensor_at(of_gradients, place) for place in tensors.places]
         self._parameters = [
@@ -88,8 +85,7 @@ class ReplicaProcess:
             else tensor_at(memory, place)
             for place, is_parameter in zip(tensors.places, tensors.are_parameters, strict=True)
         ]
-        self._buffers = buffers
-        self._module = self._wire.receive([*self._parameters, *buffers])
+        self._module = self._wire.receive([*self._parameters, *tensors.buffers])
         self._calls.clear()
 
     def _call(self, call: Call) -> Returned:
@@ -102,22 +98,24 @@ class ReplicaProcess:
             parameter.requires_grad_(trained)
         buffers = self._own_buffers(parts)
         for index, value in call.buffers.items():
-            buffers[index].data = value.clone()
-        before = [*zip(map(id, buffers), versions_of(buffers, parts), strict=True)]
+            buffers[index].data = value
+        before = versions_of(buffers, parts)
         torch.set_default_dtype(call.default_dtype)
         flags = iter(call.require_grad)
-        # Clones: what has come is there until the next message only.
-        arguments = map_tensors(lambda t: t.clone().requires_grad_(next(flags)), call.arguments)
-        attributes = [(part, part.__dict__.copy()) for part in parts]
+        arguments = map_tensors(lambda t: t.requires_grad_(next(flags)), call.arguments)
+        self._meeting.count = call.num_parts
+        was = [(own, own.__dict__.copy(), own._buffers.copy()) for own in parts]
         method = getattr(self._module, call.method)
         part = Part(_CPU, self._parameters, method, arguments, owns_inputs=True)
         try:
             with call.modes.entered(), self._meeting.attended_by(self._replica):
                 part.forward()
         finally:
-            for own, was in attributes:  # each call begins with those of the caller's module
+            for own, attributes, its_buffers in was:  # each call begins with the caller's
                 own.__dict__.clear()
-                own.__dict__.update(was)
+                own.__dict__.update(attributes)
+                own._buffers.clear()
+                own._buffers.update(its_buffers)
         if call.modes.grad:
             self._calls[call.number] = part
         results, part.results = part.results, None
@@ -125,7 +123,7 @@ class ReplicaProcess:
             results,
             [output.requires_grad for output in part.outputs],
             [is_one(output) for output in part.outputs],
-            self._changed_buffers(parts, before),
+            self._changed_buffers(buffers, parts, before),
         )
 
     def _own_buffers(self, parts: list[nn.Module]) -> list[torch.Tensor]:
@@ -134,20 +132,18 @@ class ReplicaProcess:
         return [b for b in own_tensors(parts, "_buffers") if id(b) not in trained]
 
     def _changed_buffers(
-        self, parts: list[nn.Module], before: list[tuple[int, object]]
+        self, buffers: list[torch.Tensor], parts: list[nn.Module], before: list[object]
     ) -> dict[int, torch.Tensor]:
-        buffers = self._own_buffers(parts)
-        now = zip(map(id, buffers), versions_of(buffers, parts), strict=True)
-        return {
-            i: buffers[i]
-            for i, (is_, was) in enumerate(zip(now, before, strict=True))
-            if is_ != was
-        }
+        now = versions_of(buffers, parts)
+        return {i: b for i, b in enumerate(buffers) if now[i] != before[i]}
 
     def _backward(self, backward: Backward) -> Gradients:
         part = self._calls.get(backward.number)
         if part is None:
-            raise ReplicaLost("The graph of this call is gone.")
+            raise ReplicaLost(
+                "The module has changed since this call, other than in its values, and its graph "
+                "is gone. Run the backward before, or use workers='threads'."
+            )
         try:
             run_backward(part.ends(backward.d_outputs), backward.keep_graph)
         finally:
@@ -180,7 +176,7 @@ class _MeetingElsewhere(Meeting):
 
     def add_up(self, replica: int, own: torch.Tensor, finish: object = None) -> torch.Tensor:
         self._wire.send(Sum(own))
-        total: torch.Tensor = self._wire.receive().clone()
+        total: torch.Tensor = self._wire.receive()
         return total
 
     def leave(self) -> None:
@@ -197,9 +193,11 @@ def _as_message(error: Exception) -> Error:
     return Error(pickled, text)
 
 
-def _end_with(lifeline: socket.socket) -> None:
+def _end_with(lifeline: socket.socket, caller: int) -> None:
     """Be no longer there than the caller, also in the middle of something."""
-    lifeline.recv(1)
+    # A child that the caller has forked may hold the other end.
+    while os.getppid() == caller and not select.select([lifeline], [], [], 1.0)[0]:
+        pass
     os._exit(0)
 
 
@@ -214,12 +212,10 @@ def main(arguments: list[str]) -> None:
     if hasattr(os, "SCHED_BATCH"):
         # Otherwise the first that is told something takes the caller's core before it has told the
         # others.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with contextlib.suppress(OSError):  # where it isn't allowed
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(num_threads)
     torch.manual_seed(seed)
-    threading.Thread(target=_end_with, args=(socket.socket(fileno=lifeline),), daemon=True).start()
+    watched = (socket.socket(fileno=lifeline), os.getppid())
+    threading.Thread(target=_end_with, args=watched, daemon=True).start()
     ReplicaProcess(Wire(socket.socket(fileno=line)), replica, count).serve()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

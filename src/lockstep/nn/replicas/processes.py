@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import mmap
+import os
 import pickle
 import threading
 import weakref
@@ -19,7 +22,7 @@ from lockstep.comm.shm.memory import Segment
 from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas.boundary import Gradients, call_replicas, sum_of_two
 from lockstep.nn.replicas.known import Known
-from lockstep.nn.replicas.meeting import mark_as_one, sum_over_ranks
+from lockstep.nn.replicas.meeting import is_part_of_batch, mark_as_one, sum_over_ranks
 from lockstep.nn.replicas.member import Member, end_members
 from lockstep.nn.replicas.messages import Backward, Call, Error, Returned, Sum, Tensors
 from lockstep.nn.replicas.messages import Gradients as GradientsOf
@@ -60,7 +63,8 @@ class ProcessReplicas:
             TypeError: If the module or the arguments can't be pickled.
         """
         with self._lock:
-            if self._crew is None or not self._crew.is_alive:
+            # Those of the process that this one was forked from are its own.
+            if self._crew is None or not self._crew.is_alive or self._crew.pid != os.getpid():
                 self._crew = _Crew(self._devices)
             self._crew.take(module)
             return call_replicas(_ProcessCall(self._crew, self._lock, method, arguments))
@@ -76,6 +80,7 @@ class _Crew:
 
     Attributes:
         is_alive: Whether all of them are there.
+        pid: Whose they are.
         devices: One for each.
         parameters: Those of the module that they have.
         dropped: Calls of which no backward will come; the processes are told with the next call.
@@ -83,6 +88,7 @@ class _Crew:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.is_alive = True
+        self.pid = os.getpid()
         self.devices = devices
         self.parameters: list[torch.Tensor] = []
         self.dropped: list[int] = []
@@ -123,16 +129,14 @@ class _Crew:
         places, memory, num_bytes = _move_together(parameters)
         are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
         self._gradients = []
-        with self._or_end():
+        tensors = Packed(Tensors(places, are_parameters, buffers))
+        with self._or_end(), contextlib.closing(memory):
             for member in self._members:
                 of_gradients, there = Segment.create(num_bytes)
                 self._gradients.append([tensor_at(there, place) for place in places])
-                member.wire.send(Tensors(places, are_parameters, buffers))
-                member.wire.send_memory(memory)
-                member.wire.send_memory(of_gradients)
-                member.wire.send_packed(packed)
-                of_gradients.close()
-            memory.close()
+                with contextlib.closing(of_gradients):
+                    member.send(tensors, [memory, of_gradients])
+                    member.send(packed)
         versions = versions_of(buffers, list(module.modules()))
         self._versions = [list(versions) for _ in self._members]
         values_of(self._answers(len(self._members)), self.devices)
@@ -143,10 +147,9 @@ class _Crew:
         """Call that method of as many replicas as there are arguments.
 
         Returns:
-            The number of the call, and what each has answered, which is there until the next one.
+            The number of the call, and what each has answered.
         """
         number, dropped = next(self._numbers), self.dropped[:]
-        del self.dropped[: len(dropped)]
         training = [part.training for part in self._known.parts]
         trained = [parameter.requires_grad for parameter in self.parameters]
         messages = [
@@ -161,10 +164,18 @@ class _Crew:
                 trained,
                 self._new_buffers(replica),
                 dropped,
+                len(arguments),
             )
             for replica, own in enumerate(arguments)
         ]
-        answers = self.ask(messages)
+        try:
+            answers = self.ask(messages)
+        except BaseException:
+            # Some may have done it: what has become of buffers isn't known, and no backward comes.
+            self._versions = [[None] * len(self._known.buffers) for _ in self._members]
+            self.dropped.append(number)
+            raise
+        del self.dropped[: len(dropped)]
         self._take_buffers([answer.buffers for answer in answers])
         return number, answers
 
@@ -180,11 +191,13 @@ class _Crew:
 
     def _take_buffers(self, returned: Sequence[dict[int, torch.Tensor]]) -> None:
         """What the first replica has done to buffers stays."""
-        self._returned_buffers = [{i: b.clone() for i, b in own.items()} for own in returned]
+        changed_by_any = set().union(*returned)
+        before = {index: self._known.buffers[index].clone() for index in changed_by_any}
+        self._returned_buffers = [before | own for own in returned]
         for versions, changed in zip(self._versions, returned, strict=False):
             for index in changed:
                 versions[index] = None
-        for index, value in self._returned_buffers[0].items():
+        for index, value in returned[0].items():
             self._write_buffer(index, value)
 
     def average_buffers(self) -> None:
@@ -208,11 +221,7 @@ class _Crew:
             ]
             for here, answer in zip(self._gradients, answers, strict=False)
         ]
-        of_inputs = [
-            None if gradient is None else gradient.clone()
-            for answer in answers
-            for gradient in answer.of_inputs
-        ]
+        of_inputs = [gradient for answer in answers for gradient in answer.of_inputs]
         return [*_sums(found), *of_inputs]
 
     def ask(self, messages: Sequence[object]) -> list[Any]:
@@ -244,13 +253,18 @@ class _Crew:
                 for number, member in list(waiting.items()):
                     answer = member.receive()
                     if isinstance(answer, Sum):
-                        sums[number] = answer.own.clone()
+                        sums[number] = answer.own
                         continue
                     del waiting[number]
                     if isinstance(answer, Error):
                         outcomes[number].error = _error(answer)
                     else:
                         outcomes[number].value = answer
+                if sums and any(ask() for ask in is_part_of_batch):
+                    raise ValueError(
+                        "Under accumulate(), the gradients of a mean in replicas can't be those of "
+                        "the whole batch if they are in other processes. Use workers='threads'."
+                    )
                 if sums:
                     total = sum_over_ranks(torch.stack(list(sums.values())).sum(0))
                     for number in sums:
@@ -278,12 +292,15 @@ def _move_together(parameters: Sequence[torch.Tensor]) -> tuple[list[Place], Seg
                 "for other devices."
             )
     places, num_bytes = places_for(parameters)
-    segment, memory = Segment.create(num_bytes)
+    segment, _ = Segment.create(num_bytes)
+    memory = mmap.mmap(segment.descriptor, max(num_bytes, 1))
     with torch.no_grad():
-        for parameter, place in zip(parameters, places, strict=True):
-            there = tensor_at(memory, place)
-            there.copy_(parameter)
-            parameter.data = there
+        for parameter, (dtype, start, shape, stride) in zip(parameters, places, strict=True):
+            if not parameter.numel():
+                continue
+            # Each with a storage of its own: who saves one doesn't save all.
+            flat = torch.frombuffer(memory, dtype=dtype, count=parameter.numel(), offset=start)
+            parameter.data = flat.as_strided(shape, stride).copy_(parameter)
     return places, segment, num_bytes
 
 
@@ -340,8 +357,7 @@ class _ProcessCall:
         outputs: list[tuple[torch.Tensor, bool]] = []
         for answer in answers:
             mine: list[torch.Tensor] = []
-            # What has come is there until the next message only.
-            self.results.append(map_tensors(lambda t: _kept(t.clone(), mine), answer.results))  # noqa: B023 - called at once
+            self.results.append(map_tensors(lambda t: _kept(t, mine), answer.results))  # noqa: B023 - called at once
             for output, is_one in zip(mine, answer.are_one, strict=True):
                 if is_one:
                     mark_as_one(output)

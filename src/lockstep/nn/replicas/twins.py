@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MethodType
 
 import torch
 from torch import nn
@@ -54,6 +55,10 @@ class Twin:
             if isinstance(original, nn.RNNBase):
                 own = state["_parameters"]
                 state["_flat_weights"] = [own.get(name) for name in state["_flat_weights_names"]]
+            for name, value in state.items():
+                # A method that was assigned is that of the twin.
+                if type(value) is MethodType and value.__self__ in self._twins:
+                    state[name] = MethodType(value.__func__, self._twins[value.__self__])
             for name in getattr(original, "_own_in_twins", ()):
                 state[name] = twin.__dict__.get(name)
             # Not through the module's own __setattr__, which looks for parameters.

@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from lockstep.comm.shm.lines import receive_message, send_message
+from lockstep.comm.shm.lines import receive_message, send_message, shut_down
 from lockstep.comm.shm.memory import Segment, map_segment
 
 # How long the message is.
@@ -27,7 +27,7 @@ class Wire:
     """One end of a line between two processes.
 
     What is sent is pickled, but for its tensors: these are copied to memory of the sender that the
-    receiver has mapped. There they stay until the next message, so what is to be kept is copied.
+    receiver has mapped, and from there.
 
     Args:
         line: A connected stream socket.
@@ -38,12 +38,9 @@ class Wire:
         self._mine = torch.empty(0, dtype=torch.uint8)
         self._theirs = torch.empty(0, dtype=torch.uint8)
 
-    def fileno(self) -> int:
-        """The line's, to wait for several."""
-        return self._line.fileno()
-
     def close(self) -> None:
-        """End the line."""
+        """End the line, also for whoever else has it open."""
+        shut_down(self._line)
         self._line.close()
 
     def send(self, value: object) -> None:
@@ -58,14 +55,15 @@ class Wire:
     def send_packed(self, packed: Packed) -> None:
         """Send what is packed already."""
         places, num_bytes = places_for(packed.tensors)
-        segment = None
-        if num_bytes > len(self._mine):
-            segment, self._mine = Segment.create(2 * num_bytes)
+        segment, memory = None, self._mine
+        if num_bytes > len(memory):
+            segment, memory = Segment.create(2 * num_bytes)
         for tensor, place in zip(packed.tensors, places, strict=True):
-            tensor_at(self._mine, place).copy_(tensor.detach())
+            tensor_at(memory, place).copy_(tensor.detach())
         message = pickle.dumps((places, packed.payload))
         descriptors = [] if segment is None else [segment.descriptor]
         send_message(self._line, _HEADER.pack(len(message)), descriptors)
+        self._mine = memory
         if segment is not None:
             segment.close()
         self._line.sendall(message)
@@ -80,7 +78,7 @@ class Wire:
         return map_segment(descriptor)
 
     def receive(self, known: Sequence[torch.Tensor] = ()) -> Any:
-        """Return what was sent; its tensors last until the next call.
+        """Return what was sent.
 
         Args:
             known: What the other end may refer to, by index.
@@ -161,7 +159,9 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, key: tuple[str, int]) -> torch.Tensor:
         kind, index = key
-        return self._tensors[kind][index]
+        tensor = self._tensors[kind][index]
+        # The next message will lie where this one does.
+        return tensor if kind == "known" else tensor.clone()
 
 
 def tensor_at(memory: torch.Tensor, place: Place) -> torch.Tensor:

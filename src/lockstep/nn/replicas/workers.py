@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import queue
 import threading
 import traceback
@@ -45,7 +47,7 @@ class WorkerThreads:
     def __init__(self, count: int) -> None:
         self._queues = [queue.SimpleQueue[Callable[[], None] | None]() for _ in range(count - 1)]
         self._num_threads = 0
-        self._is_started = False
+        self._pid = -1  # of the process in which they were started
         self.close = weakref.finalize(self, _end, self._queues)
 
     def run(
@@ -55,11 +57,13 @@ class WorkerThreads:
 
         The caller runs the first one, and what it is to do ``meanwhile``.
         """
-        if not self._is_started:
-            self._is_started = True
+        if self._pid != os.getpid():  # also in a process that was forked, which has none of them
+            self._num_threads = 0
+            self._queues[:] = [queue.SimpleQueue() for _ in self._queues]
             for number, tasks_of_one in enumerate(self._queues, start=1):
                 name = f"lockstep-replica-{number}"
                 threading.Thread(target=_work, args=(tasks_of_one,), name=name, daemon=True).start()
+            self._pid = os.getpid()
         mine = torch.get_num_threads()
         each = max(1, mine // (len(self._queues) + 1))
         if each != self._num_threads:
@@ -83,17 +87,33 @@ class WorkerThreads:
             finally:
                 done.put(None)
 
-        mine, *others = [partial(fill, o, t) for o, t in zip(outcomes, tasks, strict=True)]
+        own = [as_this_thread(task) for task in tasks[1:]]
+        mine, *others = map(partial, itertools.repeat(fill), outcomes, [*tasks[:1], *own])
         for tasks_of_one, task in zip(self._queues, others, strict=False):
-            tasks_of_one.put(as_this_thread(task))
+            tasks_of_one.put(task)
         try:
             mine()
             if meanwhile is not None:
                 meanwhile()
         finally:
-            for _ in tasks:
-                done.get()
+            _get_all(done, len(tasks))
         return outcomes
+
+
+def _get_all(done: queue.SimpleQueue[None], count: int) -> None:
+    """Wait until all are done, also if the program is to be interrupted.
+
+    Who goes on before would meet threads that still write to what the next call uses.
+    """
+    interruption: BaseException | None = None
+    while count:
+        try:
+            done.get()
+            count -= 1
+        except KeyboardInterrupt as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption
 
 
 def _set_num_threads(count: int) -> None:
