@@ -46,9 +46,9 @@ class DataParallel(Wrapper):
     attributes (``self.count += 1``) is lost, as each has its own, which are the module's before
     every call; so is a buffer that is assigned anew. Hooks of the module run in each replica.
     Random numbers, of dropout say, are drawn by all threads from one generator, in no fixed order:
-    ``torch.utils.checkpoint`` can't restore what was drawn, so a checkpoint with dropout in it needs
-    replicas in processes. What :func:`torch.autograd.graph.saved_tensors_hooks` does to tensors, it
-    does to those of the first replica.
+    ``torch.utils.checkpoint`` can't restore what was drawn, so a checkpoint with dropout in it
+    needs replicas in processes. What :func:`torch.autograd.graph.saved_tensors_hooks` does to
+    tensors, it does to those of the first replica.
 
     Args:
         module: What is replicated. Its parameters and buffers are on the first device.
