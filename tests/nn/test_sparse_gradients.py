@@ -15,6 +15,8 @@ import lockstep
 from tests.nn.test_parallelize import BOTH, wrapped
 from tests.ranks import BACKENDS, Backend, run_ranks
 
+# Older torch says so once.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 ROWS, WIDTH = 12, 3
 
 
