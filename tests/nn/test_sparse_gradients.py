@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from tests.nn.test_parallelize import BOTH, wrapped
@@ -98,24 +97,6 @@ def test_ranks_train_as_one_process_does(parallel, kind: str, backend: Backend) 
         assert_same(model, one)
 
     run_ranks(world_size, body, backend=backend)
-
-
-def test_gradients_are_torchs() -> None:
-    """With Gloo, which can add up sparse tensors, torch's wrapper gives sparse ones too."""
-
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        gradients = []
-        for wrap in (lockstep.DistributedDataParallel, TorchDDP):
-            model = copy.deepcopy(MODELS["with a layer"])
-            wrap(model, process_group=group)(*indices(0, rank)).sum().backward()
-            gradients.append([p.grad for p in model.parameters()])
-            # torch's may be through before the other rank is, and takes the connection with it.
-            group.barrier().wait()
-        for ours, theirs in zip(*gradients, strict=True):
-            assert ours.is_sparse == theirs.is_sparse
-            torch.testing.assert_close(dense(ours), dense(theirs), rtol=1e-12, atol=1e-12)
-
-    run_ranks(2, body, backend="gloo")
 
 
 def test_what_no_rank_looks_up_keeps_no_gradient() -> None:
