@@ -227,13 +227,6 @@ def test_a_mean_over_fewer_parts_than_processes(count: int) -> None:
     assert_same(gradients(module), gradients(expected))
 
 
-def test_a_mean_of_micro_batches_is_refused() -> None:
-    parallel = lockstep.parallelize(net().eval())
-    model = DataParallel(parallel, ["cpu", "cpu"], workers="processes")
-    with lockstep.accumulate(parallel), pytest.raises(ValueError, match="workers='threads'"):
-        model.loss(batch(), torch.arange(7) % 3)
-
-
 class Keeps(nn.Module):
     """Tensors in other places than parameters and arguments."""
 
@@ -320,13 +313,6 @@ def test_what_cannot_be_sent_is_said(model: DataParallel) -> None:
     module.lock = threading.Lock()
     with pytest.raises(TypeError, match=r"Net can't be sent .* workers='threads'"):
         DataParallel(module, ["cpu", "cpu"], workers="processes")(batch())
-
-
-@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=str)
-def test_tables_that_are_looked_up_together_are_refused(option: dict) -> None:
-    model = DataParallel(nn.Embedding(4, 2, **option), ["cpu", "cpu"], workers="processes")
-    with pytest.raises(ValueError, match="look rows up together"):
-        model(torch.arange(4))
 
 
 def test_a_process_that_dies_is_named_and_replaced() -> None:

@@ -211,12 +211,6 @@ class TestFailures:
         ):
             model(torch.ones(2, 2))
 
-    @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=str)
-    def test_tables_on_several_devices_are_refused(self, option: dict) -> None:
-        """Rows would be normalised, or counted, on each by itself."""
-        with pytest.raises(ValueError, match="outside of DataParallel"):
-            DataParallel(nn.Embedding(4, 2, **option), ["cpu", "meta"])(torch.arange(4))
-
     def test_a_lazy_module_is_refused(self) -> None:
         with pytest.raises(RuntimeError, match="no shape yet"):
             DataParallel(nn.LazyLinear(2), TWO)(torch.ones(2, 2))

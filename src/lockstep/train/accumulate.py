@@ -15,7 +15,6 @@ from lockstep.nn import no_sync
 from lockstep.nn.attachment import Attachment, attachment_of
 from lockstep.nn.engine import is_reached
 from lockstep.nn.replicas.boundary import current_task
-from lockstep.nn.replicas.meeting import is_part_of_batch
 
 
 @contextlib.contextmanager
@@ -59,21 +58,13 @@ def accumulate(module: nn.Module) -> Iterator[None]:
             batch.num_contexts -= 1
 
 
-def has_open_batch() -> bool:
-    """Whether a mean may be over a part of a batch."""
-    return bool(_batches_of(this_thread()))
-
-
-is_part_of_batch.append(has_open_batch)
-
-
 def has_begun_batch() -> bool:
     """Whether gradients are there, on this rank, of some micro-batches of a batch."""
     return any(batch.has_gradients() for batch in _batches_of(this_thread()))
 
 
 def count_micro_batch(
-    count: torch.Tensor, goes_on: torch.Tensor, rank: int, *, has_samples: bool
+    count: torch.Tensor, goes_on: torch.Tensor, rank: int, has_samples: bool
 ) -> torch.Tensor:
     """Make room in the gradients for those of a micro-batch; return what to divide it by.
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lockstep.comm.rank_threads import this_thread
 from lockstep.nn.backward import take_part_at_the_end
-from lockstep.nn.replicas.meeting import mark_as_one, sum_over_ranks, this_seat
+from lockstep.nn.replicas.meeting import in_caller, mark_as_one, sum_over_ranks, this_seat
 from lockstep.train.accumulate import count_micro_batch, has_begun_batch
 from lockstep.world import init
 
@@ -67,7 +67,8 @@ def mean(
     total = (values.detach().double() * counts).sum()
     # Whether a batch goes on here that accumulate() has begun: a rank that had no samples of it
     # can't tell.
-    goes_on = torch.full_like(total, has_begun_batch())
+    has_begun, rank = in_caller(_batch_and_thread)
+    goes_on = torch.full_like(total, has_begun)
     facts = torch.stack([total, counts.sum(), goes_on])
     seat = this_seat()
     # So that a rank without samples has something to run backward from.
@@ -83,12 +84,15 @@ def mean(
         over_ranks = partial(sum_over_ranks, process_group=process_group)
         facts = seat.meeting.add_up(seat.replica, facts, over_ranks)
         num_means = facts[3] * seat.meeting.count
-    result: torch.Tensor = _Mean.apply(
-        values, anchor, counts, facts[:3], num_means, group, this_thread()
-    )  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Mean.apply(values, anchor, counts, facts[:3], num_means, group, rank)  # type: ignore[no-untyped-call]
     if seat is not None:
         mark_as_one(result)
     return result
+
+
+def _batch_and_thread() -> tuple[bool, int]:
+    """Whether accumulate() has begun a batch here, and which thread this is."""
+    return has_begun_batch(), this_thread()
 
 
 def _counts(values: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
@@ -131,7 +135,7 @@ class _Mean(torch.autograd.Function):
         has_samples = ctx.needs_input_grad[0]
         if ctx.group is not None and not has_samples:
             take_part_at_the_end(ctx.group)
-        divisor = count_micro_batch(count, goes_on, ctx.rank, has_samples=has_samples)
+        divisor = in_caller(count_micro_batch, count, goes_on, ctx.rank, has_samples)
         # Times the number of those that have it, by which the reduction of the gradients divides.
         slope = gradient.double() * ctx.num_means / torch.where(divisor > 0, divisor, 1)
         return (slope * counts).to(ctx.dtype), None, None, None, None, None, None

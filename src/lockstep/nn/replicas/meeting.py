@@ -1,4 +1,7 @@
-"""Where the replicas of one call add something up while they run, as ``lockstep.mean`` does."""
+"""Where the replicas of one call add something up while they run, as ``lockstep.mean`` does.
+
+They may be in several processes: what their caller knows, they have it asked.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,19 +37,19 @@ class Meeting:
         self.count = count
         self._num_present = count
         self._changed = threading.Condition()
-        self._waiting: _Round | None = None
+        self._waiting: Round | None = None
 
-    def add_up(self, replica: int, own: torch.Tensor, finish: Finish) -> torch.Tensor:
+    def add_up(self, replica: int, own: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
         """Return ``finish`` of the sum of all replicas' tensors, in the order of the replicas.
 
         Args:
             replica: Which one this is.
             own: What it has to add, of the same shape and dtype on all, on any device.
-            finish: Is called once, in the thread of one of them.
+            finish: Is called once, in the process of the caller; it can be pickled.
         """
         with self._changed:
             if self._waiting is None:
-                self._waiting = _Round(finish)
+                self._waiting = Round(finish)
             mine = self._waiting
             mine.parts[replica] = own
             self._finish_if_all_have_come()
@@ -55,6 +58,18 @@ class Meeting:
             raise mine.error
         assert mine.total is not None
         return mine.total.to(own.device)
+
+    def once(self, replica: int, device: torch.device, do: Callable[[], None]) -> None:
+        """Let the first replica on each device ``do`` something, while all others wait."""
+        kind = 1 if device.index is None else 2 + device.index
+        kinds = torch.zeros(self.count, dtype=torch.long)
+        kinds[replica] = kind
+        on_this_device = self.add_up(replica, kinds).eq(kind)
+        try:
+            if int(on_this_device.int().argmax()) == replica:
+                do()
+        finally:
+            self.add_up(replica, torch.zeros(0))
 
     @contextmanager
     def attended_by(self, replica: int) -> Iterator[None]:
@@ -80,10 +95,19 @@ class Meeting:
         self._changed.notify_all()
 
 
-class _Round:
-    """One sum."""
+class Round:
+    """One sum.
 
-    def __init__(self, finish: Finish) -> None:
+    Attributes:
+        parts: What each replica has to add, by its number.
+        total: Their sum, once it is made.
+        error: What came in between.
+
+    Args:
+        finish: Makes the total of the sum.
+    """
+
+    def __init__(self, finish: Finish | None) -> None:
         self.parts: dict[int, torch.Tensor] = {}
         self.total: torch.Tensor | None = None
         self.error: BaseException | None = None
@@ -91,15 +115,17 @@ class _Round:
 
     @property
     def is_over(self) -> bool:
+        """Whether it has come to an end."""
         return self.total is not None or self.error is not None
 
     def add_up(self) -> None:
+        """Make the sum."""
         try:
             first, *others = (self.parts[replica] for replica in sorted(self.parts))
             total = first.clone()
             for part in others:
                 total += part.to(total.device)
-            self.total = self._finish(total)
+            self.total = total if self._finish is None else self._finish(total)
         except BaseException as error:  # each of them raises it
             self.error = error
 
@@ -148,9 +174,23 @@ def sum_over_ranks(
     return torch.cat([own, own.new_full((1,), num_ranks)])
 
 
-# Asked before replicas in processes add up a mean: whether it is one of several that a batch of
-# this thread consists of, of which those processes know nothing.
-is_part_of_batch: list[Callable[[], bool]] = []
+def in_caller(function: Callable[..., T], *arguments: object) -> T:
+    """Return ``function(*arguments)``, run where replicas are called from.
+
+    Args:
+        function: What can be pickled.
+        arguments: The same.
+    """
+    return function(*arguments) if _ask_caller is None else _ask_caller(function, arguments)
+
+
+def caller_is_elsewhere(ask: Callable[[Callable[..., Any], tuple[Any, ...]], Any]) -> None:
+    """Say that this is the process of a replica, and what has the caller's run a function."""
+    global _ask_caller
+    _ask_caller = ask
+
+
+_ask_caller: Callable[[Callable[..., Any], tuple[Any, ...]], Any] | None = None
 
 
 def mark_as_one(tensor: torch.Tensor) -> None:

@@ -115,7 +115,3 @@ def end_members(members: Sequence[Member]) -> None:
         member.hang_up()
     for member in members:
         member.wait()
-
-
-def _import_path() -> str:
-    return json.dumps([*map(str, sys.path)])

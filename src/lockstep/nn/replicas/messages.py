@@ -1,13 +1,18 @@
 """What the caller and a replica's process say to each other.
 
 The caller speaks, and the process answers once each time: with ``Returned``, ``Gradients``, None or
-an ``Error``. In between it may ask for sums over all replicas.
+an ``Error``. In between it may ask for something: a sum over all replicas, or what only the caller
+can tell.
 """
 
 from __future__ import annotations
 
+import pickle
+import traceback
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import cloudpickle
 import torch
 
 from lockstep.nn.replicas.modes import Modes
@@ -20,11 +25,13 @@ class Tensors(NamedTuple):
     Attributes:
         places: Where in that memory each parameter is, and its gradient.
         are_parameters: Which of them are of class Parameter.
+        are_tables: Which of them all replicas look up together.
         buffers: The values of the buffers.
     """
 
     places: list[Place]
     are_parameters: list[bool]
+    are_tables: list[bool]
     buffers: list[torch.Tensor]
 
 
@@ -103,9 +110,22 @@ class Gradients(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A replica asks for the sum of this over all replicas."""
+    """A replica asks for a sum over all replicas.
+
+    Attributes:
+        own: What it has to add.
+        finish: What makes the answer of the sum, if anything.
+    """
 
     own: torch.Tensor
+    finish: Callable[[torch.Tensor], torch.Tensor] | None
+
+
+class Ask(NamedTuple):
+    """A replica asks what the caller returns for ``function(*arguments)``."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
 
 
 class Error(NamedTuple):
@@ -113,8 +133,27 @@ class Error(NamedTuple):
 
     Attributes:
         error: The exception, pickled.
-        traceback: Its traceback, in words.
+        traceback: Its traceback, in words; empty if it tells nothing.
     """
 
     error: bytes
     traceback: str
+
+
+def as_error(error: Exception) -> Error:
+    """What tells the other process of it."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        pickled = cloudpickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return Error(pickled, text)
+
+
+def as_exception(answer: Error) -> BaseException:
+    """What the other process has raised."""
+    error: BaseException = pickle.loads(answer.error)
+    if answer.traceback:
+        error.add_note(f"In its process:\n{answer.traceback}")
+    return error

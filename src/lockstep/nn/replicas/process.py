@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import select
 import socket
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import nn
 
 from lockstep.errors import ReplicaLost
-from lockstep.nn.replicas.meeting import Meeting, is_one
+from lockstep.nn.replicas.meeting import Finish, Meeting, caller_is_elsewhere, is_one
 from lockstep.nn.replicas.messages import (
+    Ask,
     Backward,
     Call,
     Error,
@@ -26,8 +24,11 @@ from lockstep.nn.replicas.messages import (
     Returned,
     Sum,
     Tensors,
+    as_error,
+    as_exception,
 )
 from lockstep.nn.replicas.part import Part, run_backward
+from lockstep.nn.replicas.tables import leaf_as_table
 from lockstep.nn.replicas.tensors import map_tensors
 from lockstep.nn.replicas.twins import own_tensors, versions_of
 from lockstep.nn.replicas.wire import Wire, tensor_at
@@ -46,12 +47,13 @@ class ReplicaProcess:
 
     def __init__(self, wire: Wire, replica: int, count: int) -> None:
         self._wire = wire
-        self._meeting = _MeetingElsewhere(wire, count)
+        self._meeting = _MeetingElsewhere(self._ask, count)
         self._replica = replica
         self._module = nn.Module()
         self._parameters: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor] = []
         self._calls: dict[int, Part] = {}
+        caller_is_elsewhere(lambda function, arguments: self._ask(Ask(function, arguments)))
 
     def serve(self) -> None:
         """Answer until the caller is gone."""
@@ -67,24 +69,36 @@ class ReplicaProcess:
             except EOFError:
                 return
             except Exception as error:
-                answer = _as_message(error)
+                answer = as_error(error)
             try:
                 self._wire.send(answer)
             except BrokenPipeError:
                 return
             except Exception as error:  # what is pickled raises what it likes
                 text = f"What the module has returned can't be sent to the caller: {error}."
-                self._wire.send(_as_message(TypeError(text)))
+                self._wire.send(as_error(TypeError(text)))
+
+    def _ask(self, question: Sum | Ask) -> Any:
+        """What the caller answers."""
+        self._wire.send(question)
+        answer = self._wire.receive()
+        if isinstance(answer, Error):
+            raise as_exception(answer)
+        return answer
 
     def _take_module(self, tensors: Tensors) -> None:
         memory, of_gradients = self._wire.receive_memory(), self._wire.receive_memory()
         self._gradients = [tensor_at(of_gradients, place) for place in tensors.places]
-        self._parameters = [
-            nn.Parameter(tensor_at(memory, place), requires_grad=False)
-            if is_parameter
-            else tensor_at(memory, place)
-            for place, is_parameter in zip(tensors.places, tensors.are_parameters, strict=True)
-        ]
+        self._parameters = [tensor_at(memory, place) for place in tensors.places]
+        for index, (is_parameter, is_table) in enumerate(
+            zip(tensors.are_parameters, tensors.are_tables, strict=True)
+        ):
+            own = self._parameters[index]
+            if is_table:
+                own = leaf_as_table(own)
+            elif is_parameter:
+                own = nn.Parameter(own, requires_grad=False)
+            self._parameters[index] = own
         self._module = self._wire.receive([*self._parameters, *tensors.buffers])
         self._calls.clear()
 
@@ -170,27 +184,16 @@ class ReplicaProcess:
 class _MeetingElsewhere(Meeting):
     """A meeting that the caller holds, as the replicas are in different processes."""
 
-    def __init__(self, wire: Wire, count: int) -> None:
+    def __init__(self, ask: Callable[[Sum], Any], count: int) -> None:
         super().__init__(count)
-        self._wire = wire
+        self._ask = ask
 
-    def add_up(self, replica: int, own: torch.Tensor, finish: object = None) -> torch.Tensor:
-        self._wire.send(Sum(own))
-        total: torch.Tensor = self._wire.receive()
+    def add_up(self, replica: int, own: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
+        total: torch.Tensor = self._ask(Sum(own, finish))
         return total
 
     def leave(self) -> None:
         """The caller sees it itself."""
-
-
-def _as_message(error: Exception) -> Error:
-    text = "".join(traceback.format_exception(error)).rstrip()
-    try:
-        pickled = cloudpickle.dumps(error)
-        pickle.loads(pickled)
-    except Exception:
-        pickled = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-    return Error(pickled, text)
 
 
 def _end_with(lifeline: socket.socket, caller: int) -> None:

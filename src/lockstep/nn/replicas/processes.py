@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import mmap
 import os
-import pickle
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,11 +18,22 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.comm.shm.memory import Segment
 from lockstep.errors import ReplicaLost
-from lockstep.nn.replicas.boundary import Gradients, call_replicas, sum_of_two
+from lockstep.nn.replicas.boundary import Gradients, call_replicas
+from lockstep.nn.replicas.gradients import SharedGradients
 from lockstep.nn.replicas.known import Known
-from lockstep.nn.replicas.meeting import is_part_of_batch, mark_as_one, sum_over_ranks
+from lockstep.nn.replicas.meeting import Round, mark_as_one
 from lockstep.nn.replicas.member import Member, end_members
-from lockstep.nn.replicas.messages import Backward, Call, Error, Returned, Sum, Tensors
+from lockstep.nn.replicas.messages import (
+    Ask,
+    Backward,
+    Call,
+    Error,
+    Returned,
+    Sum,
+    Tensors,
+    as_error,
+    as_exception,
+)
 from lockstep.nn.replicas.messages import Gradients as GradientsOf
 from lockstep.nn.replicas.modes import Modes
 from lockstep.nn.replicas.openmp import alone
@@ -32,7 +41,7 @@ from lockstep.nn.replicas.part import Arguments
 from lockstep.nn.replicas.tables import tables_in
 from lockstep.nn.replicas.tensors import map_tensors, tensors_in
 from lockstep.nn.replicas.twins import trained_and_buffers, versions_of
-from lockstep.nn.replicas.wire import Packed, Place, places_for, tensor_at
+from lockstep.nn.replicas.wire import Packed, Place, places_for
 from lockstep.nn.replicas.workers import Outcome, values_of
 
 
@@ -94,7 +103,7 @@ class _Crew:
         self.dropped: list[int] = []
         self._numbers = itertools.count()
         self._known = Known([], [], [])
-        self._gradients: list[list[torch.Tensor]] = []
+        self._gradients = SharedGradients([], 0, 0)
         # For each process, which version of each buffer it has.
         self._versions: list[list[object]] = []
         self._returned_buffers: list[dict[int, torch.Tensor]] = []
@@ -105,11 +114,6 @@ class _Crew:
         """Let all have the module, as it is now."""
         parts = list(module.modules())
         parameters, buffers = trained_and_buffers(parts)
-        if tables_in(parts):
-            raise ValueError(
-                "Replicas in processes can't look rows up together, which embeddings with max_norm "
-                "or scale_grad_by_freq ask for. Use workers='threads'."
-            )
         if not self._known.is_still(parts, parameters, buffers):
             self._send_module(module, parameters, buffers)
             self._known = Known(parts, parameters, buffers)
@@ -128,14 +132,14 @@ class _Crew:
             ) from error
         places, memory, num_bytes = _move_together(parameters)
         are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
-        self._gradients = []
-        tensors = Packed(Tensors(places, are_parameters, buffers))
+        self._gradients = SharedGradients(places, num_bytes, len(self._members))
+        tables = tables_in(list(module.modules()))
+        are_tables = [id(parameter) in tables for parameter in parameters]
+        tensors = Packed(Tensors(places, are_parameters, are_tables, buffers))
         with self._or_end(), contextlib.closing(memory):
-            for member in self._members:
-                of_gradients, there = Segment.create(num_bytes)
-                self._gradients.append([tensor_at(there, place) for place in places])
-                with contextlib.closing(of_gradients):
-                    member.send(tensors, [memory, of_gradients])
+            for member, own in zip(self._members, self._gradients.segments, strict=True):
+                with contextlib.closing(own):
+                    member.send(tensors, [memory, own])
                     member.send(packed)
         versions = versions_of(buffers, list(module.modules()))
         self._versions = [list(versions) for _ in self._members]
@@ -214,15 +218,8 @@ class _Crew:
     def backward(self, messages: Sequence[Backward]) -> list[torch.Tensor | None]:
         """Run a backward, and return the gradients of the parameters and of all inputs."""
         answers: list[GradientsOf] = self.ask(messages)
-        found = [
-            [
-                here[index] if answer.in_place[index] else answer.others.get(index)
-                for index in range(len(here))
-            ]
-            for here, answer in zip(self._gradients, answers, strict=False)
-        ]
         of_inputs = [gradient for answer in answers for gradient in answer.of_inputs]
-        return [*_sums(found), *of_inputs]
+        return [*self._gradients.add_up(answers), *of_inputs]
 
     def ask(self, messages: Sequence[object]) -> list[Any]:
         """Send each process its message, and return what each has answered.
@@ -244,31 +241,28 @@ class _Crew:
         return values_of(outcomes, self.devices)
 
     def _answers(self, count: int) -> list[Outcome[Any]]:
-        """What each of the first ``count`` processes answers, once sums are done with."""
+        """What each of the first ``count`` processes answers, which may ask something before."""
         outcomes: list[Outcome[Any]] = [Outcome() for _ in range(count)]
-        waiting = dict(enumerate(self._members[:count]))
-        with self._or_end():
-            while waiting:
-                sums: dict[int, torch.Tensor] = {}
-                for number, member in list(waiting.items()):
-                    answer = member.receive()
-                    if isinstance(answer, Sum):
-                        sums[number] = answer.own
-                        continue
-                    del waiting[number]
-                    if isinstance(answer, Error):
-                        outcomes[number].error = _error(answer)
-                    else:
-                        outcomes[number].value = answer
-                if sums and any(ask() for ask in is_part_of_batch):
-                    raise ValueError(
-                        "Under accumulate(), the gradients of a mean in replicas can't be those of "
-                        "the whole batch if they are in other processes. Use workers='threads'."
-                    )
-                if sums:
-                    total = sum_over_ranks(torch.stack(list(sums.values())).sum(0))
-                    for number in sums:
-                        waiting[number].send(Packed(total))
+        waiting = set(range(count))
+        while waiting:
+            sums: dict[int, Sum] = {}
+            for number in sorted(waiting):
+                answer = self._members[number].receive()
+                while isinstance(answer, Ask):
+                    self._members[number].send(Packed(_told(answer)))
+                    answer = self._members[number].receive()
+                if isinstance(answer, Sum):
+                    sums[number] = answer
+                    continue
+                waiting.remove(number)
+                if isinstance(answer, Error):
+                    outcomes[number].error = as_exception(answer)
+                else:
+                    outcomes[number].value = answer
+            if sums:
+                total = Packed(_sum_of(sums))
+                for number in sums:
+                    self._members[number].send(total)
         return outcomes
 
     @contextmanager
@@ -304,27 +298,24 @@ def _move_together(parameters: Sequence[torch.Tensor]) -> tuple[list[Place], Seg
     return places, segment, num_bytes
 
 
-def _sums(of_replicas: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-    """Each parameter's gradients added up, in the order of the replicas, as new tensors."""
-    found = [[g for g in own if g is not None] for own in zip(*of_replicas, strict=True)]
-    sums = [own[0].clone() if len(own) == 1 else None for own in found]
-    several = [i for i, own in enumerate(found) if len(own) > 1]
-    dense = [i for i in several if all(g.layout is torch.strided for g in found[i])]
-    for index in set(several).difference(dense):
-        sums[index] = functools.reduce(sum_of_two, found[index])
-    if dense:
-        totals = torch._foreach_add([found[i][0] for i in dense], [found[i][1] for i in dense])
-        for index, total in zip(dense, totals, strict=True):
-            for further in found[index][2:]:
-                total.add_(further)
-            sums[index] = total
-    return sums
+def _told(question: Ask) -> object:
+    """What a replica is told that asks this."""
+    try:
+        return question.function(*question.arguments)
+    except Exception as error:  # it is raised there
+        return as_error(error)._replace(traceback="")
 
 
-def _error(answer: Error) -> BaseException:
-    error: BaseException = pickle.loads(answer.error)
-    error.add_note(f"In its process:\n{answer.traceback}")
-    return error
+def _sum_of(sums: Mapping[int, Sum]) -> object:
+    """What all are told that ask for these sums, by the number of the replica."""
+    added = Round(next(iter(sums.values())).finish)
+    added.parts = {number: question.own for number, question in sums.items()}
+    added.add_up()
+    if isinstance(added.error, Exception):
+        return as_error(added.error)._replace(traceback="")
+    if added.error is not None:
+        raise added.error
+    return added.total
 
 
 class _ProcessCall:

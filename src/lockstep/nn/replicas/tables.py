@@ -114,19 +114,20 @@ def _looked_up_by_all(
     if max_norm is None and not scale_grad_by_freq:
         return table
 
-    def scale_rows(counts: torch.Tensor) -> torch.Tensor:
-        # Once, while all wait: none reads a row, or saves the table for its backward, before.
-        if max_norm is not None:
-            with torch.no_grad():
-                rows = counts.nonzero().flatten()
-                torch.embedding_renorm_(table.detach(), rows, max_norm, norm_type)
-        return counts
-
     counts, seat = torch.bincount(rows.reshape(-1), minlength=len(table)), this_seat()
-    if seat is None:
-        counts = scale_rows(counts)
-    else:
-        counts = seat.meeting.add_up(seat.replica, counts, scale_rows)
+    if seat is not None:
+        counts = seat.meeting.add_up(seat.replica, counts)
+
+    def scale_rows() -> None:
+        assert max_norm is not None
+        looked_up = counts.nonzero().flatten()
+        torch.embedding_renorm_(table.detach(), looked_up, max_norm, norm_type)
+
+    if max_norm is not None and seat is None:
+        scale_rows()
+    elif max_norm is not None and seat is not None:
+        # None may read a row, or save the table for its backward, before.
+        seat.meeting.once(seat.replica, table.device, scale_rows)
     if not scale_grad_by_freq:
         return table
     divided: torch.Tensor = _DividedByCounts.apply(table, counts)  # type: ignore[no-untyped-call]

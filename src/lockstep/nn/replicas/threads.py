@@ -75,12 +75,6 @@ class ThreadReplicas:
         parameters, buffers = trained_and_buffers(parts)
         self._check(parameters, buffers)
         versions, tables = versions_of(buffers, parts), tables_in(parts)
-        if tables and len(set(self._devices)) > 1:
-            raise ValueError(
-                "Replicas on different devices can't look rows up together, which embeddings with "
-                "max_norm or scale_grad_by_freq ask for. Leave the embedding outside of "
-                "DataParallel, as examples/data_parallel_parts.py does."
-            )
         for replica in self._replicas[:count]:
             replica.take_after(parameters, buffers, versions, tables)
         return parameters, self._replicas[:count]

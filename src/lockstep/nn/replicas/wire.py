@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -19,8 +20,26 @@ from lockstep.comm.shm.memory import Segment, map_segment
 _HEADER = struct.Struct("<Q")
 _ALIGNMENT_BYTES = 64
 
-# Where a tensor is: its dtype, first byte, shape and stride.
-Place = tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]
+
+class Place(NamedTuple):
+    """Where in memory a tensor is.
+
+    Attributes:
+        dtype: Its dtype.
+        start: Its first byte.
+        shape: Its shape.
+        stride: Its stride, in elements.
+    """
+
+    dtype: torch.dtype
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The byte after its last one."""
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
 class Wire:
@@ -174,12 +193,12 @@ def tensor_at(memory: torch.Tensor, place: Place) -> torch.Tensor:
 def places_for(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], int]:
     """One behind the other, each in the order in memory that it has, if that has no gaps."""
     places: list[Place] = []
-    start = 0
+    num_bytes = 0
     for tensor in tensors:
         stride = torch.empty_like(tensor, device="meta").stride()
-        places.append((tensor.dtype, start, tuple(tensor.shape), stride))
-        start += aligned(tensor.numel() * tensor.element_size())
-    return places, start
+        places.append(Place(tensor.dtype, num_bytes, tuple(tensor.shape), stride))
+        num_bytes = aligned(places[-1].end)
+    return places, num_bytes
 
 
 def aligned(num_bytes: int) -> int:
