@@ -17,7 +17,7 @@ WHO_AM_I = """
     import json, multiprocessing, os, sys
     import beside
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-             "OMP_NUM_THREADS"]
+             "OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"]
     import torch
     print(json.dumps({
         "environ": {name: os.environ[name] for name in names},
@@ -39,7 +39,8 @@ WHO_AM_I = """
 def test_run_gives_each_rank_its_place_and_the_script_its_own_sys(bench: Bench) -> None:
     script = bench.script(WHO_AM_I, "folder/who.py")
     bench.script("", "folder/beside.py")
-    done = bench.run("run", "-n", 2, "--threads", 3, "folder/who.py", "--help", "-n", "x")
+    run = ("run", "-n", 2, "--threads", 3, "folder/who.py", "--help", "-n", "x")
+    done = bench.run(*run, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "7654321"})
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         (line,) = lines_of(done.stdout, rank)
@@ -51,6 +52,8 @@ def test_run_gives_each_rank_its_place_and_the_script_its_own_sys(bench: Bench) 
             "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "OMP_NUM_THREADS": "3",
+            "MALLOC_TRIM_THRESHOLD_": str(2**30),
+            "MALLOC_MMAP_THRESHOLD_": "7654321",
         }
         assert seen == {
             "threads": 3,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from lockstep.launcher.job import Job
 from lockstep.launcher.processes import MARK
+from lockstep.world.environment import allocator_environment
 
 _FLAGS = {
     "safe_path": "-P",
@@ -139,4 +140,5 @@ def supervisor_environment(environ: Mapping[str, str], job: Job) -> dict[str, st
 
     The number of threads has to be there before torch is imported: OpenMP reads it once.
     """
-    return {**environ, "OMP_NUM_THREADS": str(job.num_threads), MARK: os.urandom(16).hex()}
+    own = {"OMP_NUM_THREADS": str(job.num_threads), MARK: os.urandom(16).hex()}
+    return {**allocator_environment(), **environ, **own}

@@ -17,11 +17,9 @@ from lockstep.comm.shm.lines import shut_down
 from lockstep.comm.shm.memory import Segment
 from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas.wire import Packed, Wire
+from lockstep.world.environment import allocator_environment
 
 _PATIENCE_SECONDS = 2.0
-# Let glibc keep the memory of one step for the next: to give it back to the kernel and to get it
-# again takes up to a third of a step.
-_ALLOCATION = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 _MAIN = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
@@ -54,7 +52,11 @@ class Member:
                     *map(str, numbers),
                 ],
                 stdin=subprocess.DEVNULL,
-                env=_ALLOCATION | os.environ | {"OMP_NUM_THREADS": str(num_threads)},
+                env={
+                    **allocator_environment(),
+                    **os.environ,
+                    "OMP_NUM_THREADS": str(num_threads),
+                },
                 pass_fds=(its.fileno(), of_its.fileno()),
                 start_new_session=True,  # Ctrl-C is for the caller
             )
