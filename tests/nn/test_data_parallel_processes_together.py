@@ -141,3 +141,17 @@ def test_rows_are_normalised_once() -> None:
         with torch.no_grad():
             assert torch.equal(model(rows), expected(rows))
         assert torch.equal(table.weight, expected.weight)
+
+
+def test_tensors_of_other_devices_go_by_handle() -> None:
+    """On meta, which has handles as accelerators have, and nothing to compute."""
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to("meta")
+    model = DataParallel(module, ["meta", "meta"], workers="processes")
+    for rows in (6, 7):
+        x = torch.ones(rows, 4, device="meta", requires_grad=True)
+        out = model(x)
+        assert (out.shape, out.device.type) == ((rows, 3), "meta")
+        module.zero_grad()
+        out.sum().backward()
+        for tensor in (x, *module.parameters()):
+            assert (tensor.grad.shape, tensor.grad.device.type) == (tensor.shape, "meta")

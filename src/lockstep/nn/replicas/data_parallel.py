@@ -24,6 +24,8 @@ from lockstep.nn.wrapper import Wrapper
 
 # More threads than that fight for the interpreter more than they compute.
 _MOST_THREADS = 4
+# Where processes can share memory; on meta there is none to share.
+_SHARED_BY_PROCESSES = ("cpu", "cuda", "meta")
 
 
 class DataParallel(Wrapper):
@@ -59,12 +61,11 @@ class DataParallel(Wrapper):
             there are no accelerators.
         output_device: Where outputs are joined; by default on the first device. -1 is the CPU.
         dim: The dimension of inputs that is cut, and of outputs that is joined.
-        workers: What each replica runs in: ``"threads"``, or ``"processes"`` of their own, on the
-            CPU, where no other replica holds up Python's interpreter. They start with the first
-            call, which moves the parameters to memory that all share, and end with this object.
-            The module and its inputs must be such that they can be pickled; an attribute that is
-            changed in place, other than by its length, is not noticed. :func:`lockstep.accumulate`
-            and embeddings with ``max_norm`` or ``scale_grad_by_freq`` need threads.
+        workers: What each replica runs in: ``"threads"``, or ``"processes"`` of their own, on CPUs
+            or CUDA devices, where no other replica holds up Python's interpreter. They start with
+            the first call, which moves parameters on the CPU to memory that all share, and end with
+            this object. The module and its inputs must be such that they can be pickled; an
+            attribute that is changed in place, other than by its length, is not noticed.
         buffers: ``"first"`` keeps what the first replica does to them, ``"mean"`` the mean over
             all replicas, of those of floating point.
 
@@ -91,8 +92,13 @@ class DataParallel(Wrapper):
         if buffers not in ("first", "mean"):
             raise ValueError(f"buffers is {buffers!r}, but only 'first' and 'mean' are known.")
         self._devices = devices_for(device_ids)
-        if workers == "processes" and any(device.type != "cpu" for device in self._devices):
-            raise ValueError("Replicas in processes compute on the CPU. Use workers='threads'.")
+        if workers == "processes" and any(
+            d.type not in _SHARED_BY_PROCESSES for d in self._devices
+        ):
+            raise ValueError(
+                "Replicas in processes compute on the CPU or on CUDA devices. For others, use "
+                "workers='threads'."
+            )
         home = self._devices[0]
         self.module = module
         self.dim = dim

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.comm.shm.memory import Segment
 from lockstep.nn.replicas.boundary import Gradients, sum_of_two
 from lockstep.nn.replicas.messages import Gradients as Answer
-from lockstep.nn.replicas.wire import Place, tensor_at
+from lockstep.nn.replicas.shared import SharedMemory, SharedTensor
+from lockstep.nn.replicas.wire import places_for, tensor_at
 
 # For so many sums memory is kept that nobody uses any more.
 _MOST_SPARE = 2
@@ -22,25 +22,31 @@ _MOST_SPARE = 2
 class SharedGradients:
     """Memory in which each process leaves its replica's gradients, in the same places.
 
-    Attributes:
-        segments: The memory of each, for it to map.
-
     Args:
-        places: Where each parameter's gradient is, one behind the other.
-        num_bytes: How much memory they take.
+        parameters: What they are the gradients of.
+        device: Where they are to be.
         count: How many processes there are.
     """
 
-    def __init__(self, places: Sequence[Place], num_bytes: int, count: int) -> None:
-        made = [Segment.create(num_bytes) for _ in range(count)]
-        self.segments = [segment for segment, _ in made]
-        self._memory = [memory for _, memory in made]
-        self._places = places
-        self._spare = _SpareMemory(num_bytes)
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], device: torch.device, count: int
+    ) -> None:
+        self._places, num_bytes = places_for(parameters)
+        self._memory = [SharedMemory(num_bytes, device) for _ in range(count)]
+        self._spare = _SpareMemory(num_bytes, device)
+
+    def of(self, replica: int) -> list[object]:
+        """What arrives in its process as its memory."""
+        return [SharedTensor(self._memory[replica], place) for place in self._places]
+
+    def close(self) -> None:
+        """All processes have theirs."""
+        for memory in self._memory:
+            memory.close()
 
     def add_up(self, answers: Sequence[Answer]) -> Gradients:
         """Each parameter's gradients added up, in the order of the replicas, as new tensors."""
-        memory = self._memory[: len(answers)]
+        memory = [own.here for own in self._memory[: len(answers)]]
         in_place = [*zip(*(answer.in_place for answer in answers), strict=True)]
         of_all = [all(here) for here in in_place]
         total = self._spare.take()
@@ -68,7 +74,9 @@ class SharedGradients:
     ) -> torch.Tensor | None:
         """The same for one that may not be there, or not in its place."""
         found = [
-            tensor_at(own, self._places[index]).clone() if is_here else answer.others.get(index)
+            tensor_at(own.here, self._places[index]).clone()
+            if is_here
+            else answer.others.get(index)
             for own, is_here, answer in zip(self._memory, in_place, answers, strict=False)
         ]
         there = [gradient for gradient in found if gradient is not None]
@@ -78,15 +86,18 @@ class SharedGradients:
 class _SpareMemory:
     """Memory that is taken again when no tensor uses it any more.
 
-    New memory has to come from the kernel first, page by page, which takes as long as the sum.
+    New memory has to come from the kernel first, page by page, which takes as long as the sum. On
+    an accelerator torch keeps it.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._num_bytes, self._device = num_bytes, device
         self._spare: list[mmap.mmap] = []
 
     def take(self) -> torch.Tensor:
         """Bytes that may hold anything."""
+        if self._device.type != "cpu":
+            return torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
         memory = self._spare.pop() if self._spare else mmap.mmap(-1, max(self._num_bytes, 1))
         view = memoryview(memory)
         weakref.finalize(view, self._give_back, memory).atexit = False

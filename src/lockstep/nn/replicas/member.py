@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from lockstep.comm.shm.lines import shut_down
-from lockstep.comm.shm.memory import Segment
 from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas.wire import Packed, Wire
 from lockstep.world.environment import allocator_environment
@@ -31,16 +30,16 @@ main(sys.argv[1:])
 class Member:
     """One process, as the caller has it."""
 
-    def __init__(self, number: int, count: int) -> None:
+    def __init__(self, number: int, devices: Sequence[torch.device]) -> None:
         self.number = number
         self.owner = os.getpid()
         (mine, its), (lifeline, of_its) = socket.socketpair(), socket.socketpair()
-        self._wire = Wire(mine)
+        self._wire = Wire(mine, [devices[0], devices[number]])
         # Held open: when this process ends, however it does, so does the other.
         self._lifeline = lifeline
-        num_threads = max(1, torch.get_num_threads() // count)
+        num_threads = max(1, torch.get_num_threads() // len(devices))
         seed = (torch.initial_seed() + number) % 2**63
-        numbers = (its.fileno(), of_its.fileno(), number, count, num_threads, seed)
+        numbers = (its.fileno(), of_its.fileno(), number, num_threads, seed)
         with its, of_its:
             self._process = subprocess.Popen(
                 [
@@ -49,7 +48,7 @@ class Member:
                     "-c",
                     _MAIN,
                     json.dumps([*map(str, sys.path)]),
-                    *map(str, numbers),
+                    *map(str, (*numbers, *devices)),
                 ],
                 stdin=subprocess.DEVNULL,
                 env={
@@ -61,16 +60,14 @@ class Member:
                 start_new_session=True,  # Ctrl-C is for the caller
             )
 
-    def send(self, packed: Packed, memory: Sequence[Segment] = ()) -> None:
-        """Send it something, and then memory to map.
+    def send(self, packed: Packed) -> None:
+        """Send it something.
 
         Raises:
             ReplicaLost: If the process has ended.
         """
         try:
             self._wire.send_packed(packed)
-            for segment in memory:
-                self._wire.send_memory(segment)
         except OSError as error:
             raise self._lost() from error
 

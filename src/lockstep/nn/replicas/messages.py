@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 
 from lockstep.nn.replicas.modes import Modes
-from lockstep.nn.replicas.wire import Place
 
 
 class Tensors(NamedTuple):
-    """What the module's tensors are. Memory for parameters, and for gradients, comes after it.
+    """What the module's tensors are; the module itself comes after it.
 
     Attributes:
-        places: Where in that memory each parameter is, and its gradient.
+        parameters: The parameters: the caller's memory.
+        gradients: Memory for the gradient of each.
         are_parameters: Which of them are of class Parameter.
         are_tables: Which of them all replicas look up together.
         buffers: The values of the buffers.
     """
 
-    places: list[Place]
+    parameters: Sequence[Any]
+    gradients: Sequence[Any]
     are_parameters: list[bool]
     are_tables: list[bool]
     buffers: list[torch.Tensor]
@@ -47,6 +48,7 @@ class Call(NamedTuple):
         default_dtype: That of the caller.
         training: Which parts of the module are in training mode.
         trained: Which parameters require a gradient.
+        parameters: Which parameters have changed, if those of this replica are copies.
         buffers: Those that have changed, by index.
         dropped: Calls of which no backward will come.
         num_parts: How many replicas are called.
@@ -60,6 +62,7 @@ class Call(NamedTuple):
     default_dtype: torch.dtype
     training: list[bool]
     trained: list[bool]
+    parameters: list[int]
     buffers: dict[int, torch.Tensor]
     dropped: list[int]
     num_parts: int

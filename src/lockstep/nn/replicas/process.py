@@ -7,7 +7,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,7 @@ from lockstep.nn.replicas.part import Part, run_backward
 from lockstep.nn.replicas.tables import leaf_as_table
 from lockstep.nn.replicas.tensors import map_tensors
 from lockstep.nn.replicas.twins import own_tensors, versions_of
-from lockstep.nn.replicas.wire import Wire, tensor_at
-
-_CPU = torch.device("cpu")
+from lockstep.nn.replicas.wire import Wire
 
 
 class ReplicaProcess:
@@ -42,16 +40,18 @@ class ReplicaProcess:
     Args:
         wire: To the caller.
         replica: Which one it is.
-        count: How many there are.
+        devices: Those of all.
     """
 
-    def __init__(self, wire: Wire, replica: int, count: int) -> None:
+    def __init__(self, wire: Wire, replica: int, devices: Sequence[torch.device]) -> None:
         self._wire = wire
-        self._meeting = _MeetingElsewhere(self._ask, count)
+        self._meeting = _MeetingElsewhere(self._ask, len(devices))
         self._replica = replica
+        self._home, self._device = devices[0], devices[replica]
         self._module = nn.Module()
         self._parameters: list[torch.Tensor] = []
-        self._gradients: list[torch.Tensor] = []
+        self._originals: Sequence[torch.Tensor] = []
+        self._gradients: Sequence[torch.Tensor] = []
         self._calls: dict[int, Part] = {}
         caller_is_elsewhere(lambda function, arguments: self._ask(Ask(function, arguments)))
 
@@ -87,9 +87,8 @@ class ReplicaProcess:
         return answer
 
     def _take_module(self, tensors: Tensors) -> None:
-        memory, of_gradients = self._wire.receive_memory(), self._wire.receive_memory()
-        self._gradients = [tensor_at(of_gradients, place) for place in tensors.places]
-        self._parameters = [tensor_at(memory, place) for place in tensors.places]
+        self._originals, self._gradients = tensors.parameters, tensors.gradients
+        self._parameters = [original.detach().to(self._device) for original in self._originals]
         for index, (is_parameter, is_table) in enumerate(
             zip(tensors.are_parameters, tensors.are_tables, strict=True)
         ):
@@ -99,7 +98,8 @@ class ReplicaProcess:
             elif is_parameter:
                 own = nn.Parameter(own, requires_grad=False)
             self._parameters[index] = own
-        self._module = self._wire.receive([*self._parameters, *tensors.buffers])
+        buffers = [buffer.to(self._device) for buffer in tensors.buffers]
+        self._module = self._wire.receive([*self._parameters, *buffers])
         self._calls.clear()
 
     def _call(self, call: Call) -> Returned:
@@ -110,9 +110,12 @@ class ReplicaProcess:
             own.training = training
         for parameter, trained in zip(self._parameters, call.trained, strict=True):
             parameter.requires_grad_(trained)
+        with torch.no_grad():
+            for index in call.parameters:
+                self._parameters[index].copy_(self._originals[index])
         buffers = self._own_buffers(parts)
         for index, value in call.buffers.items():
-            buffers[index].data = value
+            buffers[index].data = value.to(self._device)
         before = versions_of(buffers, parts)
         torch.set_default_dtype(call.default_dtype)
         flags = iter(call.require_grad)
@@ -120,7 +123,7 @@ class ReplicaProcess:
         self._meeting.count = call.num_parts
         was = [(own, own.__dict__.copy(), own._buffers.copy()) for own in parts]
         method = getattr(self._module, call.method)
-        part = Part(_CPU, self._parameters, method, arguments, owns_inputs=True)
+        part = Part(self._device, self._parameters, method, arguments, owns_inputs=True)
         try:
             with call.modes.entered(), self._meeting.attended_by(self._replica):
                 part.forward()
@@ -174,7 +177,7 @@ class ReplicaProcess:
             places, gradients = zip(*pairs, strict=True)
             torch._foreach_copy_(places, gradients)
         others = {
-            index: gradient
+            index: gradient.to(self._home)
             for index, (gradient, is_here) in enumerate(zip(found, here, strict=True))
             if gradient is not None and not is_here
         }
@@ -190,7 +193,7 @@ class _MeetingElsewhere(Meeting):
 
     def add_up(self, replica: int, own: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
         total: torch.Tensor = self._ask(Sum(own, finish))
-        return total
+        return total.to(own.device)
 
     def leave(self) -> None:
         """The caller sees it itself."""
@@ -208,10 +211,12 @@ def main(arguments: list[str]) -> None:
     """Be the replica that the caller has started.
 
     Args:
-        arguments: The descriptors of the line and the lifeline, which replica it is, how many there
-            are, how many threads it computes with, and its random seed.
+        arguments: The descriptors of the line and the lifeline, which replica it is, how many
+            threads it computes with, its random seed, and the devices of all replicas.
     """
-    line, lifeline, replica, count, num_threads, seed = map(int, arguments)
+    line, lifeline, replica, num_threads, seed = map(int, arguments[:5])
+    devices = [torch.device(name) for name in arguments[5:]]
+    device = devices[replica]
     if hasattr(os, "SCHED_BATCH"):
         # Otherwise the first that is told something takes the caller's core before it has told the
         # others.
@@ -221,4 +226,7 @@ def main(arguments: list[str]) -> None:
     torch.manual_seed(seed)
     watched = (socket.socket(fileno=lifeline), os.getppid())
     threading.Thread(target=_end_with, args=watched, daemon=True).start()
-    ReplicaProcess(Wire(socket.socket(fileno=line)), replica, count).serve()
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.set_device_index(device)
+    wire = Wire(socket.socket(fileno=line), [devices[0], device])
+    ReplicaProcess(wire, replica, devices).serve()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import mmap
 import os
 import threading
 import weakref
@@ -14,9 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from lockstep.comm.shm.memory import Segment
 from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas.boundary import Gradients, call_replicas
 from lockstep.nn.replicas.gradients import SharedGradients
@@ -38,22 +34,23 @@ from lockstep.nn.replicas.messages import Gradients as GradientsOf
 from lockstep.nn.replicas.modes import Modes
 from lockstep.nn.replicas.openmp import alone
 from lockstep.nn.replicas.part import Arguments
+from lockstep.nn.replicas.shared import share
 from lockstep.nn.replicas.tables import tables_in
 from lockstep.nn.replicas.tensors import map_tensors, tensors_in
-from lockstep.nn.replicas.twins import trained_and_buffers, versions_of
-from lockstep.nn.replicas.wire import Packed, Place, places_for
+from lockstep.nn.replicas.twins import check_home, trained_and_buffers, version_of, versions_of
+from lockstep.nn.replicas.wire import Packed
 from lockstep.nn.replicas.workers import Outcome, values_of
 
 
 class ProcessReplicas:
     """A module's replicas, each in a process of its own.
 
-    They share the parameters: these are moved to memory that all have mapped when the processes
-    start, with the first call. The processes are fresh ones, not forks, and end with this object or
-    with the program.
+    They share the parameters, those on another device than the first excepted: on the CPU these are
+    moved to memory that all have mapped when the processes start, with the first call. The
+    processes are fresh ones, not forks, and end with this object or with the program.
 
     Args:
-        devices: One for each replica: CPUs.
+        devices: One for each replica: CPUs, or CUDA devices; on the first is the module, too.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -103,17 +100,19 @@ class _Crew:
         self.dropped: list[int] = []
         self._numbers = itertools.count()
         self._known = Known([], [], [])
-        self._gradients = SharedGradients([], 0, 0)
-        # For each process, which version of each buffer it has.
+        self._gradients = SharedGradients([], devices[0], 0)
+        # For each process, which version of each parameter and buffer it has.
+        self._parameter_versions: list[list[object]] = []
         self._versions: list[list[object]] = []
         self._returned_buffers: list[dict[int, torch.Tensor]] = []
-        self._members = [Member(number, len(devices)) for number in range(len(devices))]
+        self._members = [Member(number, devices) for number in range(len(devices))]
         self._end = weakref.finalize(self, end_members, self._members)
 
     def take(self, module: nn.Module) -> None:
         """Let all have the module, as it is now."""
         parts = list(module.modules())
         parameters, buffers = trained_and_buffers(parts)
+        check_home([*parameters, *buffers], self.devices[0])
         if not self._known.is_still(parts, parameters, buffers):
             self._send_module(module, parameters, buffers)
             self._known = Known(parts, parameters, buffers)
@@ -130,19 +129,25 @@ class _Crew:
                 f"{type(module).__name__} can't be sent to other processes: {error}. Use "
                 "workers='threads', or leave out what can't be pickled."
             ) from error
-        places, memory, num_bytes = _move_together(parameters)
-        are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
-        self._gradients = SharedGradients(places, num_bytes, len(self._members))
         tables = tables_in(list(module.modules()))
         are_tables = [id(parameter) in tables for parameter in parameters]
-        tensors = Packed(Tensors(places, are_parameters, are_tables, buffers))
-        with self._or_end(), contextlib.closing(memory):
-            for member, own in zip(self._members, self._gradients.segments, strict=True):
-                with contextlib.closing(own):
-                    member.send(tensors, [memory, own])
-                    member.send(packed)
+        are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
+        shared, memory = share(parameters)
+        self._gradients = SharedGradients(parameters, self.devices[0], len(self._members))
+        with self._or_end():
+            for number, member in enumerate(self._members):
+                of_gradients = self._gradients.of(number)
+                member.send(
+                    Packed(Tensors(shared, of_gradients, are_parameters, are_tables, buffers))
+                )
+                member.send(packed)
+        self._gradients.close()
+        if memory is not None:
+            memory.close()
         versions = versions_of(buffers, list(module.modules()))
         self._versions = [list(versions) for _ in self._members]
+        versions = [version_of(parameter) for parameter in parameters]
+        self._parameter_versions = [list(versions) for _ in self._members]
         values_of(self._answers(len(self._members)), self.devices)
 
     def call(
@@ -166,6 +171,7 @@ class _Crew:
                 torch.get_default_dtype(),
                 training,
                 trained,
+                self._new_parameters(replica),
                 self._new_buffers(replica),
                 dropped,
                 len(arguments),
@@ -182,6 +188,14 @@ class _Crew:
         del self.dropped[: len(dropped)]
         self._take_buffers([answer.buffers for answer in answers])
         return number, answers
+
+    def _new_parameters(self, replica: int) -> list[int]:
+        """Those that have changed since that process has made copies of them, if it has."""
+        if self.devices[replica] == self.devices[0]:
+            return []
+        now = [version_of(parameter) for parameter in self.parameters]
+        before, self._parameter_versions[replica] = self._parameter_versions[replica], now
+        return [i for i, (mine, its) in enumerate(zip(now, before, strict=True)) if mine != its]
 
     def _new_buffers(self, replica: int) -> dict[int, torch.Tensor]:
         """Those of which that process has another version than the module."""
@@ -207,8 +221,9 @@ class _Crew:
     def average_buffers(self) -> None:
         """Give the module the mean of what the last call has made of them."""
         for index, buffer in enumerate(self._known.buffers):
-            made = [own[index] for own in self._returned_buffers if index in own]
-            if made and buffer.is_floating_point():
+            returned = [own[index] for own in self._returned_buffers if index in own]
+            if returned and buffer.is_floating_point():
+                made = [value.to(buffer.device) for value in returned]
                 self._write_buffer(index, torch.stack(made).mean(0))
 
     def _write_buffer(self, index: int, value: torch.Tensor) -> None:
@@ -274,28 +289,6 @@ class _Crew:
             self.is_alive = False
             self._end()
             raise
-
-
-def _move_together(parameters: Sequence[torch.Tensor]) -> tuple[list[Place], Segment, int]:
-    """Move parameters to memory that other processes can map."""
-    for parameter in parameters:
-        if is_lazy(parameter) or parameter.device.type != "cpu":
-            raise RuntimeError(
-                "Replicas in processes of their own need all parameters on the CPU, with a shape. "
-                "Run one forward of the bare module first if it is lazy, and use workers='threads' "
-                "for other devices."
-            )
-    places, num_bytes = places_for(parameters)
-    segment, _ = Segment.create(num_bytes)
-    memory = mmap.mmap(segment.descriptor, max(num_bytes, 1))
-    with torch.no_grad():
-        for parameter, (dtype, start, shape, stride) in zip(parameters, places, strict=True):
-            if not parameter.numel():
-                continue
-            # Each with a storage of its own: who saves one doesn't save all.
-            flat = torch.frombuffer(memory, dtype=dtype, count=parameter.numel(), offset=start)
-            parameter.data = flat.as_strided(shape, stride).copy_(parameter)
-    return places, segment, num_bytes
 
 
 def _told(question: Ask) -> object:

@@ -10,14 +10,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lockstep.nn.replicas.apply import on_device
 from lockstep.nn.replicas.boundary import Gradients, add_up, call_replicas
 from lockstep.nn.replicas.meeting import attending
 from lockstep.nn.replicas.part import Arguments, Part, run_backward
 from lockstep.nn.replicas.tables import leaf_as_table, tables_in
-from lockstep.nn.replicas.twins import Twin, trained_and_buffers, version_of, versions_of
+from lockstep.nn.replicas.twins import (
+    Twin,
+    check_home,
+    trained_and_buffers,
+    version_of,
+    versions_of,
+)
 from lockstep.nn.replicas.workers import WorkerThreads, values_of
 
 
@@ -73,26 +78,11 @@ class ThreadReplicas:
                 for number, device in enumerate(self._devices)
             ]
         parameters, buffers = trained_and_buffers(parts)
-        self._check(parameters, buffers)
+        check_home([*parameters, *buffers], self._devices[0])
         versions, tables = versions_of(buffers, parts), tables_in(parts)
         for replica in self._replicas[:count]:
             replica.take_after(parameters, buffers, versions, tables)
         return parameters, self._replicas[:count]
-
-    def _check(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        home = self._devices[0]
-        for tensor in (*parameters, *buffers):
-            if tensor.device != home:
-                raise RuntimeError(
-                    f"DataParallel's replicas start from the module on {home}, the first of its "
-                    f"device_ids, and one of the module's tensors is on {tensor.device}. Move the "
-                    f"module there: module.to({str(home)!r})."
-                )
-            if is_lazy(tensor):
-                raise RuntimeError(
-                    "A parameter has no shape yet. Run one forward of the bare module on a sample "
-                    "before replicating it."
-                )
 
 
 class _Replica:

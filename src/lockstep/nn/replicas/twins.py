@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 
 class Twin:
@@ -102,3 +103,23 @@ def version_of(tensor: torch.Tensor) -> object:
     """What is another one once the tensor has been written to, as far as torch tells."""
     # Inference tensors don't count, and so are always taken for changed.
     return object() if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
+
+
+def check_home(tensors: Iterable[torch.Tensor], home: torch.device) -> None:
+    """Check that all tensors of a module are where replicas of it start from.
+
+    Raises:
+        RuntimeError: If one isn't, or has no shape yet.
+    """
+    for tensor in tensors:
+        if tensor.device != home:
+            raise RuntimeError(
+                f"DataParallel's replicas start from the module on {home}, the first of its "
+                f"device_ids, and one of the module's tensors is on {tensor.device}. Move the "
+                f"module there: module.to({str(home)!r})."
+            )
+        if is_lazy(tensor):
+            raise RuntimeError(
+                "A parameter has no shape yet. Run one forward of the bare module on a sample "
+                "before replicating it."
+            )
