@@ -107,9 +107,11 @@ class ReplicaProcess:
             self._calls.pop(number, None)
         parts = list(self._module.modules())
         for own, training in zip(parts, call.training, strict=True):
-            own.training = training
+            if own.training is not training:  # to look is much faster than to set
+                own.training = training
         for parameter, trained in zip(self._parameters, call.trained, strict=True):
-            parameter.requires_grad_(trained)
+            if parameter.requires_grad is not trained:
+                parameter.requires_grad_(trained)
         with torch.no_grad():
             for index in call.parameters:
                 self._parameters[index].copy_(self._originals[index])

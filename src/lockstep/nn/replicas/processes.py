@@ -112,8 +112,8 @@ class _Crew:
         """Let all have the module, as it is now."""
         parts = list(module.modules())
         parameters, buffers = trained_and_buffers(parts)
-        check_home([*parameters, *buffers], self.devices[0])
         if not self._known.is_still(parts, parameters, buffers):
+            check_home([*parameters, *buffers], self.devices[0])
             self._send_module(module, parameters, buffers)
             self._known = Known(parts, parameters, buffers)
         self.parameters = parameters
