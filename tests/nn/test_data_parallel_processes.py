@@ -388,6 +388,14 @@ def test_nothing_is_left_of_a_program(end: str) -> None:
         time.sleep(0.05)
 
 
+def test_in_an_interactive_session() -> None:
+    typed = PROGRAM.format(end="model = None")
+    run = subprocess.run(
+        [sys.executable, "-iq"], input=typed, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout == "[4.0, 4.0]\n", run.stderr
+
+
 def test_memory_of_a_model_that_is_gone_is_free() -> None:
     before = _num_shared()
     model = DataParallel(net().eval(), ["cpu", "cpu"], workers="processes")
