@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -132,18 +133,14 @@ class _Crew:
         tables = tables_in(list(module.modules()))
         are_tables = [id(parameter) in tables for parameter in parameters]
         are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
-        shared, memory = share(parameters)
+        shared = share(parameters)
         self._gradients = SharedGradients(parameters, self.devices[0], len(self._members))
-        with self._or_end():
+        with self._or_end(), contextlib.closing(self._gradients):
             for number, member in enumerate(self._members):
-                of_gradients = self._gradients.of(number)
-                member.send(
-                    Packed(Tensors(shared, of_gradients, are_parameters, are_tables, buffers))
-                )
+                own = self._gradients.of(number)
+                tensors = Tensors(shared, own, are_parameters, are_tables, buffers)
+                member.send(Packed(tensors))
                 member.send(packed)
-        self._gradients.close()
-        if memory is not None:
-            memory.close()
         versions = versions_of(buffers, list(module.modules()))
         self._versions = [list(versions) for _ in self._members]
         versions = [version_of(parameter) for parameter in parameters]

@@ -7,6 +7,7 @@ about: the same memory and no copy.
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class SharedMemory:
-    """Memory on a device.
+    """Memory on a device, which no more processes can get once this object is gone or closed.
 
     Attributes:
         here: It, as bytes.
@@ -34,11 +35,12 @@ class SharedMemory:
         self.segment: Segment | None = None
         if device.type == "cpu":
             self.segment, self.here = Segment.create(num_bytes)
+            weakref.finalize(self, self.segment.close)
         else:
             self.here = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def close(self) -> None:
-        """No more processes are to have it."""
+        """All processes have it that are to."""
         if self.segment is not None:
             self.segment.close()
 
@@ -70,22 +72,22 @@ class TensorByHandle:
         return reduced
 
 
-def share(tensors: Sequence[torch.Tensor]) -> tuple[list[object], SharedMemory | None]:
-    """What arrives as ``tensors``; those on the CPU are moved, to memory that is still to close."""
-    if not all(tensor.device.type == "cpu" for tensor in tensors):
-        return [TensorByHandle(tensor) for tensor in tensors], None
-    places, num_bytes = places_for(tensors)
+def share(parameters: Sequence[torch.Tensor]) -> list[object]:
+    """What arrives as ``parameters``, which are all on one device; those on the CPU are moved."""
+    if not all(parameter.device.type == "cpu" for parameter in parameters):
+        return [TensorByHandle(parameter) for parameter in parameters]
+    places, num_bytes = places_for(parameters)
     memory = SharedMemory(num_bytes, torch.device("cpu"))
     assert memory.segment is not None
     mapped = mmap.mmap(memory.segment.descriptor, max(num_bytes, 1))
     with torch.no_grad():
-        for tensor, (dtype, start, shape, stride) in zip(tensors, places, strict=True):
-            if not tensor.numel():
+        for parameter, (dtype, start, shape, stride) in zip(parameters, places, strict=True):
+            if not parameter.numel():
                 continue
             # Each with a storage of its own: who saves one doesn't save all.
-            flat = torch.frombuffer(mapped, dtype=dtype, count=tensor.numel(), offset=start)
-            tensor.data = flat.as_strided(shape, stride).copy_(tensor)
-    return [SharedTensor(memory, place) for place in places], memory
+            flat = torch.frombuffer(mapped, dtype=dtype, count=parameter.numel(), offset=start)
+            parameter.data = flat.as_strided(shape, stride).copy_(parameter)
+    return [SharedTensor(memory, place) for place in places]
 
 
 def _itself(memory: torch.Tensor) -> torch.Tensor:
