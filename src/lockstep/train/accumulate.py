@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.comm.rank_threads import this_thread
 from lockstep.nn import no_sync
 from lockstep.nn.attachment import Attachment, attachment_of
-from lockstep.nn.engine import is_reached
+from lockstep.nn.engine import is_any_reached
 from lockstep.nn.replicas.boundary import current_task
 
 
@@ -134,7 +134,7 @@ class _Batch:
 
     def is_reached(self) -> bool:
         """Whether the backward that is running is one of this model."""
-        return any(map(is_reached, self._parameters()))
+        return is_any_reached(self._parameters())
 
     def has_gradients(self) -> bool:
         """Whether there are gradients of earlier micro-batches."""
