@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 
@@ -47,7 +48,7 @@ class Net(nn.Module):
         return lockstep.mean(losses)
 
     def weight(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last.weight * x.mean()
+        return self.last.weight
 
     def where(self, x: torch.Tensor) -> tuple:
         return str(x.device), str(self.last.weight.device), os.getpid()
@@ -127,13 +128,13 @@ def test_parameters_stay_where_they_are() -> None:
     assert [parameter.data_ptr() for parameter in module.parameters()] == before
 
 
-def test_what_is_made_of_a_parameter_is_returned() -> None:
+def test_a_parameter_is_returned() -> None:
     """Memory that came from another process can't be sent on: it is copied before."""
     module = net(GPU)
-    x, _ = samples(GPU, 8)
-    out = DataParallel(module, TWICE, workers="processes").weight(x)
-    expected = [module.last.weight * half.mean() for half in x.chunk(2)]
-    torch.testing.assert_close(out, torch.cat(expected), **TOLERANCE)
+    out = DataParallel(module, TWICE, workers="processes").weight(samples(GPU)[0])
+    assert torch.equal(out, torch.cat([module.last.weight] * 2))
+    out.sum().backward()
+    assert module.last.weight.grad.eq(2).all()
 
 
 def test_memory_is_not_left_behind() -> None:
@@ -150,6 +151,74 @@ def test_memory_is_not_left_behind() -> None:
         step()
     before = step()
     assert max(step() for _ in range(20)) <= before
+
+
+def test_memory_of_a_model_that_is_gone_is_free() -> None:
+    def train() -> None:
+        model = DataParallel(nn.Linear(1000, 1000, device=GPU), TWICE, workers="processes")
+        model(torch.ones(4, 1000, device=GPU)).sum().backward()
+
+    def allocated() -> int:
+        gc.collect()
+        torch.cuda.ipc_collect()
+        return torch.cuda.memory_allocated()
+
+    train()
+    before = allocated()
+    for _ in range(3):
+        train()
+    assert allocated() <= before
+
+
+@DEVICES
+def test_micro_batches(devices: list[str]) -> None:
+    module, expected = net(devices[0]).eval(), net(devices[0]).eval()
+    parallel = lockstep.parallelize(module)
+    model = DataParallel(parallel, devices, workers="processes")
+    parts = [samples(devices[0], rows) for rows in (3, 8)]
+    with lockstep.accumulate(parallel):
+        model.loss(*parts[0]).backward()
+    model.loss(*parts[1]).backward()
+    expected.loss(*(torch.cat(both) for both in zip(*parts, strict=True))).backward()
+    assert_same_gradients(module, expected)
+
+
+@DEVICES
+@pytest.mark.parametrize("option", [{"max_norm": 0.5}, {"scale_grad_by_freq": True}], ids=str)
+def test_embeddings_whose_rows_are_looked_up_together(devices: list[str], option: dict) -> None:
+    torch.manual_seed(5)
+    module = nn.Embedding(10, 4, **option).double().to(devices[0])
+    expected = copy.deepcopy(module)
+    model = DataParallel(module, devices, workers="processes")
+    for rows in (7, 12):
+        module.zero_grad()
+        expected.zero_grad()
+        _, words = samples(devices[0], rows)
+        out, other = model(words), expected(words)
+        torch.testing.assert_close(out, other, **TOLERANCE)
+        out.square().sum().backward()
+        other.square().sum().backward()
+        assert_same_gradients(module, expected)
+        torch.testing.assert_close(module.weight, expected.weight, **TOLERANCE)
+
+
+def test_a_tensor_that_is_no_parameter_and_one_whose_memory_moves() -> None:
+    class Moves(nn.LSTM):
+        def __init__(self) -> None:
+            super().__init__(4, 4, batch_first=True)
+            self.constant = torch.full((1000,), 2.0, device=GPU)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.flatten_parameters()
+            return super().forward(x)[0] * self.constant.mean()
+
+    module = Moves().to(GPU)
+    model = DataParallel(module, TWICE, workers="processes")
+    x = torch.ones(6, 3, 4, device=GPU)
+    for value in (0.1, 0.5):
+        for parameter in module.parameters():
+            nn.init.constant_(parameter, value)
+        torch.testing.assert_close(model(x), module(x))
 
 
 def test_a_process_that_dies_is_named() -> None:

@@ -127,6 +127,31 @@ def test_a_failure_is_not_waited_for() -> None:
         DataParallel(Fails(), THREE)(*samples())
 
 
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+@pytest.mark.parametrize("rows", [2, 3, 9])
+def test_replicas_in_replicas(workers: str, rows: int) -> None:
+    """The mean is one over all of them; of processes in processes, the inner ones are threads."""
+    module, expected = model(), model()
+    inner = DataParallel(module, THREE, workers=workers)
+    outer = DataParallel(inner, ["cpu"] * 2, workers=workers)
+    loss, other = outer(*samples(rows)), expected(*samples(rows))
+    assert loss.ndim == 0
+    torch.testing.assert_close(loss, other, **TOLERANCE)
+    loss.backward()
+    other.backward()
+    assert_same_gradients(module, expected)
+
+
+def test_processes_in_threads() -> None:
+    module, expected = model(), model()
+    inner = DataParallel(module, THREE, workers="processes")
+    loss, other = DataParallel(inner, ["cpu"] * 2)(*samples(9)), expected(*samples(9))
+    torch.testing.assert_close(loss, other, **TOLERANCE)
+    loss.backward()
+    other.backward()
+    assert_same_gradients(module, expected)
+
+
 def test_replicas_in_ranks() -> None:
     """Over the replicas of a rank first, and then over the ranks, also of several micro-batches."""
     x, y = samples(23)

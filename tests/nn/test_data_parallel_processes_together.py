@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas import DataParallel
 
 pytestmark = pytest.mark.keeps_descriptors
@@ -109,6 +117,34 @@ def test_what_the_caller_raises_is_raised_in_the_replica() -> None:
     assert where == "(raised in replica 0 on cpu)"
 
 
+class WaitsInBackward(torch.autograd.Function):
+    """Its backward says that it has begun, and waits until so many others have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, folder: Path, count: int) -> torch.Tensor:
+        ctx.folder, ctx.count = folder, count
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        (ctx.folder / str(os.getpid())).touch()
+        deadline = time.monotonic() + 20
+        while len(list(ctx.folder.iterdir())) < ctx.count:
+            assert time.monotonic() < deadline, "no other backward has begun"
+            time.sleep(0.01)
+        return gradient, None, None
+
+
+def test_backwards_of_means_run_at_the_same_time(tmp_path: Path) -> None:
+    """Although each of them asks the caller something."""
+
+    class Waits(WithLoss):
+        def losses(self, words: torch.Tensor) -> torch.Tensor:
+            return WaitsInBackward.apply(super().losses(words), tmp_path, 2)
+
+    in_processes(Waits())(words(6)).backward()
+
+
 def test_a_replica_that_fails_is_not_waited_for() -> None:
     model = in_processes(WithLoss())
     with pytest.raises(ArithmeticError, match="no loss"):
@@ -155,3 +191,93 @@ def test_tensors_of_other_devices_go_by_handle() -> None:
         out.sum().backward()
         for tensor in (x, *module.parameters()):
             assert (tensor.grad.shape, tensor.grad.device.type) == (tensor.shape, "meta")
+
+
+def test_copies_are_fresh_after_a_call_that_failed() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    model = in_processes(module)
+    model._devices[1] = torch.device("cpu:0")  # counts as another device than that of the module
+    x = torch.ones(4, 2)
+    model(x)
+    nn.init.constant_(module.weight, 5.0)
+    with pytest.raises(TypeError, match="can't be sent"):
+        model(x, threading.Lock())
+    assert model(x).eq(10).all()
+
+
+class KillsItsProcess:
+    """It can be pickled, and unpickling it is the end."""
+
+    def __reduce__(self) -> tuple:
+        return _die, ()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_dies_when_it_takes_the_module() -> None:
+    module = WithLoss()
+    model = in_processes(module)
+    model(words(4))
+    module.poison = KillsItsProcess()
+    with pytest.raises(ReplicaLost, match="exit code -9"):
+        model(words(4))
+    del module.poison
+    torch.testing.assert_close(model(words(4)), module(words(4)), **TOLERANCE)
+
+
+def test_an_eof_error_of_the_module_is_one_of_the_module() -> None:
+    class Reads(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum() == 0:
+                raise EOFError("nothing to read")
+            return x
+
+    model = in_processes(Reads())
+    with pytest.raises(EOFError, match="nothing to read"):
+        model(torch.zeros(2))
+    assert model(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_parameters_that_are_given_other_memory_in_a_call() -> None:
+    """As RNNs do on GPUs, to have theirs in one piece."""
+
+    class Moves(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data = self.weight.data.clone()
+            return super().forward(x)
+
+    module = Moves(2, 2, bias=False)
+    model = in_processes(module)
+    for value in (1.0, 5.0):
+        nn.init.constant_(module.weight, value)
+        assert model(torch.ones(4, 2)).eq(2 * value).all()
+
+
+def test_gradients_are_not_shared_with_what_is_forked() -> None:
+    module = WithLoss()
+    in_processes(module)(words(6)).backward()
+    before = [parameter.grad.clone() for parameter in module.parameters()]
+    if not (pid := os.fork()):
+        for parameter in module.parameters():
+            parameter.grad.zero_()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    for parameter, gradient in zip(module.parameters(), before, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_gradients_are_tensors_of_their_own() -> None:
+    """Not views of one: that would be saved with each, and be written to with each."""
+    module = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 1))
+    output = in_processes(module)(torch.ones(4, 500)).sum()
+    large, _, small, _ = torch.autograd.grad(output, list(module.parameters()))
+    file = io.BytesIO()
+    torch.save(small, file)
+    assert file.tell() < 20_000
+    factor = torch.ones_like(small, requires_grad=True)
+    product = (small * factor).sum()
+    large.zero_()
+    product.backward()
+    assert torch.equal(factor.grad, small)

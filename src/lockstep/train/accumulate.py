@@ -161,7 +161,7 @@ class _Batch:
         total = count
         if self._count is not None:
             # If no rank has gradients any more, zero_grad() has dropped the batch.
-            before = torch.where(goes_on > 0, self._count, 0)
+            before = torch.where(goes_on > 0, self._count.to(count.device), 0)
             total = before + count
             share = before / torch.where(total > 0, total, 1)
             with torch.no_grad():
@@ -176,7 +176,7 @@ class _Batch:
     def _add_to_same_backward(self, count: torch.Tensor) -> torch.Tensor:
         assert self._last is not None
         last, total = self._last
-        if not torch.equal(last, count):
+        if not torch.equal(last, count.to(last.device)):
             raise ValueError(
                 f"One backward under accumulate() has two means, over {count.item():g} and over "
                 f"{last.item():g} samples, and gradients that are added up can't be divided by "

@@ -10,7 +10,13 @@ import torch.distributed as dist
 
 from lockstep.comm.rank_threads import this_thread
 from lockstep.nn.backward import take_part_at_the_end
-from lockstep.nn.replicas.meeting import in_caller, mark_as_one, sum_over_ranks, this_seat
+from lockstep.nn.replicas.meeting import (
+    in_caller,
+    mark_as_one,
+    num_replicas,
+    sum_over_ranks,
+    this_seat,
+)
 from lockstep.train.accumulate import count_micro_batch, has_begun_batch
 from lockstep.world import init
 
@@ -83,7 +89,7 @@ def mean(
         group = None  # a replica without samples leaves it to the others to reach the model
         over_ranks = partial(sum_over_ranks, process_group=process_group)
         facts = seat.meeting.add_up(seat.replica, facts, over_ranks)
-        num_means = facts[3] * seat.meeting.count
+        num_means = facts[3] * num_replicas()
     result: torch.Tensor = _Mean.apply(values, anchor, counts, facts[:3], num_means, group, rank)  # type: ignore[no-untyped-call]
     if seat is not None:
         mark_as_one(result)
@@ -136,6 +142,7 @@ class _Mean(torch.autograd.Function):
         if ctx.group is not None and not has_samples:
             take_part_at_the_end(ctx.group)
         divisor = in_caller(count_micro_batch, count, goes_on, ctx.rank, has_samples)
+        divisor = divisor.to(count.device)  # it may be that of a replica on another one
         # Times the number of those that have it, by which the reduction of the gradients divides.
         slope = gradient.double() * ctx.num_means / torch.where(divisor > 0, divisor, 1)
         return (slope * counts).to(ctx.dtype), None, None, None, None, None, None

@@ -14,6 +14,7 @@ from lockstep.nn.arguments import Device
 from lockstep.nn.replicas.apply import parallel_apply
 from lockstep.nn.replicas.devices import as_device
 from lockstep.nn.replicas.gather import gather
+from lockstep.nn.replicas.meeting import is_replica_process
 from lockstep.nn.replicas.nested import leaves
 from lockstep.nn.replicas.processes import ProcessReplicas
 from lockstep.nn.replicas.replicate import replicate
@@ -65,7 +66,8 @@ class DataParallel(Wrapper):
             or CUDA devices, where no other replica holds up Python's interpreter. They start with
             the first call, which moves parameters on the CPU to memory that all share, and end with
             this object. The module and its inputs must be such that they can be pickled; an
-            attribute that is changed in place, other than by its length, is not noticed.
+            attribute that is changed in place, other than by its length, is not noticed. Of
+            processes in processes, the inner ones are threads.
         buffers: ``"first"`` keeps what the first replica does to them, ``"mean"`` the mean over
             all replicas, of those of floating point.
 
@@ -144,8 +146,8 @@ class DataParallel(Wrapper):
             outputs = [getattr(self.module, name)(*parts[0], **kwargs_parts[0])]
         else:
             if self._replicas is None:
-                kind = ThreadReplicas if self.workers == "threads" else ProcessReplicas
-                self._replicas = kind(self._devices)
+                in_threads = self.workers == "threads" or is_replica_process()
+                self._replicas = (ThreadReplicas if in_threads else ProcessReplicas)(self._devices)
             arguments = list(zip(parts, kwargs_parts, strict=True))
             outputs = self._replicas.call(self.module, name, arguments)
             if self.buffer_policy == "mean":

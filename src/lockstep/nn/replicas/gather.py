@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lockstep.nn.arguments import Device
 from lockstep.nn.replicas import packed
 from lockstep.nn.replicas.devices import as_device, move
-from lockstep.nn.replicas.meeting import is_one
+from lockstep.nn.replicas.meeting import is_one, mark_as_one, this_seat
 from lockstep.nn.replicas.nested import Path, children, like, name_of
 
 _T = TypeVar("_T")
@@ -87,7 +87,10 @@ def _join(tensors: list[torch.Tensor], device: torch.device, dim: int, place: st
     moved = [move(tensor, device) for tensor in tensors]
     if all(map(is_one, tensors)):
         # Each of them gets its share of the gradient, and the value is not rounded once more.
-        return _OneOfAll.apply(*moved)  # type: ignore[no-any-return, no-untyped-call]
+        one: torch.Tensor = _OneOfAll.apply(*moved)  # type: ignore[no-untyped-call]
+        if this_seat() is not None:
+            mark_as_one(one)  # all replicas around these have it, too
+        return one
     if all(tensor.ndim == 0 for tensor in tensors):
         return torch.stack(moved)
     _check_shapes(tensors, dim, place)

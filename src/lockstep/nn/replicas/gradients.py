@@ -6,14 +6,22 @@ import functools
 import itertools
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from lockstep.nn.replicas.boundary import Gradients, sum_of_two
-from lockstep.nn.replicas.messages import Gradients as Answer
-from lockstep.nn.replicas.shared import SharedMemory, SharedTensor
-from lockstep.nn.replicas.wire import places_for, tensor_at
+from lockstep.nn.replicas.messages import Derived
+from lockstep.nn.replicas.shared import (
+    Place,
+    SharedMemory,
+    SharedTensor,
+    lone_tensor_at,
+    places_for,
+    tensor_at,
+)
 
 # For so many sums memory is kept that nobody uses any more.
 _MOST_SPARE = 2
@@ -44,9 +52,8 @@ class SharedGradients:
         for memory in self._memory:
             memory.close()
 
-    def add_up(self, answers: Sequence[Answer]) -> Gradients:
-        """Each parameter's gradients added up, in the order of the replicas, as new tensors."""
-        memory = [own.here for own in self._memory[: len(answers)]]
+    def add_up(self, answers: Sequence[Derived]) -> Gradients:
+        """Each parameter's gradients of two replicas or more, added up in their order."""
         in_place = [*zip(*(answer.in_place for answer in answers), strict=True)]
         of_all = [all(here) for here in in_place]
         total = self._spare.take()
@@ -59,18 +66,17 @@ class SharedGradients:
             if not has_all:
                 sums += [self._sum_of_some(index, in_place[index], answers) for index in indices]
                 continue
-            first, end = self._places[indices[0]].start, self._places[indices[-1]].end
-            into, *parts = (own[first:end].view(dtype) for own in (total, *memory))
-            torch.add(parts[0], parts[1], out=into) if parts[1:] else into.copy_(parts[0])
+            between = slice(self._places[indices[0]].start, self._places[indices[-1]].end)
+            into = total.here[between].view(dtype)
+            parts = [own.here[between].view(dtype) for own in self._memory[: len(answers)]]
+            torch.add(parts[0], parts[1], out=into)
             for part in parts[2:]:
                 into.add_(part)
-            for index in indices:
-                _, start, shape, stride = self._places[index]
-                sums.append(into.as_strided(shape, stride, start // dtype.itemsize))
+            sums += [total.at(self._places[index]) for index in indices]
         return sums
 
     def _sum_of_some(
-        self, index: int, in_place: Sequence[bool], answers: Sequence[Answer]
+        self, index: int, in_place: Sequence[bool], answers: Sequence[Derived]
     ) -> torch.Tensor | None:
         """The same for one that may not be there, or not in its place."""
         found = [
@@ -94,15 +100,25 @@ class _SpareMemory:
         self._num_bytes, self._device = num_bytes, device
         self._spare: list[mmap.mmap] = []
 
-    def take(self) -> torch.Tensor:
-        """Bytes that may hold anything."""
+    def take(self) -> _Memory:
+        """Some that may hold anything."""
         if self._device.type != "cpu":
-            return torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
-        memory = self._spare.pop() if self._spare else mmap.mmap(-1, max(self._num_bytes, 1))
+            here = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+            return _Memory(here, partial(tensor_at, here))
+        # Not what a process that is forked has as well.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = self._spare.pop() if self._spare else mmap.mmap(-1, max(self._num_bytes, 1), flags)
         view = memoryview(memory)
         weakref.finalize(view, self._give_back, memory).atexit = False
-        return torch.frombuffer(view, dtype=torch.uint8)
+        return _Memory(torch.frombuffer(view, dtype=torch.uint8), partial(lone_tensor_at, view))
 
     def _give_back(self, memory: mmap.mmap) -> None:
         if len(self._spare) < _MOST_SPARE:
             self._spare.append(memory)
+
+
+class _Memory(NamedTuple):
+    """Bytes, and what makes tensors in them, each with a version of its own."""
+
+    here: torch.Tensor
+    at: Callable[[Place], torch.Tensor]

@@ -6,6 +6,7 @@ They may be in several processes: what their caller knows, they have it asked.
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +23,7 @@ from lockstep.world import init
 T = TypeVar("T")
 
 Finish = Callable[[torch.Tensor], torch.Tensor]
+AskCaller = Callable[[Callable[..., Any], tuple[Any, ...]], Any]
 
 
 class Meeting:
@@ -29,12 +31,18 @@ class Meeting:
 
     A replica that returns without coming, or fails, is waited for no more: it has nothing to add.
 
-    Args:
+    Attributes:
         count: How many replicas there are.
+        num_around: How many of what has them there are, as it may be a replica itself.
+
+    Args:
+        count: As above.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.num_around = num_replicas()
+        self._around = _seat.get()
         self._num_present = count
         self._changed = threading.Condition()
         self._waiting: Round | None = None
@@ -45,11 +53,13 @@ class Meeting:
         Args:
             replica: Which one this is.
             own: What it has to add, of the same shape and dtype on all, on any device.
-            finish: Is called once, in the process of the caller; it can be pickled.
+            finish: What goes on with a sum that is not to be over these replicas alone: first it is
+                one over those around them, too. Called once, in the process of the caller; it can
+                be pickled.
         """
         with self._changed:
             if self._waiting is None:
-                self._waiting = Round(finish)
+                self._waiting = Round(finish and beyond(self._around, finish))
             mine = self._waiting
             mine.parts[replica] = own
             self._finish_if_all_have_come()
@@ -61,7 +71,7 @@ class Meeting:
 
     def once(self, replica: int, device: torch.device, do: Callable[[], None]) -> None:
         """Let the first replica on each device ``do`` something, while all others wait."""
-        kind = 1 if device.index is None else 2 + device.index
+        kind = 1 + zlib.crc32(str(device).encode())
         kinds = torch.zeros(self.count, dtype=torch.long)
         kinds[replica] = kind
         on_this_device = self.add_up(replica, kinds).eq(kind)
@@ -156,6 +166,19 @@ def this_seat() -> Seat | None:
     return _seat.get()
 
 
+def num_replicas() -> int:
+    """How many replicas there are of what runs in this thread, those of what is around it too."""
+    seat = _seat.get()
+    return 1 if seat is None else seat.meeting.count * seat.meeting.num_around
+
+
+def beyond(around: Seat | None, finish: Finish) -> Finish:
+    """What finishes a sum that is one over the replicas around, too, if there are any."""
+    if around is None:
+        return finish
+    return lambda total: around.meeting.add_up(around.replica, total, finish)
+
+
 def sum_over_ranks(
     own: torch.Tensor, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
@@ -184,13 +207,18 @@ def in_caller(function: Callable[..., T], *arguments: object) -> T:
     return function(*arguments) if _ask_caller is None else _ask_caller(function, arguments)
 
 
-def caller_is_elsewhere(ask: Callable[[Callable[..., Any], tuple[Any, ...]], Any]) -> None:
-    """Say that this is the process of a replica, and what has the caller's run a function."""
+def caller_is_elsewhere(ask: AskCaller | None) -> None:
+    """Say that this is a replica's process, and what has the caller's run a function."""
     global _ask_caller
     _ask_caller = ask
 
 
-_ask_caller: Callable[[Callable[..., Any], tuple[Any, ...]], Any] | None = None
+def is_replica_process() -> bool:
+    """Whether :func:`caller_is_elsewhere` has been called here."""
+    return _ask_caller is not None
+
+
+_ask_caller: AskCaller | None = None
 
 
 def mark_as_one(tensor: torch.Tensor) -> None:

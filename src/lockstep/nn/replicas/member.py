@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from lockstep.nn.replicas.wire import Packed, Wire
 from lockstep.world.environment import allocator_environment
 
 _PATIENCE_SECONDS = 2.0
+# A process that does nothing ends in less.
+_GRACE_SECONDS = 0.5
 _MAIN = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
@@ -91,19 +95,24 @@ class Member:
             "killed, perhaps for want of memory. The next call starts new ones."
         )
 
+    def fileno(self) -> int:
+        """What to wait for until it says something."""
+        return self._wire.fileno()
+
     def hang_up(self) -> None:
-        """Let it end."""
+        """Let it end, once it is through with what it does."""
         self._wire.close()
-        shut_down(self._lifeline)
-        self._lifeline.close()
 
     def wait(self) -> None:
         """Wait until it has ended, or end it."""
-        try:
-            self._process.wait(_PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        for end in (partial(shut_down, self._lifeline), self._process.kill):
+            try:
+                self._process.wait(_GRACE_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                end()
+        self._process.wait()
+        self._lifeline.close()
 
 
 def end_members(members: Sequence[Member]) -> None:
@@ -114,3 +123,12 @@ def end_members(members: Sequence[Member]) -> None:
         member.hang_up()
     for member in members:
         member.wait()
+
+
+def first_to_speak(members: Mapping[int, Member]) -> list[int]:
+    """Wait until some of ``members`` have said something, or have ended; return their numbers."""
+    poll = select.poll()
+    numbers = {member.fileno(): number for number, member in members.items()}
+    for descriptor in numbers:
+        poll.register(descriptor, select.POLLIN)
+    return sorted(numbers[descriptor] for descriptor, _ in poll.poll())

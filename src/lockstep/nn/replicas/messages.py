@@ -1,6 +1,6 @@
 """What the caller and a replica's process say to each other.
 
-The caller speaks, and the process answers once each time: with ``Returned``, ``Gradients``, None or
+The caller speaks, and the process answers once each time: with ``Returned``, ``Derived``, None or
 an ``Error``. In between it may ask for something: a sum over all replicas, or what only the caller
 can tell.
 """
@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
+from torch import nn
 
 from lockstep.nn.replicas.modes import Modes
 
 
 class Tensors(NamedTuple):
-    """What the module's tensors are; the module itself comes after it.
+    """What the tensors of the module are that comes next.
 
     Attributes:
         parameters: The parameters: the caller's memory.
@@ -34,6 +35,12 @@ class Tensors(NamedTuple):
     are_parameters: list[bool]
     are_tables: list[bool]
     buffers: list[torch.Tensor]
+
+
+class Module(NamedTuple):
+    """The module, which refers to tensors that are known."""
+
+    module: nn.Module
 
 
 class Call(NamedTuple):
@@ -52,6 +59,7 @@ class Call(NamedTuple):
         buffers: Those that have changed, by index.
         dropped: Calls of which no backward will come.
         num_parts: How many replicas are called.
+        num_around: How many replicas there are of what calls them.
     """
 
     number: int
@@ -66,6 +74,7 @@ class Call(NamedTuple):
     buffers: dict[int, torch.Tensor]
     dropped: list[int]
     num_parts: int
+    num_around: int
 
 
 class Returned(NamedTuple):
@@ -98,7 +107,7 @@ class Backward(NamedTuple):
     keep_graph: bool
 
 
-class Gradients(NamedTuple):
+class Derived(NamedTuple):
     """What came of a backward.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import socket
@@ -19,8 +20,9 @@ from lockstep.nn.replicas.messages import (
     Ask,
     Backward,
     Call,
+    Derived,
     Error,
-    Gradients,
+    Module,
     Returned,
     Sum,
     Tensors,
@@ -52,24 +54,33 @@ class ReplicaProcess:
         self._parameters: list[torch.Tensor] = []
         self._originals: Sequence[torch.Tensor] = []
         self._gradients: Sequence[torch.Tensor] = []
+        self._buffers: Sequence[torch.Tensor] = []
         self._calls: dict[int, Part] = {}
+        # Replicas in threads of this process may ask at the same time.
+        self._asking = threading.Lock()
         caller_is_elsewhere(lambda function, arguments: self._ask(Ask(function, arguments)))
 
     def serve(self) -> None:
         """Answer until the caller is gone."""
         answers: dict[type, Callable[[Any], object]] = {
-            Tensors: self._take_module,
+            Tensors: self._take_tensors,
+            Module: self._take_module,
             Call: self._call,
             Backward: self._backward,
         }
         while True:
             try:
-                message = self._wire.receive()
-                answer = answers[type(message)](message)
+                message = self._wire.receive([*self._parameters, *self._buffers])
             except EOFError:
                 return
-            except Exception as error:
-                answer = as_error(error)
+            except Exception as error:  # what is unpickled raises what it likes
+                answer: object = as_error(error)
+            else:
+                try:
+                    answer = answers[type(message)](message)
+                except Exception as error:
+                    answer = as_error(error)
+                del message
             try:
                 self._wire.send(answer)
             except BrokenPipeError:
@@ -77,16 +88,19 @@ class ReplicaProcess:
             except Exception as error:  # what is pickled raises what it likes
                 text = f"What the module has returned can't be sent to the caller: {error}."
                 self._wire.send(as_error(TypeError(text)))
+            del answer
 
     def _ask(self, question: Sum | Ask) -> Any:
         """What the caller answers."""
-        self._wire.send(question)
-        answer = self._wire.receive()
+        with self._asking:
+            self._wire.send(question)
+            answer = self._wire.receive()
         if isinstance(answer, Error):
             raise as_exception(answer)
         return answer
 
-    def _take_module(self, tensors: Tensors) -> None:
+    def _take_tensors(self, tensors: Tensors) -> None:
+        self._calls.clear()
         self._originals, self._gradients = tensors.parameters, tensors.gradients
         self._parameters = [original.detach().to(self._device) for original in self._originals]
         for index, (is_parameter, is_table) in enumerate(
@@ -98,9 +112,10 @@ class ReplicaProcess:
             elif is_parameter:
                 own = nn.Parameter(own, requires_grad=False)
             self._parameters[index] = own
-        buffers = [buffer.to(self._device) for buffer in tensors.buffers]
-        self._module = self._wire.receive([*self._parameters, *buffers])
-        self._calls.clear()
+        self._buffers = [buffer.to(self._device) for buffer in tensors.buffers]
+
+    def _take_module(self, message: Module) -> None:
+        self._module = message.module
 
     def _call(self, call: Call) -> Returned:
         for number in call.dropped:
@@ -112,9 +127,7 @@ class ReplicaProcess:
         for parameter, trained in zip(self._parameters, call.trained, strict=True):
             if parameter.requires_grad is not trained:
                 parameter.requires_grad_(trained)
-        with torch.no_grad():
-            for index in call.parameters:
-                self._parameters[index].copy_(self._originals[index])
+        self._take_values(call.parameters)
         buffers = self._own_buffers(parts)
         for index, value in call.buffers.items():
             buffers[index].data = value.to(self._device)
@@ -122,7 +135,7 @@ class ReplicaProcess:
         torch.set_default_dtype(call.default_dtype)
         flags = iter(call.require_grad)
         arguments = map_tensors(lambda t: t.requires_grad_(next(flags)), call.arguments)
-        self._meeting.count = call.num_parts
+        self._meeting.count, self._meeting.num_around = call.num_parts, call.num_around
         was = [(own, own.__dict__.copy(), own._buffers.copy()) for own in parts]
         method = getattr(self._module, call.method)
         part = Part(self._device, self._parameters, method, arguments, owns_inputs=True)
@@ -145,6 +158,17 @@ class ReplicaProcess:
             self._changed_buffers(buffers, parts, before),
         )
 
+    def _take_values(self, changed: Sequence[int]) -> None:
+        """Have the parameters' values, of which the caller has changed some."""
+        if self._device == self._home:
+            # The module may have given one other memory, as RNNs do to have theirs in one piece.
+            for own, original in zip(self._parameters, self._originals, strict=True):
+                if own.data_ptr() != original.data_ptr():
+                    own.data = original
+        with torch.no_grad():
+            for index in changed:
+                self._parameters[index].copy_(self._originals[index])
+
     def _own_buffers(self, parts: list[nn.Module]) -> list[torch.Tensor]:
         """All but those that are trained, which the caller takes for parameters."""
         trained = {id(parameter) for parameter in self._parameters}
@@ -156,7 +180,7 @@ class ReplicaProcess:
         now = versions_of(buffers, parts)
         return {i: b for i, b in enumerate(buffers) if now[i] != before[i]}
 
-    def _backward(self, backward: Backward) -> Gradients:
+    def _backward(self, backward: Backward) -> Derived:
         part = self._calls.get(backward.number)
         if part is None:
             raise ReplicaLost(
@@ -183,7 +207,7 @@ class ReplicaProcess:
             for index, (gradient, is_here) in enumerate(zip(found, here, strict=True))
             if gradient is not None and not is_here
         }
-        return Gradients(here, others, of_inputs)
+        return Derived(here, others, of_inputs)
 
 
 class _MeetingElsewhere(Meeting):
@@ -232,3 +256,6 @@ def main(arguments: list[str]) -> None:
         torch.accelerator.set_device_index(device)
     wire = Wire(socket.socket(fileno=line), [devices[0], device])
     ReplicaProcess(wire, replica, devices).serve()
+    # The caller counts who has memory of an accelerator: nothing is to be held at the end.
+    caller_is_elsewhere(None)
+    gc.collect()

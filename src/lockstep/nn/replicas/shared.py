@@ -6,18 +6,41 @@ about: the same memory and no copy.
 
 from __future__ import annotations
 
+import math
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from lockstep.comm.shm.memory import Segment
-from lockstep.nn.replicas.wire import Place, places_for, tensor_at
+
+_ALIGNMENT_BYTES = 64
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class Place(NamedTuple):
+    """Where in memory a tensor is.
+
+    Attributes:
+        dtype: Its dtype.
+        start: Its first byte.
+        shape: Its shape.
+        stride: Its stride, in elements.
+    """
+
+    dtype: torch.dtype
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The byte after its last one."""
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
 class SharedMemory:
@@ -81,13 +104,41 @@ def share(parameters: Sequence[torch.Tensor]) -> list[object]:
     assert memory.segment is not None
     mapped = mmap.mmap(memory.segment.descriptor, max(num_bytes, 1))
     with torch.no_grad():
-        for parameter, (dtype, start, shape, stride) in zip(parameters, places, strict=True):
-            if not parameter.numel():
-                continue
-            # Each with a storage of its own: who saves one doesn't save all.
-            flat = torch.frombuffer(mapped, dtype=dtype, count=parameter.numel(), offset=start)
-            parameter.data = flat.as_strided(shape, stride).copy_(parameter)
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.data = lone_tensor_at(mapped, place).copy_(parameter)
     return [SharedTensor(memory, place) for place in places]
+
+
+def tensor_at(memory: torch.Tensor, place: Place) -> torch.Tensor:
+    """The tensor that lies in ``memory``, which is bytes, at ``place``."""
+    dtype, start, shape, stride = place
+    empty = memory.new_empty(0, dtype=dtype)
+    return empty.set_(memory.untyped_storage(), start // empty.element_size(), shape, stride)
+
+
+def lone_tensor_at(memory: mmap.mmap | memoryview, place: Place) -> torch.Tensor:
+    """The same in a buffer, with a storage of its own: who saves one doesn't save all."""
+    dtype, start, shape, stride = place
+    if not (numel := math.prod(shape)):
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)
+    return flat.as_strided(shape, stride)
+
+
+def places_for(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], int]:
+    """One behind the other, each in the order in memory that it has, if that has no gaps."""
+    places: list[Place] = []
+    num_bytes = 0
+    for tensor in tensors:
+        stride = torch.empty_like(tensor, device="meta").stride()
+        places.append(Place(tensor.dtype, num_bytes, tuple(tensor.shape), stride))
+        num_bytes = aligned(places[-1].end)
+    return places, num_bytes
+
+
+def aligned(num_bytes: int) -> int:
+    """So many bytes, and those to the next place where a tensor may begin."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _itself(memory: torch.Tensor) -> torch.Tensor:

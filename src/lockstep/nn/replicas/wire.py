@@ -2,54 +2,32 @@
 
 from __future__ import annotations
 
+import collections
 import io
-import math
 import pickle
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import torch
-from torch.multiprocessing.reductions import reduce_tensor
 
 from lockstep.comm.shm.lines import receive_message, send_message, shut_down
 from lockstep.comm.shm.memory import Segment, map_segment
+from lockstep.nn.replicas.shared import Place, SharedMemory, places_for, tensor_at
 
-# How long the message is, and whether the first descriptor is that of the sender's memory.
-_HEADER = struct.Struct("<Q?")
+# How long the message is, and how many of its descriptors are those of the sender's memory.
+_HEADER = struct.Struct("<QB")
 _MOST_DESCRIPTORS = 8
-_ALIGNMENT_BYTES = 64
-
-
-class Place(NamedTuple):
-    """Where in memory a tensor is.
-
-    Attributes:
-        dtype: Its dtype.
-        start: Its first byte.
-        shape: Its shape.
-        stride: Its stride, in elements.
-    """
-
-    dtype: torch.dtype
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        """The byte after its last one."""
-        return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
 class Wire:
     """One end of a line between two processes.
 
-    What is sent is pickled, but for its tensors: those on the CPU are copied to memory of the
-    sender that the receiver has mapped, and from there; those of an accelerator stay there. A
-    :class:`~lockstep.comm.shm.memory.Segment` arrives as the tensor of its bytes.
+    What is sent is pickled, but for its tensors: these are copied to memory of the sender, on their
+    device, that the receiver has too, and from there. It is the same for every message: after one,
+    wait for an answer. A :class:`~lockstep.comm.shm.memory.Segment` arrives as its bytes.
 
     Args:
         line: A connected stream socket.
@@ -57,12 +35,14 @@ class Wire:
     """
 
     def __init__(self, line: socket.socket, devices: Iterable[torch.device] = ()) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        kind = None if accelerator is None else accelerator.type
-        self._devices = {device for device in devices if device.type == kind}
         self._line = line
-        self._mine = torch.empty(0, dtype=torch.uint8)
-        self._theirs = torch.empty(0, dtype=torch.uint8)
+        self._devices = set(devices)
+        self._mine: dict[torch.device, SharedMemory] = {}
+        self._theirs: dict[torch.device, torch.Tensor] = {}
+
+    def fileno(self) -> int:
+        """What to wait for until there is something to receive."""
+        return self._line.fileno()
 
     def close(self) -> None:
         """End the line, also for whoever else has it open."""
@@ -80,21 +60,28 @@ class Wire:
 
     def send_packed(self, packed: Packed) -> None:
         """Send what is packed already."""
-        for device in self._devices:
-            torch.accelerator.synchronize(device)  # the other end has other streams
-        places, num_bytes = places_for(packed.tensors)
-        segment, memory = None, self._mine
-        if num_bytes > len(memory):
-            segment, memory = Segment.create(2 * num_bytes)
-        for tensor, place in zip(packed.tensors, places, strict=True):
-            tensor_at(memory, place).copy_(tensor.detach())
-        message = pickle.dumps((places, packed.payload))
-        mine = [] if segment is None else [segment]
-        descriptors = [own.descriptor for own in (*mine, *packed.segments)]
-        send_message(self._line, _HEADER.pack(len(message), bool(mine)), descriptors)
-        self._mine = memory
-        if segment is not None:
-            segment.close()
+        on_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in packed.tensors:
+            on_device.setdefault(tensor.device, []).append(tensor)
+        new: dict[torch.device, SharedMemory] = {}
+        places: dict[torch.device, list[Place]] = {}
+        for device, tensors in on_device.items():
+            places[device], num_bytes = places_for(tensors)
+            memory = self._mine.get(device)
+            if memory is None or num_bytes > len(memory.here):
+                memory = new[device] = SharedMemory(2 * num_bytes, device)
+            for tensor, place in zip(tensors, places[device], strict=True):
+                tensor_at(memory.here, place).copy_(tensor.detach())
+        _settle({*self._devices, *on_device})
+        envelope = Packed(new) if new else None
+        segments = envelope.segments if envelope is not None else []
+        message = pickle.dumps((envelope and envelope.payload, places, packed.payload))
+        header = _HEADER.pack(len(message), len(segments))
+        segments = [*segments, *packed.segments]
+        send_message(self._line, header, [segment.descriptor for segment in segments])
+        self._mine |= new
+        for memory in new.values():
+            memory.close()
         self._line.sendall(message)
 
     def receive(self, known: Sequence[torch.Tensor] = ()) -> Any:
@@ -110,12 +97,15 @@ class Wire:
         if len(header) < _HEADER.size:
             raise EOFError
         memory = [map_segment(descriptor) for descriptor in descriptors]
-        length, has_theirs = _HEADER.unpack(header)
-        if has_theirs:
-            self._theirs = memory.pop(0)
-        places, payload = pickle.loads(self._read(length))
-        tensors = [tensor_at(self._theirs, place) for place in places]
-        return _Unpickler(io.BytesIO(payload), tensors, memory, known).load()
+        length, count = _HEADER.unpack(header)
+        envelope, places, payload = pickle.loads(self._read(length))
+        if envelope is not None:
+            self._theirs |= _Unpickler(envelope, {}, memory[:count], ()).load()
+        here = {
+            device: [tensor_at(self._theirs[device], place) for place in own]
+            for device, own in places.items()
+        }
+        return _Unpickler(payload, here, memory[count:], known).load()
 
     def _read(self, length: int) -> bytes:
         parts = []
@@ -133,8 +123,8 @@ class Packed:
 
     Attributes:
         payload: It, pickled, without its tensors and segments.
-        tensors: Those on the CPU.
-        segments: These.
+        tensors: These.
+        segments: Likewise.
 
     Args:
         value: It.
@@ -160,6 +150,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.tensors: list[torch.Tensor] = []
         self.segments: list[Segment] = []
         self._known = known
+        self._counts: collections.Counter[torch.device] = collections.Counter()
 
     def persistent_id(self, value: object) -> tuple[str, object] | None:
         if isinstance(value, Segment):
@@ -172,11 +163,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return "known", self._known[id(value)]
         if value.layout is not torch.strided:
             return None
-        if value.device.type != "cpu":
-            # What came from another process can't be sent on: only what this one has allocated.
-            return "elsewhere", reduce_tensor(value.detach().clone())
         self.tensors.append(value)
-        return "here", len(self.tensors) - 1
+        self._counts[value.device] += 1
+        return "here", (value.device, self._counts[value.device] - 1)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -184,43 +173,27 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(
         self,
-        file: io.BytesIO,
-        here: Sequence[torch.Tensor],
+        payload: bytes,
+        here: Mapping[torch.device, Sequence[torch.Tensor]],
         memory: Sequence[torch.Tensor],
         known: Sequence[torch.Tensor],
     ) -> None:
-        super().__init__(file)
+        super().__init__(io.BytesIO(payload))
         self._here, self._memory, self._known = here, memory, known
 
     def persistent_load(self, key: tuple[str, Any]) -> torch.Tensor:
-        kind, what = key
-        if kind == "elsewhere":
-            rebuild, arguments = what
-            tensor: torch.Tensor = rebuild(*arguments)
-        else:
-            tensor = {"here": self._here, "memory": self._memory, "known": self._known}[kind][what]
-        # Where the sender has put it, it will put the next one.
-        return tensor.clone() if kind in ("here", "elsewhere") else tensor
+        kind, which = key
+        if kind == "here":
+            device, index = which
+            # The next message will lie where this one does.
+            return self._here[device][int(index)].clone()
+        found = self._memory if kind == "memory" else self._known
+        return found[int(which)]
 
 
-def tensor_at(memory: torch.Tensor, place: Place) -> torch.Tensor:
-    """The tensor that lies in ``memory``, which is bytes, at ``place``."""
-    dtype, start, shape, stride = place
-    empty = memory.new_empty(0, dtype=dtype)
-    return empty.set_(memory.untyped_storage(), start // empty.element_size(), shape, stride)
-
-
-def places_for(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], int]:
-    """One behind the other, each in the order in memory that it has, if that has no gaps."""
-    places: list[Place] = []
-    num_bytes = 0
-    for tensor in tensors:
-        stride = torch.empty_like(tensor, device="meta").stride()
-        places.append(Place(tensor.dtype, num_bytes, tuple(tensor.shape), stride))
-        num_bytes = aligned(places[-1].end)
-    return places, num_bytes
-
-
-def aligned(num_bytes: int) -> int:
-    """So many bytes, and those to the next place where a tensor may begin."""
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def _settle(devices: Iterable[torch.device]) -> None:
+    """Wait until all is done on ``devices``: the other end's work is on other streams."""
+    accelerator = torch.accelerator.current_accelerator()
+    for device in devices:
+        if accelerator is not None and device.type == accelerator.type:
+            torch.accelerator.synchronize(device)
