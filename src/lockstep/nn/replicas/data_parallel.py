@@ -67,7 +67,8 @@ class DataParallel(Wrapper):
             the first call, which moves parameters on the CPU to memory that all share, and end with
             this object. The module and its inputs must be such that they can be pickled; an
             attribute that is changed in place, other than by its length, is not noticed. Of
-            processes in processes, the inner ones are threads.
+            processes in processes, the inner ones are threads. Each takes memory for a copy of all
+            gradients, and on a GPU for a CUDA context of its own.
         buffers: ``"first"`` keeps what the first replica does to them, ``"mean"`` the mean over
             all replicas, of those of floating point.
 
