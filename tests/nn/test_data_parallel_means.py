@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep.errors import ModelError
 from lockstep.nn.replicas import DataParallel, data_parallel, parallel_apply
 from tests.ranks import run_ranks
 
@@ -140,6 +142,26 @@ def test_replicas_in_replicas(workers: str, rows: int) -> None:
     loss.backward()
     other.backward()
     assert_same_gradients(module, expected)
+
+
+class WithCheckpoint(WithLoss):
+    """What it computes its loss from is computed again in the backward."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, *, reentrant: bool = False) -> torch.Tensor:
+        x = x.requires_grad_() if reentrant else x
+        return checkpoint(super().forward, x, y, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_a_mean_in_a_checkpoint(workers: str) -> None:
+    module, expected = WithCheckpoint(), WithLoss()
+    expected.load_state_dict(module.state_dict())
+    replicated = DataParallel(module, THREE, workers=workers)
+    replicated(*samples()).backward()
+    expected(*samples()).backward()
+    assert_same_gradients(module, expected)
+    with pytest.raises(ModelError, match="use_reentrant=False"):
+        replicated(*samples(), reentrant=True).backward()
 
 
 def test_processes_in_threads() -> None:

@@ -338,12 +338,27 @@ def test_calls_nobody_will_differentiate_are_dropped(model: DataParallel) -> Non
     model(batch())
     for _ in range(3):
         gc.collect()
-        (last,) = dropped  # the one before
+        ((last,), same) = dropped  # the one before
+        assert same == [last]
         output = model(batch())
-        assert dropped == []
+        assert dropped == [[], []]
         del output
         gc.collect()
-        assert dropped == [last + 1]
+        assert dropped == [[last + 1]] * 2
+
+
+def test_a_process_that_is_not_called_is_told_with_its_next_call() -> None:
+    model = DataParallel(net().eval(), ["cpu"] * 3, workers="processes")
+    model(batch(3))
+    gc.collect()
+    dropped = model._replicas._crew.dropped
+    ((first,), _, _) = dropped
+    for number in (first + 1, first + 2):  # with two rows the third has nothing to do
+        model(batch(2))
+        gc.collect()
+        assert dropped == [[number], [number], [first]]
+    model(batch(3))
+    assert dropped[2] in ([], [first + 3])
 
 
 PROGRAM = """

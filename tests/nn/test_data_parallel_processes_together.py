@@ -7,6 +7,7 @@ import copy
 import io
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -18,8 +19,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.errors import ReplicaLost
-from lockstep.nn.replicas import DataParallel
+from lockstep.errors import ReplicaLost, SharedMemoryFull
+from lockstep.nn.replicas import DataParallel, wire
+from lockstep.nn.replicas.wire import Wire
 
 pytestmark = pytest.mark.keeps_descriptors
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
@@ -281,3 +283,31 @@ def test_gradients_are_tensors_of_their_own() -> None:
     large.zero_()
     product.backward()
     assert torch.equal(factor.grad, small)
+
+
+def test_a_first_call_in_inference_mode() -> None:
+    """The parameters are moved then, and are to be trained all the same."""
+    module = WithLoss()
+    model = in_processes(module)
+    with torch.inference_mode():
+        model(words(4))
+    assert not any(parameter.is_inference() for parameter in module.parameters())
+    module(words(4)).backward()
+
+
+def test_memory_that_cannot_be_mapped_ends_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender would go on to use what this end doesn't have."""
+    mine, theirs = socket.socketpair()
+    sender, receiver = Wire(mine), Wire(theirs)
+    sender.send(torch.ones(3))
+
+    def full(descriptor: int) -> torch.Tensor:
+        os.close(descriptor)
+        raise SharedMemoryFull("no room")
+
+    monkeypatch.setattr(wire, "map_segment", full)
+    with pytest.raises(SharedMemoryFull):
+        receiver.receive()
+    with pytest.raises(OSError, match="Broken pipe"):
+        sender.send(torch.ones(3))
+    sender.close()

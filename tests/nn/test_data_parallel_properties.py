@@ -387,6 +387,14 @@ def test_bags_that_divide_by_frequencies(mode: str) -> None:
     assert bag.weight.grad.tolist() == ([[1], [1]] if mode == "sum" else [[0.5], [0.5]])
 
 
+def test_frequencies_in_replicas_of_replicas() -> None:
+    table, expected = (nn.Embedding(2, 1, scale_grad_by_freq=True) for _ in range(2))
+    words = torch.tensor([1, 1, 1, 0])
+    DataParallel(DataParallel(table, ["cpu"] * 2), ["cpu"] * 2)(words).sum().backward()
+    expected(words).sum().backward()
+    assert_close([table.weight.grad], [expected.weight.grad])
+
+
 # Not strict: the rows are wrong only if two replicas are at one of them at the same time.
 @some(60)
 @given(st.data(), embeddings(max_norm=0.5))

@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.rank_threads import this_thread
+from lockstep.errors import ModelError
 from lockstep.nn.backward import take_part_at_the_end
+from lockstep.nn.replicas.boundary import is_backward_of_replicas
 from lockstep.nn.replicas.meeting import (
     in_caller,
+    is_replica_process,
     mark_as_one,
     num_replicas,
     sum_over_ranks,
@@ -77,9 +80,14 @@ def mean(
     goes_on = torch.full_like(total, has_begun)
     facts = torch.stack([total, counts.sum(), goes_on])
     seat = this_seat()
+    # What runs again in a replica's backward is recomputed for what it saves, which for a mean is
+    # nothing: it is the one of the forward that is differentiated.
+    is_recomputed = seat is None and (is_backward_of_replicas() or is_replica_process())
     # So that a rank without samples has something to run backward from.
     anchor = torch.zeros((), device=values.device, requires_grad=not values.numel())
-    if seat is None:
+    if is_recomputed:
+        group, num_means = None, torch.ones_like(total)
+    elif seat is None:
         group = process_group or init().process_group
         if group is not None and group.size() == 1:
             group = None
@@ -90,7 +98,9 @@ def mean(
         over_ranks = partial(sum_over_ranks, process_group=process_group)
         facts = seat.meeting.add_up(seat.replica, facts, over_ranks)
         num_means = facts[3] * num_replicas()
-    result: torch.Tensor = _Mean.apply(values, anchor, counts, facts[:3], num_means, group, rank)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Mean.apply(
+        values, anchor, counts, facts[:3], num_means, group, rank, is_recomputed
+    )  # type: ignore[no-untyped-call]
     if seat is not None:
         mark_as_one(result)
     return result
@@ -128,16 +138,24 @@ class _Mean(torch.autograd.Function):
         num_means: torch.Tensor,
         group: dist.ProcessGroup | None,
         rank: int,
+        is_recomputed: bool,
     ) -> torch.Tensor:
         total, count, goes_on = facts
-        ctx.save_for_backward(counts, count, goes_on)
+        # Not saved for backward: a checkpoint would put those of another forward there.
+        ctx.facts, ctx.is_recomputed = (counts, count, goes_on), is_recomputed
         ctx.num_means, ctx.group, ctx.dtype, ctx.rank = num_means, group, values.dtype, rank
         value: torch.Tensor = total / count
         return value.to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        counts, count, goes_on = ctx.saved_tensors
+        if ctx.is_recomputed:
+            raise ModelError(
+                "lockstep.mean inside of a reentrant checkpoint inside of DataParallel would be a "
+                "mean over one replica. Use checkpoint(..., use_reentrant=False), or take the mean "
+                "outside of it."
+            )
+        counts, count, goes_on = ctx.facts
         has_samples = ctx.needs_input_grad[0]
         if ctx.group is not None and not has_samples:
             take_part_at_the_end(ctx.group)
@@ -145,4 +163,4 @@ class _Mean(torch.autograd.Function):
         divisor = divisor.to(count.device)  # it may be that of a replica on another one
         # Times the number of those that have it, by which the reduction of the gradients divides.
         slope = gradient.double() * ctx.num_means / torch.where(divisor > 0, divisor, 1)
-        return (slope * counts).to(ctx.dtype), None, None, None, None, None, None
+        return (slope * counts).to(ctx.dtype), *[None] * 7

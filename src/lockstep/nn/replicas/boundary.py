@@ -8,7 +8,8 @@ comes of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -75,11 +76,8 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d_outputs: torch.Tensor | None) -> tuple[Any, ...]:
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        token = _task.set(current_task())
-        try:
+        with as_backward_of_replicas():
             gradients = ctx.call.backward(d_outputs, keep_graph=keep_graph)
-        finally:
-            _task.reset(token)
         if torch.is_grad_enabled():
             gradients = _not_twice(gradients)
         wanted = ctx.needs_input_grad[1:]
@@ -87,6 +85,21 @@ class _Boundary(torch.autograd.Function):
 
 
 _task: ContextVar[int | None] = ContextVar("lockstep_task", default=None)
+
+
+@contextmanager
+def as_backward_of_replicas() -> Iterator[None]:
+    """Run replicas' backward, which is part of the one that is running, if there is one here."""
+    token = _task.set(current_task())
+    try:
+        yield
+    finally:
+        _task.reset(token)
+
+
+def is_backward_of_replicas() -> bool:
+    """Whether a replica's backward runs in this thread."""
+    return _task.get() is not None
 
 
 def current_task() -> int:

@@ -50,7 +50,7 @@ class Crew:
         pid: Whose they are.
         devices: One for each.
         parameters: Those of the module that they have.
-        dropped: Calls of which no backward will come; the processes are told with the next call.
+        dropped: For each process calls of which no backward will come; it is told with its next.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -58,7 +58,7 @@ class Crew:
         self.pid = os.getpid()
         self.devices = devices
         self.parameters: list[torch.Tensor] = []
-        self.dropped: list[int] = []
+        self.dropped: list[list[int]] = [[] for _ in devices]
         self._numbers = itertools.count()
         self._known = Known([], [], [])
         self._gradients = SharedGradients([], devices[0], 0)
@@ -116,38 +116,44 @@ class Crew:
         Returns:
             The number of the call, and what each has answered.
         """
-        number, dropped = next(self._numbers), self.dropped[:]
+        number, dropped = next(self._numbers), [own[:] for own in self.dropped]
         training = [part.training for part in self._known.parts]
         trained = [parameter.requires_grad for parameter in self.parameters]
-        messages = [
-            Call(
-                number,
-                method,
-                own,
-                [tensor.requires_grad for tensor in tensors_in(own)],
-                modes,
-                torch.get_default_dtype(),
-                training,
-                trained,
-                self._new_parameters(replica),
-                self._new_buffers(replica),
-                dropped,
-                len(arguments),
-                num_replicas(),
-            )
-            for replica, own in enumerate(arguments)
-        ]
         try:
+            messages = [
+                Call(
+                    number,
+                    method,
+                    own,
+                    [tensor.requires_grad for tensor in tensors_in(own)],
+                    modes,
+                    torch.get_default_dtype(),
+                    training,
+                    trained,
+                    self._new_parameters(replica),
+                    self._new_buffers(replica),
+                    dropped[replica],
+                    len(arguments),
+                    num_replicas(),
+                )
+                for replica, own in enumerate(arguments)
+            ]
             answers = self.ask(messages)
         except BaseException:
             # Some may have done it: what they have isn't known, and no backward comes.
             self._versions = [[None] * len(self._known.buffers) for _ in self._members]
             self._parameter_versions = [[None] * len(self.parameters) for _ in self._members]
-            self.dropped.append(number)
+            self.drop(number, len(arguments))
             raise
-        del self.dropped[: len(dropped)]
+        for waiting, told in zip(self.dropped, dropped[: len(arguments)], strict=False):
+            del waiting[: len(told)]
         self._take_buffers([answer.buffers for answer in answers])
         return number, answers
+
+    def drop(self, number: int, count: int) -> None:
+        """No backward will come of that call of the first ``count``."""
+        for waiting in self.dropped[:count]:
+            waiting.append(number)
 
     def _new_parameters(self, replica: int) -> list[int]:
         """Those that have changed since that process has made copies of them, if it has."""

@@ -83,7 +83,10 @@ def _gather(values: list[object], device: torch.device, dim: int, path: Path) ->
 
 def _join(tensors: list[torch.Tensor], device: torch.device, dim: int, place: str) -> torch.Tensor:
     if len(tensors) == 1:
-        return move(tensors[0], device)
+        moved_one = move(tensors[0], device)
+        if is_one(tensors[0]):
+            mark_as_one(moved_one)
+        return moved_one
     moved = [move(tensor, device) for tensor in tensors]
     if all(map(is_one, tensors)):
         # Each of them gets its share of the gradient, and the value is not rounded once more.

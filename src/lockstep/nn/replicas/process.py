@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ReplicaLost
+from lockstep.nn.replicas.boundary import as_backward_of_replicas
 from lockstep.nn.replicas.meeting import Finish, Meeting, caller_is_elsewhere, is_one
 from lockstep.nn.replicas.messages import (
     Ask,
@@ -71,7 +72,7 @@ class ReplicaProcess:
         while True:
             try:
                 message = self._wire.receive([*self._parameters, *self._buffers])
-            except EOFError:
+            except (EOFError, OSError):
                 return
             except Exception as error:  # what is unpickled raises what it likes
                 answer: object = as_error(error)
@@ -83,7 +84,7 @@ class ReplicaProcess:
                 del message
             try:
                 self._wire.send(answer)
-            except BrokenPipeError:
+            except OSError:
                 return
             except Exception as error:  # what is pickled raises what it likes
                 text = f"What the module has returned can't be sent to the caller: {error}."
@@ -144,8 +145,9 @@ class ReplicaProcess:
                 part.forward()
         finally:
             for own, attributes, its_buffers in was:  # each call begins with the caller's
+                kept = {n: own.__dict__[n] for n in getattr(own, "_own_in_twins", ())}
                 own.__dict__.clear()
-                own.__dict__.update(attributes)
+                own.__dict__.update(attributes | kept)
                 own._buffers.clear()
                 own._buffers.update(its_buffers)
         if call.modes.grad:
@@ -188,7 +190,8 @@ class ReplicaProcess:
                 "is gone. Run the backward before, or use workers='threads'."
             )
         try:
-            run_backward(part.ends(backward.d_outputs), backward.keep_graph)
+            with as_backward_of_replicas():
+                run_backward(part.ends(backward.d_outputs), backward.keep_graph)
         finally:
             found, of_inputs = part.take_gradients()
         if not backward.keep_graph:
@@ -227,8 +230,10 @@ class _MeetingElsewhere(Meeting):
 
 def _end_with(lifeline: socket.socket, caller: int) -> None:
     """Be no longer there than the caller, also in the middle of something."""
+    poll = select.poll()
+    poll.register(lifeline, select.POLLIN)
     # A child that the caller has forked may hold the other end.
-    while os.getppid() == caller and not select.select([lifeline], [], [], 1.0)[0]:
+    while os.getppid() == caller and not poll.poll(1000):
         pass
     os._exit(0)
 

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,7 +88,8 @@ class _ProcessCall:
         self._number, answers = self._crew.call(self._method, self._arguments, self._modes)
         self._arguments = ()
         if self._modes.grad:
-            weakref.finalize(self, self._crew.dropped.append, self._number).atexit = False
+            drop = partial(self._crew.drop, self._number, len(answers))
+            weakref.finalize(self, drop).atexit = False
         outputs: list[tuple[torch.Tensor, bool]] = []
         for answer in answers:
             mine: list[torch.Tensor] = []

@@ -103,7 +103,8 @@ def share(parameters: Sequence[torch.Tensor]) -> list[object]:
     memory = SharedMemory(num_bytes, torch.device("cpu"))
     assert memory.segment is not None
     mapped = mmap.mmap(memory.segment.descriptor, max(num_bytes, 1))
-    with torch.no_grad():
+    # In inference mode it would be of no use for training.
+    with torch.inference_mode(False), torch.no_grad():
         for parameter, place in zip(parameters, places, strict=True):
             parameter.data = lone_tensor_at(mapped, place).copy_(parameter)
     return [SharedTensor(memory, place) for place in places]

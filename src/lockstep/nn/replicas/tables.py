@@ -46,6 +46,10 @@ def tables_in(parts: Sequence[nn.Module]) -> set[int]:
     }
 
 
+def _as_it_is(counts: torch.Tensor) -> torch.Tensor:
+    return counts
+
+
 def leaf_as_table(leaf: torch.Tensor) -> torch.Tensor:
     """A leaf, as a table that shares its memory."""
     table: torch.Tensor = torch.Tensor._make_subclass(Table, leaf.detach(), leaf.requires_grad)
@@ -116,7 +120,7 @@ def _looked_up_by_all(
 
     counts, seat = torch.bincount(rows.reshape(-1), minlength=len(table)), this_seat()
     if seat is not None:
-        counts = seat.meeting.add_up(seat.replica, counts)
+        counts = seat.meeting.add_up(seat.replica, counts, _as_it_is)
 
     def scale_rows() -> None:
         assert max_norm is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import os
 import pickle
 import socket
 import struct
@@ -72,7 +73,7 @@ class Wire:
                 memory = new[device] = SharedMemory(2 * num_bytes, device)
             for tensor, place in zip(tensors, places[device], strict=True):
                 tensor_at(memory.here, place).copy_(tensor.detach())
-        _settle({*self._devices, *on_device})
+        _settle({*self._devices, *on_device, *self._theirs})
         envelope = Packed(new) if new else None
         segments = envelope.segments if envelope is not None else []
         message = pickle.dumps((envelope and envelope.payload, places, packed.payload))
@@ -92,15 +93,26 @@ class Wire:
 
         Raises:
             EOFError: If the other end is gone.
+            SharedMemoryFull: If there is no room for its memory; then the line is closed.
+            Exception: What unpickling raises.
         """
         header, descriptors = receive_message(self._line, _HEADER.size, _MOST_DESCRIPTORS)
         if len(header) < _HEADER.size:
             raise EOFError
-        memory = [map_segment(descriptor) for descriptor in descriptors]
         length, count = _HEADER.unpack(header)
-        envelope, places, payload = pickle.loads(self._read(length))
-        if envelope is not None:
-            self._theirs |= _Unpickler(envelope, {}, memory[:count], ()).load()
+        try:
+            envelope, places, payload = pickle.loads(self._read(length))
+            memory = []
+            while descriptors:
+                memory.append(map_segment(descriptors.pop(0)))
+            if envelope is not None:
+                self._theirs |= _Unpickler(envelope, {}, memory[:count], ()).load()
+        except BaseException:
+            # The sender believes that this end has that memory.
+            self.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
         here = {
             device: [tensor_at(self._theirs[device], place) for place in own]
             for device, own in places.items()
