@@ -212,10 +212,11 @@ class TestResults:
 class TestAsTorchs:
     """Beside torch's ``nn.DataParallel`` on one GPU, given once."""
 
-    @pytest.mark.parametrize("devices", [[0], ["cuda:0"], None])
-    def test_one_gpu(self, devices: list | None) -> None:
-        if devices is None and torch.cuda.device_count() > 1:
-            pytest.skip("there are several GPUs, and by default it takes all of them")
+    def test_by_default_on_all_gpus(self) -> None:
+        assert DataParallel(net()).device_ids == nn.DataParallel(net()).device_ids
+
+    @pytest.mark.parametrize("devices", [[0], ["cuda:0"]])
+    def test_one_gpu(self, devices: list) -> None:
         mine, theirs = net(), net()
         # Both move the module there.
         model, other = DataParallel(mine, devices), nn.DataParallel(theirs, [0])

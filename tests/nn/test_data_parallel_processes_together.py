@@ -218,6 +218,22 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def test_buffers_and_other_tensors_arrive_both() -> None:
+    """They come in two messages, for which there is one memory."""
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("ones", torch.ones(1000))
+            self.twos = torch.full((1000,), 2.0)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x * self.ones.sum(), x * self.twos.sum()
+
+    ones, twos = in_processes(Holds())(torch.ones(2))
+    assert (ones.tolist(), twos.tolist()) == ([1000, 1000], [2000, 2000])
+
+
 def test_a_process_that_dies_when_it_takes_the_module() -> None:
     module = WithLoss()
     model = in_processes(module)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.nn.engine import is_any_reached
 from tests.nn.test_parallelize import in_place
 from tests.nn.test_several_models import assert_close, gradients_of
 from tests.ranks import run_ranks
@@ -158,3 +159,14 @@ def test_ranks_have_the_gradients_of_one_process(
             assert_close(own, theirs)
 
     run_ranks(2, body, group_timeout_seconds=5)
+
+
+def test_a_model_is_reached_through_any_of_its_parameters() -> None:
+    first, second, frozen, other = (nn.Parameter(torch.ones(2)) for _ in range(4))
+    frozen.requires_grad_(False)
+    asked = [[second], [first, second], [frozen, first, second], [first], [frozen], []]
+    found: list[list[bool]] = []
+    other.register_hook(lambda _: found.append([is_any_reached(one) for one in asked]))
+    (other * second * frozen).sum().backward()
+    torch.autograd.grad((other * second).sum(), [other])
+    assert found == [[True] * 3 + [False] * 3, [False] * 6]

@@ -395,15 +395,11 @@ def is_any_reached(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 class _UsesAll(torch.autograd.Function):
-    """Has what accumulates the gradient of each parameter behind it, and is never run."""
+    """Has what accumulates the gradient of each parameter behind it; it has no backward to run."""
 
     @staticmethod
     def forward(ctx: object, *parameters: torch.Tensor) -> torch.Tensor:
         return parameters[0].new_empty(())
-
-    @staticmethod
-    def backward(ctx: object, *d_outputs: torch.Tensor) -> None:
-        raise NotImplementedError
 
 
 def with_sparse_gradients(module: nn.Module) -> set[int]:
