@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -136,12 +137,15 @@ def test_replicas_in_replicas(workers: str, rows: int) -> None:
     module, expected = model(), model()
     inner = DataParallel(module, THREE, workers=workers)
     outer = DataParallel(inner, ["cpu"] * 2, workers=workers)
+    before = len(psutil.Process().children(recursive=True))
     loss, other = outer(*samples(rows)), expected(*samples(rows))
     assert loss.ndim == 0
     torch.testing.assert_close(loss, other, **TOLERANCE)
     loss.backward()
     other.backward()
     assert_same_gradients(module, expected)
+    num_processes = len(psutil.Process().children(recursive=True)) - before
+    assert num_processes == (0 if workers == "threads" else 1)
 
 
 class WithCheckpoint(WithLoss):
@@ -204,3 +208,23 @@ def test_sums_are_taken_in_the_order_of_the_replicas() -> None:
     first = parallel_apply([Sums()] * 4, copy.deepcopy(values))
     for _ in range(20):
         assert parallel_apply([Sums()] * 4, copy.deepcopy(values)) == first
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_micro_batches_of_another_model_are_left_alone(workers: str) -> None:
+    """Two models accumulate at once, and a backward is of that one only which it reaches."""
+    model, other = WithLoss(), WithLoss()
+    expected = copy.deepcopy([model, other])
+    model, other = lockstep.parallelize(model), lockstep.parallelize(other)
+    replicated = DataParallel(model, ["cpu"] * 2, workers=workers)
+    of_model, of_other = [samples(3), samples(5), samples(2)], [samples(7), samples(4)]
+    with lockstep.accumulate(model), lockstep.accumulate(other):
+        other(*of_other[0]).backward()
+        replicated(*of_model[0]).backward()
+        replicated(*of_model[1]).backward()
+    other(*of_other[1]).backward()
+    replicated(*of_model[2]).backward()
+    for each, parts in zip(expected, (of_model, of_other), strict=True):
+        each(*map(torch.cat, zip(*parts, strict=True))).backward()
+    assert_same_gradients(model, expected[0])
+    assert_same_gradients(other, expected[1])

@@ -269,7 +269,7 @@ def test_modes_are_the_callers(model: DataParallel) -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
         *modes, pids = model.modes(batch())
         assert modes == [False, torch.float16, torch.float32]
-        assert len({os.getpid(), *pids}) == 3
+        assert pids[0] == os.getpid() != pids[1]
         assert not model(batch()).requires_grad
     torch.set_default_dtype(torch.float64)
     try:
@@ -294,10 +294,11 @@ def test_several_forwards_before_their_backwards(model: DataParallel) -> None:
 def test_failures_are_the_callers_own(model: DataParallel) -> None:
     with pytest.raises(ArithmeticError, match="4 rows") as caught:
         model.fail(batch())
-    traceback, replica, other = caught.value.__notes__
-    assert "in fail" in traceback
+    replica, other = caught.value.__notes__
     assert replica == "(raised in replica 0 on cpu)"
     assert "3 rows" in other
+    in_its_process = other.partition("In its process:")[2]
+    assert "in fail" in in_its_process
     assert_same([model(batch())], [net().eval()(batch())])  # and it goes on
 
 
@@ -338,13 +339,12 @@ def test_calls_nobody_will_differentiate_are_dropped(model: DataParallel) -> Non
     model(batch())
     for _ in range(3):
         gc.collect()
-        ((last,), same) = dropped  # the one before
-        assert same == [last]
+        ((last,),) = dropped  # the one before
         output = model(batch())
-        assert dropped == [[], []]
+        assert dropped == [[]]
         del output
         gc.collect()
-        assert dropped == [[last + 1]] * 2
+        assert dropped == [[last + 1]]
 
 
 def test_a_process_that_is_not_called_is_told_with_its_next_call() -> None:
@@ -352,13 +352,13 @@ def test_a_process_that_is_not_called_is_told_with_its_next_call() -> None:
     model(batch(3))
     gc.collect()
     dropped = model._replicas._crew.dropped
-    ((first,), _, _) = dropped
+    ((first,), _) = dropped
     for number in (first + 1, first + 2):  # with two rows the third has nothing to do
         model(batch(2))
         gc.collect()
-        assert dropped == [[number], [number], [first]]
+        assert dropped == [[number], [first]]
     model(batch(3))
-    assert dropped[2] in ([], [first + 3])
+    assert dropped[1] in ([], [first + 3])
 
 
 PROGRAM = """

@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import ReplicaLost, SharedMemoryFull
@@ -113,10 +115,11 @@ def test_what_the_caller_raises_is_raised_in_the_replica() -> None:
         loss = model.two_means(words(7)).mean()
         with pytest.raises(ValueError, match="two means, over 7 and over 2 samples") as caught:
             loss.backward()
-    in_its_process, where, also = caught.value.__notes__
-    assert "in count_micro_batch" not in in_its_process
-    assert "in count_micro_batch" not in also
+    where, also = caught.value.__notes__
     assert where == "(raised in replica 0 on cpu)"
+    assert also.startswith("Replica 1 on cpu failed as well:")
+    assert "two means, over 7 and over 2 samples" in also
+    assert "in count_micro_batch" not in also
 
 
 class WaitsInBackward(torch.autograd.Function):
@@ -145,6 +148,28 @@ def test_backwards_of_means_run_at_the_same_time(tmp_path: Path) -> None:
             return WaitsInBackward.apply(super().losses(words), tmp_path, 2)
 
     in_processes(Waits())(words(6)).backward()
+
+
+@pytest.mark.parametrize("first_sleeps", [True, False])
+def test_an_interruption_does_not_wait_for_replicas(first_sleeps: bool) -> None:
+    """The first replica is interrupted, or has returned and waits for the other."""
+    caller = os.getpid()
+
+    class Sleeps(nn.Linear):
+        def forward(self, seconds: torch.Tensor) -> torch.Tensor:
+            if os.getpid() == caller and seconds.any():
+                threading.Timer(0.3, os.kill, [caller, signal.SIGINT]).start()
+            time.sleep(float(seconds[0, 0]))
+            return super().forward(seconds)
+
+    before = psutil.Process().children()
+    model = in_processes(Sleeps(1, 1))
+    model(torch.zeros(4, 1))
+    (other,) = set(psutil.Process().children()) - set(before)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.tensor([[600.0 if first_sleeps else 0.0], [1.0], [600.0], [1.0]]))
+    assert not other.is_running()
+    assert model(torch.zeros(4, 1)).shape == (4, 1)
 
 
 def test_a_replica_that_fails_is_not_waited_for() -> None:
@@ -299,6 +324,42 @@ def test_gradients_are_tensors_of_their_own() -> None:
     large.zero_()
     product.backward()
     assert torch.equal(factor.grad, small)
+
+
+class InParts(nn.Module):
+    """Uses its table several times, within reentrant checkpoints, whose gradients come apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+
+    def looked_up(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * F.embedding(words, self.table, sparse=True)
+
+    def multiplied(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.table)
+
+    def forward(self, words: torch.Tensor, order: str) -> torch.Tensor:
+        x = torch.ones(len(words), 8, dtype=torch.float64, requires_grad=True)
+        for kind in order:
+            use = {"d": self.multiplied, "s": self.looked_up}[kind]
+            x = checkpoint(use, x, words, use_reentrant=True)
+        return x
+
+
+def test_gradients_that_come_in_parts() -> None:
+    """Dense ones, sparse ones, and both."""
+    module = InParts()
+    expected = copy.deepcopy(module)
+    model = in_processes(module)
+    for order in ("dd", "sd", "ds", "ss", "dsds"):
+        module.zero_grad()
+        expected.zero_grad()
+        model(words(6), order).square().sum().backward()
+        expected(words(6), order).square().sum().backward()
+        torch.testing.assert_close(
+            module.table.grad.to_dense(), expected.table.grad.to_dense(), **TOLERANCE
+        )
 
 
 def test_a_first_call_in_inference_mode() -> None:

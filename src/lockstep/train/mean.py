@@ -11,7 +11,8 @@ import torch.distributed as dist
 from lockstep.comm.rank_threads import this_thread
 from lockstep.errors import ModelError
 from lockstep.nn.backward import take_part_at_the_end
-from lockstep.nn.replicas.boundary import is_backward_of_replicas
+from lockstep.nn.micro_batches import count_micro_batch, has_begun_batch
+from lockstep.nn.replicas.enclosing import is_backward_of_replicas
 from lockstep.nn.replicas.meeting import (
     in_caller,
     is_replica_process,
@@ -20,7 +21,6 @@ from lockstep.nn.replicas.meeting import (
     sum_over_ranks,
     this_seat,
 )
-from lockstep.train.accumulate import count_micro_batch, has_begun_batch
 from lockstep.world import init
 
 

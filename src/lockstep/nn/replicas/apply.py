@@ -71,7 +71,7 @@ def parallel_apply(
 
 def on_device(device: torch.device, task: Callable[[], Any]) -> Callable[[], Any]:
     """``task`` with ``device`` as the current one, and the stream there that is now current."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return task
     stream = torch.accelerator.current_stream(device)
 

@@ -8,13 +8,13 @@ comes of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
+from lockstep.nn.micro_batches import remember_reached
+from lockstep.nn.replicas.enclosing import as_backward_of_replicas
 from lockstep.nn.replicas.meeting import is_one, mark_as_one
 from lockstep.nn.replicas.tensors import map_tensors
 
@@ -76,36 +76,13 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d_outputs: torch.Tensor | None) -> tuple[Any, ...]:
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        remember_reached()
         with as_backward_of_replicas():
             gradients = ctx.call.backward(d_outputs, keep_graph=keep_graph)
         if torch.is_grad_enabled():
             gradients = _not_twice(gradients)
         wanted = ctx.needs_input_grad[1:]
         return None, *(g if needs else None for g, needs in zip(gradients, wanted, strict=True))
-
-
-_task: ContextVar[int | None] = ContextVar("lockstep_task", default=None)
-
-
-@contextmanager
-def as_backward_of_replicas() -> Iterator[None]:
-    """Run replicas' backward, which is part of the one that is running, if there is one here."""
-    token = _task.set(current_task())
-    try:
-        yield
-    finally:
-        _task.reset(token)
-
-
-def is_backward_of_replicas() -> bool:
-    """Whether a replica's backward runs in this thread."""
-    return _task.get() is not None
-
-
-def current_task() -> int:
-    """Autograd's number for the backward that is running: in replicas for the caller's."""
-    task = _task.get()
-    return torch._C._current_graph_task_id() if task is None else task
 
 
 def _not_twice(gradients: Gradients) -> Gradients:
@@ -122,8 +99,8 @@ def add_up(of_replicas: Sequence[Gradients], homes: Sequence[torch.device]) -> G
     """Add up each parameter's gradients, in the order of the replicas, so that bits don't vary.
 
     Args:
-        of_replicas: For each replica the gradients of all parameters; the first one's may be
-            written to.
+        of_replicas: For each replica the gradients of all parameters; only the first one's are
+            written to or become part of what is returned.
         homes: Where each sum is to be.
     """
     first, *others = of_replicas
@@ -133,8 +110,10 @@ def add_up(of_replicas: Sequence[Gradients], homes: Sequence[torch.device]) -> G
         more: list[torch.Tensor] = []
         for index, (gradient, home) in enumerate(zip(gradients, homes, strict=True)):
             so_far, gradient = total[index], _at_home(gradient, home)
-            if so_far is None or gradient is None:
-                total[index] = gradient if so_far is None else so_far
+            if so_far is None and gradient is not None:
+                total[index] = gradient.clone()
+            elif so_far is None or gradient is None:
+                continue
             elif so_far.layout is gradient.layout is torch.strided:
                 sums.append(so_far)
                 more.append(gradient)

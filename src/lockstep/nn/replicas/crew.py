@@ -6,21 +6,24 @@ import contextlib
 import itertools
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.errors import ReplicaLost
-from lockstep.nn.replicas.gradients import SharedGradients
+from lockstep.nn.replicas.apply import on_device
+from lockstep.nn.replicas.boundary import Gradients
 from lockstep.nn.replicas.known import Known
-from lockstep.nn.replicas.meeting import Round, beyond, num_replicas, this_seat
+from lockstep.nn.replicas.meeting import Meeting, Round
 from lockstep.nn.replicas.member import Member, end_members, first_to_speak
 from lockstep.nn.replicas.messages import (
     Ask,
     Backward,
+    Buffers,
     Call,
     Derived,
     Error,
@@ -32,41 +35,47 @@ from lockstep.nn.replicas.messages import (
     as_exception,
 )
 from lockstep.nn.replicas.modes import Modes
-from lockstep.nn.replicas.openmp import alone
 from lockstep.nn.replicas.part import Arguments
-from lockstep.nn.replicas.shared import share
+from lockstep.nn.replicas.shared import SharedTensors, share
 from lockstep.nn.replicas.tables import tables_in
 from lockstep.nn.replicas.tensors import tensors_in
 from lockstep.nn.replicas.twins import check_home, trained_and_buffers, version_of, versions_of
 from lockstep.nn.replicas.wire import Packed
-from lockstep.nn.replicas.workers import Outcome, values_of
+from lockstep.nn.replicas.workers import Outcome, WorkerThreads, values_of
+
+
+def _nothing() -> None:
+    pass
 
 
 class Crew:
-    """The processes, and what they know.
+    """The processes of all replicas but the first, and what they know.
 
     Attributes:
         is_alive: Whether all of them are there.
-        pid: Whose they are.
-        devices: One for each.
+        pid: Of whoever has started them.
         parameters: Those of the module that they have.
         dropped: For each process calls of which no backward will come; it is told with its next.
+
+    Args:
+        devices: One for each replica, the first included.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.is_alive = True
         self.pid = os.getpid()
-        self.devices = devices
         self.parameters: list[torch.Tensor] = []
-        self.dropped: list[list[int]] = [[] for _ in devices]
+        self.dropped: list[list[int]] = [[] for _ in devices[1:]]
+        self._devices, self._home = devices, devices[0]
         self._numbers = itertools.count()
         self._known = Known([], [], [])
-        self._gradients = SharedGradients([], devices[0], 0)
+        # Where each process leaves its replica's gradients.
+        self._gradients: list[SharedTensors] = []
         # For each process, which version of each parameter and buffer it has.
         self._parameter_versions: list[list[object]] = []
         self._versions: list[list[object]] = []
-        self._returned_buffers: list[dict[int, torch.Tensor]] = []
-        self._members = [Member(number, devices) for number in range(len(devices))]
+        self._members = [Member(number, devices) for number in range(1, len(devices))]
+        self._workers = WorkerThreads(2, num_sharing=len(devices))
         self._end = weakref.finalize(self, end_members, self._members)
 
     def take(self, module: nn.Module) -> None:
@@ -74,7 +83,7 @@ class Crew:
         parts = list(module.modules())
         parameters, buffers = trained_and_buffers(parts)
         if not self._known.is_still(parts, parameters, buffers):
-            check_home([*parameters, *buffers], self.devices[0])
+            check_home([*parameters, *buffers], self._home)
             self._send_module(module, parameters, buffers)
             self._known = Known(parts, parameters, buffers)
         self.parameters = parameters
@@ -95,23 +104,28 @@ class Crew:
         are_tables = [id(parameter) in tables for parameter in parameters]
         are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
         shared = share(parameters)
-        self._gradients = SharedGradients(parameters, self.devices[0], len(self._members))
-        with self._or_end(), contextlib.closing(self._gradients):
-            tensors = [
-                Packed(Tensors(shared, own, are_parameters, are_tables, buffers))
-                for own in map(self._gradients.of, range(len(self._members)))
-            ]
-            for packed in (tensors, modules):
-                values_of(self._answers(packed), self.devices)
+        self._gradients = [SharedTensors(parameters, self._home) for _ in self._members]
+        tensors = [
+            Tensors(shared, own, are_parameters, are_tables, buffers) for own in self._gradients
+        ]
+        with self._or_end(), ExitStack() as until_all_have_it:
+            for own in self._gradients:
+                until_all_have_it.callback(own.close)
+            for packed in ([*map(Packed, tensors)], modules):
+                values_of(self._tell(packed), self._devices)
         versions = versions_of(buffers, parts)
         self._versions = [list(versions) for _ in self._members]
         versions = [version_of(parameter) for parameter in parameters]
         self._parameter_versions = [list(versions) for _ in self._members]
 
     def call(
-        self, method: str, arguments: Sequence[Arguments], modes: Modes
+        self,
+        method: str,
+        arguments: Sequence[Arguments],
+        modes: Modes,
+        meanwhile: Callable[[], None],
     ) -> tuple[int, list[Returned]]:
-        """Call that method of as many replicas as there are arguments.
+        """Call that method of all replicas but the first, and do that one's part ``meanwhile``.
 
         Returns:
             The number of the call, and what each has answered.
@@ -119,6 +133,7 @@ class Crew:
         number, dropped = next(self._numbers), [own[:] for own in self.dropped]
         training = [part.training for part in self._known.parts]
         trained = [parameter.requires_grad for parameter in self.parameters]
+        meeting = Meeting(1 + len(arguments), in_processes=True)
         try:
             messages = [
                 Call(
@@ -130,15 +145,20 @@ class Crew:
                     torch.get_default_dtype(),
                     training,
                     trained,
-                    self._new_parameters(replica),
-                    self._new_buffers(replica),
-                    dropped[replica],
-                    len(arguments),
-                    num_replicas(),
+                    self._new_parameters(which),
+                    self._new_buffers(which),
+                    dropped[which],
+                    meeting.count,
+                    meeting.num_around,
                 )
-                for replica, own in enumerate(arguments)
+                for which, own in enumerate(arguments)
             ]
-            answers = self.ask(messages)
+
+            def attend() -> None:
+                with meeting.attended_by(0):
+                    meanwhile()
+
+            answers: list[Returned] = self._ask(messages, attend, meeting)
         except BaseException:
             # Some may have done it: what they have isn't known, and no backward comes.
             self._versions = [[None] * len(self._known.buffers) for _ in self._members]
@@ -147,7 +167,9 @@ class Crew:
             raise
         for waiting, told in zip(self.dropped, dropped[: len(arguments)], strict=False):
             del waiting[: len(told)]
-        self._take_buffers([answer.buffers for answer in answers])
+        for versions, answer in zip(self._versions, answers, strict=False):
+            for index in answer.changed:
+                versions[index] = None
         return number, answers
 
     def drop(self, number: int, count: int) -> None:
@@ -155,59 +177,73 @@ class Crew:
         for waiting in self.dropped[:count]:
             waiting.append(number)
 
-    def _new_parameters(self, replica: int) -> list[int]:
+    def _new_parameters(self, which: int) -> list[int]:
         """Those that have changed since that process has made copies of them, if it has."""
-        if self.devices[replica] == self.devices[0]:
+        if self._members[which].device == self._home:
             return []
         now = [version_of(parameter) for parameter in self.parameters]
-        before, self._parameter_versions[replica] = self._parameter_versions[replica], now
+        before, self._parameter_versions[which] = self._parameter_versions[which], now
         return [i for i, (mine, its) in enumerate(zip(now, before, strict=True)) if mine != its]
 
-    def _new_buffers(self, replica: int) -> dict[int, torch.Tensor]:
+    def _new_buffers(self, which: int) -> dict[int, torch.Tensor]:
         """Those of which that process has another version than the module."""
         now = versions_of(self._known.buffers, self._known.parts)
-        before, self._versions[replica] = self._versions[replica], now
+        before, self._versions[which] = self._versions[which], now
         return {
             index: self._known.buffers[index]
             for index, (mine, its) in enumerate(zip(now, before, strict=True))
             if mine != its
         }
 
-    def _take_buffers(self, returned: Sequence[dict[int, torch.Tensor]]) -> None:
-        """What the first replica has done to buffers stays."""
-        changed_by_any = set().union(*returned)
-        before = {index: self._known.buffers[index].clone() for index in changed_by_any}
-        self._returned_buffers = [before | own for own in returned]
-        for versions, changed in zip(self._versions, returned, strict=False):
-            for index in changed:
-                versions[index] = None
-        for index, value in returned[0].items():
-            self._write_buffer(index, value)
-
-    def average_buffers(self) -> None:
-        """Give the module the mean of what the last call has made of them."""
-        for index, buffer in enumerate(self._known.buffers):
-            returned = [own[index] for own in self._returned_buffers if index in own]
-            if returned and buffer.is_floating_point():
-                made = [value.to(buffer.device) for value in returned]
-                self._write_buffer(index, torch.stack(made).mean(0))
-
-    def _write_buffer(self, index: int, value: torch.Tensor) -> None:
+    def average_buffers(self, count: int) -> None:
+        """Give the module the mean of its floating-point buffers and those of ``count`` others."""
+        wanted = [i for i, buffer in enumerate(self._known.buffers) if buffer.is_floating_point()]
+        answers = self._ask([Buffers(wanted)] * count)
         with torch.no_grad():
-            self._known.buffers[index].copy_(value)
+            for index, *values in zip(wanted, *answers, strict=True):
+                buffer = self._known.buffers[index]
+                there = [value.to(buffer.device) for value in values]
+                buffer.copy_(torch.stack([buffer, *there]).mean(0))
 
-    def backward(self, messages: Sequence[Backward]) -> list[torch.Tensor | None]:
-        """Run a backward, and return the gradients of the parameters and of all inputs."""
-        answers: list[Derived] = self.ask(messages)
-        of_inputs = [gradient for answer in answers for gradient in answer.of_inputs]
-        return [*self._gradients.add_up(answers), *of_inputs]
+    def backward(
+        self, messages: Sequence[Backward], meanwhile: Callable[[], None]
+    ) -> list[tuple[Gradients, Gradients]]:
+        """Run a backward of all replicas but the first, and that one's ``meanwhile``.
 
-    def ask(self, messages: Sequence[object]) -> list[Any]:
-        """Send each process its message, and return what each has answered.
+        Returns:
+            For each the gradients of the parameters, some in memory that the next backward writes
+            to, and of its inputs.
+        """
+        answers: list[Derived] = self._ask(messages, meanwhile)
+        return [
+            (
+                [
+                    place if is_here else answer.others.get(index)
+                    for index, (place, is_here) in enumerate(
+                        zip(own.here, answer.in_place, strict=True)
+                    )
+                ],
+                answer.of_inputs,
+            )
+            for own, answer in zip(self._gradients, answers, strict=False)
+        ]
+
+    def _ask(
+        self,
+        messages: Sequence[object],
+        meanwhile: Callable[[], None] = _nothing,
+        meeting: Meeting | None = None,
+    ) -> list[Any]:
+        """Send each process its message, do something, and return what each has answered.
+
+        Args:
+            messages: One for each of as many processes.
+            meanwhile: What the first replica does, in this thread.
+            meeting: Where the replicas add something up.
 
         Raises:
             ReplicaLost: If a process has ended.
-            BaseException: What the first that failed has raised.
+            BaseException: What the first replica that failed has raised.
         """
         if not self.is_alive:
             raise ReplicaLost("The processes of the replicas that ran this have ended.")
@@ -215,36 +251,38 @@ class Crew:
             packed = [Packed(message) for message in messages]
         except Exception as error:
             raise TypeError(f"An argument can't be sent to other processes: {error}.") from error
-        with self._or_end(), alone():
-            outcomes = self._answers(packed)
-        return values_of(outcomes, self.devices)
+        with self._or_end():
+            outcomes = self._tell(packed, meanwhile, meeting)
+        return values_of(outcomes, self._devices)[1:]
 
-    def _answers(self, messages: Sequence[Packed]) -> list[Outcome[Any]]:
-        """Send each process its message; return their answers, before which they may ask."""
-        waiting = dict(enumerate(self._members[: len(messages)]))
-        outcomes: list[Outcome[Any]] = [Outcome() for _ in waiting]
-        sums: dict[int, Sum] = {}
-        for number, member in waiting.items():
-            member.send(messages[number])
-        while waiting:
-            for number in first_to_speak({n: m for n, m in waiting.items() if n not in sums}):
-                answer = waiting[number].receive()
-                if isinstance(answer, Ask):
-                    waiting[number].send(Packed(_told(answer)))
-                elif isinstance(answer, Sum):
-                    sums[number] = answer
-                else:
-                    del waiting[number]
-                    if isinstance(answer, Error):
-                        outcomes[number].error = as_exception(answer)
-                    else:
-                        outcomes[number].value = answer
-            if sums and len(sums) == len(waiting):
-                total = _sum_of(sums)
-                for number in sums:
-                    waiting[number].send(Packed(total))
-                sums = {}
-        return outcomes
+    def _tell(
+        self,
+        messages: Sequence[Packed],
+        meanwhile: Callable[[], None] = _nothing,
+        meeting: Meeting | None = None,
+    ) -> list[Outcome[Any]]:
+        """The same; return what came of ``meanwhile`` and of each message."""
+        members = self._members[: len(messages)]
+
+        def send() -> None:
+            try:
+                for member, message in zip(members, messages, strict=True):
+                    member.send(message)
+            except BaseException:
+                self._kill()  # or who listens would wait for them
+                raise
+            meanwhile()
+
+        # Another thread listens: this one is busy, and what is asked in a backward can't wait.
+        listen = on_device(self._home, partial(_answers, members, meeting))
+        mine, others = self._workers.run([send, listen], interrupted=self._kill)
+        if others.error is not None:
+            raise mine.error if isinstance(mine.error, KeyboardInterrupt) else others.error
+        return [mine, *(others.value or ())]
+
+    def _kill(self) -> None:
+        for member in self._members:
+            member.kill()
 
     @contextmanager
     def _or_end(self) -> Iterator[None]:
@@ -257,6 +295,37 @@ class Crew:
             raise
 
 
+def _answers(members: Sequence[Member], meeting: Meeting | None) -> list[Outcome[Any]]:
+    """The answers of all, before which they may ask."""
+    waiting = dict(enumerate(members))
+    outcomes: list[Outcome[Any]] = [Outcome() for _ in members]
+    try:
+        while waiting:
+            for which in first_to_speak(waiting):
+                member = waiting[which]
+                answer = member.receive()
+                if isinstance(answer, Ask):
+                    member.send(Packed(_told(answer)))
+                elif isinstance(answer, Sum):
+                    assert meeting is not None
+                    meeting.bring(
+                        member.number, answer.own, answer.finish, partial(_tell_sum, member)
+                    )
+                else:
+                    del waiting[which]
+                    if isinstance(answer, Error):
+                        outcomes[which].error = as_exception(answer)
+                    else:
+                        outcomes[which].value = answer
+                    if meeting is not None:
+                        meeting.leave()
+    finally:
+        if meeting is not None:
+            for _ in waiting:
+                meeting.leave()
+    return outcomes
+
+
 def _told(question: Ask) -> object:
     """What a replica is told that asks this."""
     try:
@@ -265,14 +334,10 @@ def _told(question: Ask) -> object:
         return as_error(error)._replace(traceback="")
 
 
-def _sum_of(sums: Mapping[int, Sum]) -> object:
-    """What all are told that ask for these sums, by the number of the replica."""
-    finish = next(iter(sums.values())).finish
-    added = Round(finish and beyond(this_seat(), finish))
-    added.parts = {number: question.own for number, question in sums.items()}
-    added.add_up()
-    if isinstance(added.error, Exception):
-        return as_error(added.error)._replace(traceback="")
-    if added.error is not None:
-        raise added.error
-    return added.total
+def _tell_sum(member: Member, over: Round) -> None:
+    """Tell a replica what all have added up to."""
+    answer: object = over.total
+    if over.error is not None:
+        answer = as_error(over.error)._replace(traceback="")
+    with contextlib.suppress(ReplicaLost):  # who listens to it will notice
+        member.send(Packed(answer))

@@ -14,7 +14,7 @@ from lockstep.nn.arguments import Device
 from lockstep.nn.replicas.apply import parallel_apply
 from lockstep.nn.replicas.devices import as_device
 from lockstep.nn.replicas.gather import gather
-from lockstep.nn.replicas.meeting import is_replica_process
+from lockstep.nn.replicas.meeting import is_beside_processes
 from lockstep.nn.replicas.nested import leaves
 from lockstep.nn.replicas.processes import ProcessReplicas
 from lockstep.nn.replicas.replicate import replicate
@@ -62,13 +62,14 @@ class DataParallel(Wrapper):
             there are no accelerators.
         output_device: Where outputs are joined; by default on the first device. -1 is the CPU.
         dim: The dimension of inputs that is cut, and of outputs that is joined.
-        workers: What each replica runs in: ``"threads"``, or ``"processes"`` of their own, on CPUs
-            or CUDA devices, where no other replica holds up Python's interpreter. They start with
-            the first call, which moves parameters on the CPU to memory that all share, and end with
-            this object. The module and its inputs must be such that they can be pickled; an
-            attribute that is changed in place, other than by its length, is not noticed. Of
-            processes in processes, the inner ones are threads. Each takes memory for a copy of all
-            gradients, and on a GPU for a CUDA context of its own.
+        workers: What each replica but the first, which runs in the caller's thread, runs in:
+            ``"threads"``, or ``"processes"`` of their own, on CPUs or CUDA devices, where no other
+            replica holds up Python's interpreter. They start with the first call, which moves
+            parameters on the CPU to memory that all share, and end with this object. The module
+            and its inputs must be such that they can be pickled; an attribute that is changed in
+            place, other than by its length, is not noticed. Of processes in processes, the inner
+            ones are threads. Each takes memory for a copy of all gradients, and on a GPU for a CUDA
+            context of its own.
         buffers: ``"first"`` keeps what the first replica does to them, ``"mean"`` the mean over
             all replicas, of those of floating point.
 
@@ -147,7 +148,7 @@ class DataParallel(Wrapper):
             outputs = [getattr(self.module, name)(*parts[0], **kwargs_parts[0])]
         else:
             if self._replicas is None:
-                in_threads = self.workers == "threads" or is_replica_process()
+                in_threads = self.workers == "threads" or is_beside_processes()
                 self._replicas = (ThreadReplicas if in_threads else ProcessReplicas)(self._devices)
             arguments = list(zip(parts, kwargs_parts, strict=True))
             outputs = self._replicas.call(self.module, name, arguments)

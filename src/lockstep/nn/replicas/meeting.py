@@ -34,15 +34,18 @@ class Meeting:
     Attributes:
         count: How many replicas there are.
         num_around: How many of what has them there are, as it may be a replica itself.
+        spans_processes: Whether they, or what has them, are in different processes.
 
     Args:
         count: As above.
+        in_processes: Whether these are.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, in_processes: bool = False) -> None:
         self.count = count
         self.num_around = num_replicas()
         self._around = _seat.get()
+        self.spans_processes = in_processes or is_beside_processes()
         self._num_present = count
         self._changed = threading.Condition()
         self._waiting: Round | None = None
@@ -58,16 +61,30 @@ class Meeting:
                 be pickled.
         """
         with self._changed:
-            if self._waiting is None:
-                self._waiting = Round(finish and beyond(self._around, finish))
-            mine = self._waiting
-            mine.parts[replica] = own
-            self._finish_if_all_have_come()
+            mine = self.bring(replica, own, finish)
             self._changed.wait_for(lambda: mine.is_over)
         if mine.error is not None:
             raise mine.error
         assert mine.total is not None
         return mine.total.to(own.device)
+
+    def bring(
+        self,
+        replica: int,
+        own: torch.Tensor,
+        finish: Finish | None,
+        tell: Callable[[Round], None] | None = None,
+    ) -> Round:
+        """The same for a replica that doesn't wait in this thread: ``tell`` it, once it is over."""
+        with self._changed:
+            if self._waiting is None:
+                self._waiting = Round(finish and _beyond(self._around, finish))
+            mine = self._waiting
+            mine.parts[replica] = own
+            if tell is not None:
+                mine.tells.append(tell)
+            self._finish_if_all_have_come()
+        return mine
 
     def once(self, replica: int, device: torch.device, do: Callable[[], None]) -> None:
         """Let the first replica on each device ``do`` something, while all others wait."""
@@ -112,6 +129,7 @@ class Round:
         parts: What each replica has to add, by its number.
         total: Their sum, once it is made.
         error: What came in between.
+        tells: Who else wants to know when it is over.
 
     Args:
         finish: Makes the total of the sum.
@@ -121,6 +139,7 @@ class Round:
         self.parts: dict[int, torch.Tensor] = {}
         self.total: torch.Tensor | None = None
         self.error: BaseException | None = None
+        self.tells: list[Callable[[Round], None]] = []
         self._finish = finish
 
     @property
@@ -138,6 +157,8 @@ class Round:
             self.total = total if self._finish is None else self._finish(total)
         except BaseException as error:  # each of them raises it
             self.error = error
+        for tell in self.tells:
+            tell(self)
 
 
 class Seat(NamedTuple):
@@ -172,7 +193,7 @@ def num_replicas() -> int:
     return 1 if seat is None else seat.meeting.count * seat.meeting.num_around
 
 
-def beyond(around: Seat | None, finish: Finish) -> Finish:
+def _beyond(around: Seat | None, finish: Finish) -> Finish:
     """What finishes a sum that is one over the replicas around, too, if there are any."""
     if around is None:
         return finish
@@ -216,6 +237,12 @@ def caller_is_elsewhere(ask: AskCaller | None) -> None:
 def is_replica_process() -> bool:
     """Whether :func:`caller_is_elsewhere` has been called here."""
     return _ask_caller is not None
+
+
+def is_beside_processes() -> bool:
+    """Whether this is a replica, or one of a replica's, of which others are in other processes."""
+    seat = _seat.get()
+    return is_replica_process() or (seat is not None and seat.meeting.spans_processes)
 
 
 _ask_caller: AskCaller | None = None

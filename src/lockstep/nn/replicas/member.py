@@ -32,10 +32,20 @@ main(sys.argv[1:])
 
 
 class Member:
-    """One process, as the caller has it."""
+    """One process, as the caller has it.
+
+    Attributes:
+        number: Which replica it is.
+        device: Where that is.
+        owner: The process that has started it.
+
+    Args:
+        number: As above.
+        devices: Those of all replicas.
+    """
 
     def __init__(self, number: int, devices: Sequence[torch.device]) -> None:
-        self.number = number
+        self.number, self.device = number, devices[number]
         self.owner = os.getpid()
         (mine, its), (lifeline, of_its) = socket.socketpair(), socket.socketpair()
         self._wire = Wire(mine, [devices[0], devices[number]])
@@ -98,6 +108,10 @@ class Member:
     def fileno(self) -> int:
         """What to wait for until it says something."""
         return self._wire.fileno()
+
+    def kill(self) -> None:
+        """End it now."""
+        self._process.kill()
 
     def hang_up(self) -> None:
         """Let it end, once it is through with what it does."""

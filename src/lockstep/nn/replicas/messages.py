@@ -1,15 +1,15 @@
 """What the caller and a replica's process say to each other.
 
-The caller speaks, and the process answers once each time: with ``Returned``, ``Derived``, None or
-an ``Error``. In between it may ask for something: a sum over all replicas, or what only the caller
-can tell.
+The caller speaks, and the process answers once each time: with ``Returned``, ``Derived``, a list of
+buffers, None or an ``Error``. In between it may ask for something: a sum over all replicas, or what
+only the caller can tell.
 """
 
 from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -23,15 +23,15 @@ class Tensors(NamedTuple):
     """What the tensors of the module are that comes next.
 
     Attributes:
-        parameters: The parameters: the caller's memory.
-        gradients: Memory for the gradient of each.
+        parameters: The parameters, a list: the caller's memory.
+        gradients: A list of memory for the gradient of each.
         are_parameters: Which of them are of class Parameter.
         are_tables: Which of them all replicas look up together.
         buffers: The values of the buffers.
     """
 
-    parameters: Sequence[Any]
-    gradients: Sequence[Any]
+    parameters: Any
+    gradients: Any
     are_parameters: list[bool]
     are_tables: list[bool]
     buffers: list[torch.Tensor]
@@ -84,13 +84,19 @@ class Returned(NamedTuple):
         results: What the method has returned.
         require_grad: Which tensors among it, in their order, require a gradient.
         are_one: Which of them are scalars that all replicas have alike.
-        buffers: Those that the call has changed, by index.
+        changed: Which buffers the call has changed.
     """
 
     results: Any
     require_grad: list[bool]
     are_one: list[bool]
-    buffers: dict[int, torch.Tensor]
+    changed: list[int]
+
+
+class Buffers(NamedTuple):
+    """The caller wants to have those buffers, by index, as the last call has left them."""
+
+    indices: list[int]
 
 
 class Backward(NamedTuple):
@@ -152,7 +158,7 @@ class Error(NamedTuple):
     traceback: str
 
 
-def as_error(error: Exception) -> Error:
+def as_error(error: BaseException) -> Error:
     """What tells the other process of it."""
     text = "".join(traceback.format_exception(error)).rstrip()
     try:

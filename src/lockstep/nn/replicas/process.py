@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from lockstep.errors import ReplicaLost
-from lockstep.nn.replicas.boundary import as_backward_of_replicas
+from lockstep.nn.replicas.enclosing import as_backward_of_replicas
+from lockstep.nn.replicas.gradients import LeftGradients
 from lockstep.nn.replicas.meeting import Finish, Meeting, caller_is_elsewhere, is_one
 from lockstep.nn.replicas.messages import (
     Ask,
     Backward,
+    Buffers,
     Call,
     Derived,
     Error,
@@ -54,7 +56,7 @@ class ReplicaProcess:
         self._module = nn.Module()
         self._parameters: list[torch.Tensor] = []
         self._originals: Sequence[torch.Tensor] = []
-        self._gradients: Sequence[torch.Tensor] = []
+        self._gradients = LeftGradients([])
         self._buffers: Sequence[torch.Tensor] = []
         self._calls: dict[int, Part] = {}
         # Replicas in threads of this process may ask at the same time.
@@ -68,6 +70,7 @@ class ReplicaProcess:
             Module: self._take_module,
             Call: self._call,
             Backward: self._backward,
+            Buffers: self._take_out_buffers,
         }
         while True:
             try:
@@ -102,7 +105,8 @@ class ReplicaProcess:
 
     def _take_tensors(self, tensors: Tensors) -> None:
         self._calls.clear()
-        self._originals, self._gradients = tensors.parameters, tensors.gradients
+        self._originals = tensors.parameters
+        self._gradients = LeftGradients(tensors.gradients)
         self._parameters = [original.detach().to(self._device) for original in self._originals]
         for index, (is_parameter, is_table) in enumerate(
             zip(tensors.are_parameters, tensors.are_tables, strict=True)
@@ -125,9 +129,13 @@ class ReplicaProcess:
         for own, training in zip(parts, call.training, strict=True):
             if own.training is not training:  # to look is much faster than to set
                 own.training = training
-        for parameter, trained in zip(self._parameters, call.trained, strict=True):
+        for index, (parameter, trained) in enumerate(
+            zip(self._parameters, call.trained, strict=True)
+        ):
             if parameter.requires_grad is not trained:
                 parameter.requires_grad_(trained)
+                if trained:
+                    self._gradients.take_from(index, parameter)
         self._take_values(call.parameters)
         buffers = self._own_buffers(parts)
         for index, value in call.buffers.items():
@@ -157,7 +165,7 @@ class ReplicaProcess:
             results,
             [output.requires_grad for output in part.outputs],
             [is_one(output) for output in part.outputs],
-            self._changed_buffers(buffers, parts, before),
+            [i for i, now in enumerate(versions_of(buffers, parts)) if now != before[i]],
         )
 
     def _take_values(self, changed: Sequence[int]) -> None:
@@ -176,11 +184,9 @@ class ReplicaProcess:
         trained = {id(parameter) for parameter in self._parameters}
         return [b for b in own_tensors(parts, "_buffers") if id(b) not in trained]
 
-    def _changed_buffers(
-        self, buffers: list[torch.Tensor], parts: list[nn.Module], before: list[object]
-    ) -> dict[int, torch.Tensor]:
-        now = versions_of(buffers, parts)
-        return {i: b for i, b in enumerate(buffers) if now[i] != before[i]}
+    def _take_out_buffers(self, wanted: Buffers) -> list[torch.Tensor]:
+        buffers = self._own_buffers(list(self._module.modules()))
+        return [buffers[index] for index in wanted.indices]
 
     def _backward(self, backward: Backward) -> Derived:
         part = self._calls.get(backward.number)
@@ -193,24 +199,11 @@ class ReplicaProcess:
             with as_backward_of_replicas():
                 run_backward(part.ends(backward.d_outputs), backward.keep_graph)
         finally:
-            found, of_inputs = part.take_gradients()
+            left, of_inputs = part.take_gradients()
+            in_place, others = self._gradients.taken(left)
         if not backward.keep_graph:
             part.forget()
-        here = [g is not None and g.layout is torch.strided for g in found]
-        pairs = [
-            (place, gradient)
-            for place, gradient, is_here in zip(self._gradients, found, here, strict=True)
-            if is_here
-        ]
-        if pairs:
-            places, gradients = zip(*pairs, strict=True)
-            torch._foreach_copy_(places, gradients)
-        others = {
-            index: gradient.to(self._home)
-            for index, (gradient, is_here) in enumerate(zip(found, here, strict=True))
-            if gradient is not None and not is_here
-        }
-        return Derived(here, others, of_inputs)
+        return Derived(in_place, {i: g.to(self._home) for i, g in others.items()}, of_inputs)
 
 
 class _MeetingElsewhere(Meeting):

@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.nn.replicas.boundary import Gradients, call_replicas
+from lockstep.nn.replicas.apply import on_device
+from lockstep.nn.replicas.boundary import Gradients, add_up, call_replicas
 from lockstep.nn.replicas.crew import Crew
+from lockstep.nn.replicas.local import LocalReplicas
 from lockstep.nn.replicas.meeting import mark_as_one
 from lockstep.nn.replicas.messages import Backward
 from lockstep.nn.replicas.modes import Modes
-from lockstep.nn.replicas.part import Arguments
+from lockstep.nn.replicas.part import Arguments, Part, run_backward
 from lockstep.nn.replicas.tensors import map_tensors, tensors_in
 
 
 class ProcessReplicas:
-    """A module's replicas, each in a process of its own.
+    """A module's replicas: the first in this process, each other in one of its own.
 
     They share the parameters, those on another device than the first excepted: on the CPU these are
     moved to memory that all have mapped when the processes start, with the first call. The
@@ -36,6 +38,7 @@ class ProcessReplicas:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
+        self._first = LocalReplicas(self._devices[:1])
         self._crew: Crew | None = None
         self._lock = threading.RLock()
 
@@ -54,43 +57,57 @@ class ProcessReplicas:
             if self._crew is None or not self._crew.is_alive or self._crew.pid != os.getpid():
                 self._crew = Crew(self._devices)
             self._crew.take(module)
-            return call_replicas(_ProcessCall(self._crew, self._lock, method, arguments))
+            return call_replicas(
+                _ProcessCall(self._crew, self._lock, self._first, module, method, arguments)
+            )
 
     def average_buffers(self, module: nn.Module, count: int) -> None:
         """Give the module the mean of what the last call has made of floating-point buffers."""
-        if self._crew is not None:
-            self._crew.average_buffers()
+        with self._lock:
+            assert self._crew is not None
+            self._crew.average_buffers(count - 1)
 
 
 class _ProcessCall:
     """One call of all replicas, in their processes."""
 
+    _first: Part  # since forward
+
     def __init__(
         self,
         crew: Crew,
         lock: AbstractContextManager[bool],
+        replicas: LocalReplicas,
+        module: nn.Module,
         method: str,
         arguments: Sequence[Arguments],
     ) -> None:
         self.parameters = crew.parameters
         self.inputs = [t for own in arguments for t in tensors_in(own) if t.requires_grad]
         self.results: list[Any] = []
+        self._homes = [parameter.device for parameter in self.parameters]
         self._crew = crew
         self._lock = lock
+        self._to_call = partial(replicas.parts, module, method, arguments[:1])
         self._method = method
-        self._arguments = arguments
+        self._arguments = arguments[1:]
         self._modes = Modes.here()
         self._number = -1
+        # How many tensors each of the others has returned.
         self._num_outputs: list[int] = []
 
     def forward(self) -> Sequence[tuple[torch.Tensor, bool]]:
         """Call all."""
-        self._number, answers = self._crew.call(self._method, self._arguments, self._modes)
-        self._arguments = ()
+        with torch.set_grad_enabled(self._modes.grad):  # a Function finds it off
+            self._number, answers = self._crew.call(
+                self._method, self._arguments, self._modes, self._call_first
+            )
         if self._modes.grad:
             drop = partial(self._crew.drop, self._number, len(answers))
             weakref.finalize(self, drop).atexit = False
-        outputs: list[tuple[torch.Tensor, bool]] = []
+        del self._to_call, self._arguments
+        self.results, self._first.results = [self._first.results], None
+        outputs = [(output, output.requires_grad) for output in self._first.outputs]
         for answer in answers:
             mine: list[torch.Tensor] = []
             self.results.append(map_tensors(lambda t: _kept(t, mine), answer.results))  # noqa: B023 - called at once
@@ -101,15 +118,30 @@ class _ProcessCall:
             outputs += zip(mine, answer.require_grad, strict=True)
         return outputs
 
+    def _call_first(self) -> None:
+        """Call the first replica, while the others are on their way."""
+        _, (self._first,) = self._to_call()
+        on_device(self._first.device, self._first.forward)()
+
     def backward(self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool) -> Gradients:
         """Run the backward of all."""
-        mine = iter(d_outputs)
+        given = iter(d_outputs)
+        of_first = list(itertools.islice(given, len(self._first.outputs)))
         messages = [
-            Backward(self._number, list(itertools.islice(mine, count)), keep_graph)
+            Backward(self._number, list(itertools.islice(given, count)), keep_graph)
             for count in self._num_outputs
         ]
         with self._lock:
-            return self._crew.backward(messages)
+            first = partial(run_backward, self._first.ends(of_first), keep_graph)
+            try:
+                others = self._crew.backward(messages, first)
+            finally:
+                # Also those of a backward that failed: the next one is not to have them.
+                mine, of_inputs = self._first.take_gradients()
+            if not keep_graph:
+                self._first.forget()
+            sums = add_up([mine, *(of_parameters for of_parameters, _ in others)], self._homes)
+        return [*sums, *of_inputs, *(gradient for _, own in others for gradient in own)]
 
 
 def _kept(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:

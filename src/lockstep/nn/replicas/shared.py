@@ -6,6 +6,7 @@ about: the same memory and no copy.
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import weakref
@@ -74,14 +75,35 @@ class SharedMemory:
         return _itself, (self.segment,)
 
 
-class SharedTensor:
-    """A tensor in such memory, and where it is there."""
+class SharedTensors:
+    """Tensors in such memory, which arrive as a list.
 
-    def __init__(self, memory: SharedMemory, place: Place) -> None:
-        self._memory, self._place = memory, place
+    Args:
+        like: What has their shapes, strides and dtypes.
+        device: Where they are.
+    """
+
+    def __init__(self, like: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._places, num_bytes = places_for(like)
+        self._memory = SharedMemory(num_bytes, device)
+
+    def close(self) -> None:
+        """All processes have them that are to."""
+        self._memory.close()
+
+    @functools.cached_property
+    def here(self) -> list[torch.Tensor]:
+        """They, all in one storage."""
+        return _tensors_at(self._memory.here, self._places)
+
+    def alone(self) -> list[torch.Tensor]:
+        """They, on the CPU, each with a storage of its own: who saves one doesn't save all."""
+        assert self._memory.segment is not None
+        mapped = mmap.mmap(self._memory.segment.descriptor, max(len(self._memory.here), 1))
+        return [_lone_tensor_at(mapped, place) for place in self._places]
 
     def __reduce__(self) -> Reduced:
-        return tensor_at, (self._memory, self._place)
+        return _tensors_at, (self._memory, self._places)
 
 
 class TensorByHandle:
@@ -95,19 +117,16 @@ class TensorByHandle:
         return reduced
 
 
-def share(parameters: Sequence[torch.Tensor]) -> list[object]:
-    """What arrives as ``parameters``, which are all on one device; those on the CPU are moved."""
+def share(parameters: Sequence[torch.Tensor]) -> object:
+    """What arrives as a list of ``parameters``, which are on one device; on the CPU they move."""
     if not all(parameter.device.type == "cpu" for parameter in parameters):
         return [TensorByHandle(parameter) for parameter in parameters]
-    places, num_bytes = places_for(parameters)
-    memory = SharedMemory(num_bytes, torch.device("cpu"))
-    assert memory.segment is not None
-    mapped = mmap.mmap(memory.segment.descriptor, max(num_bytes, 1))
+    shared = SharedTensors(parameters, torch.device("cpu"))
     # In inference mode it would be of no use for training.
     with torch.inference_mode(False), torch.no_grad():
-        for parameter, place in zip(parameters, places, strict=True):
-            parameter.data = lone_tensor_at(mapped, place).copy_(parameter)
-    return [SharedTensor(memory, place) for place in places]
+        for parameter, there in zip(parameters, shared.alone(), strict=True):
+            parameter.data = there.copy_(parameter)
+    return shared
 
 
 def tensor_at(memory: torch.Tensor, place: Place) -> torch.Tensor:
@@ -117,13 +136,15 @@ def tensor_at(memory: torch.Tensor, place: Place) -> torch.Tensor:
     return empty.set_(memory.untyped_storage(), start // empty.element_size(), shape, stride)
 
 
-def lone_tensor_at(memory: mmap.mmap | memoryview, place: Place) -> torch.Tensor:
-    """The same in a buffer, with a storage of its own: who saves one doesn't save all."""
-    dtype, start, shape, stride = place
-    if not (numel := math.prod(shape)):
-        return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)
-    return flat.as_strided(shape, stride)
+def _tensors_at(memory: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:
+    return [tensor_at(memory, place) for place in places]
+
+
+def _lone_tensor_at(memory: mmap.mmap, place: Place) -> torch.Tensor:
+    if not (numel := math.prod(place.shape)):
+        return torch.empty(place.shape, dtype=place.dtype)
+    flat = torch.frombuffer(memory, dtype=place.dtype, count=numel, offset=place.start)
+    return flat.as_strided(place.shape, place.stride)
 
 
 def places_for(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], int]:

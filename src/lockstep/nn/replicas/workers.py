@@ -34,6 +34,10 @@ class Outcome(Generic[T]):
     error: BaseException | None = None
 
 
+def _nothing() -> None:
+    pass
+
+
 class WorkerThreads:
     """So many threads, of which the caller's is one, that share its intra-op threads.
 
@@ -42,20 +46,28 @@ class WorkerThreads:
 
     Args:
         count: How many.
+        num_sharing: Among how many the intra-op threads are shared, if not among these.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, num_sharing: int | None = None) -> None:
+        self._num_sharing = count if num_sharing is None else num_sharing
         self._queues = [queue.SimpleQueue[Callable[[], None] | None]() for _ in range(count - 1)]
         self._num_threads = 0
         self._pid = -1  # of the process in which they were started
         self.close = weakref.finalize(self, _end, self._queues)
 
     def run(
-        self, tasks: Sequence[Callable[[], T]], meanwhile: Callable[[], None] | None = None
+        self,
+        tasks: Sequence[Callable[[], T]],
+        meanwhile: Callable[[], None] = _nothing,
+        interrupted: Callable[[], None] = _nothing,
     ) -> list[Outcome[T]]:
         """Run each task in a thread of its own, as the caller would, and wait for all of them.
 
-        The caller runs the first one, and what it is to do ``meanwhile``.
+        Args:
+            tasks: What to run. The caller runs the first one.
+            meanwhile: What it does then.
+            interrupted: What it does if the program is to be interrupted, before it waits.
         """
         if self._pid != os.getpid():  # also in a process that was forked, which has none of them
             self._num_threads = 0
@@ -65,16 +77,19 @@ class WorkerThreads:
                 threading.Thread(target=_work, args=(tasks_of_one,), name=name, daemon=True).start()
             self._pid = os.getpid()
         mine = torch.get_num_threads()
-        each = max(1, mine // (len(self._queues) + 1))
+        each = max(1, mine // self._num_sharing)
         if each != self._num_threads:
             self._num_threads = each
             others: list[Callable[[], None]] = [partial(_set_num_threads, each)]
             self._run([lambda: None, *others * len(self._queues)])
         with alone(each):
-            return self._run(tasks, meanwhile)
+            return self._run(tasks, meanwhile, interrupted)
 
     def _run(
-        self, tasks: Sequence[Callable[[], T]], meanwhile: Callable[[], None] | None = None
+        self,
+        tasks: Sequence[Callable[[], T]],
+        meanwhile: Callable[[], None] = _nothing,
+        interrupted: Callable[[], None] = _nothing,
     ) -> list[Outcome[T]]:
         outcomes: list[Outcome[T]] = [Outcome() for _ in tasks]
         done = queue.SimpleQueue[None]()
@@ -93,14 +108,15 @@ class WorkerThreads:
             tasks_of_one.put(task)
         try:
             mine()
-            if meanwhile is not None:
-                meanwhile()
+            if isinstance(outcomes[0].error, KeyboardInterrupt):
+                interrupted()
+            meanwhile()
         finally:
-            _get_all(done, len(tasks))
+            _get_all(done, len(tasks), interrupted)
         return outcomes
 
 
-def _get_all(done: queue.SimpleQueue[None], count: int) -> None:
+def _get_all(done: queue.SimpleQueue[None], count: int, interrupted: Callable[[], None]) -> None:
     """Wait until all are done, also if the program is to be interrupted.
 
     Who goes on before would meet threads that still write to what the next call uses.
@@ -112,6 +128,7 @@ def _get_all(done: queue.SimpleQueue[None], count: int) -> None:
             count -= 1
         except KeyboardInterrupt as error:
             interruption = error
+            interrupted()
     if interruption is not None:
         raise interruption
 
