@@ -1,10 +1,13 @@
 """Peak memory of a rank: ours, torch's DDP with gradient_as_bucket_view, and no communication.
 
-    python -m benchmarks.memory [--nprocs 2]
+    python -m benchmarks.memory [--nprocs 2] [--rounds 5]
 
-Each contender trains in processes of its own. Shown is how much the peak of a rank's resident
-memory is above what it was before the model was built, in MB, of the rank that has more. Of shared
-memory every rank counts what it has touched, its peers' included.
+Each contender trains in processes of its own, anew in every round, and they take turns. Shown is
+how much the peak of a rank's resident memory is above what it was before the model was built, in
+MB, of the rank that has more: the median, lowest and highest of the rounds. How the C library's
+heap falls makes a difference of up to a tenth from one round to the next. Of shared memory every
+rank counts what it has touched, its peers' included. And shown is how much the tensors that are
+alive at the peak of a later step are above those at its start, which is the same in every round.
 """
 
 from __future__ import annotations
@@ -12,10 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import statistics
 import subprocess
 import sys
+from itertools import accumulate
 
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 CONTENDERS = ["none", "lockstep, gloo", "torch DDP, gloo", "lockstep, shm"]
@@ -51,14 +57,39 @@ def measure(contender: str, name: str) -> None:
     elif contender.startswith("torch"):
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    for _ in range(10):
+
+    def step() -> None:
         optimizer.zero_grad()
         workload.loss(model(inputs), targets).backward()
         optimizer.step()
-    grown = torch.tensor(peak_mb() - before, dtype=torch.float64)
-    dist.all_reduce(grown, op=dist.ReduceOp.MAX)
+
+    for _ in range(10):
+        step()
+    grown = peak_mb() - before
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    results = profile.profiler.kineto_results.events()
+    lent = sorted((e.start_ns(), e.nbytes()) for e in results if e.name() == "[memory]")
+    alive = max(accumulate(num_bytes for _, num_bytes in lent)) / 1e6
+    figures = torch.tensor([grown, alive], dtype=torch.float64)
+    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     if world.rank == 0:
-        print(json.dumps(grown.item()))
+        print(json.dumps(figures.tolist()))
+
+
+def measured(contender: str, name: str, nprocs: int) -> list[float]:
+    """The same in new processes."""
+    command = [
+        *(sys.executable, "-m", "lockstep", "run", "-n", str(nprocs)),
+        *("-m", "benchmarks.memory", "--measure", contender, name),
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    figures: list[float] = json.loads(done.stdout.partition("[rank 0]")[2])
+    return figures
+
+
+def in_words(grown: tuple[float, ...]) -> str:
+    return f"{statistics.median(grown):.0f} ({min(grown):.0f}-{max(grown):.0f})"
 
 
 def main() -> None:
@@ -66,6 +97,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nprocs", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -76,17 +108,19 @@ def main() -> None:
     table = Table(
         "model", *CONTENDERS, title=f"MB that a rank's peak is above its start, {args.nprocs} ranks"
     )
-    for workload in WORKLOADS:
-        row = []
-        for contender in CONTENDERS:
-            command = [
-                *(sys.executable, "-m", "lockstep", "run", "-n", str(args.nprocs)),
-                *("-m", "benchmarks.memory", "--measure", contender, workload.name),
-            ]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            row.append(f"{float(done.stdout.split()[-1]):.0f}")
-        table.add_row(workload.name, *row)
-    Console(width=120).print(table)
+    tensors = Table("model", *CONTENDERS, title="MB of tensors at the peak of a step")
+    with Progress(transient=True) as progress:
+        task = progress.add_task("training", total=len(WORKLOADS) * args.rounds)
+        for workload in WORKLOADS:
+            rounds = []
+            for _ in range(args.rounds):
+                rounds.append([measured(one, workload.name, args.nprocs) for one in CONTENDERS])
+                progress.advance(task)
+            columns = [[*zip(*own, strict=True)] for own in zip(*rounds, strict=True)]
+            table.add_row(workload.name, *(in_words(grown) for grown, _ in columns))
+            tensors.add_row(workload.name, *(f"{max(alive):.2f}" for _, alive in columns))
+    for each in (table, tensors):
+        Console(width=120).print(each)
 
 
 if __name__ == "__main__":
