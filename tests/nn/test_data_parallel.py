@@ -41,6 +41,17 @@ class Net(nn.Module):
         return self.second.out_features
 
 
+class Scaled(nn.Module):
+    """Saves a buffer for its backward that nobody changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
 def net() -> Net:
     with torch.random.fork_rng():
         torch.manual_seed(5)
@@ -243,6 +254,25 @@ class TestBuffers:
             model(batch(rows))
             means = [part.mean(0) for part in batch(rows).chunk(3)]
             assert_same([norm.running_mean], [torch.stack(means).mean(0)])
+
+    @pytest.mark.parametrize("workers", ["threads", "processes"])
+    def test_a_backward_after_they_were_averaged(self, workers: str) -> None:
+        """It computes with what its forward has saved; what nobody changes keeps its bits."""
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scaled()).double()
+        model = DataParallel(module, TWO, workers=workers, buffers="mean")
+        expected = [copy.deepcopy(module) for _ in range(2)]
+        scale = module[2].scale.clone()
+        for _ in range(2):
+            module.zero_grad()
+            model(batch(6)).square().sum().backward()
+        for replica, part in zip(expected, batch(6).chunk(2), strict=True):
+            replica(part).square().sum().backward()
+        for own, *theirs in zip(
+            module.parameters(), *(e.parameters() for e in expected), strict=True
+        ):
+            assert_same([own.grad], [theirs[0].grad + theirs[1].grad])
+        assert torch.equal(module[2].scale, scale)
+        assert module[2].scale._version == 0
 
     def test_two_forwards_before_their_backwards(self) -> None:
         norm = nn.BatchNorm1d(4).double()

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -41,11 +41,7 @@ from lockstep.nn.replicas.tables import tables_in
 from lockstep.nn.replicas.tensors import tensors_in
 from lockstep.nn.replicas.twins import check_home, trained_and_buffers, version_of, versions_of
 from lockstep.nn.replicas.wire import Packed
-from lockstep.nn.replicas.workers import Outcome, WorkerThreads, values_of
-
-
-def _nothing() -> None:
-    pass
+from lockstep.nn.replicas.workers import Outcome, WorkerThreads, nothing, values_of
 
 
 class Crew:
@@ -55,6 +51,7 @@ class Crew:
         is_alive: Whether all of them are there.
         pid: Of whoever has started them.
         parameters: Those of the module that they have.
+        buffers: Likewise.
         dropped: For each process calls of which no backward will come; it is told with its next.
 
     Args:
@@ -65,6 +62,7 @@ class Crew:
         self.is_alive = True
         self.pid = os.getpid()
         self.parameters: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
         self.dropped: list[list[int]] = [[] for _ in devices[1:]]
         self._devices, self._home = devices, devices[0]
         self._numbers = itertools.count()
@@ -74,8 +72,10 @@ class Crew:
         # For each process, which version of each parameter and buffer it has.
         self._parameter_versions: list[list[object]] = []
         self._versions: list[list[object]] = []
+        # Which buffers those have changed that were called last.
+        self._changed: list[list[int]] = []
         self._members = [Member(number, devices) for number in range(1, len(devices))]
-        self._workers = WorkerThreads(2, num_sharing=len(devices))
+        self._workers = WorkerThreads(2, len(devices), "lockstep-listener")
         self._end = weakref.finalize(self, end_members, self._members)
 
     def take(self, module: nn.Module) -> None:
@@ -86,7 +86,7 @@ class Crew:
             check_home([*parameters, *buffers], self._home)
             self._send_module(module, parameters, buffers)
             self._known = Known(parts, parameters, buffers)
-        self.parameters = parameters
+        self.parameters, self.buffers = parameters, buffers
 
     def _send_module(
         self, module: nn.Module, parameters: list[torch.Tensor], buffers: list[torch.Tensor]
@@ -161,14 +161,18 @@ class Crew:
             answers: list[Returned] = self._ask(messages, attend, meeting)
         except BaseException:
             # Some may have done it: what they have isn't known, and no backward comes.
-            self._versions = [[None] * len(self._known.buffers) for _ in self._members]
+            self._versions = [[None] * len(self.buffers) for _ in self._members]
             self._parameter_versions = [[None] * len(self.parameters) for _ in self._members]
             self.drop(number, len(arguments))
             raise
+        finally:
+            # What replicas do to containers is no news: the first one has the module's own.
+            self._known.take_lengths()
         for waiting, told in zip(self.dropped, dropped[: len(arguments)], strict=False):
             del waiting[: len(told)]
-        for versions, answer in zip(self._versions, answers, strict=False):
-            for index in answer.changed:
+        self._changed = [answer.changed for answer in answers]
+        for versions, changed in zip(self._versions, self._changed, strict=False):
+            for index in changed:
                 versions[index] = None
         return number, answers
 
@@ -187,23 +191,23 @@ class Crew:
 
     def _new_buffers(self, which: int) -> dict[int, torch.Tensor]:
         """Those of which that process has another version than the module."""
-        now = versions_of(self._known.buffers, self._known.parts)
+        now = versions_of(self.buffers, self._known.parts)
         before, self._versions[which] = self._versions[which], now
         return {
-            index: self._known.buffers[index]
+            index: self.buffers[index]
             for index, (mine, its) in enumerate(zip(now, before, strict=True))
             if mine != its
         }
 
-    def average_buffers(self, count: int) -> None:
-        """Give the module the mean of its floating-point buffers and those of ``count`` others."""
-        wanted = [i for i, buffer in enumerate(self._known.buffers) if buffer.is_floating_point()]
-        answers = self._ask([Buffers(wanted)] * count)
-        with torch.no_grad():
-            for index, *values in zip(wanted, *answers, strict=True):
-                buffer = self._known.buffers[index]
-                there = [value.to(buffer.device) for value in values]
-                buffer.copy_(torch.stack([buffer, *there]).mean(0))
+    def changed_buffers(self, more: Collection[int]) -> dict[int, list[torch.Tensor]]:
+        """What each process that was called last has made of buffers that any has changed.
+
+        Args:
+            more: Others that are wanted, too.
+        """
+        wanted = sorted(set(more).union(*self._changed))
+        answers = self._ask([Buffers(wanted)] * len(self._changed)) if wanted else ()
+        return {index: list(values) for index, *values in zip(wanted, *answers, strict=False)}
 
     def backward(
         self, messages: Sequence[Backward], meanwhile: Callable[[], None]
@@ -231,7 +235,7 @@ class Crew:
     def _ask(
         self,
         messages: Sequence[object],
-        meanwhile: Callable[[], None] = _nothing,
+        meanwhile: Callable[[], None] = nothing,
         meeting: Meeting | None = None,
     ) -> list[Any]:
         """Send each process its message, do something, and return what each has answered.
@@ -245,8 +249,11 @@ class Crew:
             ReplicaLost: If a process has ended.
             BaseException: What the first replica that failed has raised.
         """
-        if not self.is_alive:
-            raise ReplicaLost("The processes of the replicas that ran this have ended.")
+        if not self.is_alive or self.pid != os.getpid():
+            raise ReplicaLost(
+                "The processes of the replicas that ran this have ended, or are those of the "
+                "process that this one was forked from. Call the model again."
+            )
         try:
             packed = [Packed(message) for message in messages]
         except Exception as error:
@@ -258,26 +265,35 @@ class Crew:
     def _tell(
         self,
         messages: Sequence[Packed],
-        meanwhile: Callable[[], None] = _nothing,
+        meanwhile: Callable[[], None] = nothing,
         meeting: Meeting | None = None,
     ) -> list[Outcome[Any]]:
         """The same; return what came of ``meanwhile`` and of each message."""
         members = self._members[: len(messages)]
+        are_told = False
 
         def send() -> None:
+            nonlocal are_told
             try:
                 for member, message in zip(members, messages, strict=True):
                     member.send(message)
-            except BaseException:
-                self._kill()  # or who listens would wait for them
-                raise
+                are_told = True
+            finally:
+                if not are_told:
+                    self._kill()  # or who listens would wait for them
             meanwhile()
 
         # Another thread listens: this one is busy, and what is asked in a backward can't wait.
-        listen = on_device(self._home, partial(_answers, members, meeting))
+        listen: Callable[[], Any] = partial(_answers, members, meeting)
+        for device in dict.fromkeys(self._devices):
+            listen = on_device(device, listen)
         mine, others = self._workers.run([send, listen], interrupted=self._kill)
+        if mine.error is not None and (not are_told or isinstance(mine.error, KeyboardInterrupt)):
+            raise mine.error
         if others.error is not None:
-            raise mine.error if isinstance(mine.error, KeyboardInterrupt) else others.error
+            if mine.error is not None and mine.error is not others.error:
+                others.error.add_note(f"Replica 0 failed as well: {mine.error!r}")
+            raise others.error
         return [mine, *(others.value or ())]
 
     def _kill(self) -> None:
@@ -305,25 +321,34 @@ def _answers(members: Sequence[Member], meeting: Meeting | None) -> list[Outcome
                 member = waiting[which]
                 answer = member.receive()
                 if isinstance(answer, Ask):
-                    member.send(Packed(_told(answer)))
+                    _tell(member, _told(answer))
                 elif isinstance(answer, Sum):
                     assert meeting is not None
-                    meeting.bring(
-                        member.number, answer.own, answer.finish, partial(_tell_sum, member)
-                    )
+                    tell = partial(_tell_sum, member)
+                    meeting.bring(member.number, answer.own, answer.finish, tell)
                 else:
-                    del waiting[which]
                     if isinstance(answer, Error):
                         outcomes[which].error = as_exception(answer)
                     else:
                         outcomes[which].value = answer
+                    del waiting[which]
                     if meeting is not None:
                         meeting.leave()
-    finally:
+    except BaseException as error:
         if meeting is not None:
-            for _ in waiting:
-                meeting.leave()
+            meeting.fail(error)
+        raise
     return outcomes
+
+
+def _tell(member: Member, answer: object) -> None:
+    """Tell a replica what it has asked for; if that fails, it is what it raises."""
+    try:
+        member.send(Packed(answer))
+    except ReplicaLost:
+        raise
+    except Exception as error:
+        member.send(Packed(as_error(error)._replace(traceback="")))
 
 
 def _told(question: Ask) -> object:
@@ -340,4 +365,4 @@ def _tell_sum(member: Member, over: Round) -> None:
     if over.error is not None:
         answer = as_error(over.error)._replace(traceback="")
     with contextlib.suppress(ReplicaLost):  # who listens to it will notice
-        member.send(Packed(answer))
+        _tell(member, answer)

@@ -149,11 +149,11 @@ class DataParallel(Wrapper):
         else:
             if self._replicas is None:
                 in_threads = self.workers == "threads" or is_beside_processes()
-                self._replicas = (ThreadReplicas if in_threads else ProcessReplicas)(self._devices)
+                self._replicas = (ThreadReplicas if in_threads else ProcessReplicas)(
+                    self._devices, averages_buffers=self.buffer_policy == "mean"
+                )
             arguments = list(zip(parts, kwargs_parts, strict=True))
             outputs = self._replicas.call(self.module, name, arguments)
-            if self.buffer_policy == "mean":
-                self._replicas.average_buffers(self.module, len(parts))
         return self.gather(outputs, self.output_device)
 
     # What a subclass may do in another way

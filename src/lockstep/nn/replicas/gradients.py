@@ -13,32 +13,37 @@ from lockstep.nn.replicas.boundary import Gradients
 class LeftGradients:
     """Where the replica leaves its gradients: in the caller's memory, each as soon as it comes.
 
-    It is in a cache then, and what it leaves is used for the next one.
+    What has just been made is copied from a cache, and its own memory is free for the next one.
 
     Args:
         places: That memory, for each parameter.
+
+    Attributes:
+        is_taking: Whether gradients that come are the caller's, and not those of a backward that
+            the module runs itself.
     """
 
     def __init__(self, places: Sequence[torch.Tensor]) -> None:
+        self.is_taking = False
         self._places = places
         self._known: set[int] = set()
         self._in_place = [False] * len(places)
 
     def take_from(self, index: int, parameter: torch.Tensor) -> None:
-        """Take each gradient of that one, which requires gradients, from now on."""
+        """Take the gradients of that one, which requires them, from now on."""
         if index not in self._known:
             self._known.add(index)
             parameter.register_post_accumulate_grad_hook(partial(self._take, index))
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None or gradient.layout is not torch.strided:
+        gradient, place = parameter.grad, self._places[index]
+        if not self.is_taking or gradient is None or gradient.layout is not torch.strided:
             return
         with torch.no_grad():
             if self._in_place[index]:  # as with reentrant checkpoints, it comes in parts
-                self._places[index].add_(gradient)
+                place.add_(gradient.to(place.device))
             else:
-                self._places[index].copy_(gradient)
+                place.copy_(gradient)
         self._in_place[index] = True
         parameter.grad = None
 
@@ -47,5 +52,6 @@ class LeftGradients:
         in_place, self._in_place = self._in_place, [False] * len(self._places)
         others = {index: gradient for index, gradient in enumerate(left) if gradient is not None}
         for index in [index for index in others if in_place[index]]:
-            self._places[index].add_(others.pop(index))
+            place = self._places[index]
+            place.add_(others.pop(index).to(place.device))
         return in_place, others

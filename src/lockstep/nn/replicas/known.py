@@ -22,13 +22,17 @@ class Known:
         buffers: Sequence[torch.Tensor],
     ) -> None:
         self.parts = list(parts)
-        self.buffers = list(buffers)
+        self._buffers = list(buffers)
         self._parameters = list(parameters)
         self._starts = [parameter.data_ptr() for parameter in parameters]
         self._attributes = _attributes(parts)
         self._containers = [
             value for value in self._attributes if isinstance(value, dict | list | set)
         ]
+        self.take_lengths()
+
+    def take_lengths(self) -> None:
+        """Take no container for changed that has the length which it has now."""
         self._lengths = [*map(len, self._containers)]
 
     def is_still(
@@ -41,7 +45,7 @@ class Known:
         return (
             _are_same(parts, self.parts)
             and _are_same(parameters, self._parameters)
-            and _are_same(buffers, self.buffers)
+            and _are_same(buffers, self._buffers)
             and [parameter.data_ptr() for parameter in parameters] == self._starts
             and _are_same(_attributes(parts), self._attributes)
             and [*map(len, self._containers)] == self._lengths

@@ -29,10 +29,13 @@ class LocalReplicas:
 
     Args:
         devices: Where they are; on the first is the module, too.
+        owns_buffers: Whether the first has the module's own buffers, so that what it does to them
+            stays. Otherwise it has copies as the others do, and what it saves for its backward
+            isn't written to when the module gets the mean of them.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = devices
+    def __init__(self, devices: Sequence[torch.device], *, owns_buffers: bool) -> None:
+        self._devices, self._owns_buffers = devices, owns_buffers
         self._replicas: list[_Replica] = []
 
     def parts(
@@ -46,7 +49,7 @@ class LocalReplicas:
         parts = list(module.modules())
         if not self._replicas or not self._replicas[0].is_of(parts):
             self._replicas = [
-                _Replica(module, device, is_first=number == 0)
+                _Replica(module, device, owns_buffers=self._owns_buffers and number == 0)
                 for number, device in enumerate(self._devices)
             ]
         parameters, buffers = trained_and_buffers(parts)
@@ -60,9 +63,9 @@ class LocalReplicas:
             for replica, own in zip(called, arguments, strict=True)
         ]
 
-    def copies_of(self, buffer: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """What stands for a buffer of the module in all but the first of ``count`` replicas."""
-        return [replica.copy_of(buffer) for replica in self._replicas[1:count]]
+    def copies_of(self, buffer: torch.Tensor, count: int) -> list[BufferCopy]:
+        """What stands for a buffer of the module in ``count`` replicas, none of which owns it."""
+        return [replica.copies[id(buffer)] for replica in self._replicas[:count]]
 
 
 class _Replica:
@@ -72,25 +75,21 @@ class _Replica:
         device: Where it is.
         module: The replica.
         leaves: What stands for each of the module's parameters, in their order.
+        copies: What stands for each of its buffers, by the ``id()`` of that, unless it has them.
     """
 
-    def __init__(self, original: nn.Module, device: torch.device, *, is_first: bool) -> None:
+    def __init__(self, original: nn.Module, device: torch.device, *, owns_buffers: bool) -> None:
         self.device = device
         self.leaves: list[torch.Tensor] = []
         self._twin = Twin(original)
         self.module = self._twin.module
-        self._is_first = is_first
-        # By the id() of what they stand for.
+        self._owns_buffers = owns_buffers
         self._leaves: dict[int, _Leaf] = {}
-        self._copies: dict[int, _Copy] = {}
+        self.copies: dict[int, BufferCopy] = {}
 
     def is_of(self, parts: Sequence[nn.Module]) -> bool:
         """Whether the module consists of the same parts still."""
         return self._twin.is_twin_of(parts)
-
-    def copy_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """What stands here for a buffer of the module."""
-        return self._copies[id(buffer)].tensor
 
     def take_after(
         self,
@@ -113,23 +112,27 @@ class _Replica:
             if leaf is None or not leaf.is_still_that_of(parameter):
                 leaf = _Leaf(parameter, self.device, is_table=id(parameter) in tables)
             self._leaves[id(parameter)] = leaf
-        copies, self._copies = self._copies, {}
-        # The first has the module's own: what it does to them stays.
-        for buffer, version in zip(buffers, versions, strict=True) if not self._is_first else ():
+        copies, self.copies = self.copies, {}
+        for buffer, version in (
+            zip(buffers, versions, strict=True) if not self._owns_buffers else ()
+        ):
             copied = copies.get(id(buffer))
             if copied is None or not copied.is_still_that_of(buffer, version):
-                copied = _Copy(buffer, version, self.device)
-            self._copies[id(buffer)] = copied
+                copied = BufferCopy(buffer, version, self.device)
+            self.copies[id(buffer)] = copied
         self.leaves = [leaf.tensor for leaf in self._leaves.values()]
         tensors = {key: leaf.tensor for key, leaf in self._leaves.items()}
-        tensors |= {key: copied.tensor for key, copied in self._copies.items()}
+        tensors |= {key: copied.tensor for key, copied in self.copies.items()}
         self._twin.take_after(tensors)
 
 
-class _Copy:
+class BufferCopy:
     """A copy of a buffer, for a replica to write to: another one each time either has changed.
 
     What is overwritten may be needed for a backward that is still to come.
+
+    Attributes:
+        tensor: It.
     """
 
     def __init__(self, original: torch.Tensor, version: object, device: torch.device) -> None:
@@ -141,11 +144,20 @@ class _Copy:
 
     def is_still_that_of(self, original: torch.Tensor, version: object) -> bool:
         """Whether neither has changed."""
-        return (
-            self._original is original
-            and self._version == version
-            and self._own_version == version_of(self.tensor)
-        )
+        return self._original is original and self._version == version and not self.has_changed
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the replica has written to it, or may have without being noticed."""
+        counts = isinstance(self._version, tuple)
+        return not counts or self._own_version != version_of(self.tensor)
+
+
+def write_mean(buffer: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+    """Give ``buffer`` the mean of the replicas' values or, if they are integers, the first's."""
+    there = [value.to(buffer.device) for value in values]
+    with torch.no_grad():
+        buffer.copy_(torch.stack(there).mean(0) if buffer.is_floating_point() else there[0])
 
 
 class _Leaf:

@@ -49,6 +49,7 @@ class Meeting:
         self._num_present = count
         self._changed = threading.Condition()
         self._waiting: Round | None = None
+        self._error: BaseException | None = None
 
     def add_up(self, replica: int, own: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
         """Return ``finish`` of the sum of all replicas' tensors, in the order of the replicas.
@@ -60,8 +61,8 @@ class Meeting:
                 one over those around them, too. Called once, in the process of the caller; it can
                 be pickled.
         """
+        mine = self.bring(replica, own, finish)
         with self._changed:
-            mine = self.bring(replica, own, finish)
             self._changed.wait_for(lambda: mine.is_over)
         if mine.error is not None:
             raise mine.error
@@ -83,7 +84,7 @@ class Meeting:
             mine.parts[replica] = own
             if tell is not None:
                 mine.tells.append(tell)
-            self._finish_if_all_have_come()
+        self._finish_if_all_have_come()
         return mine
 
     def once(self, replica: int, device: torch.device, do: Callable[[], None]) -> None:
@@ -104,22 +105,44 @@ class Meeting:
         token = _seat.set(Seat(self, replica))
         try:
             yield
+        except KeyboardInterrupt as interruption:
+            self.fail(interruption)
+            raise
+        except BaseException:
+            self.leave()
+            raise
+        else:
+            self.leave()
         finally:
             _seat.reset(token)
-            self.leave()
 
     def leave(self) -> None:
         """One of them has nothing more to add."""
         with self._changed:
             self._num_present -= 1
-            self._finish_if_all_have_come()
+        self._finish_if_all_have_come()
+
+    def fail(self, error: BaseException) -> None:
+        """Let whoever waits, or comes, raise ``error``: what all would add up to isn't known."""
+        with self._changed:
+            self._error = error
+        self._finish_if_all_have_come()
 
     def _finish_if_all_have_come(self) -> None:
-        if self._waiting is None or len(self._waiting.parts) < self._num_present:
-            return
-        self._waiting.add_up()
-        self._waiting = None
-        self._changed.notify_all()
+        with self._changed:
+            over, error = self._waiting, self._error
+            if over is None or (error is None and len(over.parts) < self._num_present):
+                return
+            self._waiting = None
+        # Not while others can't wait, or be interrupted: it may take long.
+        if error is None:
+            over.add_up()
+        else:
+            over.error = error
+        with self._changed:
+            self._changed.notify_all()
+        for tell in over.tells:
+            tell(over)
 
 
 class Round:
@@ -157,8 +180,6 @@ class Round:
             self.total = total if self._finish is None else self._finish(total)
         except BaseException as error:  # each of them raises it
             self.error = error
-        for tell in self.tells:
-            tell(self)
 
 
 class Seat(NamedTuple):

@@ -196,9 +196,11 @@ class ReplicaProcess:
                 "is gone. Run the backward before, or use workers='threads'."
             )
         try:
+            self._gradients.is_taking = True
             with as_backward_of_replicas():
                 run_backward(part.ends(backward.d_outputs), backward.keep_graph)
         finally:
+            self._gradients.is_taking = False
             left, of_inputs = part.take_gradients()
             in_place, others = self._gradients.taken(left)
         if not backward.keep_graph:

@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.nn.replicas.apply import on_device
 from lockstep.nn.replicas.boundary import Gradients, add_up, call_replicas
 from lockstep.nn.replicas.crew import Crew
-from lockstep.nn.replicas.local import LocalReplicas
+from lockstep.nn.replicas.local import LocalReplicas, write_mean
 from lockstep.nn.replicas.meeting import mark_as_one
 from lockstep.nn.replicas.messages import Backward
 from lockstep.nn.replicas.modes import Modes
@@ -34,11 +34,13 @@ class ProcessReplicas:
 
     Args:
         devices: One for each replica: CPUs, or CUDA devices; on the first is the module, too.
+        averages_buffers: Whether buffers become the mean of what the replicas make of them.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, averages_buffers: bool) -> None:
         self._devices = list(devices)
-        self._first = LocalReplicas(self._devices[:1])
+        self._averages_buffers = averages_buffers
+        self._first = LocalReplicas(self._devices[:1], owns_buffers=not averages_buffers)
         self._crew: Crew | None = None
         self._lock = threading.RLock()
 
@@ -57,15 +59,17 @@ class ProcessReplicas:
             if self._crew is None or not self._crew.is_alive or self._crew.pid != os.getpid():
                 self._crew = Crew(self._devices)
             self._crew.take(module)
-            return call_replicas(
-                _ProcessCall(self._crew, self._lock, self._first, module, method, arguments)
-            )
+            call = _ProcessCall(self._crew, self._lock, self._first, module, method, arguments)
+            results = call_replicas(call)
+            if self._averages_buffers:
+                self._average_buffers(self._crew)
+            return results
 
-    def average_buffers(self, module: nn.Module, count: int) -> None:
-        """Give the module the mean of what the last call has made of floating-point buffers."""
-        with self._lock:
-            assert self._crew is not None
-            self._crew.average_buffers(count - 1)
+    def _average_buffers(self, crew: Crew) -> None:
+        copies = [self._first.copies_of(buffer, 1)[0] for buffer in crew.buffers]
+        changed = {index for index, copied in enumerate(copies) if copied.has_changed}
+        for index, values in crew.changed_buffers(changed).items():
+            write_mean(crew.buffers[index], [copies[index].tensor, *values])
 
 
 class _ProcessCall:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.nn.replicas.apply import on_device
 from lockstep.nn.replicas.boundary import Gradients, add_up, call_replicas
-from lockstep.nn.replicas.local import LocalReplicas
+from lockstep.nn.replicas.local import LocalReplicas, write_mean
 from lockstep.nn.replicas.meeting import attending
 from lockstep.nn.replicas.part import Arguments, Part, run_backward
 from lockstep.nn.replicas.twins import trained_and_buffers
@@ -25,10 +25,12 @@ class ThreadReplicas:
 
     Args:
         devices: Where they are; on the first is the module, too.
+        averages_buffers: Whether buffers become the mean of what the replicas make of them.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._replicas = LocalReplicas(devices)
+    def __init__(self, devices: Sequence[torch.device], *, averages_buffers: bool) -> None:
+        self._averages_buffers = averages_buffers
+        self._replicas = LocalReplicas(devices, owns_buffers=not averages_buffers)
         self._workers = WorkerThreads(len(devices))
         # What a call does to the replicas, another thread's must not do at the same time.
         self._lock = threading.RLock()
@@ -41,16 +43,16 @@ class ThreadReplicas:
         """
         with self._lock:
             parameters, parts = self._replicas.parts(module, method, arguments)
-            return call_replicas(_ThreadCall(parts, parameters, self._workers, self._lock))
+            results = call_replicas(_ThreadCall(parts, parameters, self._workers, self._lock))
+            if self._averages_buffers:
+                self._average_buffers(module, len(arguments))
+            return results
 
-    def average_buffers(self, module: nn.Module, count: int) -> None:
-        """Give the module the mean of the first ``count`` replicas' floating-point buffers."""
-        with self._lock, torch.no_grad():
-            for buffer in trained_and_buffers(list(module.modules()))[1]:
-                if buffer.is_floating_point():
-                    copies = self._replicas.copies_of(buffer, count)
-                    there = [copied.to(buffer.device) for copied in copies]
-                    buffer.copy_(torch.stack([buffer, *there]).mean(0))
+    def _average_buffers(self, module: nn.Module, count: int) -> None:
+        for buffer in trained_and_buffers(list(module.modules()))[1]:
+            copies = self._replicas.copies_of(buffer, count)
+            if any(copied.has_changed for copied in copies):
+                write_mean(buffer, [copied.tensor for copied in copies])
 
 
 class _ThreadCall:

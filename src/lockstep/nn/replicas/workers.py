@@ -34,8 +34,8 @@ class Outcome(Generic[T]):
     error: BaseException | None = None
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Do it."""
 
 
 class WorkerThreads:
@@ -47,9 +47,13 @@ class WorkerThreads:
     Args:
         count: How many.
         num_sharing: Among how many the intra-op threads are shared, if not among these.
+        name: What the others are called, and a number.
     """
 
-    def __init__(self, count: int, num_sharing: int | None = None) -> None:
+    def __init__(
+        self, count: int, num_sharing: int | None = None, name: str = "lockstep-replica"
+    ) -> None:
+        self._name = name
         self._num_sharing = count if num_sharing is None else num_sharing
         self._queues = [queue.SimpleQueue[Callable[[], None] | None]() for _ in range(count - 1)]
         self._num_threads = 0
@@ -59,21 +63,25 @@ class WorkerThreads:
     def run(
         self,
         tasks: Sequence[Callable[[], T]],
-        meanwhile: Callable[[], None] = _nothing,
-        interrupted: Callable[[], None] = _nothing,
+        meanwhile: Callable[[], None] = nothing,
+        interrupted: Callable[[], None] | None = None,
     ) -> list[Outcome[T]]:
         """Run each task in a thread of its own, as the caller would, and wait for all of them.
 
         Args:
             tasks: What to run. The caller runs the first one.
             meanwhile: What it does then.
-            interrupted: What it does if the program is to be interrupted, before it waits.
+            interrupted: What it does if the program is to be interrupted, instead of waiting for
+                the others: no thread may be needed any more then.
+
+        Raises:
+            KeyboardInterrupt: If the program is to be interrupted while the caller waits.
         """
         if self._pid != os.getpid():  # also in a process that was forked, which has none of them
             self._num_threads = 0
             self._queues[:] = [queue.SimpleQueue() for _ in self._queues]
             for number, tasks_of_one in enumerate(self._queues, start=1):
-                name = f"lockstep-replica-{number}"
+                name = f"{self._name}-{number}"
                 threading.Thread(target=_work, args=(tasks_of_one,), name=name, daemon=True).start()
             self._pid = os.getpid()
         mine = torch.get_num_threads()
@@ -88,8 +96,8 @@ class WorkerThreads:
     def _run(
         self,
         tasks: Sequence[Callable[[], T]],
-        meanwhile: Callable[[], None] = _nothing,
-        interrupted: Callable[[], None] = _nothing,
+        meanwhile: Callable[[], None] = nothing,
+        interrupted: Callable[[], None] | None = None,
     ) -> list[Outcome[T]]:
         outcomes: list[Outcome[T]] = [Outcome() for _ in tasks]
         done = queue.SimpleQueue[None]()
@@ -106,17 +114,21 @@ class WorkerThreads:
         mine, *others = map(partial, itertools.repeat(fill), outcomes, [*tasks[:1], *own])
         for tasks_of_one, task in zip(self._queues, others, strict=False):
             tasks_of_one.put(task)
+        count = len(tasks)
         try:
             mine()
-            if isinstance(outcomes[0].error, KeyboardInterrupt):
-                interrupted()
             meanwhile()
+            if interrupted is not None and isinstance(outcomes[0].error, KeyboardInterrupt):
+                count = 0
+                interrupted()
         finally:
-            _get_all(done, len(tasks), interrupted)
+            _get_all(done, count, interrupted)
         return outcomes
 
 
-def _get_all(done: queue.SimpleQueue[None], count: int, interrupted: Callable[[], None]) -> None:
+def _get_all(
+    done: queue.SimpleQueue[None], count: int, interrupted: Callable[[], None] | None
+) -> None:
     """Wait until all are done, also if the program is to be interrupted.
 
     Who goes on before would meet threads that still write to what the next call uses.
@@ -127,8 +139,10 @@ def _get_all(done: queue.SimpleQueue[None], count: int, interrupted: Callable[[]
             done.get()
             count -= 1
         except KeyboardInterrupt as error:
+            if interrupted is not None:
+                interrupted()
+                raise
             interruption = error
-            interrupted()
     if interruption is not None:
         raise interruption
 

@@ -1,0 +1,235 @@
+"""Replicas in processes of which some fail, are lost, or are interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.errors import ReplicaLost, SharedMemoryFull
+from lockstep.nn.replicas import DataParallel, wire
+from lockstep.nn.replicas.meeting import this_seat
+
+pytestmark = pytest.mark.keeps_descriptors
+
+
+class Mean(nn.Module):
+    """The mean of what its weight makes of its input, after what is asked for has happened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.caller = os.getpid()
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor, *, happens: str = "") -> torch.Tensor:
+        is_first = os.getpid() == self.caller
+        if happens == "the other dies" and not is_first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if happens == "the other's error can't be read" and not is_first:
+            raise OnlyThere
+        self.seen.append(len(x))
+        return lockstep.mean(self.weight * x)
+
+    def alone(self, x: torch.Tensor, *, happens: str = "") -> torch.Tensor:
+        if happens == "the first is interrupted" and os.getpid() == self.caller:
+            time.sleep(0.5)  # the other has answered by then
+            raise KeyboardInterrupt
+        return self.weight * x
+
+
+class OnlyThere(Exception):
+    """What can be made where it is raised, and not where it is read."""
+
+    def __reduce__(self) -> tuple:
+        return _made_there, (os.getpid(),)
+
+
+def _made_there(pid: int) -> OnlyThere:
+    if os.getpid() != pid:
+        raise LookupError("made elsewhere")
+    return OnlyThere()
+
+
+def replicated(module: nn.Module | None = None) -> DataParallel:
+    return DataParallel(module or Mean(), ["cpu", "cpu"], workers="processes")
+
+
+def test_the_rest_of_a_sum_is_not_taken_for_the_sum() -> None:
+    """A rank that has lost a replica repeats its step, and the others have heard of no other."""
+    means: dict[int, list[float]] = {0: [], 1: []}
+
+    def body(world: lockstep.World) -> None:
+        model = replicated()
+        for step in range(2):
+            x = torch.full((4,), 10.0**step)
+            if world.rank == 0 and step:
+                with pytest.raises(ReplicaLost, match="exit code -9"):
+                    model(x, happens="the other dies")
+            means[world.rank].append(float(model(x).detach()))
+
+    lockstep.launch(body, 2, ranks="threads")
+    assert means == {0: [1.0, 10.0], 1: [1.0, 10.0]}
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no room for messages of more than 100 KB of tensors from the caller."""
+    memory = wire.SharedMemory
+
+    def refuse(num_bytes: int, device: torch.device) -> object:
+        if num_bytes > 100_000:
+            raise SharedMemoryFull("No room.")
+        return memory(num_bytes, device)
+
+    monkeypatch.setattr(wire, "SharedMemory", refuse)
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_an_argument_that_there_is_no_room_for() -> None:
+    model = replicated()
+    with pytest.raises(SharedMemoryFull, match="No room"):
+        model(torch.ones(100_000))
+    assert float(model(torch.ones(4)).detach()) == 1
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_a_sum_that_there_is_no_room_for() -> None:
+    """It is the replica's error, which would wait for it in vain."""
+    module = nn.EmbeddingBag(50_000, 1, mode="sum", scale_grad_by_freq=True)
+    model = replicated(module)
+    with pytest.raises(SharedMemoryFull, match="No room") as caught:
+        model(torch.zeros(4, 1, dtype=torch.long))
+    assert "(raised in replica 1 on cpu)" in caught.value.__notes__
+
+
+def test_an_interruption_when_all_others_have_answered() -> None:
+    model = replicated()
+    with pytest.raises(KeyboardInterrupt):
+        model.alone(torch.ones(4), happens="the first is interrupted")
+    assert model.alone(torch.ones(4)).tolist() == [1] * 4
+
+
+_finished: list[float] = []
+_may_end = threading.Event()
+
+
+def finish_at_once(total: torch.Tensor) -> torch.Tensor:
+    _finished.append(float(total))
+    return total
+
+
+def finish_late(total: torch.Tensor) -> torch.Tensor:
+    """As if other ranks had not come yet, when Ctrl-C comes."""
+    os.kill(os.getpid(), signal.SIGINT)
+    if not _may_end.wait(20):
+        _finished.append(float(total))
+    return total
+
+
+class Sums(nn.Module):
+    """Adds up ones, in one replica before the other."""
+
+    def __init__(self, finish: Callable, *, first_is_interrupted: bool) -> None:
+        super().__init__()
+        self.caller, self.finish = os.getpid(), finish
+        self.first_is_interrupted = first_is_interrupted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_first = os.getpid() == self.caller
+        if is_first == self.first_is_interrupted:
+            time.sleep(0.5)
+        if is_first and self.first_is_interrupted:
+            raise KeyboardInterrupt
+        seat = this_seat()
+        assert seat is not None
+        return seat.meeting.add_up(seat.replica, torch.ones(()), self.finish)
+
+
+def test_nothing_is_added_up_without_a_replica_that_is_interrupted() -> None:
+    """The other one has come, and what ranks would make of its part alone is not what all want."""
+    _finished.clear()
+    with pytest.raises(KeyboardInterrupt):
+        replicated(Sums(finish_at_once, first_is_interrupted=True))(torch.ones(4))
+    assert not _finished
+
+
+def test_an_interruption_while_ranks_are_waited_for() -> None:
+    """The other replica came last, and the thread that listens to it makes the sum."""
+    _finished.clear()
+    with pytest.raises(KeyboardInterrupt):
+        replicated(Sums(finish_late, first_is_interrupted=False))(torch.ones(4))
+    _may_end.set()
+    assert not _finished
+
+
+def test_an_error_that_cannot_be_read_is_one() -> None:
+    model = replicated()
+    with pytest.raises(LookupError, match="made elsewhere"):
+        model(torch.ones(4), happens="the other's error can't be read")
+    assert float(model(torch.ones(4)).detach()) == 1
+
+
+def test_what_replicas_put_in_containers_is_no_news() -> None:
+    """The module isn't sent again for it, which would end the graphs of the calls before."""
+    model = replicated()
+    first, second = model(torch.ones(4)), model(torch.ones(4))
+    (first + second).backward()
+    assert model.module.weight.grad == 2
+
+
+def test_a_forked_child_has_no_part_in_its_parents_processes() -> None:
+    model = replicated()
+    loss = model(torch.ones(4))
+    if not (pid := os.fork()):
+        try:
+            loss.backward()
+        except ReplicaLost:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    loss.backward()
+    assert model.module.weight.grad == 1
+
+
+class TrainsInside(nn.Module):
+    """Looks at gradients of its own before it returns, as meta-learning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            self.layer(x).sum().backward()
+        inner = self.layer.weight.grad
+        assert inner is not None
+        scale = inner.detach().clone()
+        self.layer.zero_grad()
+        return self.layer(x) * scale.sum()
+
+
+def test_backwards_of_the_module_are_its_own() -> None:
+    module = TrainsInside()
+    x = torch.randn(4, 2, dtype=torch.float64)
+    model = replicated(module)
+    model(x).sum().backward()
+    parts = [x[:2], x[2:]]
+    expected = sum(part.sum() * part.sum(0) for part in parts)
+    torch.testing.assert_close(module.layer.weight.grad, expected[None], rtol=1e-12, atol=1e-12)
+
+
+def test_no_process_is_left() -> None:
+    before = psutil.Process().children()
+    model = replicated()
+    model(torch.ones(4))
+    del model
+    assert psutil.Process().children() == before
