@@ -93,6 +93,7 @@ PUBLIC_NAMES = {
     "errors",
     "gather",
     "init",
+    "join",
     "launch",
     "SyncBatchNorm",
     "mean",

@@ -8,6 +8,7 @@ from .nn import DistributedDataParallel as DistributedDataParallel
 from .nn import SyncBatchNorm as SyncBatchNorm
 from .nn import data_parallel as data_parallel
 from .nn import gather as gather
+from .nn import join as join
 from .nn import no_sync as no_sync
 from .nn import parallel_apply as parallel_apply
 from .nn import parallelize as parallelize

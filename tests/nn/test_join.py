@@ -98,6 +98,50 @@ def test_all_ranks_end_with_the_parameters_of_the_same_steps_by_hand(
     assert_all_are(launch(body, len(lengths)), by_hand(lengths, initial))
 
 
+@LENGTHS
+@DIVIDE
+def test_a_loop_of_models_in_place(initial: bool, lengths: tuple[int, ...]) -> None:
+    """Two of them, through other methods than forward, in turns as a GAN's."""
+
+    def pair() -> list[nn.Module]:
+        models = [net(), net()]
+        with torch.no_grad():
+            for parameter in models[1].parameters():
+                parameter.mul_(-0.5)
+        return models
+
+    def steps(first: nn.Module, second: nn.Module, parts: Sequence, divisor: int) -> None:
+        for model, other in ((first, second), (second, first)):
+            model.zero_grad()
+            for part in parts:
+                with torch.no_grad():
+                    target = other.second(torch.tanh(other.first(part)))
+                output = model.second(torch.tanh(model.first(part)))
+                ((output - 1 - target).square().mean() / divisor).backward()
+            sgd(model).step()
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        models = [lockstep.parallelize(model, process_group=group) for model in pair()]
+        with lockstep.join(*models, divide_by_initial_world_size=initial):
+            for batch in batches(lengths)[rank]:
+                steps(*models, [batch], 1)
+        return [p.detach() for model in models for p in model.parameters()]
+
+    expected = pair()
+    for parts in steps_of(lengths):
+        steps(*expected, parts, len(lengths) if initial else len(parts))
+    wanted = [p.detach() for model in expected for p in model.parameters()]
+    assert_all_are(run_ranks(len(lengths), body), wanted)
+
+
+def test_join_on_one_rank_and_of_a_model_that_is_not_parallel() -> None:
+    model = lockstep.parallelize(net())
+    with lockstep.join(model):
+        model(batches((1,))[0][0]).sum().backward()
+    with pytest.raises(ModelError, match="isn't parallel"):
+        lockstep.join(net())
+
+
 @WRAPPERS
 def test_join_that_is_not_enabled_does_nothing(wrap: type[nn.Module]) -> None:
     def body(world: lockstep.World) -> list[torch.Tensor]:

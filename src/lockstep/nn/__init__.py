@@ -1,7 +1,7 @@
 """Modules whose replicas stay in step."""
 
 from lockstep.nn.distributed import DistributedDataParallel
-from lockstep.nn.parallelize import no_sync, parallelize, sync_buffers
+from lockstep.nn.parallelize import join, no_sync, parallelize, sync_buffers
 from lockstep.nn.replicas import (
     DataParallel,
     data_parallel,
@@ -19,6 +19,7 @@ __all__ = [
     "SyncBatchNorm",
     "data_parallel",
     "gather",
+    "join",
     "no_sync",
     "parallel_apply",
     "parallelize",

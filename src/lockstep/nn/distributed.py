@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ from lockstep.nn.attachment import attach, attach_lone_engine, check_bucket_cap,
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.changes import mark_stale
 from lockstep.nn.engine import Engine, Options, accumulating
-from lockstep.nn.join import DDPJoinHook, JoinedModels, UnevenLoop, join_models
+from lockstep.nn.join import DDPJoinHook, JoinedModels, join_models
 from lockstep.nn.logging_data import logging_data
-from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB
+from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, join
 from lockstep.nn.wrapper import Wrapper
 from lockstep.world import init
 
@@ -262,26 +262,19 @@ class DistributedDataParallel(Wrapper, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """Let ranks leave a training loop at different times.
-
-        A rank that leaves the context goes on with the reductions of the others, to which it adds
-        nothing, until all are through; then all take the model of the last. SyncBatchNorm and
-        :func:`lockstep.mean` may be in the loop.
+        """Let ranks leave a training loop at different times, as :func:`lockstep.join` does.
 
         Args:
-            divide_by_initial_world_size: Whether gradients are divided by the number of all
-                ranks, or else by that of those which still have data.
+            divide_by_initial_world_size: As there.
             enable: Whether to do this at all.
-            throw_on_early_termination: Whether the first rank that is through ends the loop on
-                every rank, with a RuntimeError.
+            throw_on_early_termination: As there.
         """
-        group = self.process_group if enable else None
-        return UnevenLoop(
-            self._engines,
-            group,
-            self.device,
-            divide_by_active=not divide_by_initial_world_size,
-            throws=throw_on_early_termination,
+        if not enable:
+            return nullcontext()
+        return join(
+            self,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.nn.attachment import attach, check_bucket_cap, engines_of
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.engine import Options, accumulating
+from lockstep.nn.join import UnevenLoop
 from lockstep.world import init
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -90,6 +92,44 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
         ModelError: If ``module`` isn't parallel.
     """
     return accumulating(engines_of(module))
+
+
+def join(
+    *modules: nn.Module,
+    divide_by_initial_world_size: bool = True,
+    throw_on_early_termination: bool = False,
+) -> AbstractContextManager[None]:
+    """Let ranks leave a training loop at different times.
+
+    A rank that leaves the context goes on with the reductions of the others, to which it adds
+    nothing, until all are through; then all take the models of the last. SyncBatchNorm and
+    :func:`lockstep.mean` may be in the loop. Every rank must enter it. ::
+
+        with lockstep.join(model):
+            for x, y in batches:  # of any number on each rank, none included
+                ...
+
+    Args:
+        modules: All that are trained in the loop. Each was given to :func:`parallelize`, is a
+            wrapper, or is what is in one; they are parallel over the same ranks.
+        divide_by_initial_world_size: Whether gradients are divided by the number of all ranks, or
+            else by that of those which still have data.
+        throw_on_early_termination: Whether the first rank that is through ends the loop on every
+            rank, with a RuntimeError.
+
+    Raises:
+        ModelError: If one isn't parallel, or is so over other ranks than the first.
+
+    Source: ``torch.nn.parallel.DistributedDataParallel.join``.
+    """
+    engines = [*dict.fromkeys(engine for module in modules for engine in engines_of(module))]
+    return UnevenLoop(
+        engines,
+        engines[0].reducer.process_group if engines else None,
+        next((p.device for module in modules for p in module.parameters()), torch.device("cpu")),
+        divide_by_active=not divide_by_initial_world_size,
+        throws=throw_on_early_termination,
+    )
 
 
 def sync_buffers(module: nn.Module) -> None:
