@@ -363,6 +363,8 @@ def _tell_sum(member: Member, over: Round) -> None:
     """Tell a replica what all have added up to."""
     answer: object = over.total
     if over.error is not None:
+        if not isinstance(over.error, Exception):
+            return  # the program is interrupted, and ends it
         answer = as_error(over.error)._replace(traceback="")
     with contextlib.suppress(ReplicaLost):  # who listens to it will notice
         _tell(member, answer)

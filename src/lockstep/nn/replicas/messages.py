@@ -158,7 +158,7 @@ class Error(NamedTuple):
     traceback: str
 
 
-def as_error(error: BaseException) -> Error:
+def as_error(error: Exception) -> Error:
     """What tells the other process of it."""
     text = "".join(traceback.format_exception(error)).rstrip()
     try:
