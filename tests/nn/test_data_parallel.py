@@ -52,6 +52,18 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
+class Averages(nn.Module):
+    """Keeps a moving average of its inputs, past autograd and past versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average.data.div_(2).add_(x.mean(0))
+        return x
+
+
 def net() -> Net:
     with torch.random.fork_rng():
         torch.manual_seed(5)
@@ -273,6 +285,19 @@ class TestBuffers:
             assert_same([own.grad], [theirs[0].grad + theirs[1].grad])
         assert torch.equal(module[2].scale, scale)
         assert module[2].scale._version == 0
+
+    @pytest.mark.parametrize("workers", ["threads", "processes"])
+    @pytest.mark.parametrize("buffers", ["first", "mean"])
+    def test_writes_that_torch_does_not_count(self, workers: str, buffers: str) -> None:
+        """As code does that keeps moving averages by hand."""
+        module = Averages().double()
+        model = DataParallel(module, TWO, workers=workers, buffers=buffers)
+        expected = torch.zeros(4, dtype=torch.float64)
+        for rows in (6, 8, 4):
+            model(batch(rows))
+            own = batch(rows) if buffers == "mean" else batch(rows).chunk(2)[0]
+            expected = expected / 2 + own.mean(0)
+            assert_same([module.average], [expected])
 
     def test_two_forwards_before_their_backwards(self) -> None:
         norm = nn.BatchNorm1d(4).double()

@@ -6,6 +6,7 @@ groups up in a registry, and a group need not be in it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import mmap
@@ -92,9 +93,11 @@ def zero_buffer(
             _log.warning("Gradients are copied to be reduced, which takes longer. %s", error)
     if device.type == "cpu" and numel and hasattr(mmap, "MAP_ANONYMOUS"):
         # Not from the C library's heap: what is there for long, other memory can't be joined across
-        # as it comes and goes. A transformer's peak is lower by some 15 MB.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, flags=flags), dtype=dtype)
+        # as it comes and goes. See "Memory" in benchmarks/RESULTS.md.
+        with contextlib.suppress(OSError):
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            memory = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
+            return torch.frombuffer(memory, dtype=dtype)
     return torch.zeros(numel, dtype=dtype, device=device)
 
 

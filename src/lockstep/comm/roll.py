@@ -156,7 +156,7 @@ def set_roll(group: dist.ProcessGroup, roll: Roll | None) -> None:
     elif roll_of(group) is not None:
         raise CollectiveFailed(
             "join() is entered in another join() over the same ranks. Let all models join at once: "
-            "with torch.distributed.algorithms.Join([...])."
+            "with lockstep.join(first, second), or torch.distributed.algorithms.Join([...])."
         )
     else:
         _rolls[group] = weakref.ref(roll)

@@ -80,9 +80,9 @@ class UnevenLoop:
             return
         if any(engine.reducer.process_group is not self._group for engine in engines):
             raise ModelError(
-                "A part of this model is parallel over other ranks than the whole, and in a loop "
-                "that ends at different times nobody could take part in its reductions. Give the "
-                "ranks loops of one length."
+                "The models of this loop, or parts of one, are parallel over different ranks, and "
+                "in a loop that ends at different times nobody could take part in the reductions "
+                "of some. Give the ranks loops of one length."
             )
         self._roll.add(engine.number for engine in engines)
 

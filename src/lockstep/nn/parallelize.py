@@ -119,13 +119,17 @@ def join(
 
     Raises:
         ModelError: If one isn't parallel, or is so over other ranks than the first.
+        TypeError: If there is none.
 
     Source: ``torch.nn.parallel.DistributedDataParallel.join``.
     """
+    if not modules:
+        raise TypeError("join() takes the models that are trained in the loop, and got none.")
     engines = [*dict.fromkeys(engine for module in modules for engine in engines_of(module))]
+    groups = [engine.reducer.process_group for engine in engines]
     return UnevenLoop(
         engines,
-        engines[0].reducer.process_group if engines else None,
+        next((group for group in groups if group.size() > 1), None),
         next((p.device for module in modules for p in module.parameters()), torch.device("cpu")),
         divide_by_active=not divide_by_initial_world_size,
         throws=throw_on_early_termination,

@@ -41,7 +41,7 @@ from lockstep.nn.replicas.tables import tables_in
 from lockstep.nn.replicas.tensors import tensors_in
 from lockstep.nn.replicas.twins import check_home, trained_and_buffers, version_of, versions_of
 from lockstep.nn.replicas.wire import Packed
-from lockstep.nn.replicas.workers import Outcome, WorkerThreads, nothing, values_of
+from lockstep.nn.replicas.workers import Outcome, WorkerThreads, is_interruption, nothing, values_of
 
 
 class Crew:
@@ -218,7 +218,10 @@ class Crew:
             For each the gradients of the parameters, some in memory that the next backward writes
             to, and of its inputs.
         """
-        answers: list[Derived] = self._ask(messages, meanwhile)
+        try:
+            answers: list[Derived] = self._ask(messages, meanwhile)
+        finally:
+            self._known.take_lengths()  # as in call
         return [
             (
                 [
@@ -284,11 +287,12 @@ class Crew:
             meanwhile()
 
         # Another thread listens: this one is busy, and what is asked in a backward can't wait.
+        # What arrives on a device is to be on the stream that the caller has there.
         listen: Callable[[], Any] = partial(_answers, members, meeting)
         for device in dict.fromkeys(self._devices):
             listen = on_device(device, listen)
         mine, others = self._workers.run([send, listen], interrupted=self._kill)
-        if mine.error is not None and (not are_told or isinstance(mine.error, KeyboardInterrupt)):
+        if mine.error is not None and (not are_told or is_interruption(mine.error)):
             raise mine.error
         if others.error is not None:
             if mine.error is not None and mine.error is not others.error:
@@ -321,7 +325,7 @@ def _answers(members: Sequence[Member], meeting: Meeting | None) -> list[Outcome
                 member = waiting[which]
                 answer = member.receive()
                 if isinstance(answer, Ask):
-                    _tell(member, _told(answer))
+                    _answer(member, _answer_to(answer))
                 elif isinstance(answer, Sum):
                     assert meeting is not None
                     tell = partial(_tell_sum, member)
@@ -341,7 +345,7 @@ def _answers(members: Sequence[Member], meeting: Meeting | None) -> list[Outcome
     return outcomes
 
 
-def _tell(member: Member, answer: object) -> None:
+def _answer(member: Member, answer: object) -> None:
     """Tell a replica what it has asked for; if that fails, it is what it raises."""
     try:
         member.send(Packed(answer))
@@ -351,7 +355,7 @@ def _tell(member: Member, answer: object) -> None:
         member.send(Packed(as_error(error)._replace(traceback="")))
 
 
-def _told(question: Ask) -> object:
+def _answer_to(question: Ask) -> object:
     """What a replica is told that asks this."""
     try:
         return question.function(*question.arguments)
@@ -364,7 +368,7 @@ def _tell_sum(member: Member, over: Round) -> None:
     answer: object = over.total
     if over.error is not None:
         if not isinstance(over.error, Exception):
-            return  # the program is interrupted, and ends it
+            return  # who is interrupted ends it
         answer = as_error(over.error)._replace(traceback="")
     with contextlib.suppress(ReplicaLost):  # who listens to it will notice
-        _tell(member, answer)
+        _answer(member, answer)

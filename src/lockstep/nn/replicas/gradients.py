@@ -13,7 +13,7 @@ from lockstep.nn.replicas.boundary import Gradients
 class LeftGradients:
     """Where the replica leaves its gradients: in the caller's memory, each as soon as it comes.
 
-    What has just been made is copied from a cache, and its own memory is free for the next one.
+    So it is copied while it is in the CPU's cache still, and is not kept until all have come.
 
     Args:
         places: That memory, for each parameter.

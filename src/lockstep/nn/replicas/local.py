@@ -63,9 +63,9 @@ class LocalReplicas:
             for replica, own in zip(called, arguments, strict=True)
         ]
 
-    def copies_of(self, buffer: torch.Tensor, count: int) -> list[BufferCopy]:
+    def copies_of(self, buffer: torch.Tensor, count: int) -> list[torch.Tensor]:
         """What stands for a buffer of the module in ``count`` replicas, none of which owns it."""
-        return [replica.copies[id(buffer)] for replica in self._replicas[:count]]
+        return [replica.copies[id(buffer)].tensor for replica in self._replicas[:count]]
 
 
 class _Replica:
@@ -85,7 +85,7 @@ class _Replica:
         self.module = self._twin.module
         self._owns_buffers = owns_buffers
         self._leaves: dict[int, _Leaf] = {}
-        self.copies: dict[int, BufferCopy] = {}
+        self.copies: dict[int, _Copy] = {}
 
     def is_of(self, parts: Sequence[nn.Module]) -> bool:
         """Whether the module consists of the same parts still."""
@@ -118,7 +118,7 @@ class _Replica:
         ):
             copied = copies.get(id(buffer))
             if copied is None or not copied.is_still_that_of(buffer, version):
-                copied = BufferCopy(buffer, version, self.device)
+                copied = _Copy(buffer, version, self.device)
             self.copies[id(buffer)] = copied
         self.leaves = [leaf.tensor for leaf in self._leaves.values()]
         tensors = {key: leaf.tensor for key, leaf in self._leaves.items()}
@@ -126,7 +126,7 @@ class _Replica:
         self._twin.take_after(tensors)
 
 
-class BufferCopy:
+class _Copy:
     """A copy of a buffer, for a replica to write to: another one each time either has changed.
 
     What is overwritten may be needed for a backward that is still to come.
@@ -144,20 +144,23 @@ class BufferCopy:
 
     def is_still_that_of(self, original: torch.Tensor, version: object) -> bool:
         """Whether neither has changed."""
-        return self._original is original and self._version == version and not self.has_changed
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether the replica has written to it, or may have without being noticed."""
-        counts = isinstance(self._version, tuple)
-        return not counts or self._own_version != version_of(self.tensor)
+        return (
+            self._original is original
+            and self._version == version
+            and self._own_version == version_of(self.tensor)
+        )
 
 
 def write_mean(buffer: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-    """Give ``buffer`` the mean of the replicas' values or, if they are integers, the first's."""
+    """Give ``buffer`` the mean of the replicas' values or, if that isn't floating point, the first.
+
+    What no replica has changed keeps its bits.
+    """
     there = [value.to(buffer.device) for value in values]
-    with torch.no_grad():
-        buffer.copy_(torch.stack(there).mean(0) if buffer.is_floating_point() else there[0])
+    # By value, as not all that writes to a tensor is counted by its version.
+    if not all(torch.equal(value, buffer) for value in there):
+        with torch.no_grad():
+            buffer.copy_(torch.stack(there).mean(0) if buffer.is_floating_point() else there[0])
 
 
 class _Leaf:

@@ -61,12 +61,17 @@ class Meeting:
                 one over those around them, too. Called once, in the process of the caller; it can
                 be pickled.
         """
-        mine = self.bring(replica, own, finish)
-        with self._changed:
-            self._changed.wait_for(lambda: mine.is_over)
-        if mine.error is not None:
-            raise mine.error
-        assert mine.total is not None
+        try:
+            mine = self.bring(replica, own, finish)
+            with self._changed:
+                self._changed.wait_for(lambda: mine.is_over or self._error is not None)
+        except BaseException as interruption:
+            self.fail(interruption)
+            raise
+        if mine.total is None:
+            error = mine.error or self._error
+            assert error is not None
+            raise error
         return mine.total.to(own.device)
 
     def bring(
@@ -105,11 +110,11 @@ class Meeting:
         token = _seat.set(Seat(self, replica))
         try:
             yield
-        except KeyboardInterrupt as interruption:
-            self.fail(interruption)
-            raise
-        except BaseException:
+        except Exception:
             self.leave()
+            raise
+        except BaseException as interruption:
+            self.fail(interruption)
             raise
         else:
             self.leave()
@@ -126,6 +131,7 @@ class Meeting:
         """Let whoever waits, or comes, raise ``error``: what all would add up to isn't known."""
         with self._changed:
             self._error = error
+            self._changed.notify_all()
         self._finish_if_all_have_come()
 
     def _finish_if_all_have_come(self) -> None:
@@ -134,15 +140,17 @@ class Meeting:
             if over is None or (error is None and len(over.parts) < self._num_present):
                 return
             self._waiting = None
-        # Not while others can't wait, or be interrupted: it may take long.
-        if error is None:
-            over.add_up()
-        else:
-            over.error = error
-        with self._changed:
-            self._changed.notify_all()
-        for tell in over.tells:
-            tell(over)
+        try:
+            # Not while others can't wait, or be interrupted: it may take long.
+            if error is None:
+                over.add_up()
+            else:
+                over.error = error
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+            for tell in over.tells:
+                tell(over)
 
 
 class Round:

@@ -67,9 +67,10 @@ class ProcessReplicas:
 
     def _average_buffers(self, crew: Crew) -> None:
         copies = [self._first.copies_of(buffer, 1)[0] for buffer in crew.buffers]
-        changed = {index for index, copied in enumerate(copies) if copied.has_changed}
+        pairs = enumerate(zip(copies, crew.buffers, strict=True))
+        changed = [index for index, (mine, buffer) in pairs if not torch.equal(mine, buffer)]
         for index, values in crew.changed_buffers(changed).items():
-            write_mean(crew.buffers[index], [copies[index].tensor, *values])
+            write_mean(crew.buffers[index], [copies[index], *values])
 
 
 class _ProcessCall:

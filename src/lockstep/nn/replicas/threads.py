@@ -50,9 +50,7 @@ class ThreadReplicas:
 
     def _average_buffers(self, module: nn.Module, count: int) -> None:
         for buffer in trained_and_buffers(list(module.modules()))[1]:
-            copies = self._replicas.copies_of(buffer, count)
-            if any(copied.has_changed for copied in copies):
-                write_mean(buffer, [copied.tensor for copied in copies])
+            write_mean(buffer, self._replicas.copies_of(buffer, count))
 
 
 class _ThreadCall:

@@ -35,7 +35,7 @@ class Outcome(Generic[T]):
 
 
 def nothing() -> None:
-    """Do it."""
+    """Do nothing."""
 
 
 class WorkerThreads:
@@ -75,7 +75,7 @@ class WorkerThreads:
                 the others: no thread may be needed any more then.
 
         Raises:
-            KeyboardInterrupt: If the program is to be interrupted while the caller waits.
+            BaseException: What interrupts the caller while it waits, as Ctrl-C does.
         """
         if self._pid != os.getpid():  # also in a process that was forked, which has none of them
             self._num_threads = 0
@@ -118,7 +118,7 @@ class WorkerThreads:
         try:
             mine()
             meanwhile()
-            if interrupted is not None and isinstance(outcomes[0].error, KeyboardInterrupt):
+            if interrupted is not None and is_interruption(outcomes[0].error):
                 count = 0
                 interrupted()
         finally:
@@ -129,7 +129,7 @@ class WorkerThreads:
 def _get_all(
     done: queue.SimpleQueue[None], count: int, interrupted: Callable[[], None] | None
 ) -> None:
-    """Wait until all are done, also if the program is to be interrupted.
+    """Wait until all are done, also if the program is to be interrupted, unless there is a way out.
 
     Who goes on before would meet threads that still write to what the next call uses.
     """
@@ -138,9 +138,11 @@ def _get_all(
         try:
             done.get()
             count -= 1
-        except KeyboardInterrupt as error:
+        except BaseException as error:
             if interrupted is not None:
                 interrupted()
+                raise
+            if not isinstance(error, KeyboardInterrupt):
                 raise
             interruption = error
     if interruption is not None:
@@ -162,6 +164,11 @@ def _work(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 def _end(queues: Sequence[queue.SimpleQueue[Callable[[], None] | None]]) -> None:
     for tasks in queues:
         tasks.put(None)
+
+
+def is_interruption(error: BaseException | None) -> bool:
+    """Whether the program is to end, as by Ctrl-C or ``sys.exit()``, and not just one call."""
+    return error is not None and not isinstance(error, Exception)
 
 
 def values_of(outcomes: Sequence[Outcome[T]], devices: Sequence[object]) -> list[T]:
