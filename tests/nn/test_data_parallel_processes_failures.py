@@ -138,27 +138,30 @@ def finish_late(total: torch.Tensor) -> torch.Tensor:
 class Sums(nn.Module):
     """Adds up ones, in one replica before the other."""
 
-    def __init__(self, finish: Callable, *, first_is_interrupted: bool) -> None:
+    def __init__(self, finish: Callable, interruption: type[BaseException] | None) -> None:
         super().__init__()
         self.caller, self.finish = os.getpid(), finish
-        self.first_is_interrupted = first_is_interrupted
+        self.interruption = interruption
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         is_first = os.getpid() == self.caller
-        if is_first == self.first_is_interrupted:
+        if is_first == (self.interruption is not None):
             time.sleep(0.5)
-        if is_first and self.first_is_interrupted:
-            raise KeyboardInterrupt
+        if is_first and self.interruption is not None:
+            raise self.interruption
         seat = this_seat()
         assert seat is not None
         return seat.meeting.add_up(seat.replica, torch.ones(()), self.finish)
 
 
-def test_nothing_is_added_up_without_a_replica_that_is_interrupted() -> None:
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+def test_nothing_is_added_up_without_a_replica_that_is_interrupted(
+    interruption: type[BaseException],
+) -> None:
     """The other one has come, and what ranks would make of its part alone is not what all want."""
     _finished.clear()
-    with pytest.raises(KeyboardInterrupt):
-        replicated(Sums(finish_at_once, first_is_interrupted=True))(torch.ones(4))
+    with pytest.raises(interruption):
+        replicated(Sums(finish_at_once, interruption))(torch.ones(4))
     assert not _finished
 
 
@@ -167,7 +170,7 @@ def test_an_interruption_while_ranks_are_waited_for() -> None:
     _finished.clear()
     _may_end.clear()
     with pytest.raises(KeyboardInterrupt):
-        replicated(Sums(finish_late, first_is_interrupted=False))(torch.ones(4))
+        replicated(Sums(finish_late, None))(torch.ones(4))
     _may_end.set()
     assert not _finished
 
@@ -185,6 +188,28 @@ def test_what_replicas_put_in_containers_is_no_news() -> None:
     first, second = model(torch.ones(4)), model(torch.ones(4))
     (first + second).backward()
     assert model.module.weight.grad == 2
+
+
+class NotesGradients(nn.Linear):
+    """Puts something in a container in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, bias=False)
+        self.noted: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        y.register_hook(lambda gradient: self.noted.append(float(gradient.sum())))
+        return y
+
+
+def test_nor_is_what_they_put_there_in_a_backward() -> None:
+    model = replicated(NotesGradients())
+    first, second = model(torch.ones(4, 1)), model(torch.ones(4, 1))
+    first.sum().backward()
+    model(torch.ones(4, 1))
+    second.sum().backward()
+    assert model.module.weight.grad == 8
 
 
 def test_a_forked_child_has_no_part_in_its_parents_processes() -> None:

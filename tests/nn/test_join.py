@@ -140,6 +140,8 @@ def test_join_on_one_rank_and_of_a_model_that_is_not_parallel() -> None:
         model(batches((1,))[0][0]).sum().backward()
     with pytest.raises(ModelError, match="isn't parallel"):
         lockstep.join(net())
+    with pytest.raises(TypeError, match="got none"):
+        lockstep.join()
 
 
 @WRAPPERS
