@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,8 @@ from lockstep.comm import can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ModelError, ParameterChanged
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.views import view_like
+
+T = TypeVar("T")
 
 # Gradients from this size on, on average, are dealt with one by one. Below it, what a call costs
 # is more than what a second pass over the memory does (2 us against 16 K floats).
@@ -126,7 +131,7 @@ class Bucket:
         places = range(self._next_chunk, self._next_chunk + self._chunk)
         self._next_chunk += self._chunk
         self.takes_at = max(0, self.takes_at - self._chunk)
-        if all(touched[self.indices[place]] == TOUCHED_NOW for place in places):
+        if self._touched_at(places, touched).count(TOUCHED_NOW) == len(places):
             self._bring(places, touched, self._take_scale)
             self._is_taken[places.start : places.stop] = b"\1" * len(places)
 
@@ -149,7 +154,9 @@ class Bucket:
             elif self._parameters[place].grad is not self._views[place]:
                 changed.append(place)  # by a hook of somebody else's, since it was taken
         if rest:
-            self._bring(rest, touched, scale)
+            side_by_side = range(rest[0], rest[-1] + 1)
+            places = side_by_side if len(side_by_side) == len(rest) else rest
+            self._bring(places, touched, scale)
         if changed:
             self._bring(changed, touched, 1)
         if self._take_scale != scale:
@@ -167,10 +174,10 @@ class Bucket:
         self._renew_views(places)
         here: list[torch.Tensor] = []
         lacking: list[torch.Tensor] = []
-        views = [self._views[place] for place in places]
-        sources: list[torch.Tensor] = [self._parameters[place].grad for place in places]  # type: ignore[misc]
-        if self._all_came_anew(places, sources, touched):
-            self._put_views([self._parameters[place] for place in places], views)
+        views, parameters = _at(places, self._views), _at(places, self._parameters)
+        sources: list[torch.Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
+        if _are_new(sources, views) and 0 not in self._touched_at(places, touched):
+            self._put_views(parameters, views)  # a step like most
         else:
             here, views, sources, lacking = self._sort(places, touched)
         if lacking:
@@ -182,22 +189,14 @@ class Bucket:
         if views:
             torch._foreach_copy_(views, sources)
         if scale != 1:
-            first, last = places[0], places[-1]
-            if last - first == len(places) - 1:  # side by side
-                self._gradients[self._offsets[first] : self._offsets[last + 1]].mul_(scale)
+            if isinstance(places, range):
+                first, last = self._offsets[places.start], self._offsets[places.stop]
+                self._gradients[first:last].mul_(scale)
             else:
-                torch._foreach_mul_([self._views[place] for place in places], scale)
+                torch._foreach_mul_(_at(places, self._views), scale)
 
-    def _all_came_anew(
-        self, places: Sequence[int], gradients: Sequence[torch.Tensor | None], touched: bytearray
-    ) -> bool:
-        """Whether this is a step like most: gradients were dropped, and all have come since."""
-        for place, gradient in zip(places, gradients, strict=True):
-            if gradient is None or gradient is self._views[place]:
-                return False
-            if not touched[self.indices[place]] or gradient.layout is not torch.strided:
-                return False
-        return True
+    def _touched_at(self, places: Sequence[int], touched: bytearray) -> bytes:
+        return bytes([touched[index] for index in _at(places, self.indices)])
 
     def _put_view(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
         """Make ``view`` the gradient of ``parameter``."""
@@ -252,6 +251,9 @@ class Bucket:
         model.float() and p.grad.data = ... do that; what the gradient is now is there, and not
         in the buffer.
         """
+        pointers = [view.data_ptr() for view in _at(places, self._views)]
+        if pointers == _at(places, self._pointers):
+            return
         for place in places:
             if self._views[place].data_ptr() != self._pointers[place]:
                 self._views[place] = view_like(
@@ -339,6 +341,22 @@ class Bucket:
         one_by_one = self.num_missing - 1
         in_chunks = len(self.indices) - self._chunk
         self.takes_at = max(0, one_by_one if self.scales_on_the_way else in_chunks)
+
+
+def _at(places: Sequence[int], items: list[T]) -> list[T]:
+    """The items at ``places``; those side by side all at once."""
+    if isinstance(places, range):
+        return items[places.start : places.stop]
+    return [items[place] for place in places]
+
+
+def _are_new(gradients: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor]) -> bool:
+    """Whether all are there and strided, and none is its view still."""
+    return (
+        not any(map(operator.is_, gradients, views))
+        and not any(map(operator.is_, gradients, itertools.repeat(None)))
+        and {gradient.layout for gradient in gradients} <= {torch.strided}  # type: ignore[union-attr]
+    )
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

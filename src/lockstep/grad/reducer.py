@@ -6,6 +6,7 @@ whoever does says when a backward begins, when each gradient has come, and when 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -119,6 +120,7 @@ class Reducer:
         self._next_launch = 0
         # Of the backward that runs; not longer, as it holds this reducer.
         self._turns: Turns | None = None
+        self._has_begun = False  # and hasn't finished
 
     @property
     def comm_hook(self) -> CommHook | None:
@@ -195,9 +197,11 @@ class Reducer:
             turns: The reducers of the same group that the backward runs through, this one too.
             takes_early: Whether to copy gradients into their bucket when they come.
         """
-        for bucket in self._buckets:
-            self._wait(bucket)
-        self._reset()
+        if self._has_begun:
+            for bucket in self._buckets:
+                self._wait(bucket)
+            self._reset()
+        self._has_begun = True
         self._turns = turns or Turns([self])
         self._touched = self._touched.replace(bytes([TOUCHED_NOW]), bytes([TOUCHED_EARLIER]))
         if self._has_reduced and not self.is_rearranged:
@@ -231,19 +235,33 @@ class Reducer:
         self._arrivals[index] = _COME
         self._touched[index] = TOUCHED_EARLIER
 
-    def mark_ready(self, index: int) -> None:
-        """The gradient of parameter ``index`` has come; its bucket leaves when it is full."""
-        if self._arrivals[index]:
-            self._take_unawaited(index)
-            return
-        self._arrivals[index] = _COME
-        self._touched[index] = TOUCHED_NOW
-        if not self.is_rearranged:
-            self._arrival_order.append(index)
-        bucket = self._bucket_of[index]
-        num_missing = bucket.num_missing = bucket.num_missing - 1
-        if num_missing <= bucket.takes_at:
-            self._attend_to(bucket, index)
+    def mark_ready(self, *indices: int) -> int:
+        """The gradients of these parameters have come; buckets leave when they are full.
+
+        Returns:
+            How many more may come before there is something to do. Until then nobody need say so.
+        """
+        arrivals, touched, bucket_of = self._arrivals, self._touched, self._bucket_of
+        for index in indices:
+            if arrivals[index]:
+                self._take_unawaited(index)
+                continue
+            arrivals[index] = _COME
+            touched[index] = TOUCHED_NOW
+            if not self.is_rearranged:
+                self._arrival_order.append(index)
+            bucket = bucket_of[index]
+            num_missing = bucket.num_missing = bucket.num_missing - 1
+            if num_missing <= bucket.takes_at:
+                self._attend_to(bucket, index)
+        return self._num_until_next()
+
+    def _num_until_next(self) -> int:
+        """After how many gradients a bucket is to be attended to, of the two that launch next."""
+        behind = itertools.islice(self._buckets, self._next_launch, None)
+        filling = itertools.islice((bucket for bucket in behind if bucket.num_missing), 2)
+        numbers = [bucket.num_missing - bucket.takes_at for bucket in filling]
+        return max(1, min(numbers, default=len(self._parameters)))
 
     def _attend_to(self, bucket: Bucket, index: int) -> None:
         """There is something to do with ``bucket``, to which the gradient ``index`` came last."""
@@ -472,6 +490,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self.phase = Phase.IDLE
+        self._has_begun = False
         self._turns = None
         self._next_launch = 0
         self._arrivals[:] = self._first_arrivals

@@ -264,6 +264,8 @@ class Conductor:
     def end(self) -> None:
         """The backward is over: wait until everything has arrived."""
         try:
+            for engine in self._running:
+                engine.take_notes()
             self._announce(Step.END, self._running)
             self._launch_all_but_last(self._running)
             late = self._late_on_any_rank()

@@ -70,9 +70,6 @@ class Engine:
         is_syncing: Whether backwards reduce gradients; without, they add up.
         is_stale: Whether the module may have other parameters by now. Then :meth:`refresh` is
             called before the next forward or backward.
-        plain_task: Autograd's task of the backward that runs, if all that a gradient of it takes is
-            to call ``mark_ready``.
-        mark_ready: The reducer's method.
         num_backwards: In how many backwards it has reduced gradients.
         num_backwards_stepped: How many it had when an optimizer of its parameters last stepped.
         number: Which one of its group's engines it is, the same on every rank; 0 if it is a copy
@@ -102,7 +99,6 @@ class Engine:
     ) -> None:
         self.is_syncing = True
         self.is_stale = False
-        self.plain_task = _NO_TASK
         self.num_backwards = 0
         self.num_backwards_stepped = 0
         self.conductor = conductor_of(group)
@@ -113,6 +109,7 @@ class Engine:
         self._inner = weakref.WeakSet(inner)
         self._group = group
         self._options = options
+        self._notes = _Notes()
         self._handles: list[RemovableHandle] = []
         self._left_out: Sequence[int] = ()
         self.sees_nested_tasks = False
@@ -148,7 +145,6 @@ class Engine:
         if previous is not None:
             reducer.take_over(previous)
         self.reducer: Reducer = reducer
-        self.mark_ready = reducer.mark_ready
         self.sums_in_backward = sums_in_backward(module, self._group)
         self._is_on_one_device = len({parameter.device for parameter in self._parameters}) == 1
         self._left_out = ()
@@ -171,10 +167,10 @@ class Engine:
     def _hang_hooks(self) -> None:
         self.detach()
         me = weakref.ref(self)
-        for index, parameter in enumerate(self._parameters):
-            self._handles.append(
-                parameter.register_post_accumulate_grad_hook(_gradient_hook(me, index))
-            )
+        # The same for all, and so at hand when the next gradient comes.
+        hook = _gradient_hook(me, self._notes)
+        for parameter in self._parameters:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         for parameter in self._frozen:
             # torch hangs hooks on parameters that require a gradient alone.
             parameter.requires_grad_(True)
@@ -187,21 +183,21 @@ class Engine:
             handle.remove()
         self._handles = []
 
-    def gradient_has_come(self, index: int, parameter: torch.Tensor) -> None:
-        """The backward that runs has added to the gradient of parameter ``index``."""
+    def gradient_has_come(self, parameter: torch.Tensor) -> None:
+        """The backward that runs has added to the gradient of ``parameter``."""
         if not self.is_syncing:
-            self.reducer.mark_accumulated(index)
+            self.reducer.mark_accumulated(self._index[id(parameter)])
             return
+        self.take_notes()
         conductor = self.conductor
         with conductor.lock:
             if self.reducer.phase is Phase.IDLE:
                 has_begun = conductor.has_begun(self)
-                # It may have taken up changes, and with them given out other numbers.
+                # It may have taken up changes.
                 if id(parameter) not in self._index:
                     return
-                index = self._index[id(parameter)]
                 if not has_begun:
-                    self.reducer.mark_late(index)
+                    self.reducer.mark_late(self._index[id(parameter)])
                     return
             elif torch._C._current_graph_task_id() != conductor.task_id:
                 # A backward inside of a backward, as reentrant checkpoints have. What will come
@@ -210,7 +206,14 @@ class Engine:
                 self.reducer.takes_early = False
                 if not conductor.has_begun(self):
                     return
-            self.reducer.mark_ready(index)
+            self._notes.room = self.reducer.mark_ready(self._index[id(parameter)])
+
+    def take_notes(self) -> None:
+        """Tell the reducer which gradients have come, of those that it need not know at once."""
+        noted = self._notes.parameters
+        if noted:
+            self._notes.room = self.reducer.mark_ready(*[self._index[id(p)] for p in noted])
+            noted.clear()
 
     def gradient_has_thawed(self, parameter: torch.Tensor) -> None:
         """A parameter has got a gradient that was frozen when hooks were hung."""
@@ -219,9 +222,8 @@ class Engine:
         with self.conductor.lock:
             if self.reducer.phase is Phase.IDLE:
                 self.conductor.has_begun(self)
-        index = self._index.get(id(parameter))
-        if index is not None:
-            self.gradient_has_come(index, parameter)
+        if id(parameter) in self._index:
+            self.gradient_has_come(parameter)
 
     def takes_part(self) -> bool:
         """Whether the backward that is running will reduce some of its gradients."""
@@ -304,7 +306,7 @@ class Engine:
         self.reducer.begin(turns, takes_early=takes_early)
         # Gradients on several devices come from several threads, which need the lock.
         if self.conductor.task_id != -1 and self._is_on_one_device:
-            self.plain_task = self.conductor.task_id
+            self._notes.task = self.conductor.task_id
         sees_all = not (self.sees_nested_tasks or self.conductor.is_nested)
         if self.conductor.task_id != -1 and sees_all:
             self.reducer.excuse(
@@ -313,7 +315,10 @@ class Engine:
 
     def forget_backward(self) -> None:
         """The backward is over, or has failed."""
-        self.plain_task = _NO_TASK
+        self._notes.task = _NO_TASK
+        for parameter in self._notes.parameters:
+            self.reducer.mark_accumulated(self._index[id(parameter)])
+        self._notes.parameters.clear()
         self.reducer.give_up()
 
     def finish_backward(self) -> None:
@@ -412,17 +417,39 @@ def _can_be_trained(parameter: torch.Tensor) -> bool:
     return parameter.is_floating_point() or parameter.is_complex()
 
 
-def _gradient_hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], None]:
+class _Notes:
+    """Gradients that have come, and that the engine need not know of at once.
+
+    To look into each when it comes takes longer than all of them together: memory is cold then.
+
+    Attributes:
+        task: Autograd's task of the backward whose gradients are noted.
+        parameters: Those that have got one. No longer than a backward, as their hooks hold this.
+        room: With how many of them the engine is to look.
+    """
+
+    def __init__(self) -> None:
+        self.task = _NO_TASK
+        self.parameters: list[torch.Tensor] = []
+        self.room = 1
+
+
+def _gradient_hook(engine: weakref.ref[Engine], notes: _Notes) -> Callable[[torch.Tensor], None]:
     # What every gradient of every step passes through has its names at hand.
-    current_task = torch._C._current_graph_task_id
+    current_task, parameters = torch._C._current_graph_task_id, notes.parameters
 
     def gradient_has_come(parameter: torch.Tensor) -> None:
-        alive = engine()
-        if alive is not None:
-            if alive.plain_task == current_task():
-                alive.mark_ready(index)
-            else:
-                alive.gradient_has_come(index, parameter)
+        if notes.task == current_task():
+            parameters.append(parameter)
+            if len(parameters) < notes.room:
+                return
+            alive = engine()
+            if alive is not None:
+                alive.take_notes()
+        else:
+            alive = engine()
+            if alive is not None:
+                alive.gradient_has_come(parameter)
 
     return gradient_has_come
 
