@@ -31,8 +31,14 @@ def test_first_bucket_is_smaller():
         [4] * 6, ["float32"] * 6, [5, 4, 3, 2, 1, 0], cap_bytes=12, first_cap_bytes=4
     ) == [[5], [4, 3, 2], [1, 0]]
     assert assign_buckets(
-        [4] * 4, ["float32"] * 4, [3, 2, 1, 0], cap_bytes=100, first_cap_bytes=5
-    ) == [[3, 2], [1, 0]]
+        [4] * 6, ["float32"] * 6, [5, 4, 3, 2, 1, 0], cap_bytes=100, first_cap_bytes=6
+    ) == [[5, 4], [3, 2, 1, 0]]
+
+
+def test_few_gradients_share_one_bucket():
+    assert assign_buckets(
+        [4] * 6, ["float32"] * 6, [5, 4, 3, 2, 1, 0], cap_bytes=100, first_cap_bytes=7
+    ) == [[5, 4, 3, 2, 1, 0]]
 
 
 def test_first_bucket_is_never_larger_than_the_others_may_be():

@@ -8,6 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.errors import LateGradient
 from lockstep.grad import CommHook, GradBucket, Phase, Reducer
@@ -57,7 +59,7 @@ def backward(reducer: Reducer, parameters: list, order: list[int]) -> None:
 
 def come(reducer: Reducer, parameters: list, index: int) -> None:
     parameters[index].grad = torch.full_like(parameters[index], index + 1.0)
-    reducer.mark_ready(index)
+    reducer.mark_ready([parameters[index]])
 
 
 def test_first_backward_launches_in_reverse_registration_order_at_its_end():
@@ -112,10 +114,10 @@ def test_ranks_agree_on_the_order_that_rank_0_saw():
 def test_excused_gradients_hold_nothing_up():
     reducer, parameters, group = reducer_of(3)
     backward(reducer, parameters, [2, 0])
-    assert list(reducer.left_out) == [1]
+    assert reducer.unused == ["p1"]
     backward(reducer, parameters, [2, 0])  # p1 is in the last bucket from here on
     backward(reducer, parameters, [2, 1, 0])
-    assert list(reducer.left_out) == []
+    assert reducer.unused == []
     backward(reducer, parameters, [2, 1])
     group.sizes.clear()
     reducer.begin()
@@ -129,11 +131,25 @@ def test_an_excused_gradient_that_comes_after_all_is_taken():
     reducer, parameters, _ = reducer_of(3)
     backward(reducer, parameters, [2, 1])
     reducer.begin()
-    reducer.excuse([0])
+    reducer.excuse([parameters[0]])
     for index in (0, 1, 2):
         come(reducer, parameters, index)
     reducer.finish()
     assert [p.grad[0].item() for p in parameters] == [1, 2, 3]
+
+
+def test_an_excused_gradient_may_be_told_of_with_others():
+    reducer, parameters, group = reducer_of(3)
+    backward(reducer, parameters, [2, 1, 0])
+    group.sizes.clear()
+    reducer.begin()
+    reducer.excuse(parameters[2:])
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    reducer.mark_ready([parameters[2], parameters[1]])
+    assert group.sizes == [3, 2]
+    reducer.finish()
+    assert reducer.unused == ["p0"]
 
 
 def test_a_gradient_that_comes_twice_makes_buckets_wait_for_the_end():
@@ -157,6 +173,46 @@ def test_a_late_gradient_is_an_error_once():
     reducer.give_up()
     backward(reducer, parameters, [2, 1, 2, 0])
     assert [p.grad[0].item() for p in parameters] == [1, 2, 3]
+
+
+@given(st.data())
+def test_gradients_may_be_told_of_together(data):
+    """In whichever order and batches: as if one by one."""
+    order = data.draw(st.lists(st.integers(0, 5), unique=True, min_size=1), label="order")
+    cuts = data.draw(st.sets(st.integers(1, 5)), label="cuts")
+    excused = data.draw(st.sets(st.integers(0, 5)), label="excused")
+    outcomes = []
+    for together in (False, True):
+        reducer, parameters, group = reducer_of(6)
+        backward(reducer, parameters, [5, 3, 4, 0, 1, 2])
+        reducer.begin()
+        reducer.excuse(parameters[index] for index in excused - set(order))
+        told: list[torch.nn.Parameter] = []
+        for number, index in enumerate(order, 1):
+            parameters[index].grad = torch.full_like(parameters[index], index + 2.0)
+            told.append(parameters[index])
+            if not together or number in cuts or number == len(order):
+                reducer.mark_ready(told)
+                told = []
+        sizes = list(group.sizes)
+        reducer.finish()
+        gradients = [None if p.grad is None else p.grad.tolist() for p in parameters]
+        outcomes.append((sizes, gradients, reducer.unused))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_when_to_tell_of_gradients_again():
+    group = Recorder()
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(9)]
+    named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+    reducer = Reducer(named, group, cap_bytes=16, first_cap_bytes=8)
+    backward(reducer, parameters, list(range(9)))
+    assert [len(bucket) for bucket in reducer.buckets] == [2, 4, 3]
+    reducer.begin()
+    assert reducer.mark_ready(parameters[:1]) == 1  # the next one fills the first bucket
+    assert reducer.mark_ready(parameters[1:2]) == 3  # the last bucket will be full before the next
+    assert reducer.mark_ready(parameters[2:5]) == 1
+    assert len(group.sizes) == 3 + 1
 
 
 def test_phases():

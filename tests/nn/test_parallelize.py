@@ -337,16 +337,17 @@ def test_gradients_are_views_of_few_buffers() -> None:
     run_ranks(2, body)
 
 
+class Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("refused")
+
+
 def test_a_failed_backward_does_not_spoil_the_next() -> None:
-    class Refuses(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ArithmeticError("refused")
-
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(net(), process_group=group, bucket_cap_mb=0.0001)
         x = parts(2)[rank]
@@ -354,10 +355,33 @@ def test_a_failed_backward_does_not_spoil_the_next() -> None:
         expected = model.second.bias.grad.clone()
         model.zero_grad()
         with pytest.raises(ArithmeticError):
-            model.second(Refuses.apply(model.middle(x))).sum().backward()
+            model.second(Refusing.apply(model.middle(x))).sum().backward()
         model.zero_grad()
         model(x).sum().backward()
         assert torch.equal(model.second.bias.grad, expected)
+
+    run_ranks(2, body)
+
+
+def test_what_a_failed_backward_leaves_is_reduced_with_the_next() -> None:
+    """As it is added to in one process, unless somebody drops it."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, data = lockstep.parallelize(net(), process_group=group), parts(2)
+        for _ in range(3):
+            model.zero_grad()
+            model(data[rank], branch=0).sum().backward()
+        model.zero_grad()
+        with pytest.raises(ArithmeticError):
+            model.second(Refusing.apply(model.middle(data[rank]))).square().sum().backward()
+        model.middle(data[rank]).sum().backward()
+        oracle = net()
+        for x in data:
+            (oracle.second(oracle.middle(x).detach()).square().sum() / 2).backward()
+            (oracle.middle(x).sum() / 2).backward()
+        for own, its in zip(model.parameters(), oracle.parameters(), strict=True):
+            assert (own.grad is None) == (its.grad is None)
+            assert own.grad is None or torch.allclose(own.grad, its.grad, rtol=0, atol=1e-12)
 
     run_ranks(2, body)
 

@@ -1,7 +1,7 @@
 """Gradients: which of them travel together, and their way through the all-reduce."""
 
 from lockstep.grad.assignment import MIB, assign_buckets
-from lockstep.grad.bucket import Bucket
+from lockstep.grad.bucket import TOUCHED_EARLIER, Bucket
 from lockstep.grad.comm_hook import CommHook, GradBucket
 from lockstep.grad.reducer import Phase, Reducer
 from lockstep.grad.sparse import SparseGradient
@@ -9,6 +9,7 @@ from lockstep.grad.turns import Turns
 
 __all__ = [
     "MIB",
+    "TOUCHED_EARLIER",
     "Bucket",
     "CommHook",
     "GradBucket",

@@ -7,6 +7,9 @@ from collections.abc import Hashable, Sequence
 # The first bucket is smaller: the sooner it is full, the sooner something travels.
 FIRST_BUCKET_BYTES = 1024 * 1024
 MIB = 1024 * 1024
+# Where all gradients are fewer than so many first buckets, another all-reduce takes longer than it
+# hides. See "Steps" in benchmarks/RESULTS.md.
+_FEWEST_FIRST_BUCKETS = 4
 
 
 def assign_buckets(
@@ -29,11 +32,13 @@ def assign_buckets(
         kinds: The kind of each gradient; only equal kinds share a bucket.
         order: The indices of all gradients, in the order in which they become ready.
         cap_bytes: How much makes a bucket full.
-        first_cap_bytes: How much makes the first one full.
+        first_cap_bytes: How much makes the first one full, if it is not a large part of all.
 
     Returns:
         The indices of each bucket's gradients. Every index is in exactly one bucket.
     """
+    if sum(num_bytes[index] for index in order) < _FEWEST_FIRST_BUCKETS * first_cap_bytes:
+        first_cap_bytes = cap_bytes
     full: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
     filled_bytes: dict[Hashable, int] = {}

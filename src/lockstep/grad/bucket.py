@@ -37,9 +37,11 @@ class Bucket:
     copied back, and where it is still there in the next backward, autograd adds to it in place.
 
     Args:
-        indices: Which of the reducer's parameters these are.
-        names: What they are called.
+        names: What these parameters are called.
         parameters: They themselves; of one dtype, and on one device. There may be none.
+        touched: For each, what has become of its gradient since it was last reduced: 0,
+            TOUCHED_EARLIER or TOUCHED_NOW. Who has given it goes on writing to it.
+        start: How many gradients are in the buckets before this one.
         tail_size: How many elements to leave room for, behind the gradients.
         buffers_from: The group to ask for memory that it reduces in place. That memory is dear to
             get, so it is for buckets that are kept. Without, the tail lies elsewhere, since a
@@ -47,7 +49,10 @@ class Bucket:
         like: A tensor of the bucket's dtype and device, if there are no parameters.
 
     Attributes:
-        indices: Which of the reducer's parameters these are, in buffer order.
+        parameter_names: As given, in buffer order.
+        touched: As given.
+        start: As given.
+        stop: The same for the bucket behind this one.
         tail: Room at the end of the buffer for facts that travel with the gradients.
         num_missing: How many gradients of this backward have yet to come.
         takes_at: At how many missing ones to take some that have come; 0 if that is not wanted.
@@ -58,19 +63,21 @@ class Bucket:
 
     def __init__(
         self,
-        indices: Sequence[int],
         names: Sequence[str],
         parameters: Sequence[torch.nn.Parameter],
+        touched: memoryview,
+        *,
+        start: int = 0,
         tail_size: int = 0,
         buffers_from: dist.ProcessGroup | None = None,
         like: torch.Tensor | None = None,
     ) -> None:
-        self.indices = list(indices)
-        self._names = list(names)
+        self.parameter_names = list(names)
+        self.touched = touched
+        self.start, self.stop = start, start + len(parameters)
         self._parameters = list(parameters)
         sizes = [parameter.numel() for parameter in self._parameters]
         first = self._parameters[0] if like is None else like
-        self._place_of_index = {index: place for place, index in enumerate(self.indices)}
         self.scales_on_the_way = sum(sizes) >= _COARSE_NUMEL * len(sizes)
         self._chunk = max(1, _CHUNK_NUMEL * len(sizes) // max(1, sum(sizes)))
         self.averages = False
@@ -96,22 +103,27 @@ class Bucket:
     @property
     def names(self) -> str:
         """Its parameters, in words."""
-        if len(self._names) < 2:
-            return "".join(map(repr, self._names)) or "no parameter"
-        return f"{self._names[0]!r} to {self._names[-1]!r}"
+        names = self.parameter_names
+        if len(names) < 2:
+            return "".join(map(repr, names)) or "no parameter"
+        return f"{names[0]!r} to {names[-1]!r}"
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its gradients."""
+        return self._offsets[-1] * self._buffer.element_size()
 
     def is_in_flight(self) -> bool:
         """Whether it was launched and not yet waited for."""
         return self._work is not None or self._hooked is not None
 
-    def take(self, index: int) -> None:
-        """Bring a gradient here, which has come just now.
+    def take(self, place: int) -> None:
+        """Bring the gradient at ``place`` here, which has come just now.
 
         While it is still in the cores' caches; and what autograd has made for it is free again
         long before the bucket is full.
         """
         self.takes_at = max(0, self.num_missing - 1)
-        place = self._place_of_index[index]
         parameter, view = self._parameters[place], self._views[place]
         gradient = parameter.grad
         # Mostly it has just been made. What else there is, the bucket sees to when it is full.
@@ -126,21 +138,21 @@ class Bucket:
         self._put_view(parameter, view)
         self._is_taken[place] = True
 
-    def take_chunk(self, touched: bytearray) -> None:
+    def take_chunk(self) -> None:
         """Bring the next small gradients here, if they have all come."""
         places = range(self._next_chunk, self._next_chunk + self._chunk)
         self._next_chunk += self._chunk
         self.takes_at = max(0, self.takes_at - self._chunk)
-        if self._touched_at(places, touched).count(TOUCHED_NOW) == len(places):
-            self._bring(places, touched, self._take_scale)
+        if self._touched_at(places).count(TOUCHED_NOW) == len(places):
+            self._bring(places, self._take_scale)
             self._is_taken[places.start : places.stop] = b"\1" * len(places)
 
-    def has_taken(self, index: int) -> bool:
-        """Whether it is too late to add to the gradient of parameter ``index``."""
-        is_scaled = self._take_scale != 1 and self._is_taken[self._place_of_index[index]]
+    def has_taken(self, place: int) -> bool:
+        """Whether it is too late to add to the gradient at ``place``."""
+        is_scaled = self._take_scale != 1 and self._is_taken[place]
         return self.is_in_flight() or bool(is_scaled)
 
-    def fill(self, touched: bytearray, scale: float) -> None:
+    def fill(self, scale: float) -> None:
         """Bring every gradient here, times ``scale``, and zeros for parameters that have none.
 
         A gradient that is there but that no backward has touched since the last reduction is
@@ -156,9 +168,9 @@ class Bucket:
         if rest:
             side_by_side = range(rest[0], rest[-1] + 1)
             places = side_by_side if len(side_by_side) == len(rest) else rest
-            self._bring(places, touched, scale)
+            self._bring(places, scale)
         if changed:
-            self._bring(changed, touched, 1)
+            self._bring(changed, 1)
         if self._take_scale != scale:
             taken = [
                 view for view, is_taken in zip(self._views, self._is_taken, strict=True) if is_taken
@@ -166,7 +178,7 @@ class Bucket:
             if taken:
                 torch._foreach_mul_(taken, scale)
 
-    def _bring(self, places: Sequence[int], touched: bytearray, scale: float) -> None:
+    def _bring(self, places: Sequence[int], scale: float) -> None:
         """Bring the gradients at ``places`` here; large ones are scaled on the way.
 
         So they pass through the cores once and not twice.
@@ -176,10 +188,10 @@ class Bucket:
         lacking: list[torch.Tensor] = []
         views, parameters = _at(places, self._views), _at(places, self._parameters)
         sources: list[torch.Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
-        if _are_new(sources, views) and 0 not in self._touched_at(places, touched):
+        if _are_new(sources, views) and 0 not in self._touched_at(places):
             self._put_views(parameters, views)  # a step like most
         else:
-            here, views, sources, lacking = self._sort(places, touched)
+            here, views, sources, lacking = self._sort(places)
         if lacking:
             torch._foreach_zero_(lacking)
         if self.scales_on_the_way:
@@ -195,8 +207,10 @@ class Bucket:
             else:
                 torch._foreach_mul_(_at(places, self._views), scale)
 
-    def _touched_at(self, places: Sequence[int], touched: bytearray) -> bytes:
-        return bytes([touched[index] for index in _at(places, self.indices)])
+    def _touched_at(self, places: Sequence[int]) -> bytes:
+        if isinstance(places, range):
+            return self.touched[places.start : places.stop].tobytes()
+        return bytes([self.touched[place] for place in places])
 
     def _put_view(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
         """Make ``view`` the gradient of ``parameter``."""
@@ -216,30 +230,26 @@ class Bucket:
         except RuntimeError as error:
             raise self._changed(parameter) from error
 
-    def _sort(self, places: Sequence[int], touched: bytearray) -> tuple[list[torch.Tensor], ...]:
+    def _sort(self, places: Sequence[int]) -> tuple[list[torch.Tensor], ...]:
         """Tell gradients that are here from those to be copied, with where to, and none at all."""
         here, views, sources, lacking = [], [], [], []
         moved = []
         for place in places:
-            index, parameter, view = (
-                self.indices[place],
-                self._parameters[place],
-                self._views[place],
-            )
+            parameter, view = self._parameters[place], self._views[place]
             gradient = parameter.grad
             if gradient is None:
-                if touched[index] == TOUCHED_NOW:
+                if self.touched[place] == TOUCHED_NOW:
                     raise self._lost(parameter)
-                touched[index] = 0  # it was, but zero_grad() has dropped it since
+                self.touched[place] = 0  # it was, but zero_grad() has dropped it since
                 lacking.append(view)
             elif gradient is view:
                 here.append(view)
-                if not touched[index]:
+                if not self.touched[place]:
                     parameter.grad = view.clone()
             else:
                 views.append(view)
                 sources.append(_dense(gradient))
-                if touched[index]:
+                if self.touched[place]:
                     moved.append((parameter, view))
         if moved:
             self._put_views(*zip(*moved, strict=True))
@@ -270,14 +280,15 @@ class Bucket:
     def _changed(self, parameter: torch.nn.Parameter) -> ParameterChanged:
         """What to say when torch, which compares them, refuses a view as a gradient."""
         place = self._place_of(parameter)
-        now, was = _describe(parameter), _describe(self._views[place])
+        name, now, was = self.parameter_names[place], parameter, self._views[place]
         return ParameterChanged(
-            f"{self._names[place]!r} is {now}, but was {was} when it was made parallel. Build the "
-            "model as it is to be trained, then call parallelize() or DistributedDataParallel()."
+            f"{name!r} is {_describe(now)}, but was {_describe(was)} when it was made parallel. "
+            "Build the model as it is to be trained, then call parallelize() or "
+            "DistributedDataParallel()."
         )
 
     def _lost(self, parameter: torch.nn.Parameter) -> ModelError:
-        name = self._names[self._place_of(parameter)]
+        name = self.parameter_names[self._place_of(parameter)]
         return ModelError(
             f"{name!r} got a gradient, which was gone before it could be reduced. "
             "Something took it during backward(), such as an optimizer that steps in a hook. "
@@ -324,9 +335,9 @@ class Bucket:
     def forget(self) -> None:
         """Get ready for the next backward, whatever became of this one."""
         self._work = self._hooked = None
-        self.num_missing = len(self.indices)
+        self.num_missing = len(self._parameters)
         # What is here already of this backward's, and where those begin that come next.
-        self._is_taken = bytearray(len(self.indices))
+        self._is_taken = bytearray(len(self._parameters))
         self._next_chunk = 0
         self.takes_at = 0
         self._take_scale = 1.0
@@ -339,7 +350,7 @@ class Bucket:
         """
         self._take_scale = scale
         one_by_one = self.num_missing - 1
-        in_chunks = len(self.indices) - self._chunk
+        in_chunks = len(self._parameters) - self._chunk
         self.takes_at = max(0, one_by_one if self.scales_on_the_way else in_chunks)
 
 

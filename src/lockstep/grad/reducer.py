@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -64,8 +65,8 @@ class Reducer:
         first_cap_bytes: How much makes the first one full.
         skip_unused: Whether a bucket that this rank used nothing of stays here. The other ranks
             must leave out the same ones.
-        sparse: Those parameters, by index, whose gradients are sparse. No communication hook
-            gets to see them.
+        sparse: Those parameters, by their place in ``named_parameters``, whose gradients are
+            sparse. No communication hook gets to see them.
 
     Attributes:
         phase: Where it is in the course of a step.
@@ -94,24 +95,33 @@ class Reducer:
         self.takes_early = False
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
-        self._sparse = {i: SparseGradient(self._parameters[i]) for i in sparse}
         self._cap_bytes = cap_bytes
         self._first_cap_bytes = first_cap_bytes
         self._skip_unused = skip_unused
         count = len(self._parameters)
+        # Registration order turned around is a good guess: backward ends where forward began.
+        dense = [index for index in range(count - 1, -1, -1) if index not in sparse]
+        self._num_dense = len(dense)
+        # What is known of each gradient is kept in the order in which they launch, which most come
+        # in: then it is known of many at once. No bucket waits for sparse ones, which are last.
+        self._order: list[int] = [*dense, *sparse]
+        self._queue = [self._parameters[index] for index in self._order]
+        self._place = {id(parameter): place for place, parameter in enumerate(self._queue)}
+        self._sparse = {
+            place: SparseGradient(self._queue[place]) for place in range(len(dense), count)
+        }
         # What came since gradients were last reduced: 0, TOUCHED_EARLIER or TOUCHED_NOW.
         self._touched = bytearray(count)
         # For each parameter: 0, _EXCUSED or _COME.
-        # No bucket waits for sparse ones.
-        self._first_arrivals = bytes(_EXCUSED if i in self._sparse else 0 for i in range(count))
+        self._first_arrivals = bytes(len(dense)) + bytes([_EXCUSED]) * len(sparse)
         self._arrivals = bytearray(self._first_arrivals)
+        self._next_place = 0
+        # By index: in which order gradients came, and which ones didn't.
         self._arrival_order: list[int] = []
         self._left_out: list[int] = []
-        # Registration order turned around is a good guess: backward ends where forward began.
-        self._order: Sequence[int] = range(count - 1, -1, -1)
         # Empty until the first backward: a copy that is never trained needs no memory for it.
         self._buckets: list[Bucket] = []
-        self._bucket_of: dict[int, Bucket] = {}
+        self._bucket_at: list[Bucket] = []
         self._has_reduced = False
         self.is_rearranged = False
         self._launches_early = False
@@ -130,7 +140,7 @@ class Reducer:
     @comm_hook.setter
     def comm_hook(self, hook: CommHook | None) -> None:
         self._comm_hook = hook
-        self._buckets = []  # they are made of other memory for a hook
+        self._buckets, self._bucket_at = [], []  # they are made of other memory for a hook
 
     @property
     def buckets(self) -> Sequence[Sequence[str]]:
@@ -138,13 +148,12 @@ class Reducer:
 
         There are none before the first backward.
         """
-        return [[self._names[index] for index in bucket.indices] for bucket in self._buckets]
+        return [bucket.parameter_names for bucket in self._buckets]
 
     @property
     def bucket_bytes(self) -> Sequence[int]:
         """The size of each bucket's gradients, in bytes."""
-        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
-        return [sum(sizes[index] for index in bucket.indices) for bucket in self._buckets]
+        return [bucket.num_bytes for bucket in self._buckets]
 
     @property
     def unused(self) -> Sequence[str]:
@@ -157,35 +166,34 @@ class Reducer:
         return len(self._parameters)
 
     @property
-    def left_out(self) -> Sequence[int]:
-        """Those parameters, by index, that the last backward gave no gradient.
+    def left_out(self) -> Sequence[torch.nn.Parameter]:
+        """Those parameters that the last backward gave no gradient.
 
         Whoever knows that this one won't either can :meth:`excuse` them.
         """
-        return self._left_out
+        return [self._parameters[index] for index in self._left_out]
 
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients have been added up since they were last reduced, and are there."""
         return any(
             touched and parameter.grad is not None
-            for touched, parameter in zip(self._touched, self._parameters, strict=True)
+            for touched, parameter in zip(self._touched, self._queue, strict=True)
         )
 
-    def is_unreduced(self, index: int) -> bool:
-        """Whether the gradient of parameter ``index`` has grown since it was last reduced."""
-        return bool(self._touched[index])
+    def is_unreduced(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradient of ``parameter`` has grown since it was last reduced."""
+        return bool(self._touched[self._place[id(parameter)]])
 
     def take_over(self, previous: Reducer) -> None:
         """Go on where ``previous`` stops: it had other parameters, of which some are here too."""
         self.share, self._comm_hook = previous.share, previous.comm_hook
         self._gets_gradients_twice = previous._gets_gradients_twice
-        known = {id(p): index for index, p in enumerate(previous._parameters)}
-        for index, parameter in enumerate(self._parameters):
-            if id(parameter) in known:
-                self._touched[index] = previous._touched[known[id(parameter)]]
+        for place, parameter in enumerate(self._queue):
+            if id(parameter) in previous._place:
+                self._touched[place] = previous._touched[previous._place[id(parameter)]]
             elif parameter.grad is not None:
-                self._touched[index] = TOUCHED_EARLIER
+                self._touched[place] = TOUCHED_EARLIER
 
     def begin(self, turns: Turns | None = None, *, takes_early: bool = False) -> None:
         """A backward has begun whose gradients are to be reduced.
@@ -202,12 +210,12 @@ class Reducer:
                 self._wait(bucket)
             self._reset()
         self._has_begun = True
+        self._arrivals[:] = self._first_arrivals
         self._turns = turns or Turns([self])
-        self._touched = self._touched.replace(bytes([TOUCHED_NOW]), bytes([TOUCHED_EARLIER]))
+        self._touched[:] = self._touched.replace(bytes([TOUCHED_NOW]), bytes([TOUCHED_EARLIER]))
         if self._has_reduced and not self.is_rearranged:
             self.is_rearranged = True
-            self._order = self._agreed_order()
-            self._buckets = []
+            self._arrange(self._agreed_order())
         if not self._buckets:
             self._arrange(self._order)
         self._arrival_order = []
@@ -218,71 +226,93 @@ class Reducer:
                 # In the first backward, some may come twice.
                 bucket.take_early(self._scale_of(bucket) if self._launches_early else 1)
 
-    def excuse(self, indices: Iterable[int]) -> None:
+    def excuse(self, parameters: Iterable[torch.Tensor]) -> None:
         """Don't let buckets wait for these gradients: this backward won't compute them."""
-        for index in self._bucket_of.keys() & set(indices):
-            self._arrivals[index] = _EXCUSED
-            self._bucket_of[index].num_missing -= 1
+        for place in {self._place[id(parameter)] for parameter in parameters}:
+            if place < self._num_dense:
+                self._arrivals[place] = _EXCUSED
+                self._bucket_at[place].num_missing -= 1
 
-    def mark_accumulated(self, index: int) -> None:
-        """The gradient of parameter ``index`` has grown, and is not to be reduced yet."""
-        self._touched[index] = TOUCHED_EARLIER
+    def mark_accumulated(self, parameter: torch.Tensor) -> None:
+        """The gradient of ``parameter`` has grown, and is not to be reduced yet."""
+        self._touched[self._place[id(parameter)]] = TOUCHED_EARLIER
 
-    def mark_late(self, index: int) -> None:
-        """The gradient of parameter ``index`` has come, before :meth:`begin` could be called."""
-        if self._arrivals[index] == _COME:
+    def mark_late(self, parameter: torch.Tensor) -> None:
+        """The gradient of ``parameter`` has come, before :meth:`begin` could be called."""
+        place = self._place[id(parameter)]
+        if self._arrivals[place] == _COME:
             self._gets_gradients_twice = True
-        self._arrivals[index] = _COME
-        self._touched[index] = TOUCHED_EARLIER
+        self._arrivals[place] = _COME
+        self._touched[place] = TOUCHED_EARLIER
 
-    def mark_ready(self, *indices: int) -> int:
-        """The gradients of these parameters have come; buckets leave when they are full.
+    def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
+        """The gradients of ``parameters`` have come; buckets leave when they are full.
 
         Returns:
             How many more may come before there is something to do. Until then nobody need say so.
         """
-        arrivals, touched, bucket_of = self._arrivals, self._touched, self._bucket_of
-        for index in indices:
-            if arrivals[index]:
-                self._take_unawaited(index)
-                continue
-            arrivals[index] = _COME
-            touched[index] = TOUCHED_NOW
-            if not self.is_rearranged:
-                self._arrival_order.append(index)
-            bucket = bucket_of[index]
-            num_missing = bucket.num_missing = bucket.num_missing - 1
-            if num_missing <= bucket.takes_at:
-                self._attend_to(bucket, index)
+        first, last = self._next_place, self._next_place + len(parameters)
+        in_order = self._queue[first:last]
+        if (
+            all(map(operator.is_, parameters, in_order))
+            and last <= self._num_dense
+            and not any(self._arrivals[first:last])
+        ):
+            self._take_awaited(first, last)
+        else:
+            for parameter in parameters:
+                place = self._place[id(parameter)]
+                if self._arrivals[place]:
+                    self._take_unawaited(place)
+                else:
+                    self._take_awaited(place, place + 1)
         return self._num_until_next()
+
+    def _take_awaited(self, first: int, last: int) -> None:
+        """The gradients from place ``first`` to ``last`` have come, that one excluded."""
+        self._next_place = last
+        self._arrivals[first:last] = bytes([_COME]) * (last - first)
+        self._touched[first:last] = bytes([TOUCHED_NOW]) * (last - first)
+        if not self.is_rearranged:
+            self._arrival_order += self._order[first:last]
+        while first < last:
+            bucket = self._bucket_at[first]
+            stop = min(last, bucket.stop)
+            bucket.num_missing -= stop - first
+            if bucket.num_missing <= bucket.takes_at:
+                self._attend_to(bucket, range(first - bucket.start, stop - bucket.start))
+            first = stop
+
+    def _attend_to(self, bucket: Bucket, places: Iterable[int]) -> None:
+        """There is something to do with ``bucket``; its gradients at ``places`` came last."""
+        if self.takes_early:
+            if bucket.scales_on_the_way:
+                for place in places:
+                    bucket.take(place)
+            while bucket.takes_at and bucket.num_missing <= bucket.takes_at:
+                bucket.take_chunk()
+        if not bucket.num_missing and self._launches_early and self._turns:
+            self._turns.launch_full_buckets()
 
     def _num_until_next(self) -> int:
         """After how many gradients a bucket is to be attended to, of the two that launch next."""
         behind = itertools.islice(self._buckets, self._next_launch, None)
         filling = itertools.islice((bucket for bucket in behind if bucket.num_missing), 2)
         numbers = [bucket.num_missing - bucket.takes_at for bucket in filling]
-        return max(1, min(numbers, default=len(self._parameters)))
+        return max(1, min(numbers, default=len(self._queue)))
 
-    def _attend_to(self, bucket: Bucket, index: int) -> None:
-        """There is something to do with ``bucket``, to which the gradient ``index`` came last."""
-        if self.takes_early:
-            if bucket.scales_on_the_way:
-                bucket.take(index)
-            elif bucket.takes_at:
-                bucket.take_chunk(self._touched)
-        if not bucket.num_missing and self._launches_early and self._turns:
-            self._turns.launch_full_buckets()
-
-    def _take_unawaited(self, index: int) -> None:
+    def _take_unawaited(self, place: int) -> None:
         """A gradient has come that was excused, or that came before in this backward."""
-        if index not in self._sparse and self._bucket_of[index].has_taken(index):
-            self._refuse_late(index)
-        if self._arrivals[index] == _COME:
+        if place < self._num_dense:
+            bucket = self._bucket_at[place]
+            if bucket.has_taken(place - bucket.start):
+                self._refuse_late(place)
+        if self._arrivals[place] == _COME:
             self._gets_gradients_twice = True
             return
-        self._arrivals[index] = _COME
-        self._touched[index] = TOUCHED_NOW
-        self._arrival_order.append(index)
+        self._arrivals[place] = _COME
+        self._touched[place] = TOUCHED_NOW
+        self._arrival_order.append(self._order[place])
 
     def give_up(self) -> None:
         """The backward ended otherwise, and :meth:`finish` won't be called for it."""
@@ -319,9 +349,9 @@ class Reducer:
                 self._reduce_sparse()
 
     def _reduce_sparse(self) -> None:
-        for index, gradient in self._sparse.items():
-            if self._touched[index] or not self._skip_unused:
-                with self._naming(repr(self._names[index])):
+        for place, gradient in self._sparse.items():
+            if self._touched[place] or not self._skip_unused:
+                with self._naming(repr(self._names[self._order[place]])):
                     gradient.reduce(self.process_group, self.share)
 
     def finish_hooks(self) -> None:
@@ -355,14 +385,15 @@ class Reducer:
             with torch.no_grad():
                 for bucket in self._buckets:
                     self._wait(bucket)
-                for index, gradient in self._sparse.items():
-                    if self._touched[index]:
+                for place, gradient in self._sparse.items():
+                    if self._touched[place]:
                         gradient.adopt()
                 self._adopt_what_others_used()
-            self._left_out = [i for i, came in enumerate(self._arrivals) if came != _COME]
+            came = zip(self._order, self._arrivals, strict=True)
+            self._left_out = [index for index, arrival in came if arrival != _COME]
         finally:
             self._reset()
-        self._touched = bytearray(len(self._parameters))
+        self._touched[:] = bytes(len(self._touched))
         self._has_reduced = True
         self._launches_early = not self._gets_gradients_twice
 
@@ -371,9 +402,9 @@ class Reducer:
         index, bucket = self._next_launch, self._buckets[self._next_launch]
         is_last = index == len(self._buckets) - 1
         self._next_launch += 1
-        if self._skip_unused and not is_last and not any(self._touched[i] for i in bucket.indices):
+        if self._skip_unused and not is_last and not any(bucket.touched):
             return
-        bucket.fill(self._touched, self._scale_of(bucket))
+        bucket.fill(self._scale_of(bucket))
         if is_last:
             # All buckets are filled by now, and so every one of these facts is final.
             if all(self._touched):
@@ -388,7 +419,7 @@ class Reducer:
         # test_hooks_of_several_collectives_keep_their_order.
         if index:
             self._buckets[index - 1].finish_hook()
-        if bucket.indices:
+        if bucket.parameter_names:
             bucket.launch_through(self.comm_hook, index, is_last=is_last)
         if is_last:
             bucket.finish_hook()
@@ -432,14 +463,15 @@ class Reducer:
         if all(self._touched):
             return
         used_by_any = self._buckets[-1].tail.tolist()
-        for bucket in self._buckets:
-            for place, index in enumerate(bucket.indices):
-                if used_by_any[index] and not self._touched[index]:
-                    bucket.adopt(place)
-        for index, gradient in self._sparse.items():
-            if used_by_any[index] and not self._touched[index]:
-                gradient.adopt()
-        self._tell_of_unused([index for index, used in enumerate(used_by_any) if not used])
+        for place, (used, touched) in enumerate(zip(used_by_any, self._touched, strict=True)):
+            if used and not touched:
+                if place in self._sparse:
+                    self._sparse[place].adopt()
+                else:
+                    bucket = self._bucket_at[place]
+                    bucket.adopt(place - bucket.start)
+        by_index = sorted(zip(self._order, used_by_any, strict=True))
+        self._tell_of_unused([index for index, used in by_index if not used])
 
     def _tell_of_unused(self, unused: Sequence[int]) -> None:
         if unused and not self._has_told_of_unused and self.process_group.rank() == 0:
@@ -464,45 +496,53 @@ class Reducer:
         Gradients that live in the old buckets, which go with them, move over when they are filled
         in next.
         """
-        parameters = self._parameters
         # Before others are made: they are as large as all gradients.
-        self._buckets, self._bucket_of = [], {}
+        self._buckets, self._bucket_at = [], []
+        dense = set(self._order[: self._num_dense])
+        touched = dict(zip(self._order, self._touched, strict=True))
         # The last bucket is there even if it is empty: it carries the facts.
         groups = assign_buckets(
-            [parameter.numel() * parameter.element_size() for parameter in parameters],
-            [(parameter.dtype, parameter.device) for parameter in parameters],
-            [index for index in order if index not in self._sparse],
+            [parameter.numel() * parameter.element_size() for parameter in self._parameters],
+            [(parameter.dtype, parameter.device) for parameter in self._parameters],
+            [index for index in order if index in dense],
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
         ) or [[]]
-        self._buckets = [
-            Bucket(
-                group,
+        self._order[: self._num_dense] = itertools.chain(*groups)
+        self._queue = [self._parameters[index] for index in self._order]
+        self._place = {id(parameter): place for place, parameter in enumerate(self._queue)}
+        self._touched[:] = bytes(touched[index] for index in self._order)
+        stops = itertools.accumulate(map(len, groups))
+        for group, stop in zip(groups, stops, strict=True):
+            own = slice(stop - len(group), stop)
+            bucket = Bucket(
                 [self._names[index] for index in group],
-                [parameters[index] for index in group],
-                tail_size=len(parameters) if group is groups[-1] else 0,
+                self._queue[own],
+                memoryview(self._touched)[own],
+                start=own.start,
+                tail_size=len(self._queue) if group is groups[-1] else 0,
                 buffers_from=self.process_group if self.comm_hook is None else None,
-                like=parameters[group[0] if group else 0],
+                like=self._parameters[group[0] if group else 0],
             )
-            for group in groups
-        ]
-        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
+            self._buckets.append(bucket)
+            self._bucket_at += [bucket] * len(group)
 
     def _reset(self) -> None:
         self.phase = Phase.IDLE
         self._has_begun = False
         self._turns = None
-        self._next_launch = 0
+        self._next_launch = self._next_place = 0
         self._arrivals[:] = self._first_arrivals
         for bucket in self._buckets:
             bucket.forget()
 
-    def _refuse_late(self, index: int) -> None:
+    def _refuse_late(self, place: int) -> None:
         self._gets_gradients_twice = True
         self._launches_early = False
+        name = self._names[self._order[place]]
         raise LateGradient(
-            f"{self._names[index]!r} got a gradient in a backward that had already sent the one "
-            "before, so the mean over the ranks would be wrong. A backward inside of a backward "
+            f"{name!r} got a gradient in a backward that had already sent the one before, so the "
+            "mean over the ranks would be wrong. A backward inside of a backward "
             "does that, such as checkpoint(..., use_reentrant=True) on shared weights; "
             "use_reentrant=False does not. Repeat the step: from now on gradients are sent when "
             "a backward is over."

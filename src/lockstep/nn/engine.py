@@ -111,7 +111,7 @@ class Engine:
         self._options = options
         self._notes = _Notes()
         self._handles: list[RemovableHandle] = []
-        self._left_out: Sequence[int] = ()
+        self._left_out: Sequence[nn.Parameter] = ()
         self.sees_nested_tasks = False
         self._take(module)
         self.number = self.conductor.add(self, is_copy=is_copy)
@@ -123,7 +123,7 @@ class Engine:
 
     def looks_after(self, ids: Collection[int]) -> bool:
         """Whether one of its parameters is among those of these ``id()``."""
-        return not self._index.keys().isdisjoint(ids)
+        return not self._trained.keys().isdisjoint(ids)
 
     def _take(self, module: nn.Module, previous: Reducer | None = None) -> None:
         """Look after the parameters that ``module`` has now, instead of those of ``previous``."""
@@ -131,7 +131,7 @@ class Engine:
         named = [(name, p) for name, p in own if p.requires_grad]
         self._names = {id(parameter): name for name, parameter in own}
         self._parameters = [parameter for _, parameter in named]
-        self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._trained = {id(parameter): parameter for parameter in self._parameters}
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._description = self._describe(module)
         self._frozen = [p for _, p in own if not p.requires_grad and _can_be_trained(p)]
@@ -186,7 +186,7 @@ class Engine:
     def gradient_has_come(self, parameter: torch.Tensor) -> None:
         """The backward that runs has added to the gradient of ``parameter``."""
         if not self.is_syncing:
-            self.reducer.mark_accumulated(self._index[id(parameter)])
+            self.reducer.mark_accumulated(parameter)
             return
         self.take_notes()
         conductor = self.conductor
@@ -194,10 +194,10 @@ class Engine:
             if self.reducer.phase is Phase.IDLE:
                 has_begun = conductor.has_begun(self)
                 # It may have taken up changes.
-                if id(parameter) not in self._index:
+                if id(parameter) not in self._trained:
                     return
                 if not has_begun:
-                    self.reducer.mark_late(self._index[id(parameter)])
+                    self.reducer.mark_late(parameter)
                     return
             elif torch._C._current_graph_task_id() != conductor.task_id:
                 # A backward inside of a backward, as reentrant checkpoints have. What will come
@@ -206,13 +206,13 @@ class Engine:
                 self.reducer.takes_early = False
                 if not conductor.has_begun(self):
                     return
-            self._notes.room = self.reducer.mark_ready(self._index[id(parameter)])
+            self._notes.room = self.reducer.mark_ready([parameter])
 
     def take_notes(self) -> None:
         """Tell the reducer which gradients have come, of those that it need not know at once."""
         noted = self._notes.parameters
         if noted:
-            self._notes.room = self.reducer.mark_ready(*[self._index[id(p)] for p in noted])
+            self._notes.room = self.reducer.mark_ready(noted)
             noted.clear()
 
     def gradient_has_thawed(self, parameter: torch.Tensor) -> None:
@@ -222,7 +222,7 @@ class Engine:
         with self.conductor.lock:
             if self.reducer.phase is Phase.IDLE:
                 self.conductor.has_begun(self)
-        if id(parameter) in self._index:
+        if id(parameter) in self._trained:
             self.gradient_has_come(parameter)
 
     def takes_part(self) -> bool:
@@ -266,8 +266,8 @@ class Engine:
             error.add_note("They were the same when they were made parallel, but changed since.")
             raise
         except CollectiveFailed as error:
-            new = [name for name, p in own if id(p) not in self._index and p.requires_grad]
-            gone = [self._names[key] for key in self._index if key not in trained]
+            new = [name for name, p in own if id(p) not in self._trained and p.requires_grad]
+            gone = [self._names[key] for key in self._trained if key not in trained]
             error.add_note(
                 "This rank wanted to compare its model with the others', as it has changed since "
                 f"it was made parallel: to be trained by now are {new}, and no longer {gone}. "
@@ -283,13 +283,13 @@ class Engine:
 
     def _reduce_what_goes(self, trained: Collection[int]) -> None:
         """Reduce gradients added up so far for parameters that are not trained any more."""
-        going = [(self._names[key], key) for key in self._index if key not in trained]
-        mine = bytes(self.reducer.is_unreduced(self._index[key]) for _, key in going)
+        going = [(self._names[key], key) for key in self._trained if key not in trained]
+        mine = bytes(self.reducer.is_unreduced(self._trained[key]) for _, key in going)
         if not going:
             return
         everyones = all_gather_bytes(self._group, mine, self._parameters[0].device)
         named = [
-            (name, self._parameters[self._index[key]])
+            (name, self._trained[key])
             for (name, key), *flags in zip(going, *everyones, strict=True)
             if any(flags)
         ]
@@ -310,22 +310,22 @@ class Engine:
         sees_all = not (self.sees_nested_tasks or self.conductor.is_nested)
         if self.conductor.task_id != -1 and sees_all:
             self.reducer.excuse(
-                index for index in self._left_out if not is_reached(self._parameters[index])
+                parameter for parameter in self._left_out if not is_reached(parameter)
             )
 
     def forget_backward(self) -> None:
         """The backward is over, or has failed."""
         self._notes.task = _NO_TASK
         for parameter in self._notes.parameters:
-            self.reducer.mark_accumulated(self._index[id(parameter)])
+            self.reducer.mark_accumulated(parameter)
         self._notes.parameters.clear()
         self.reducer.give_up()
 
     def finish_backward(self) -> None:
         """The backward is over: wait until everything has arrived."""
         self.reducer.finish()
-        if self._left_out != self.reducer.left_out:
-            self._left_out = self.reducer.left_out
+        before, self._left_out = self._left_out, self.reducer.left_out
+        if [*map(id, before)] != [*map(id, self._left_out)]:
             self._check_still_the_same()
 
     def num_gradients(self) -> int:
@@ -358,7 +358,7 @@ class Engine:
         """Raise if parameters were left out because the module has others now."""
         module = self.module
         for name, parameter in self._own_parameters(module) if module is not None else ():
-            if parameter.requires_grad and id(parameter) not in self._index:
+            if parameter.requires_grad and id(parameter) not in self._trained:
                 self.is_stale = True
                 raise ParameterChanged(
                     f"{name!r} was put in its place without telling torch (say, in "

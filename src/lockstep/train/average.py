@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import start_all_reduce
-from lockstep.grad import MIB, Bucket, SparseGradient, assign_buckets
+from lockstep.grad import MIB, TOUCHED_EARLIER, Bucket, SparseGradient, assign_buckets
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.engine import with_sparse_gradients
 from lockstep.world import init
@@ -83,21 +83,23 @@ def _average(
     total, *used_by = facts.tolist()
     if total == 0:
         raise ValueError("Every rank gave a weight of 0, so there is nothing to average.")
-    buckets = [
-        Bucket(group_, [named[i][0] for i in group_], [parameters[i] for i in group_])
-        for group_ in assign_buckets(
-            [p.numel() * p.element_size() for p in parameters],
-            [(p.dtype, p.device) for p in parameters],
-            [i for i, p in enumerate(parameters) if id(p) not in sparse],
-            cap_bytes=_CAP_BYTES,
-        )
-    ]
+    groups = assign_buckets(
+        [p.numel() * p.element_size() for p in parameters],
+        [(p.dtype, p.device) for p in parameters],
+        [i for i, p in enumerate(parameters) if id(p) not in sparse],
+        cap_bytes=_CAP_BYTES,
+    )
+    buckets = []
+    for indices in groups:
+        own = [named[index] for index in indices]
+        touched = memoryview(bytearray([TOUCHED_EARLIER]) * len(own))
+        buckets.append(Bucket([name for name, _ in own], [p for _, p in own], touched))
     for bucket in buckets:
-        bucket.fill(bytearray(b"\1" * len(parameters)), share / total)
+        bucket.fill(share / total)
         bucket.launch(group)
-    for bucket in buckets:
+    for bucket, indices in zip(buckets, groups, strict=True):
         bucket.wait()
-        for place, index in enumerate(bucket.indices):
+        for place, index in enumerate(indices):
             if used_by[index]:
                 bucket.adopt(place)
     for parameter, was_used in zip(parameters, used_by, strict=True):
