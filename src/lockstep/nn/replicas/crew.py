@@ -7,7 +7,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas.apply import on_device
 from lockstep.nn.replicas.boundary import Gradients
+from lockstep.nn.replicas.gradients import GradientsElsewhere
 from lockstep.nn.replicas.known import Known
 from lockstep.nn.replicas.meeting import Meeting, Round
 from lockstep.nn.replicas.member import Member, end_members, first_to_speak
@@ -36,7 +37,7 @@ from lockstep.nn.replicas.messages import (
 )
 from lockstep.nn.replicas.modes import Modes
 from lockstep.nn.replicas.part import Arguments
-from lockstep.nn.replicas.shared import SharedTensors, share
+from lockstep.nn.replicas.shared import share
 from lockstep.nn.replicas.tables import tables_in
 from lockstep.nn.replicas.tensors import tensors_in
 from lockstep.nn.replicas.twins import check_home, trained_and_buffers, version_of, versions_of
@@ -67,8 +68,7 @@ class Crew:
         self._devices, self._home = devices, devices[0]
         self._numbers = itertools.count()
         self._known = Known([], [], [])
-        # Where each process leaves its replica's gradients.
-        self._gradients: list[SharedTensors] = []
+        self._gradients = GradientsElsewhere([], self._home, 0)
         # For each process, which version of each parameter and buffer it has.
         self._parameter_versions: list[list[object]] = []
         self._versions: list[list[object]] = []
@@ -104,13 +104,12 @@ class Crew:
         are_tables = [id(parameter) in tables for parameter in parameters]
         are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
         shared = share(parameters)
-        self._gradients = [SharedTensors(parameters, self._home) for _ in self._members]
+        self._gradients = GradientsElsewhere(parameters, self._home, len(self._members))
         tensors = [
-            Tensors(shared, own, are_parameters, are_tables, buffers) for own in self._gradients
+            Tensors(shared, places, flags, are_parameters, are_tables, buffers)
+            for places, flags in zip(self._gradients.places, self._gradients.flags, strict=True)
         ]
-        with self._or_end(), ExitStack() as until_all_have_it:
-            for own in self._gradients:
-                until_all_have_it.callback(own.close)
+        with self._or_end(), closing(self._gradients):
             for packed in ([*map(Packed, tensors)], modules):
                 values_of(self._tell(packed), self._devices)
         versions = versions_of(buffers, parts)
@@ -210,29 +209,30 @@ class Crew:
         return {index: list(values) for index, *values in zip(wanted, *answers, strict=False)}
 
     def backward(
-        self, messages: Sequence[Backward], meanwhile: Callable[[], None]
+        self, messages: Sequence[Backward], meanwhile: Callable[[], Gradients]
     ) -> list[tuple[Gradients, Gradients]]:
         """Run a backward of all replicas but the first, and that one's ``meanwhile``.
 
+        Args:
+            messages: One for each.
+            meanwhile: Returns the first one's gradients of the parameters. Those of the others are
+                added to them, as far as they have come by then.
+
         Returns:
-            For each the gradients of the parameters, some in memory that the next backward writes
-            to, and of its inputs.
+            For each what is still to be added of the gradients of the parameters, some in memory
+            that the next backward writes to, and those of its inputs.
         """
+        gradients = self._gradients
+        gradients.begin()
         try:
-            answers: list[Derived] = self._ask(messages, meanwhile)
+            answers: list[Derived] = self._ask(
+                messages, lambda: gradients.add_those_there(meanwhile())
+            )
         finally:
             self._known.take_lengths()  # as in call
         return [
-            (
-                [
-                    place if is_here else answer.others.get(index)
-                    for index, (place, is_here) in enumerate(
-                        zip(own.here, answer.in_place, strict=True)
-                    )
-                ],
-                answer.of_inputs,
-            )
-            for own, answer in zip(self._gradients, answers, strict=False)
+            (gradients.rest(number, answer.in_place, answer.others), answer.of_inputs)
+            for number, answer in enumerate(answers)
         ]
 
     def _ask(

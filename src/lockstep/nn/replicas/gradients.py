@@ -1,33 +1,40 @@
-"""Where a replica's process leaves its gradients."""
+"""Where a replica's process leaves its gradients, and the caller adds them to its own.
+
+The process copies each as soon as it comes, while it is in the CPU's cache still. On the CPU it
+also tells of it in memory that both have, so that the caller, when it is through with its own, adds
+up what is there already while the others still compute.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import partial
+from typing import TypeGuard
 
 import torch
 
 from lockstep.nn.replicas.boundary import Gradients
+from lockstep.nn.replicas.shared import SharedTensors
 
 
 class LeftGradients:
-    """Where the replica leaves its gradients: in the caller's memory, each as soon as it comes.
-
-    So it is copied while it is in the CPU's cache still, and is not kept until all have come.
+    """What a replica leaves, as it has it.
 
     Args:
-        places: That memory, for each parameter.
+        places: Memory of the caller's, for each parameter.
+        flags: Likewise: a byte for each, which is set when its gradient is there.
 
     Attributes:
         is_taking: Whether gradients that come are the caller's, and not those of a backward that
             the module runs itself.
     """
 
-    def __init__(self, places: Sequence[torch.Tensor]) -> None:
+    def __init__(self, places: Sequence[torch.Tensor], flags: torch.Tensor) -> None:
         self.is_taking = False
         self._places = places
         self._known: set[int] = set()
-        self._in_place = [False] * len(places)
+        self._is_in_place = bytes_of(flags)
 
     def take_from(self, index: int, parameter: torch.Tensor) -> None:
         """Take the gradients of that one, which requires them, from now on."""
@@ -36,22 +43,95 @@ class LeftGradients:
             parameter.register_post_accumulate_grad_hook(partial(self._take, index))
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
-        gradient, place = parameter.grad, self._places[index]
+        gradient = parameter.grad
         if not self.is_taking or gradient is None or gradient.layout is not torch.strided:
             return
+        # As with reentrant checkpoints, it comes in parts. The caller may have added the first.
+        if self._is_in_place[index]:
+            return
         with torch.no_grad():
-            if self._in_place[index]:  # as with reentrant checkpoints, it comes in parts
-                place.add_(gradient.to(place.device))
-            else:
-                place.copy_(gradient)
-        self._in_place[index] = True
+            self._places[index].copy_(gradient)
+        self._is_in_place[index] = 1
         parameter.grad = None
 
-    def taken(self, left: Gradients) -> tuple[list[bool], dict[int, torch.Tensor]]:
-        """Which have been taken since the last time, and those that were not and are ``left``."""
-        in_place, self._in_place = self._in_place, [False] * len(self._places)
-        others = {index: gradient for index, gradient in enumerate(left) if gradient is not None}
-        for index in [index for index in others if in_place[index]]:
-            place = self._places[index]
-            place.add_(others.pop(index).to(place.device))
-        return in_place, others
+    def taken(self) -> bytes:
+        """Which have been taken, not 0, since the caller has wanted to have them."""
+        return bytes(self._is_in_place)
+
+
+class GradientsElsewhere:
+    """The same of several processes, as the caller has it.
+
+    Args:
+        parameters: Whose gradients they are.
+        device: Where these are to be.
+        count: How many processes there are.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], device: torch.device, count: int
+    ) -> None:
+        num = len(parameters)
+        self.places = [SharedTensors(parameters, device) for _ in range(count)]
+        flags = torch.empty(num, dtype=torch.uint8, device="meta")
+        self.flags = [SharedTensors([flags], torch.device("cpu")) for _ in range(count)]
+        self._flags = [bytes_of(own.here[0]) for own in self.flags]
+        # How many processes' have been added to that of the caller.
+        self._num_added = bytearray(num)
+        self._can_see = device.type == "cpu"
+
+    def close(self) -> None:
+        """All processes have them that are to."""
+        for own in [*self.places, *self.flags]:
+            own.close()
+
+    def begin(self) -> None:
+        """A backward is about to begin."""
+        self._num_added = bytearray(len(self._num_added))
+        for flags in self._flags:
+            ctypes.memset(flags, 0, len(flags))
+
+    def add_those_there(self, total: Gradients) -> None:
+        """Add to ``total`` what is there by now, in the order of the processes."""
+        is_any = self._can_see
+        while is_any:
+            is_any = False
+            for number, (places, flags) in enumerate(zip(self.places, self._flags, strict=True)):
+                sums, more = [], []
+                for index, is_there in enumerate(bytes(flags)):
+                    so_far = total[index]
+                    if is_there and self._num_added[index] == number and _is_dense(so_far):
+                        self._num_added[index] += 1
+                        sums.append(so_far)
+                        more.append(places.here[index])
+                if sums:
+                    torch._foreach_add_(sums, more)
+                    is_any = True
+
+    def rest(self, number: int, are_in_place: bytes, others: dict[int, torch.Tensor]) -> Gradients:
+        """What is still to be added of a process that is through with its backward.
+
+        Args:
+            number: Which process.
+            are_in_place: Which gradients it has left, not 0.
+            others: More gradients, by index, or parts of gradients.
+        """
+        rest: Gradients = []
+        for index, is_in_place in enumerate(are_in_place):
+            gradient = others.get(index)
+            if is_in_place and self._num_added[index] <= number:
+                place = self.places[number].here[index]
+                gradient = place if gradient is None else place + gradient
+            rest.append(gradient)
+        return rest
+
+
+def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_uint8]:
+    """The memory of ``tensor``, of uint8 on the CPU, to be read and written without torch."""
+    own = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
+    own._tensor = tensor  # type: ignore[attr-defined]  # as long as this
+    return own
+
+
+def _is_dense(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return gradient is not None and gradient.layout is torch.strided

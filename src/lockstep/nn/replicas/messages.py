@@ -25,6 +25,7 @@ class Tensors(NamedTuple):
     Attributes:
         parameters: The parameters, a list: the caller's memory.
         gradients: A list of memory for the gradient of each.
+        flags: A list of memory to tell in which of them are there.
         are_parameters: Which of them are of class Parameter.
         are_tables: Which of them all replicas look up together.
         buffers: The values of the buffers.
@@ -32,6 +33,7 @@ class Tensors(NamedTuple):
 
     parameters: Any
     gradients: Any
+    flags: Any
     are_parameters: list[bool]
     are_tables: list[bool]
     buffers: list[torch.Tensor]
@@ -117,12 +119,12 @@ class Derived(NamedTuple):
     """What came of a backward.
 
     Attributes:
-        in_place: Which parameters have their gradient in the memory for gradients.
-        others: Those that don't lie there, as they are sparse, by index.
+        in_place: Which parameters have their gradient in the memory for gradients, not 0.
+        others: Those that don't lie there, as they are sparse or a second part, by index.
         of_inputs: Those with respect to the arguments that require one.
     """
 
-    in_place: list[bool]
+    in_place: bytes
     others: dict[int, torch.Tensor]
     of_inputs: list[torch.Tensor | None]
 

@@ -56,7 +56,7 @@ class ReplicaProcess:
         self._module = nn.Module()
         self._parameters: list[torch.Tensor] = []
         self._originals: Sequence[torch.Tensor] = []
-        self._gradients = LeftGradients([])
+        self._gradients = LeftGradients([], torch.empty(0, dtype=torch.uint8))
         self._buffers: Sequence[torch.Tensor] = []
         self._calls: dict[int, Part] = {}
         # Replicas in threads of this process may ask at the same time.
@@ -106,7 +106,7 @@ class ReplicaProcess:
     def _take_tensors(self, tensors: Tensors) -> None:
         self._calls.clear()
         self._originals = tensors.parameters
-        self._gradients = LeftGradients(tensors.gradients)
+        self._gradients = LeftGradients(tensors.gradients, *tensors.flags)
         self._parameters = [original.detach().to(self._device) for original in self._originals]
         for index, (is_parameter, is_table) in enumerate(
             zip(tensors.are_parameters, tensors.are_tables, strict=True)
@@ -202,10 +202,11 @@ class ReplicaProcess:
         finally:
             self._gradients.is_taking = False
             left, of_inputs = part.take_gradients()
-            in_place, others = self._gradients.taken(left)
+            in_place = self._gradients.taken()
+        others = {i: g.to(self._home) for i, g in enumerate(left) if g is not None}
         if not backward.keep_graph:
             part.forget()
-        return Derived(in_place, {i: g.to(self._home) for i, g in others.items()}, of_inputs)
+        return Derived(in_place, others, of_inputs)
 
 
 class _MeetingElsewhere(Meeting):

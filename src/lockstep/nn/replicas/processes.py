@@ -136,13 +136,20 @@ class _ProcessCall:
             Backward(self._number, list(itertools.islice(given, count)), keep_graph)
             for count in self._num_outputs
         ]
-        with self._lock:
-            first = partial(run_backward, self._first.ends(of_first), keep_graph)
+        mine: Gradients = []
+        of_inputs: Gradients = []
+
+        def run_first() -> Gradients:
+            nonlocal mine, of_inputs
             try:
-                others = self._crew.backward(messages, first)
+                run_backward(self._first.ends(of_first), keep_graph)
             finally:
                 # Also those of a backward that failed: the next one is not to have them.
                 mine, of_inputs = self._first.take_gradients()
+            return mine
+
+        with self._lock:
+            others = self._crew.backward(messages, run_first)
             if not keep_graph:
                 self._first.forget()
             sums = add_up([mine, *(of_parameters for of_parameters, _ in others)], self._homes)
