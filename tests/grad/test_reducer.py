@@ -175,6 +175,74 @@ def test_a_late_gradient_is_an_error_once():
     assert [p.grad[0].item() for p in parameters] == [1, 2, 3]
 
 
+def test_a_late_gradient_is_an_error_when_a_hook_has_reduced_the_one_before():
+    def identity(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future:
+        done: torch.futures.Future = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    reducer, parameters, group = reducer_of(4)
+    reducer.comm_hook = CommHook(group, identity)
+    backward(reducer, parameters, [3, 2, 1, 0])
+    reducer.begin()
+    for index in (3, 2, 1):
+        come(reducer, parameters, index)
+    with pytest.raises(LateGradient, match="'p3' got a gradient"):
+        come(reducer, parameters, 3)
+
+
+def test_a_late_gradient_of_a_bucket_that_stays_here_is_an_error():
+    group = Recorder()
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+    reducer = Reducer(named, group, cap_bytes=1, first_cap_bytes=1, skip_unused=True)
+    backward(reducer, parameters, [2, 1, 0])
+    reducer.begin()
+    reducer.excuse(parameters[2:])
+    come(reducer, parameters, 1)
+    with pytest.raises(LateGradient, match="'p2' got a gradient"):
+        come(reducer, parameters, 2)
+
+
+@pytest.mark.parametrize("numel", [2_000, 20_000])
+def test_what_was_scaled_in_a_failed_backward_is_not_scaled_again(numel: int):
+    group = Recorder()
+    parameters = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(80_000 // numel * 4)]
+    named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+    half = 80_000 * 2 * 4
+    reducer = Reducer(named, group, cap_bytes=half, first_cap_bytes=half // 4)
+    order = list(range(len(parameters)))
+    backward(reducer, parameters, order)
+    assert len(reducer.buckets) > 2
+    for parameter in parameters:
+        parameter.grad = None
+    reducer.begin(takes_early=True)
+    came = order[1 : len(order) * 3 // 4]  # without the first, nothing is launched
+    for index in came:
+        come(reducer, parameters, index)
+    reducer.give_up()
+    reducer.begin()
+    reducer.finish()
+    assert [parameters[index].grad[0].item() for index in came] == [index + 1 for index in came]
+
+
+def test_nothing_is_left_of_buckets_for_which_memory_is_short(monkeypatch: pytest.MonkeyPatch):
+    reducer, parameters, _ = reducer_of(3)
+    made = []
+
+    def zeros(group: object, numel: int, *args: object) -> torch.Tensor:
+        made.append(numel)
+        if len(made) == 2:
+            raise MemoryError
+        return torch.zeros(numel)
+
+    monkeypatch.setattr("lockstep.grad.bucket.zero_buffer", zeros)
+    with pytest.raises(MemoryError):
+        reducer.begin()
+    backward(reducer, parameters, [2, 1, 0])
+    assert [p.grad[0].item() for p in parameters] == [1, 2, 3]
+
+
 @given(st.data())
 def test_gradients_may_be_told_of_together(data):
     """In whichever order and batches: as if one by one."""

@@ -80,6 +80,16 @@ def test_the_rest_of_a_sum_is_not_taken_for_the_sum() -> None:
     assert means == {0: [1.0, 10.0], 1: [1.0, 10.0]}
 
 
+def test_a_call_before_the_module_was_changed_has_no_backward_any_more() -> None:
+    module = Mean()
+    model = replicated(module)
+    earlier = model(torch.ones(4))
+    module.more = nn.Parameter(torch.ones(()))
+    assert float(model(torch.ones(4)).detach()) == 1
+    with pytest.raises(ReplicaLost, match="The module has changed since this call"):
+        earlier.backward()
+
+
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no room for messages of more than 100 KB of tensors from the caller."""

@@ -47,8 +47,9 @@ def of_first(*values: float | None) -> Gradients:
 
 def total(elsewhere: GradientsElsewhere, mine: Gradients, processes: list[Process]) -> Gradients:
     """The sum when all are through."""
-    rest = [elsewhere.rest(number, *one.over()) for number, one in enumerate(processes)]
-    return add_up([mine, *rest], [torch.device("cpu")] * 3)
+    rests = [elsewhere.rest(number, *one.over()) for number, one in enumerate(processes)]
+    parts = [first for first, _ in rests] + [later for _, later in rests]
+    return add_up([mine, *parts], [torch.device("cpu")] * 3)
 
 
 def test_what_is_there_is_added_once() -> None:
@@ -89,6 +90,23 @@ def test_a_gradient_that_comes_in_parts_is_added_whole() -> None:
         processes[0].derive(0, 20)
         processes[0].derive(0, 30)
         assert total(elsewhere, mine, processes)[0][0] == 61
+
+
+def test_the_order_of_parts_does_not_depend_on_when_they_come() -> None:
+    """0.1 + 0.2 + 0.3 isn't 0.1 + (0.2 + 0.3)."""
+    sums = set()
+    for is_added_early in (True, False):
+        elsewhere, processes = team()
+        elsewhere.begin()
+        mine = of_first(0.1, 1, 1)
+        processes[0].derive(0, 0.2)
+        if is_added_early:
+            elsewhere.add_those_there(mine)
+        processes[0].derive(0, 0.3)
+        processes[1].derive(0, 1e-8)
+        sums.add(total(elsewhere, mine, processes)[0][0].item())
+    one = torch.ones(())
+    assert sums == {(0.1 * one + 0.2 * one + 1e-8 * one + 0.3 * one).item()}
 
 
 def test_what_the_first_has_no_gradient_of_is_not_kept_in_their_memory() -> None:

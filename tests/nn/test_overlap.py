@@ -99,6 +99,30 @@ def test_a_layer_that_is_left_out_holds_nothing_up() -> None:
     run_ranks(2, body)
 
 
+def test_buckets_of_two_models_in_one_backward_leave_when_they_are_full() -> None:
+    """Also those of the model in which the backward doesn't begin."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        noting, models = NotingGroup(group), {"first": Layers(), "second": Layers()}
+        for name, model in models.items():
+            for index, layer in enumerate(model.layers):
+                layer.weight.register_post_accumulate_grad_hook(
+                    lambda _, note=f"{name} {index}": noting.notes.append(note)
+                )
+            lockstep.parallelize(model, process_group=noting, bucket_cap_mb=80 / 2**20)
+        for _ in range(4):
+            noting.notes.clear()
+            models["second"](models["first"](torch.ones(2, 4))).sum().backward()
+        notes = noting.notes[noting.notes.index("first 3") :]
+        # Those of the second one have waited for their turn.
+        assert notes == [
+            "first 3", 20, "first 2", 20, "first 1", 20, 20, 20, 20, "first 0",
+            20 + FACTS, 20 + FACTS,
+        ]  # fmt: skip
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("one_rank_only", [True, False])
 def test_reentrant_checkpoints_of_changing_layers(one_rank_only: bool) -> None:
     """A layer that was left out comes back inside of a checkpoint, where nobody can foresee it."""

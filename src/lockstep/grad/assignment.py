@@ -7,8 +7,9 @@ from collections.abc import Hashable, Sequence
 # The first bucket is smaller: the sooner it is full, the sooner something travels.
 FIRST_BUCKET_BYTES = 1024 * 1024
 MIB = 1024 * 1024
-# Where all gradients are fewer than so many first buckets, another all-reduce takes longer than it
-# hides. See "Steps" in benchmarks/RESULTS.md.
+# Where all gradients, of whatever kind, are smaller than so many first buckets, another all-reduce
+# takes longer over Gloo than it hides, and as long over shared memory. See "Steps" in
+# benchmarks/RESULTS.md.
 _FEWEST_FIRST_BUCKETS = 4
 
 

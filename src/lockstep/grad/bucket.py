@@ -56,6 +56,9 @@ class Bucket:
         tail: Room at the end of the buffer for facts that travel with the gradients.
         num_missing: How many gradients of this backward have yet to come.
         takes_at: At how many missing ones to take some that have come; 0 if that is not wanted.
+            Till then the reducer need not look at it.
+        has_left: Whether what comes now comes too late in this backward: it was launched, or is
+            not to be.
         scales_on_the_way: Whether its gradients are large, and so are scaled while they are copied.
         averages: Whether the group had better average it: to scale small gradients on their way
             in takes another pass over memory.
@@ -113,10 +116,6 @@ class Bucket:
         """The size of its gradients."""
         return self._offsets[-1] * self._buffer.element_size()
 
-    def is_in_flight(self) -> bool:
-        """Whether it was launched and not yet waited for."""
-        return self._work is not None or self._hooked is not None
-
     def take(self, place: int) -> None:
         """Bring the gradient at ``place`` here, which has come just now.
 
@@ -130,7 +129,7 @@ class Bucket:
         if gradient is None or gradient is view or gradient.layout is not torch.strided:
             return
         # Hooks of others that are still to come want to see the gradient as it is.
-        if len(parameter._post_accumulate_grad_hooks) > 1:
+        if len(parameter._post_accumulate_grad_hooks or ()) > 1:
             return
         if view.data_ptr() != self._pointers[place]:
             return
@@ -150,7 +149,17 @@ class Bucket:
     def has_taken(self, place: int) -> bool:
         """Whether it is too late to add to the gradient at ``place``."""
         is_scaled = self._take_scale != 1 and self._is_taken[place]
-        return self.is_in_flight() or bool(is_scaled)
+        return self.has_left or bool(is_scaled)
+
+    def give_back(self) -> None:
+        """The backward has failed: gradients that were scaled on their way are as they came."""
+        if self._take_scale != 1 and not self.has_left:
+            if taken := self._taken_views():
+                torch._foreach_div_(taken, self._take_scale)
+            self._is_taken[:] = bytes(len(self._parameters))
+
+    def _taken_views(self) -> list[torch.Tensor]:
+        return list(itertools.compress(self._views, self._is_taken))
 
     def fill(self, scale: float) -> None:
         """Bring every gradient here, times ``scale``, and zeros for parameters that have none.
@@ -171,12 +180,8 @@ class Bucket:
             self._bring(places, scale)
         if changed:
             self._bring(changed, 1)
-        if self._take_scale != scale:
-            taken = [
-                view for view, is_taken in zip(self._views, self._is_taken, strict=True) if is_taken
-            ]
-            if taken:
-                torch._foreach_mul_(taken, scale)
+        if self._take_scale != scale and (taken := self._taken_views()):
+            torch._foreach_mul_(taken, scale)
 
     def _bring(self, places: Sequence[int], scale: float) -> None:
         """Bring the gradients at ``places`` here; large ones are scaled on the way.
@@ -297,10 +302,12 @@ class Bucket:
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Start summing, or averaging, the gradients and the tail over the ranks."""
+        self.has_left = True
         self._work = start_all_reduce(group, self._buffer, average=average)
 
     def launch_through(self, hook: CommHook, index: int, *, is_last: bool) -> None:
         """Let ``hook`` reduce the gradients, but not the tail."""
+        self.has_left = True
         bucket = GradBucket(index, self._gradients, self._parameters, is_last=is_last)
         self._hooked = hook(bucket)
 
@@ -335,12 +342,13 @@ class Bucket:
     def forget(self) -> None:
         """Get ready for the next backward, whatever became of this one."""
         self._work = self._hooked = None
+        self.has_left = False
         self.num_missing = len(self._parameters)
         # What is here already of this backward's, and where those begin that come next.
-        self._is_taken = bytearray(len(self._parameters))
+        self._is_taken: bytearray = bytearray(len(self._parameters))
         self._next_chunk = 0
         self.takes_at = 0
-        self._take_scale = 1.0
+        self._take_scale: float = 1.0
 
     def take_early(self, scale: float) -> None:
         """Take gradients when they come in this backward, and not only when all are there.

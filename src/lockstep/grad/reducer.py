@@ -102,13 +102,14 @@ class Reducer:
         # Registration order turned around is a good guess: backward ends where forward began.
         dense = [index for index in range(count - 1, -1, -1) if index not in sparse]
         self._num_dense = len(dense)
-        # What is known of each gradient is kept in the order in which they launch, which most come
-        # in: then it is known of many at once. No bucket waits for sparse ones, which are last.
+        # What is known of each gradient is kept in the order in which they launch. Most come in
+        # that order, too, and then many can be dealt with at once. Last are the sparse ones, for
+        # which no bucket waits.
         self._order: list[int] = [*dense, *sparse]
-        self._queue = [self._parameters[index] for index in self._order]
-        self._place = {id(parameter): place for place, parameter in enumerate(self._queue)}
+        self._in_order = [self._parameters[index] for index in self._order]
+        self._places = {id(parameter): place for place, parameter in enumerate(self._in_order)}
         self._sparse = {
-            place: SparseGradient(self._queue[place]) for place in range(len(dense), count)
+            place: SparseGradient(self._in_order[place]) for place in range(len(dense), count)
         }
         # What came since gradients were last reduced: 0, TOUCHED_EARLIER or TOUCHED_NOW.
         self._touched = bytearray(count)
@@ -178,20 +179,20 @@ class Reducer:
         """Whether gradients have been added up since they were last reduced, and are there."""
         return any(
             touched and parameter.grad is not None
-            for touched, parameter in zip(self._touched, self._queue, strict=True)
+            for touched, parameter in zip(self._touched, self._in_order, strict=True)
         )
 
     def is_unreduced(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient of ``parameter`` has grown since it was last reduced."""
-        return bool(self._touched[self._place[id(parameter)]])
+        return bool(self._touched[self._places[id(parameter)]])
 
     def take_over(self, previous: Reducer) -> None:
         """Go on where ``previous`` stops: it had other parameters, of which some are here too."""
         self.share, self._comm_hook = previous.share, previous.comm_hook
         self._gets_gradients_twice = previous._gets_gradients_twice
-        for place, parameter in enumerate(self._queue):
-            if id(parameter) in previous._place:
-                self._touched[place] = previous._touched[previous._place[id(parameter)]]
+        for place, parameter in enumerate(self._in_order):
+            if id(parameter) in previous._places:
+                self._touched[place] = previous._touched[previous._places[id(parameter)]]
             elif parameter.grad is not None:
                 self._touched[place] = TOUCHED_EARLIER
 
@@ -228,18 +229,20 @@ class Reducer:
 
     def excuse(self, parameters: Iterable[torch.Tensor]) -> None:
         """Don't let buckets wait for these gradients: this backward won't compute them."""
-        for place in {self._place[id(parameter)] for parameter in parameters}:
+        for place in {self._places[id(parameter)] for parameter in parameters}:
             if place < self._num_dense:
                 self._arrivals[place] = _EXCUSED
-                self._bucket_at[place].num_missing -= 1
+                bucket = self._bucket_at[place]
+                bucket.num_missing -= 1
+                bucket.takes_at = max(0, bucket.takes_at - 1)
 
     def mark_accumulated(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` has grown, and is not to be reduced yet."""
-        self._touched[self._place[id(parameter)]] = TOUCHED_EARLIER
+        self._touched[self._places[id(parameter)]] = TOUCHED_EARLIER
 
     def mark_late(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` has come, before :meth:`begin` could be called."""
-        place = self._place[id(parameter)]
+        place = self._places[id(parameter)]
         if self._arrivals[place] == _COME:
             self._gets_gradients_twice = True
         self._arrivals[place] = _COME
@@ -249,19 +252,20 @@ class Reducer:
         """The gradients of ``parameters`` have come; buckets leave when they are full.
 
         Returns:
-            How many more may come before there is something to do. Until then nobody need say so.
+            How many more may come before there is something to do. Until then nobody need say so,
+            but of all that have come before the backward's end.
         """
         first, last = self._next_place, self._next_place + len(parameters)
-        in_order = self._queue[first:last]
+        expected = self._in_order[first:last]
         if (
-            all(map(operator.is_, parameters, in_order))
+            all(map(operator.is_, parameters, expected))
             and last <= self._num_dense
             and not any(self._arrivals[first:last])
         ):
             self._take_awaited(first, last)
         else:
             for parameter in parameters:
-                place = self._place[id(parameter)]
+                place = self._places[id(parameter)]
                 if self._arrivals[place]:
                     self._take_unawaited(place)
                 else:
@@ -295,11 +299,15 @@ class Reducer:
             self._turns.launch_full_buckets()
 
     def _num_until_next(self) -> int:
-        """After how many gradients a bucket is to be attended to, of the two that launch next."""
+        """After how many gradients there is something to do, if they come as they did before.
+
+        That is for the next bucket that isn't full. The one behind it is looked at too, as others
+        may come first; what comes to further ones can wait, as they launch later.
+        """
         behind = itertools.islice(self._buckets, self._next_launch, None)
         filling = itertools.islice((bucket for bucket in behind if bucket.num_missing), 2)
         numbers = [bucket.num_missing - bucket.takes_at for bucket in filling]
-        return max(1, min(numbers, default=len(self._queue)))
+        return max(1, min(numbers, default=len(self._in_order)))
 
     def _take_unawaited(self, place: int) -> None:
         """A gradient has come that was excused, or that came before in this backward."""
@@ -312,15 +320,18 @@ class Reducer:
             return
         self._arrivals[place] = _COME
         self._touched[place] = TOUCHED_NOW
-        self._arrival_order.append(self._order[place])
+        if not self.is_rearranged:
+            self._arrival_order.append(self._order[place])
 
     def give_up(self) -> None:
         """The backward ended otherwise, and :meth:`finish` won't be called for it."""
         self.phase = Phase.IDLE
         self._turns = None
         self._arrivals[:] = self._first_arrivals
-        for bucket in self._buckets:
-            bucket.drop_hook()
+        with torch.no_grad():
+            for bucket in self._buckets:
+                bucket.drop_hook()
+                bucket.give_back()
 
     def launch_full_buckets(self) -> bool:
         """Launch what is full; return whether only the last bucket is left."""
@@ -390,7 +401,7 @@ class Reducer:
                         gradient.adopt()
                 self._adopt_what_others_used()
             came = zip(self._order, self._arrivals, strict=True)
-            self._left_out = [index for index, arrival in came if arrival != _COME]
+            self._left_out = sorted(index for index, arrival in came if arrival != _COME)
         finally:
             self._reset()
         self._touched[:] = bytes(len(self._touched))
@@ -403,6 +414,7 @@ class Reducer:
         is_last = index == len(self._buckets) - 1
         self._next_launch += 1
         if self._skip_unused and not is_last and not any(bucket.touched):
+            bucket.has_left = True
             return
         bucket.fill(self._scale_of(bucket))
         if is_last:
@@ -470,8 +482,8 @@ class Reducer:
                 else:
                     bucket = self._bucket_at[place]
                     bucket.adopt(place - bucket.start)
-        by_index = sorted(zip(self._order, used_by_any, strict=True))
-        self._tell_of_unused([index for index, used in by_index if not used])
+        pairs = zip(self._order, used_by_any, strict=True)
+        self._tell_of_unused([index for index, used in pairs if not used])
 
     def _tell_of_unused(self, unused: Sequence[int]) -> None:
         if unused and not self._has_told_of_unused and self.process_group.rank() == 0:
@@ -479,7 +491,7 @@ class Reducer:
             _log.info(
                 "No rank used these parameters in this backward, so their gradients stay as they "
                 "are: %s. (This is said once.)",
-                ", ".join(self._names[index] for index in unused),
+                ", ".join(self._names[index] for index in sorted(unused)),
             )
 
     def _agreed_order(self) -> list[int]:
@@ -509,23 +521,31 @@ class Reducer:
             first_cap_bytes=self._first_cap_bytes,
         ) or [[]]
         self._order[: self._num_dense] = itertools.chain(*groups)
-        self._queue = [self._parameters[index] for index in self._order]
-        self._place = {id(parameter): place for place, parameter in enumerate(self._queue)}
+        self._in_order = [self._parameters[index] for index in self._order]
+        self._places = {id(parameter): place for place, parameter in enumerate(self._in_order)}
         self._touched[:] = bytes(touched[index] for index in self._order)
-        stops = itertools.accumulate(map(len, groups))
-        for group, stop in zip(groups, stops, strict=True):
-            own = slice(stop - len(group), stop)
+        # All or none: memory may be short.
+        self._buckets = self._new_buckets([len(group) for group in groups])
+        self._bucket_at = [bucket for bucket in self._buckets for _ in bucket.parameter_names]
+
+    def _new_buckets(self, lengths: Sequence[int]) -> list[Bucket]:
+        """Buckets of so many gradients each, in the order in which they launch."""
+        buckets: list[Bucket] = []
+        start = 0
+        for length in lengths:
+            own = slice(start, start + length)
             bucket = Bucket(
-                [self._names[index] for index in group],
-                self._queue[own],
+                [self._names[index] for index in self._order[own]],
+                self._in_order[own],
                 memoryview(self._touched)[own],
-                start=own.start,
-                tail_size=len(self._queue) if group is groups[-1] else 0,
+                start=start,
+                tail_size=len(self._in_order) if len(buckets) == len(lengths) - 1 else 0,
                 buffers_from=self.process_group if self.comm_hook is None else None,
-                like=self._parameters[group[0] if group else 0],
+                like=self._in_order[start if length else 0],
             )
-            self._buckets.append(bucket)
-            self._bucket_at += [bucket] * len(group)
+            buckets.append(bucket)
+            start += length
+        return buckets
 
     def _reset(self) -> None:
         self.phase = Phase.IDLE

@@ -30,8 +30,8 @@ class Conductor:
     backward is over. Shown by test_ranks_may_reach_different_models_in_one_backward.
 
     Attributes:
-        lock: Held by a hook while it works. Autograd has a thread for each kind of device, and a
-            collective that one of them launches lets another one run.
+        lock: Held by a hook while it works, unless all gradients come from one thread. Autograd has
+            one for each device, and a collective that one of them launches lets another one run.
         task_id: Which of autograd's tasks began the backward that runs; -1 between backwards.
         num_ended: How many backwards are over.
     """
@@ -217,8 +217,11 @@ class Conductor:
             for engine in engines:
                 engine.adopt_changes()
             turns = Turns([] if waits else [engine.reducer for engine in engines])
+            # Autograd has a thread for each accelerator.
+            num_devices = len({device for engine in engines for device in engine.devices})
+            in_one_thread = self.task_id != -1 and num_devices == 1
             for engine in engines:
-                engine.begin_backward(turns)
+                engine.begin_backward(turns, in_one_thread=in_one_thread)
         except BaseException:
             self._backward_is_gone()
             raise
@@ -264,14 +267,15 @@ class Conductor:
     def end(self) -> None:
         """The backward is over: wait until everything has arrived."""
         try:
-            for engine in self._running:
-                engine.take_notes()
+            with torch.no_grad():  # as in hooks
+                for engine in self._running:
+                    engine.take_notes()
             self._announce(Step.END, self._running)
             self._launch_all_but_last(self._running)
             late = self._late_on_any_rank()
             for engine in late:
                 engine.adopt_changes()
-                engine.begin_backward(Turns([]))
+                engine.begin_backward(Turns([]), in_one_thread=False)
             self._launch_all_but_last(late)
             engines = [*self._running, *late]
             self._remember(engines)

@@ -77,6 +77,7 @@ class Engine:
         conductor: Begins and ends backwards, for all engines of its group.
         sees_nested_tasks: Whether there have been backwards inside of backwards.
         sums_in_backward: Whether its backwards have other collectives of the same group.
+        devices: Where its parameters are.
         reducer: Has the gradients.
         buffers: Has the buffers.
 
@@ -146,7 +147,7 @@ class Engine:
             reducer.take_over(previous)
         self.reducer: Reducer = reducer
         self.sums_in_backward = sums_in_backward(module, self._group)
-        self._is_on_one_device = len({parameter.device for parameter in self._parameters}) == 1
+        self.devices = {parameter.device for parameter in self._parameters}
         self._left_out = ()
         self._hang_hooks()
 
@@ -188,12 +189,11 @@ class Engine:
         if not self.is_syncing:
             self.reducer.mark_accumulated(parameter)
             return
-        self.take_notes()
         conductor = self.conductor
         with conductor.lock:
             if self.reducer.phase is Phase.IDLE:
                 has_begun = conductor.has_begun(self)
-                # It may have taken up changes.
+                # It may have taken up changes, and look after this one no more.
                 if id(parameter) not in self._trained:
                     return
                 if not has_begun:
@@ -206,6 +206,7 @@ class Engine:
                 self.reducer.takes_early = False
                 if not conductor.has_begun(self):
                     return
+            self.take_notes()
             self._notes.room = self.reducer.mark_ready([parameter])
 
     def take_notes(self) -> None:
@@ -299,14 +300,18 @@ class Engine:
             last.begin()
             last.finish()
 
-    def begin_backward(self, turns: Turns) -> None:
-        """A backward begins whose gradients are to be reduced."""
+    def begin_backward(self, turns: Turns, *, in_one_thread: bool) -> None:
+        """A backward begins whose gradients are to be reduced.
+
+        Args:
+            turns: In which order the engines in it launch.
+            in_one_thread: Whether all their gradients come from one thread. Several need the lock.
+        """
         self.num_backwards += 1
         takes_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
         self.reducer.begin(turns, takes_early=takes_early)
-        # Gradients on several devices come from several threads, which need the lock.
-        if self.conductor.task_id != -1 and self._is_on_one_device:
-            self._notes.task = self.conductor.task_id
+        if in_one_thread:
+            self._notes.task, self._notes.room = self.conductor.task_id, 1
         sees_all = not (self.sees_nested_tasks or self.conductor.is_nested)
         if self.conductor.task_id != -1 and sees_all:
             self.reducer.excuse(
@@ -420,7 +425,8 @@ def _can_be_trained(parameter: torch.Tensor) -> bool:
 class _Notes:
     """Gradients that have come, and that the engine need not know of at once.
 
-    To look into each when it comes takes longer than all of them together: memory is cold then.
+    To look into each when it comes takes longer than all of them together: what for is no longer in
+    the cores' caches. The first one of a backward, which begins it, is never among them.
 
     Attributes:
         task: Autograd's task of the backward whose gradients are noted.

@@ -210,7 +210,7 @@ class Crew:
 
     def backward(
         self, messages: Sequence[Backward], meanwhile: Callable[[], Gradients]
-    ) -> list[tuple[Gradients, Gradients]]:
+    ) -> tuple[list[Gradients], list[Gradients]]:
         """Run a backward of all replicas but the first, and that one's ``meanwhile``.
 
         Args:
@@ -219,9 +219,10 @@ class Crew:
                 added to them, as far as they have come by then.
 
         Returns:
-            For each what is still to be added of the gradients of the parameters, some in memory
-            that the next backward writes to, and those of its inputs.
+            What is still to be added to these, in this order, some of it in memory that the next
+            backward writes to; and for each of the other replicas the gradients of its inputs.
         """
+        self._check_alive()
         gradients = self._gradients
         gradients.begin()
         try:
@@ -230,10 +231,12 @@ class Crew:
             )
         finally:
             self._known.take_lengths()  # as in call
-        return [
-            (gradients.rest(number, answer.in_place, answer.others), answer.of_inputs)
+        rests = [
+            gradients.rest(number, answer.in_place, answer.others)
             for number, answer in enumerate(answers)
         ]
+        parts = [first for first, _ in rests] + [later for _, later in rests]
+        return parts, [answer.of_inputs for answer in answers]
 
     def _ask(
         self,
@@ -252,11 +255,7 @@ class Crew:
             ReplicaLost: If a process has ended.
             BaseException: What the first replica that failed has raised.
         """
-        if not self.is_alive or self.pid != os.getpid():
-            raise ReplicaLost(
-                "The processes of the replicas that ran this have ended, or are those of the "
-                "process that this one was forked from. Call the model again."
-            )
+        self._check_alive()
         try:
             packed = [Packed(message) for message in messages]
         except Exception as error:
@@ -264,6 +263,13 @@ class Crew:
         with self._or_end():
             outcomes = self._tell(packed, meanwhile, meeting)
         return values_of(outcomes, self._devices)[1:]
+
+    def _check_alive(self) -> None:
+        if not self.is_alive or self.pid != os.getpid():
+            raise ReplicaLost(
+                "The processes of the replicas that ran this have ended, or are those of the "
+                "process that this one was forked from. Call the model again."
+            )
 
     def _tell(
         self,

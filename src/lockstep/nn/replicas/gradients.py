@@ -2,15 +2,17 @@
 
 The process copies each as soon as it comes, while it is in the CPU's cache still. On the CPU it
 also tells of it in memory that both have, so that the caller, when it is through with its own, adds
-up what is there already while the others still compute.
+up what is there already while the others still compute. The order of a sum doesn't depend on when:
+first comes the caller's, then what each process has left, in their order, and then what came to a
+gradient after it was left, in the same order.
 """
 
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Sequence
 from functools import partial
-from typing import TypeGuard
 
 import torch
 
@@ -34,7 +36,8 @@ class LeftGradients:
         self.is_taking = False
         self._places = places
         self._known: set[int] = set()
-        self._is_in_place = bytes_of(flags)
+        self._is_taken = bytearray(len(places))
+        self._flags = bytes_of(flags)
 
     def take_from(self, index: int, parameter: torch.Tensor) -> None:
         """Take the gradients of that one, which requires them, from now on."""
@@ -47,20 +50,21 @@ class LeftGradients:
         if not self.is_taking or gradient is None or gradient.layout is not torch.strided:
             return
         # As with reentrant checkpoints, it comes in parts. The caller may have added the first.
-        if self._is_in_place[index]:
+        if self._is_taken[index]:
             return
         with torch.no_grad():
             self._places[index].copy_(gradient)
-        self._is_in_place[index] = 1
+        self._is_taken[index] = self._flags[index] = 1
         parameter.grad = None
 
     def taken(self) -> bytes:
-        """Which have been taken, not 0, since the caller has wanted to have them."""
-        return bytes(self._is_in_place)
+        """Which have been taken, not 0, since the last time."""
+        taken, self._is_taken = bytes(self._is_taken), bytearray(len(self._places))
+        return taken
 
 
 class GradientsElsewhere:
-    """The same of several processes, as the caller has it.
+    """What several replicas leave, as the caller has it.
 
     Args:
         parameters: Whose gradients they are.
@@ -78,10 +82,11 @@ class GradientsElsewhere:
         self._flags = [bytes_of(own.here[0]) for own in self.flags]
         # How many processes' have been added to that of the caller.
         self._num_added = bytearray(num)
-        self._can_see = device.type == "cpu"
+        # Other processors may see that a gradient is there before they see it.
+        self._can_see = device.type == "cpu" and platform.machine() in ("x86_64", "AMD64")
 
     def close(self) -> None:
-        """All processes have them that are to."""
+        """Let no more processes have this memory: all have it that are to."""
         for own in [*self.places, *self.flags]:
             own.close()
 
@@ -96,34 +101,44 @@ class GradientsElsewhere:
         is_any = self._can_see
         while is_any:
             is_any = False
-            for number, (places, flags) in enumerate(zip(self.places, self._flags, strict=True)):
-                sums, more = [], []
-                for index, is_there in enumerate(bytes(flags)):
-                    so_far = total[index]
-                    if is_there and self._num_added[index] == number and _is_dense(so_far):
-                        self._num_added[index] += 1
-                        sums.append(so_far)
-                        more.append(places.here[index])
-                if sums:
-                    torch._foreach_add_(sums, more)
+            for number, places in enumerate(self.places):
+                indices = self._next_of(number, total)
+                if indices:
+                    sums = [gradient for index in indices if (gradient := total[index]) is not None]
+                    torch._foreach_add_(sums, [places.here[index] for index in indices])
                     is_any = True
 
-    def rest(self, number: int, are_in_place: bytes, others: dict[int, torch.Tensor]) -> Gradients:
+    def _next_of(self, number: int, total: Gradients) -> list[int]:
+        """Which gradients of that process can be added now; they count as added."""
+        indices = []
+        for index, is_there in enumerate(bytes(self._flags[number])):
+            if is_there and self._num_added[index] == number and _is_dense(total[index]):
+                self._num_added[index] += 1
+                indices.append(index)
+        return indices
+
+    def rest(
+        self, number: int, are_in_place: bytes, others: dict[int, torch.Tensor]
+    ) -> tuple[Gradients, Gradients]:
         """What is still to be added of a process that is through with its backward.
 
         Args:
             number: Which process.
             are_in_place: Which gradients it has left, not 0.
-            others: More gradients, by index, or parts of gradients.
+            others: Those that it hasn't, by index, and what came to those that it has.
+
+        Returns:
+            What was left or would have been, and what came to that later.
         """
-        rest: Gradients = []
+        first: Gradients = []
+        later: Gradients = []
         for index, is_in_place in enumerate(are_in_place):
-            gradient = others.get(index)
-            if is_in_place and self._num_added[index] <= number:
-                place = self.places[number].here[index]
-                gradient = place if gradient is None else place + gradient
-            rest.append(gradient)
-        return rest
+            is_to_add = is_in_place and self._num_added[index] <= number
+            more = others.get(index)
+            place = self.places[number].here[index] if is_to_add else None
+            first.append(place if is_in_place else more)
+            later.append(more if is_in_place else None)
+        return first, later
 
 
 def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_uint8]:
@@ -133,5 +148,5 @@ def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_uint8]:
     return own
 
 
-def _is_dense(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+def _is_dense(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and gradient.layout is torch.strided

@@ -11,6 +11,7 @@ from lockstep.nn.replicas.boundary import Gradients
 from lockstep.nn.replicas.tensors import map_tensors
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
+Ends = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Part:
@@ -66,7 +67,7 @@ class Part:
         map_tensors(self.outputs.append, self.results)
         self._arguments = ((), {})  # wanted no more, and their memory may be
 
-    def ends(self, d_outputs: Gradients) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def ends(self, d_outputs: Gradients) -> Ends:
         """Where its backward begins, and with which gradients."""
         self._begun = {i for i, gradient in enumerate(d_outputs) if gradient is not None}
         if self._begun & self._over:
@@ -110,7 +111,7 @@ class _NoLeaf(torch.autograd.Function):
         return gradient
 
 
-def run_backward(ends: Sequence[tuple[torch.Tensor, torch.Tensor]], keep_graph: bool) -> None:
+def run_backward(ends: Ends, keep_graph: bool) -> None:
     """Run the backward that begins in ``ends``; gradients add up in the leaves."""
     if ends:
         outputs, d_outputs = zip(*ends, strict=True)

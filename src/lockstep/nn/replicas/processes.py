@@ -21,7 +21,7 @@ from lockstep.nn.replicas.local import LocalReplicas, write_mean
 from lockstep.nn.replicas.meeting import mark_as_one
 from lockstep.nn.replicas.messages import Backward
 from lockstep.nn.replicas.modes import Modes
-from lockstep.nn.replicas.part import Arguments, Part, run_backward
+from lockstep.nn.replicas.part import Arguments, Ends, Part, run_backward
 from lockstep.nn.replicas.tensors import map_tensors, tensors_in
 
 
@@ -100,6 +100,8 @@ class _ProcessCall:
         self._number = -1
         # How many tensors each of the others has returned.
         self._num_outputs: list[int] = []
+        # The first one's gradients of the backward that runs, of parameters and inputs.
+        self._taken: tuple[Gradients, Gradients] | None = None
 
     def forward(self) -> Sequence[tuple[torch.Tensor, bool]]:
         """Call all."""
@@ -136,24 +138,26 @@ class _ProcessCall:
             Backward(self._number, list(itertools.islice(given, count)), keep_graph)
             for count in self._num_outputs
         ]
-        mine: Gradients = []
-        of_inputs: Gradients = []
-
-        def run_first() -> Gradients:
-            nonlocal mine, of_inputs
+        ends = self._first.ends(of_first)
+        with self._lock:
             try:
-                run_backward(self._first.ends(of_first), keep_graph)
+                parts, of_inputs = self._crew.backward(
+                    messages, lambda: self._run_first(ends, keep_graph)
+                )
             finally:
                 # Also those of a backward that failed: the next one is not to have them.
-                mine, of_inputs = self._first.take_gradients()
-            return mine
-
-        with self._lock:
-            others = self._crew.backward(messages, run_first)
+                mine, of_own_inputs = self._taken or self._first.take_gradients()
+                self._taken = None
             if not keep_graph:
                 self._first.forget()
-            sums = add_up([mine, *(of_parameters for of_parameters, _ in others)], self._homes)
-        return [*sums, *of_inputs, *(gradient for _, own in others for gradient in own)]
+            sums = add_up([mine, *parts], self._homes)
+        return [*sums, *of_own_inputs, *(gradient for own in of_inputs for gradient in own)]
+
+    def _run_first(self, ends: Ends, keep_graph: bool) -> Gradients:
+        """Run the backward of the first replica; return its gradients of the parameters."""
+        run_backward(ends, keep_graph)
+        self._taken = self._first.take_gradients()
+        return self._taken[0]
 
 
 def _kept(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:

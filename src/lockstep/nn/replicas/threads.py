@@ -15,7 +15,7 @@ from lockstep.nn.replicas.apply import on_device
 from lockstep.nn.replicas.boundary import Gradients, add_up, call_replicas
 from lockstep.nn.replicas.local import LocalReplicas, write_mean
 from lockstep.nn.replicas.meeting import attending
-from lockstep.nn.replicas.part import Arguments, Part, run_backward
+from lockstep.nn.replicas.part import Arguments, Ends, Part, run_backward
 from lockstep.nn.replicas.twins import trained_and_buffers
 from lockstep.nn.replicas.workers import WorkerThreads, values_of
 
@@ -100,9 +100,7 @@ class _ThreadCall:
         sums = add_up([of_parameters for of_parameters, _ in taken], self._homes)
         return [*sums, *(gradient for _, of_inputs in taken for gradient in of_inputs)]
 
-    def _run_backwards(
-        self, ends: Sequence[list[tuple[torch.Tensor, torch.Tensor]]], keep_graph: bool
-    ) -> None:
+    def _run_backwards(self, ends: Sequence[Ends], keep_graph: bool) -> None:
         on_cpu = [device.type == "cpu" for device in self._devices]
         tasks = [
             partial(run_backward, own if here else [], keep_graph)
