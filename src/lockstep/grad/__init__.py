@@ -1,7 +1,8 @@
 """Gradients: which of them travel together, and their way through the all-reduce."""
 
+from lockstep.grad.arrivals import TOUCHED_EARLIER
 from lockstep.grad.assignment import MIB, assign_buckets
-from lockstep.grad.bucket import TOUCHED_EARLIER, Bucket
+from lockstep.grad.bucket import Bucket
 from lockstep.grad.comm_hook import CommHook, GradBucket
 from lockstep.grad.reducer import Phase, Reducer
 from lockstep.grad.sparse import SparseGradient

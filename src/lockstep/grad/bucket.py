@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lockstep.comm import can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ModelError, ParameterChanged
+from lockstep.grad.arrivals import TOUCHED_NOW
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.views import view_like
 
@@ -23,11 +24,6 @@ T = TypeVar("T")
 _COARSE_NUMEL = 16 * 1024
 # So many elements of smaller ones are brought together.
 _CHUNK_NUMEL = 128 * 1024
-
-
-# What a reducer knows of a gradient since it was last reduced: it hasn't changed (0), it was added
-# to in an earlier backward, or in this one.
-TOUCHED_EARLIER, TOUCHED_NOW = 1, 2
 
 
 class Bucket:

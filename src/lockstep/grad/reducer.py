@@ -7,24 +7,20 @@ whoever does says when a backward begins, when each gradient has come, and when 
 from __future__ import annotations
 
 import itertools
-import logging
-import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum, auto
 
 import torch
 import torch.distributed as dist
 
 from lockstep.comm import broadcast_tensors
-from lockstep.errors import CollectiveFailed, LateGradient
+from lockstep.grad.arrivals import COME, EXCUSED, TOUCHED_EARLIER, TOUCHED_NOW, Arrivals
 from lockstep.grad.assignment import FIRST_BUCKET_BYTES, assign_buckets
-from lockstep.grad.bucket import TOUCHED_EARLIER, TOUCHED_NOW, Bucket
+from lockstep.grad.bucket import Bucket
 from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.sparse import SparseGradient
 from lockstep.grad.turns import Turns
-
-_log = logging.getLogger(__name__)
+from lockstep.grad.wording import late, naming, tell_of_unused
 
 
 class Phase(Enum):
@@ -33,12 +29,6 @@ class Phase(Enum):
     IDLE = auto()  # no backward runs; gradients are what the last one left
     COLLECTING = auto()  # a backward runs; full buckets are on their way
     FINISHING = auto()  # the backward is over; the rest is launched and all is waited for
-
-
-# What is known in this backward of one parameter's gradient: its bucket waits for it (0), or it
-# isn't expected, and the bucket doesn't wait but would take it, or it has come. Numbers and not
-# an Enum, as each gradient of each step passes here.
-_EXCUSED, _COME = 1, 2
 
 
 class Reducer:
@@ -98,27 +88,11 @@ class Reducer:
         self._cap_bytes = cap_bytes
         self._first_cap_bytes = first_cap_bytes
         self._skip_unused = skip_unused
-        count = len(self._parameters)
-        # Registration order turned around is a good guess: backward ends where forward began.
-        dense = [index for index in range(count - 1, -1, -1) if index not in sparse]
-        self._num_dense = len(dense)
-        # What is known of each gradient is kept in the order in which they launch. Most come in
-        # that order, too, and then many can be dealt with at once. Last are the sparse ones, for
-        # which no bucket waits.
-        self._order: list[int] = [*dense, *sparse]
-        self._in_order = [self._parameters[index] for index in self._order]
-        self._places = {id(parameter): place for place, parameter in enumerate(self._in_order)}
+        arrivals = self._arrivals = Arrivals(self._parameters, sparse)
         self._sparse = {
-            place: SparseGradient(self._in_order[place]) for place in range(len(dense), count)
+            place: SparseGradient(arrivals.in_order[place])
+            for place in range(arrivals.num_dense, len(self._parameters))
         }
-        # What came since gradients were last reduced: 0, TOUCHED_EARLIER or TOUCHED_NOW.
-        self._touched = bytearray(count)
-        # For each parameter: 0, _EXCUSED or _COME.
-        self._first_arrivals = bytes(len(dense)) + bytes([_EXCUSED]) * len(sparse)
-        self._arrivals = bytearray(self._first_arrivals)
-        self._next_place = 0
-        # By index: in which order gradients came, and which ones didn't.
-        self._arrival_order: list[int] = []
         self._left_out: list[int] = []
         # Empty until the first backward: a copy that is never trained needs no memory for it.
         self._buckets: list[Bucket] = []
@@ -177,24 +151,17 @@ class Reducer:
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients have been added up since they were last reduced, and are there."""
-        return any(
-            touched and parameter.grad is not None
-            for touched, parameter in zip(self._touched, self._in_order, strict=True)
-        )
+        return self._arrivals.has_unreduced()
 
     def is_unreduced(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient of ``parameter`` has grown since it was last reduced."""
-        return bool(self._touched[self._places[id(parameter)]])
+        return bool(self._arrivals.touched[self._arrivals.places[id(parameter)]])
 
     def take_over(self, previous: Reducer) -> None:
         """Go on where ``previous`` stops: it had other parameters, of which some are here too."""
         self.share, self._comm_hook = previous.share, previous.comm_hook
         self._gets_gradients_twice = previous._gets_gradients_twice
-        for place, parameter in enumerate(self._in_order):
-            if id(parameter) in previous._places:
-                self._touched[place] = previous._touched[previous._places[id(parameter)]]
-            elif parameter.grad is not None:
-                self._touched[place] = TOUCHED_EARLIER
+        self._arrivals.take_over(previous._arrivals)
 
     def begin(self, turns: Turns | None = None, *, takes_early: bool = False) -> None:
         """A backward has begun whose gradients are to be reduced.
@@ -211,15 +178,13 @@ class Reducer:
                 self._wait(bucket)
             self._reset()
         self._has_begun = True
-        self._arrivals[:] = self._first_arrivals
         self._turns = turns or Turns([self])
-        self._touched[:] = self._touched.replace(bytes([TOUCHED_NOW]), bytes([TOUCHED_EARLIER]))
         if self._has_reduced and not self.is_rearranged:
             self.is_rearranged = True
             self._arrange(self._agreed_order())
         if not self._buckets:
-            self._arrange(self._order)
-        self._arrival_order = []
+            self._arrange(self._arrivals.order)
+        self._arrivals.begin()
         self.phase = Phase.COLLECTING
         self.takes_early = takes_early
         if takes_early:
@@ -229,24 +194,25 @@ class Reducer:
 
     def excuse(self, parameters: Iterable[torch.Tensor]) -> None:
         """Don't let buckets wait for these gradients: this backward won't compute them."""
-        for place in {self._places[id(parameter)] for parameter in parameters}:
-            if place < self._num_dense:
-                self._arrivals[place] = _EXCUSED
+        arrivals = self._arrivals
+        for place in {arrivals.places[id(parameter)] for parameter in parameters}:
+            if place < arrivals.num_dense:
+                arrivals.states[place] = EXCUSED
                 bucket = self._bucket_at[place]
                 bucket.num_missing -= 1
                 bucket.takes_at = max(0, bucket.takes_at - 1)
 
     def mark_accumulated(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` has grown, and is not to be reduced yet."""
-        self._touched[self._places[id(parameter)]] = TOUCHED_EARLIER
+        self._arrivals.touched[self._arrivals.places[id(parameter)]] = TOUCHED_EARLIER
 
     def mark_late(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` has come, before :meth:`begin` could be called."""
-        place = self._places[id(parameter)]
-        if self._arrivals[place] == _COME:
+        arrivals, place = self._arrivals, self._arrivals.places[id(parameter)]
+        if arrivals.states[place] == COME:
             self._gets_gradients_twice = True
-        self._arrivals[place] = _COME
-        self._touched[place] = TOUCHED_EARLIER
+        arrivals.states[place] = COME
+        arrivals.touched[place] = TOUCHED_EARLIER
 
     def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
         """The gradients of ``parameters`` have come; buckets leave when they are full.
@@ -255,30 +221,22 @@ class Reducer:
             How many more may come before there is something to do. Until then nobody need say so,
             but of all that have come before the backward's end.
         """
-        first, last = self._next_place, self._next_place + len(parameters)
-        expected = self._in_order[first:last]
-        if (
-            all(map(operator.is_, parameters, expected))
-            and last <= self._num_dense
-            and not any(self._arrivals[first:last])
-        ):
-            self._take_awaited(first, last)
+        arrivals = self._arrivals
+        places = arrivals.next_places(parameters)
+        if places is not None:
+            self._take_awaited(places)
         else:
-            for parameter in parameters:
-                place = self._places[id(parameter)]
-                if self._arrivals[place]:
+            for place in [arrivals.places[id(parameter)] for parameter in parameters]:
+                if arrivals.states[place]:
                     self._take_unawaited(place)
                 else:
-                    self._take_awaited(place, place + 1)
+                    self._take_awaited(range(place, place + 1))
         return self._num_until_next()
 
-    def _take_awaited(self, first: int, last: int) -> None:
-        """The gradients from place ``first`` to ``last`` have come, that one excluded."""
-        self._next_place = last
-        self._arrivals[first:last] = bytes([_COME]) * (last - first)
-        self._touched[first:last] = bytes([TOUCHED_NOW]) * (last - first)
-        if not self.is_rearranged:
-            self._arrival_order += self._order[first:last]
+    def _take_awaited(self, places: range) -> None:
+        """The gradients at ``places`` have come."""
+        self._arrivals.come(places)
+        first, last = places.start, places.stop
         while first < last:
             bucket = self._bucket_at[first]
             stop = min(last, bucket.stop)
@@ -307,27 +265,26 @@ class Reducer:
         behind = itertools.islice(self._buckets, self._next_launch, None)
         filling = itertools.islice((bucket for bucket in behind if bucket.num_missing), 2)
         numbers = [bucket.num_missing - bucket.takes_at for bucket in filling]
-        return max(1, min(numbers, default=len(self._in_order)))
+        return max(1, min(numbers, default=len(self._parameters)))
 
     def _take_unawaited(self, place: int) -> None:
         """A gradient has come that was excused, or that came before in this backward."""
-        if place < self._num_dense:
+        arrivals = self._arrivals
+        if place < arrivals.num_dense:
             bucket = self._bucket_at[place]
             if bucket.has_taken(place - bucket.start):
                 self._refuse_late(place)
-        if self._arrivals[place] == _COME:
+        if arrivals.states[place] == COME:
             self._gets_gradients_twice = True
-            return
-        self._arrivals[place] = _COME
-        self._touched[place] = TOUCHED_NOW
-        if not self.is_rearranged:
-            self._arrival_order.append(self._order[place])
+        else:
+            arrivals.states[place], arrivals.touched[place] = COME, TOUCHED_NOW
+            arrivals.seen.append(arrivals.order[place])
 
     def give_up(self) -> None:
         """The backward ended otherwise, and :meth:`finish` won't be called for it."""
         self.phase = Phase.IDLE
         self._turns = None
-        self._arrivals[:] = self._first_arrivals
+        self._arrivals.forget()
         with torch.no_grad():
             for bucket in self._buckets:
                 bucket.drop_hook()
@@ -361,8 +318,8 @@ class Reducer:
 
     def _reduce_sparse(self) -> None:
         for place, gradient in self._sparse.items():
-            if self._touched[place] or not self._skip_unused:
-                with self._naming(repr(self._names[self._order[place]])):
+            if self._arrivals.touched[place] or not self._skip_unused:
+                with naming(self._name_at(place), self.process_group):
                     gradient.reduce(self.process_group, self.share)
 
     def finish_hooks(self) -> None:
@@ -397,14 +354,13 @@ class Reducer:
                 for bucket in self._buckets:
                     self._wait(bucket)
                 for place, gradient in self._sparse.items():
-                    if self._touched[place]:
+                    if self._arrivals.touched[place]:
                         gradient.adopt()
                 self._adopt_what_others_used()
-            came = zip(self._order, self._arrivals, strict=True)
-            self._left_out = sorted(index for index, arrival in came if arrival != _COME)
+            self._left_out = self._arrivals.missing()
         finally:
             self._reset()
-        self._touched[:] = bytes(len(self._touched))
+        self._arrivals.touched[:] = bytes(len(self._parameters))
         self._has_reduced = True
         self._launches_early = not self._gets_gradients_twice
 
@@ -419,10 +375,11 @@ class Reducer:
         bucket.fill(self._scale_of(bucket))
         if is_last:
             # All buckets are filled by now, and so every one of these facts is final.
-            if all(self._touched):
+            touched = self._arrivals.touched
+            if all(touched):
                 bucket.tail.fill_(1)
             else:
-                bucket.tail.copy_(torch.tensor(list(self._touched), dtype=bucket.tail.dtype))
+                bucket.tail.copy_(torch.tensor(list(touched), dtype=bucket.tail.dtype))
         if self.comm_hook is None:
             bucket.launch(self.process_group, average=self._averages(bucket))
             return
@@ -451,54 +408,34 @@ class Reducer:
 
     def _wait(self, bucket: Bucket) -> None:
         bucket.finish_hook()
-        with self._naming(bucket.names):
+        with naming(bucket.names, self.process_group):
             bucket.wait()
-
-    @contextmanager
-    def _naming(self, names: str) -> Iterator[None]:
-        """Say in errors that these parameters' gradients were to be reduced."""
-        try:
-            yield
-        except CollectiveFailed as error:
-            error.add_note(f"This was the all-reduce of the gradients of {names}.")
-            raise
-        except RuntimeError as error:
-            raise CollectiveFailed(
-                f"Rank {self.process_group.rank()} could not all-reduce the gradients of "
-                f"{names}: {error}\nAnother rank has failed, or has run a backward that "
-                "this one hasn't, or not run one that it has. Look at what the others wrote."
-            ) from error
 
     def _adopt_what_others_used(self) -> None:
         """Take the mean for parameters that this rank left out and another one used."""
         # Reading the tail waits for a GPU. A rank that used everything has no need to.
-        if all(self._touched):
+        touched_here = self._arrivals.touched
+        if all(touched_here):
             return
         used_by_any = self._buckets[-1].tail.tolist()
-        for place, (used, touched) in enumerate(zip(used_by_any, self._touched, strict=True)):
+        for place, (used, touched) in enumerate(zip(used_by_any, touched_here, strict=True)):
             if used and not touched:
                 if place in self._sparse:
                     self._sparse[place].adopt()
                 else:
                     bucket = self._bucket_at[place]
                     bucket.adopt(place - bucket.start)
-        pairs = zip(self._order, used_by_any, strict=True)
+        pairs = zip(self._arrivals.order, used_by_any, strict=True)
         self._tell_of_unused([index for index, used in pairs if not used])
 
     def _tell_of_unused(self, unused: Sequence[int]) -> None:
         if unused and not self._has_told_of_unused and self.process_group.rank() == 0:
             self._has_told_of_unused = True
-            _log.info(
-                "No rank used these parameters in this backward, so their gradients stay as they "
-                "are: %s. (This is said once.)",
-                ", ".join(self._names[index] for index in sorted(unused)),
-            )
+            tell_of_unused([self._names[index] for index in sorted(unused)])
 
     def _agreed_order(self) -> list[int]:
         """Rank 0's order of arrival on every rank; what it never saw comes last."""
-        seen = self._arrival_order
-        unseen = sorted(set(range(len(self._parameters))) - set(seen), reverse=True)
-        order = torch.tensor([*seen, *unseen], device=self._parameters[0].device)
+        order = torch.tensor(self._arrivals.order_seen(), device=self._parameters[0].device)
         broadcast_tensors(self.process_group, [order])
         return [int(index) for index in order.tolist()]
 
@@ -510,8 +447,8 @@ class Reducer:
         """
         # Before others are made: they are as large as all gradients.
         self._buckets, self._bucket_at = [], []
-        dense = set(self._order[: self._num_dense])
-        touched = dict(zip(self._order, self._touched, strict=True))
+        arrivals = self._arrivals
+        dense = set(arrivals.order[: arrivals.num_dense])
         # The last bucket is there even if it is empty: it carries the facts.
         groups = assign_buckets(
             [parameter.numel() * parameter.element_size() for parameter in self._parameters],
@@ -520,28 +457,26 @@ class Reducer:
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
         ) or [[]]
-        self._order[: self._num_dense] = itertools.chain(*groups)
-        self._in_order = [self._parameters[index] for index in self._order]
-        self._places = {id(parameter): place for place, parameter in enumerate(self._in_order)}
-        self._touched[:] = bytes(touched[index] for index in self._order)
+        arrivals.rearrange(itertools.chain(*groups))
         # All or none: memory may be short.
         self._buckets = self._new_buckets([len(group) for group in groups])
         self._bucket_at = [bucket for bucket in self._buckets for _ in bucket.parameter_names]
 
     def _new_buckets(self, lengths: Sequence[int]) -> list[Bucket]:
         """Buckets of so many gradients each, in the order in which they launch."""
+        arrivals = self._arrivals
         buckets: list[Bucket] = []
         start = 0
         for length in lengths:
             own = slice(start, start + length)
             bucket = Bucket(
-                [self._names[index] for index in self._order[own]],
-                self._in_order[own],
-                memoryview(self._touched)[own],
+                [self._names[index] for index in arrivals.order[own]],
+                arrivals.in_order[own],
+                memoryview(arrivals.touched)[own],
                 start=start,
-                tail_size=len(self._in_order) if len(buckets) == len(lengths) - 1 else 0,
+                tail_size=len(self._parameters) if len(buckets) == len(lengths) - 1 else 0,
                 buffers_from=self.process_group if self.comm_hook is None else None,
-                like=self._in_order[start if length else 0],
+                like=arrivals.in_order[start if length else 0],
             )
             buckets.append(bucket)
             start += length
@@ -551,19 +486,15 @@ class Reducer:
         self.phase = Phase.IDLE
         self._has_begun = False
         self._turns = None
-        self._next_launch = self._next_place = 0
-        self._arrivals[:] = self._first_arrivals
+        self._next_launch = 0
+        self._arrivals.forget()
         for bucket in self._buckets:
             bucket.forget()
 
     def _refuse_late(self, place: int) -> None:
         self._gets_gradients_twice = True
         self._launches_early = False
-        name = self._names[self._order[place]]
-        raise LateGradient(
-            f"{name!r} got a gradient in a backward that had already sent the one before, so the "
-            "mean over the ranks would be wrong. A backward inside of a backward "
-            "does that, such as checkpoint(..., use_reentrant=True) on shared weights; "
-            "use_reentrant=False does not. Repeat the step: from now on gradients are sent when "
-            "a backward is over."
-        )
+        raise late(self._name_at(place))
+
+    def _name_at(self, place: int) -> str:
+        return repr(self._names[self._arrivals.order[place]])

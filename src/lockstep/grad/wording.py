@@ -1,0 +1,48 @@
+"""What to say of gradients that can't be reduced, or need not be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from lockstep.errors import CollectiveFailed, LateGradient
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def naming(names: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Say in errors that the gradients of ``names`` were to be reduced."""
+    try:
+        yield
+    except CollectiveFailed as error:
+        error.add_note(f"This was the all-reduce of the gradients of {names}.")
+        raise
+    except RuntimeError as error:
+        raise CollectiveFailed(
+            f"Rank {group.rank()} could not all-reduce the gradients of {names}: {error}\n"
+            "Another rank has failed, or has run a backward that this one hasn't, or not run one "
+            "that it has. Look at what the others wrote."
+        ) from error
+
+
+def late(name: str) -> LateGradient:
+    """The error of a gradient that has come too late."""
+    return LateGradient(
+        f"{name} got a gradient in a backward that had already sent the one before, so the mean "
+        "over the ranks would be wrong. A backward inside of a backward does that, such as "
+        "checkpoint(..., use_reentrant=True) on shared weights; use_reentrant=False does not. "
+        "Repeat the step: from now on gradients are sent when a backward is over."
+    )
+
+
+def tell_of_unused(names: Sequence[str]) -> None:
+    """Log that no rank has used these parameters."""
+    _log.info(
+        "No rank used these parameters in this backward, so their gradients stay as they are: %s. "
+        "(This is said once.)",
+        ", ".join(names),
+    )
