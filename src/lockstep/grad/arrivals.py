@@ -113,5 +113,7 @@ class Arrivals:
 
     def missing(self) -> list[int]:
         """The indices of those that haven't come."""
+        if self.states.count(COME) == len(self.states):  # as after most backwards
+            return []
         states = zip(self.order, self.states, strict=True)
         return sorted(index for index, state in states if state != COME)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -88,7 +87,7 @@ class Bucket:
             self._buffer = zero_buffer(buffers_from, numel, first.dtype, first.device)
             self._gradients, self.tail = self._buffer.split([sum(sizes), tail_size])
             self.averages = not self.scales_on_the_way and can_average(buffers_from, first.device)
-        self._offsets = [0, *accumulate(sizes)]
+        self._offsets = [0, *itertools.accumulate(sizes)]
         self._views = [
             view_like(self._buffer, self._offsets[place], parameter)
             for place, parameter in enumerate(self._parameters)
