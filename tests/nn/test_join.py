@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -204,6 +205,45 @@ def test_gradients_may_be_accumulated_in_a_joined_loop(wrap: type[nn.Module]) ->
             optimizer.step()
             optimizer.zero_grad()
     assert_all_are(launch(body), [p.detach() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("how", ["torch's", "method", "function", "torch's Join"])
+def test_gradients_of_a_rank_that_is_through_are_its_own(how: str) -> None:
+    """Gradients are set to zero after each step, so a next epoch must begin with none."""
+
+    def body(world: lockstep.World) -> list[list[float]]:
+        model = (TorchDDP if how == "torch's" else OurDDP)(nn.Linear(3, 1, bias=False))
+        (weight,) = model.parameters()
+        seen, left = [], []
+        for _ in range(2):
+            with contextlib.ExitStack() as stack:
+                if how == "function":
+                    stack.enter_context(lockstep.join(model))
+                else:
+                    stack.enter_context(Join([model]) if how.endswith("Join") else model.join())
+                for step in range(2 + world.rank):
+                    model(torch.ones(1, 3)).sum().backward()
+                    seen.append(weight.grad.mean().item())
+                    weight.grad = None if step < 2 else weight.grad
+            left.append(weight.grad if weight.grad is None else weight.grad.mean().item())
+            weight.grad = None
+        return [seen, left]
+
+    # The mean over both ranks, of which one gives zeros in the last step of each epoch.
+    assert launch(body) == [[[1, 1, 1, 1], [None, None]], [[1, 1, 0.5, 1, 1, 0.5], [0.5, 0.5]]]
+
+
+def test_a_gradient_left_in_a_loop_stays_with_the_rank_that_left_it() -> None:
+    def body(world: lockstep.World) -> float:
+        model = OurDDP(nn.Linear(1, 1, bias=False))
+        (weight,) = model.parameters()
+        with model.join():
+            for step in range(1 + world.rank):
+                weight.grad = None
+                model(torch.full((1, 1), step + 1.0)).sum().backward()
+        return weight.grad.item()
+
+    assert launch(body) == [1, 1]  # of rank 0's first step; half of 2 of rank 1's second
 
 
 def test_different_branches_in_a_joined_loop() -> None:

@@ -122,6 +122,11 @@ class Engine:
         """The module, if it is still there."""
         return self._module()
 
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters whose gradients it reduces."""
+        return self._parameters
+
     def looks_after(self, ids: Collection[int]) -> bool:
         """Whether one of its parameters is among those of these ``id()``."""
         return not self._trained.keys().isdisjoint(ids)

@@ -43,6 +43,8 @@ class UnevenLoop:
         throws: bool,
     ) -> None:
         self._engines: list[Engine] = []
+        # What this rank's gradients were when it was through, while it takes part with others.
+        self._own_gradients: list[OwnGradients] = []
         self._group = group
         self._roll = None
         if group is not None and group.size() > 1:
@@ -112,12 +114,17 @@ class UnevenLoop:
 
     def _reduce(self, engines: Sequence[Engine], answer: Answer) -> None:
         if answer.step is Step.BEGIN:
-            for engine in engines:
-                engine.drop_reduced_gradients()
+            if not self._own_gradients:
+                self._own_gradients = [OwnGradients(engine) for engine in self._engines]
+            for own in self._own_gradients:
+                own.engine.drop_reduced_gradients()
         engines[0].conductor.follow(engines, answer)
 
     def close(self) -> None:
-        """Call the roll no more."""
+        """Call the roll no more; gradients are those of this rank's last step again."""
+        for own in self._own_gradients:
+            own.put_back()
+        self._own_gradients = []
         if self._group is not None:
             set_roll(self._group, None)
         for engine in self._engines:
@@ -131,6 +138,31 @@ class UnevenLoop:
         for engine in engines:
             tensors = [tensor.detach() for tensor in engine.everything_that_follows()]
             broadcast_tensors(self._group, tensors, source=self._roll.last_active[0])
+
+
+class OwnGradients:
+    """The gradients of a rank that is through, which takes part in others' reductions with zeros.
+
+    In the end they are what they were: an optimizer of this rank has stepped with them already, or
+    zero_grad() has emptied them, and the other ranks' last ones would be added to its next step.
+    Gradients that were still to be reduced have been reduced along with the others' and are gone.
+    Shown by test_gradients_of_a_rank_that_is_through_are_its_own.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._num_backwards = engine.num_backwards
+        self._is_unreduced = engine.reducer.has_unreduced
+        self._gradients = [
+            (p, None if p.grad is None or self._is_unreduced else p.grad.clone())
+            for p in engine.parameters
+        ]
+
+    def put_back(self) -> None:
+        """Have them again."""
+        if not self._is_unreduced or self.engine.num_backwards > self._num_backwards:
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
 
 
 class JoinedModels:
