@@ -410,18 +410,16 @@ def test_engine_goes_with_its_module(parallel) -> None:
 
 
 @pytest.mark.parametrize("name", ["net", "wide"])
-def test_later_hooks_of_others_see_gradients_as_they_are(name: str) -> None:
-    """Small gradients are copied together and large ones one by one: neither before they look."""
+def test_hooks_of_others_may_change_the_mean(name: str) -> None:
+    """As they change the gradient in one process, of small gradients and of large ones."""
     model = net() if name == "net" else build("wide")
     x = parts(2) if name == "net" else torch.randn(2, 4, 160, dtype=torch.float64)
 
-    def body(rank: int, group: dist.ProcessGroup) -> tuple[list, list]:
+    def body(rank: int, group: dist.ProcessGroup) -> list:
         mine = lockstep.parallelize(copy.deepcopy(model), process_group=group)
-        seen = []
         first = next(mine.parameters())
 
         def clamp(parameter: torch.Tensor) -> None:
-            seen.append(parameter.grad.clone())
             parameter.grad = parameter.grad.clamp(-0.01, 0.01)
 
         first.register_post_accumulate_grad_hook(clamp)
@@ -430,17 +428,11 @@ def test_later_hooks_of_others_see_gradients_as_they_are(name: str) -> None:
             mine.zero_grad()
             mine(x[rank]).square().sum().backward()
             after.append(first.grad.clone())
-        return seen, after
+        return after
 
-    alone = []
-    for part in x:
-        one = copy.deepcopy(model)
-        one(part).square().sum().backward()
-        alone.append(next(one.parameters()).grad)
-    expected = sum(gradient.clamp(-0.01, 0.01) for gradient in alone) / 2
-    for own, (seen, after) in zip(alone, run_ranks(2, body), strict=True):
-        for gradient in seen:
-            torch.testing.assert_close(gradient, own, rtol=1e-10, atol=1e-10)
+    sum(model(part).square().sum() / 2 for part in x).backward()
+    expected = next(model.parameters()).grad.clamp(-0.01, 0.01)
+    for after in run_ranks(2, body):
         for gradient in after:
             torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10)
 

@@ -202,20 +202,6 @@ def test_a_wrapper_that_is_gone_leaves_its_model_free() -> None:
     run_ranks(2, body)
 
 
-def test_a_gradient_that_was_taken_during_backward_is_named() -> None:
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        model = in_place(net(), group)
-
-        def step(parameter: torch.Tensor) -> None:
-            parameter.grad = None
-
-        model.first.weight.register_post_accumulate_grad_hook(step)
-        with pytest.raises(errors.ModelError, match=r"'first\.weight' got a gradient, which was"):
-            model(parts(2)[rank]).sum().backward()
-
-    run_ranks(2, body)
-
-
 @pytest.mark.parametrize(
     ("backend", "said"),
     [

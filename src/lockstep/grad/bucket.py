@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import can_average, start_all_reduce, zero_buffer
-from lockstep.errors import ModelError, ParameterChanged
+from lockstep.errors import ParameterChanged
 from lockstep.grad.arrivals import TOUCHED_NOW
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.views import view_like
@@ -107,6 +107,11 @@ class Bucket:
         return f"{names[0]!r} to {names[-1]!r}"
 
     @property
+    def gradients(self) -> torch.Tensor:
+        """They, as one tensor of one dimension."""
+        return self._gradients[: self._offsets[-1]]
+
+    @property
     def num_bytes(self) -> int:
         """The size of its gradients."""
         return self._offsets[-1] * self._buffer.element_size()
@@ -122,9 +127,6 @@ class Bucket:
         gradient = parameter.grad
         # Mostly it has just been made. What else there is, the bucket sees to when it is full.
         if gradient is None or gradient is view or gradient.layout is not torch.strided:
-            return
-        # Hooks of others that are still to come want to see the gradient as it is.
-        if len(parameter._post_accumulate_grad_hooks or ()) > 1:
             return
         if view.data_ptr() != self._pointers[place]:
             return
@@ -147,11 +149,37 @@ class Bucket:
         return self.has_left or bool(is_scaled)
 
     def give_back(self) -> None:
-        """The backward has failed: gradients that were scaled on their way are as they came."""
-        if self._take_scale != 1 and not self.has_left:
+        """The backward has failed: gradients that were scaled on their way are as they came.
+
+        Those that have left are None: a collective still writes to their memory, and no rank knows
+        whether the others sent theirs too.
+        """
+        if self.has_left:
+            for place in range(len(self._parameters)):
+                if self.touched[place]:
+                    self._drop(place)
+        elif self._take_scale != 1:
             if taken := self._taken_views():
                 torch._foreach_div_(taken, self._take_scale)
             self._is_taken[:] = bytes(len(self._parameters))
+
+    def drop_all(self) -> None:
+        """Gradients that are here are lost, as another rank had none to add."""
+        for place in range(len(self._parameters)):
+            self._drop(place)
+
+    def _drop(self, place: int) -> None:
+        parameter = self._parameters[place]
+        self.touched[place] = 0
+        if parameter.grad is self._views[place]:
+            parameter.grad = None
+
+    def fill_with(self, value: float) -> None:
+        """Have ``value`` everywhere, and move gradients that are here elsewhere."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = view.clone()
+        self._buffer.fill_(value)
 
     def _taken_views(self) -> list[torch.Tensor]:
         return list(itertools.compress(self._views, self._is_taken))
@@ -238,9 +266,9 @@ class Bucket:
             parameter, view = self._parameters[place], self._views[place]
             gradient = parameter.grad
             if gradient is None:
-                if self.touched[place] == TOUCHED_NOW:
-                    raise self._lost(parameter)
-                self.touched[place] = 0  # it was, but zero_grad() has dropped it since
+                # It is undefined, as a Function's backward() that returns None leaves it, or
+                # zero_grad() has dropped it since. No rank need have another.
+                self.touched[place] = 0
                 lacking.append(view)
             elif gradient is view:
                 here.append(view)
@@ -287,14 +315,6 @@ class Bucket:
             "DistributedDataParallel()."
         )
 
-    def _lost(self, parameter: torch.nn.Parameter) -> ModelError:
-        name = self.parameter_names[self._place_of(parameter)]
-        return ModelError(
-            f"{name!r} got a gradient, which was gone before it could be reduced. "
-            "Something took it during backward(), such as an optimizer that steps in a hook. "
-            "Let it step after backward(): before, gradients are not those of all ranks."
-        )
-
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Start summing, or averaging, the gradients and the tail over the ranks."""
         self.has_left = True
@@ -302,9 +322,9 @@ class Bucket:
 
     def launch_through(self, hook: CommHook, index: int, *, is_last: bool) -> None:
         """Let ``hook`` reduce the gradients, but not the tail."""
-        self.has_left = True
         bucket = GradBucket(index, self._gradients, self._parameters, is_last=is_last)
         self._hooked = hook(bucket)
+        self.has_left = True
 
     def is_hook_done(self) -> bool:
         """Whether no hook is at work on it."""
@@ -318,10 +338,6 @@ class Bucket:
             reduced = reduced_buffer(hooked, numel)
             if reduced.data_ptr() != self._gradients.data_ptr():
                 self._gradients[:numel].copy_(reduced.view(-1))
-
-    def drop_hook(self) -> None:
-        """Wait no more for what a hook makes of it."""
-        self._hooked = None
 
     def launch_tail(self, group: dist.ProcessGroup) -> None:
         """Start summing the tail alone."""

@@ -40,11 +40,16 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """The gradients, as one tensor of one dimension. What is written there stays."""
+        """The gradients, as one tensor of one dimension. What is written there stays.
+
+        A sparse gradient, as of ``nn.Embedding(sparse=True)``, is a bucket of its own, and itself.
+        """
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients, each a view of the buffer, in the shape of its parameter."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
         starts = accumulate((parameter.numel() for parameter in self._parameters), initial=0)
         return [
             view_like(self._buffer, start, parameter)

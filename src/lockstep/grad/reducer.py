@@ -7,6 +7,7 @@ whoever does says when a backward begins, when each gradient has come, and when 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum, auto
 
@@ -18,9 +19,13 @@ from lockstep.grad.arrivals import COME, EXCUSED, TOUCHED_EARLIER, TOUCHED_NOW, 
 from lockstep.grad.assignment import FIRST_BUCKET_BYTES, assign_buckets
 from lockstep.grad.bucket import Bucket
 from lockstep.grad.comm_hook import CommHook
+from lockstep.grad.same_data import SameData
 from lockstep.grad.sparse import SparseGradient
 from lockstep.grad.turns import Turns
-from lockstep.grad.wording import late, naming, tell_of_unused
+from lockstep.grad.wording import failed_elsewhere, late, naming, tell_of_unused
+
+# At the end of the last bucket: on how many ranks the backward failed, and their numbers added up.
+_NUM_FAILURE_FACTS = 2
 
 
 class Phase(Enum):
@@ -80,7 +85,8 @@ class Reducer:
     ) -> None:
         self.phase = Phase.IDLE
         self.process_group = group
-        self.share = 1 / group.size()
+        self._size = group.size()
+        self.share = 1 / self._size
         self._comm_hook: CommHook | None = None
         self.takes_early = False
         self._names = [name for name, _ in named_parameters]
@@ -94,6 +100,7 @@ class Reducer:
             for place in range(arrivals.num_dense, len(self._parameters))
         }
         self._left_out: list[int] = []
+        self._used_by_any: Iterable[float] = ()  # at each position, after a backward
         # Empty until the first backward: a copy that is never trained needs no memory for it.
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
@@ -106,6 +113,9 @@ class Reducer:
         # Of the backward that runs; not longer, as it holds this reducer.
         self._turns: Turns | None = None
         self._has_begun = False  # and hasn't finished
+        self._has_failed = False  # since it has begun
+        self._failed_ranks: tuple[float, float] = 0, 0
+        self._same_data = SameData()
 
     @property
     def comm_hook(self) -> CommHook | None:
@@ -149,6 +159,11 @@ class Reducer:
         return [self._parameters[index] for index in self._left_out]
 
     @property
+    def reduced(self) -> list[torch.nn.Parameter]:
+        """Those parameters that any rank used in the last backward, in one order on every rank."""
+        return [*itertools.compress(self._arrivals.in_order, self._used_by_any)]
+
+    @property
     def has_unreduced(self) -> bool:
         """Whether gradients have been added up since they were last reduced, and are there."""
         return self._arrivals.has_unreduced()
@@ -160,23 +175,21 @@ class Reducer:
     def take_over(self, previous: Reducer) -> None:
         """Go on where ``previous`` stops: it had other parameters, of which some are here too."""
         self.share, self._comm_hook = previous.share, previous.comm_hook
+        self._same_data = previous._same_data
         self._gets_gradients_twice = previous._gets_gradients_twice
         self._arrivals.take_over(previous._arrivals)
 
     def begin(self, turns: Turns | None = None, *, takes_early: bool = False) -> None:
         """A backward has begun whose gradients are to be reduced.
 
-        Every rank must begin. What an earlier backward launched that never ended is waited for,
-        since its buffers are about to be filled again, and then dropped.
+        Every rank must begin. An earlier backward that failed is finished first.
 
         Args:
             turns: The reducers of the same group that the backward runs through, this one too.
             takes_early: Whether to copy gradients into their bucket when they come.
         """
-        if self._has_begun:
-            for bucket in self._buckets:
-                self._wait(bucket)
-            self._reset()
+        if self.has_failed:
+            self.finish()
         self._has_begun = True
         self._turns = turns or Turns([self])
         if self._has_reduced and not self.is_rearranged:
@@ -280,14 +293,25 @@ class Reducer:
             arrivals.states[place], arrivals.touched[place] = COME, TOUCHED_NOW
             arrivals.seen.append(arrivals.order[place])
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a backward has failed, and was not finished since."""
+        return self._has_failed
+
     def give_up(self) -> None:
-        """The backward ended otherwise, and :meth:`finish` won't be called for it."""
+        """The backward is over without :meth:`finish`, as it failed.
+
+        Other ranks have launched more or fewer buckets of it, or wait for its end. So before
+        anything else is reduced :meth:`finish` has to be called for it: it sends what is lacking,
+        and that this rank has failed. Gradients that haven't left stay, and are added to. Shown by
+        test_a_backward_that_fails_at_different_places_on_each_rank.
+        """
         self.phase = Phase.IDLE
         self._turns = None
         self._arrivals.forget()
+        self._has_failed = self._has_begun
         with torch.no_grad():
             for bucket in self._buckets:
-                bucket.drop_hook()
                 bucket.give_back()
 
     def launch_full_buckets(self) -> bool:
@@ -317,10 +341,16 @@ class Reducer:
                 self._reduce_sparse()
 
     def _reduce_sparse(self) -> None:
-        for place, gradient in self._sparse.items():
+        for number, (place, gradient) in enumerate(self._sparse.items()):
+            if self._arrivals.in_order[place].grad is None:
+                self._arrivals.touched[place] = 0  # as Bucket.fill() does
             if self._arrivals.touched[place] or not self._skip_unused:
                 with naming(self._name_at(place), self.process_group):
-                    gradient.reduce(self.process_group, self.share)
+                    if self.comm_hook is not None:
+                        index = len(self._buckets) - 1 + number
+                        gradient.reduce_through(self.comm_hook, index, is_last=False)
+                    else:
+                        gradient.reduce(self.process_group, self.share)
 
     def finish_hooks(self) -> None:
         """Wait until no communication hook is at work."""
@@ -353,54 +383,110 @@ class Reducer:
             with torch.no_grad():
                 for bucket in self._buckets:
                     self._wait(bucket)
-                for place, gradient in self._sparse.items():
-                    if self._arrivals.touched[place]:
-                        gradient.adopt()
-                self._adopt_what_others_used()
+                self._read_failures()
+                if not (self._has_failed or self._failed_ranks[0]):
+                    self._adopt()
             self._left_out = self._arrivals.missing()
         finally:
+            has_failed = self._has_failed
             self._reset()
-        self._arrivals.touched[:] = bytes(len(self._parameters))
+        if not has_failed:
+            self._arrivals.touched[:] = bytes(len(self._parameters))
         self._has_reduced = True
         self._launches_early = not self._gets_gradients_twice
+
+    def check_all_have_succeeded(self) -> None:
+        """Raise if the backward that was finished last failed on another rank.
+
+        Raises:
+            CollectiveFailed: Then. Gradients are None, as they would lack those of that rank.
+        """
+        (num_failed, ranks), self._failed_ranks = self._failed_ranks, (0, 0)
+        if num_failed:
+            raise failed_elsewhere(round(num_failed), round(ranks), self.process_group)
+
+    def _read_failures(self) -> None:
+        tail = self._buckets[-1].tail
+        # To read it would wait for a GPU; there, what a rank that failed has sent is NaN.
+        if tail.device.type == "cpu" and not self._has_failed:
+            factor = self._size if self._averages(self._buckets[-1]) else 1
+            num_failed, ranks = tail[-_NUM_FAILURE_FACTS:].tolist()
+            self._failed_ranks = num_failed * factor, ranks * factor
+            if num_failed:
+                for bucket in self._buckets:
+                    bucket.drop_all()
+
+    def _adopt(self) -> None:
+        """Make what has been reduced the gradients of all that were used on any rank."""
+        for place, gradient in self._sparse.items():
+            if self._arrivals.touched[place]:
+                gradient.adopt()
+        self._adopt_what_others_used()
+        if self._same_data.is_looking:
+            self._same_data.compare(is_rank_0=self.process_group.rank() == 0)
 
     def _launch(self) -> None:
         """Launch the next bucket."""
         index, bucket = self._next_launch, self._buckets[self._next_launch]
         is_last = index == len(self._buckets) - 1
-        self._next_launch += 1
         if self._skip_unused and not is_last and not any(bucket.touched):
             bucket.has_left = True
+            self._next_launch += 1
             return
-        bucket.fill(self._scale_of(bucket))
+        if not bucket.has_left:  # as it may, if its hook has failed
+            self._fill(bucket)
         if is_last:
-            # All buckets are filled by now, and so every one of these facts is final.
-            touched = self._arrivals.touched
-            if all(touched):
-                bucket.tail.fill_(1)
-            else:
-                bucket.tail.copy_(torch.tensor(list(touched), dtype=bucket.tail.dtype))
+            self._write_facts(bucket.tail)
         if self.comm_hook is None:
             bucket.launch(self.process_group, average=self._averages(bucket))
+        else:
+            # One after the other: hooks launch further collectives when their first is through,
+            # and in between none of another bucket may come, on some ranks only. Shown by
+            # test_hooks_of_several_collectives_keep_their_order.
+            if index:
+                self._buckets[index - 1].finish_hook()
+            if bucket.parameter_names and not bucket.has_left:
+                bucket.launch_through(self.comm_hook, index, is_last=is_last)
+            if is_last:
+                bucket.finish_hook()
+                bucket.launch_tail(self.process_group)
+        self._next_launch += 1
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Bring into ``bucket`` what this rank adds to the sum."""
+        if self._has_failed:
+            # A hook may remember what it is given.
+            bucket.fill_with(math.nan if self.comm_hook is None else 0)
             return
-        # One after the other: hooks launch further collectives when their first is through, and
-        # in between none of another bucket may come, on some ranks only. Shown by
-        # test_hooks_of_several_collectives_keep_their_order.
-        if index:
-            self._buckets[index - 1].finish_hook()
-        if bucket.parameter_names:
-            bucket.launch_through(self.comm_hook, index, is_last=is_last)
-        if is_last:
-            bucket.finish_hook()
-            bucket.launch_tail(self.process_group)
+        bucket.fill(self._scale_of(bucket))
+        if self._same_data.is_looking and self.comm_hook is None and self._all_count_alike():
+            self._same_data.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
+
+    def _write_facts(self, tail: torch.Tensor) -> None:
+        """Write behind the last bucket what the other ranks need to know.
+
+        All buckets are filled by now, and so every one of these facts is final.
+        """
+        used, failures = tail[:-_NUM_FAILURE_FACTS], tail[-_NUM_FAILURE_FACTS:]
+        touched = self._arrivals.touched
+        failures.zero_()
+        if self._has_failed:
+            used.zero_()
+            failures.copy_(torch.tensor([1, self.process_group.rank()]))
+        elif all(touched):
+            used.fill_(1)
+        else:
+            used.copy_(torch.tensor(list(touched), dtype=used.dtype))
 
     def _hook_is_at_work(self) -> bool:
         return self._next_launch > 0 and not self._buckets[self._next_launch - 1].is_hook_done()
 
+    def _all_count_alike(self) -> bool:
+        return self.share * self._size == 1
+
     def _averages(self, bucket: Bucket) -> bool:
         """Whether the group is to average ``bucket``, and not to add it up."""
-        all_count_alike = self.share * self.process_group.size() == 1
-        return bucket.averages and self.comm_hook is None and all_count_alike
+        return bucket.averages and self.comm_hook is None and self._all_count_alike()
 
     def _scale_of(self, bucket: Bucket) -> float:
         """What gradients are to be multiplied by on their way into ``bucket``."""
@@ -416,8 +502,10 @@ class Reducer:
         # Reading the tail waits for a GPU. A rank that used everything has no need to.
         touched_here = self._arrivals.touched
         if all(touched_here):
+            self._used_by_any = itertools.repeat(1)
             return
-        used_by_any = self._buckets[-1].tail.tolist()
+        used_by_any = self._buckets[-1].tail[:-_NUM_FAILURE_FACTS].tolist()
+        self._used_by_any = used_by_any
         for place, (used, touched) in enumerate(zip(used_by_any, touched_here, strict=True)):
             if used and not touched:
                 if place in self._sparse:
@@ -466,6 +554,7 @@ class Reducer:
         """Buckets of so many gradients each, in the order in which they launch."""
         arrivals = self._arrivals
         buckets: list[Bucket] = []
+        tail_size = len(self._parameters) + _NUM_FAILURE_FACTS
         start = 0
         for length in lengths:
             own = slice(start, start + length)
@@ -474,7 +563,7 @@ class Reducer:
                 arrivals.in_order[own],
                 memoryview(arrivals.touched)[own],
                 start=start,
-                tail_size=len(self._parameters) if len(buckets) == len(lengths) - 1 else 0,
+                tail_size=tail_size if len(buckets) == len(lengths) - 1 else 0,
                 buffers_from=self.process_group if self.comm_hook is None else None,
                 like=arrivals.in_order[start if length else 0],
             )
@@ -484,7 +573,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self.phase = Phase.IDLE
-        self._has_begun = False
+        self._has_begun = self._has_failed = False
         self._turns = None
         self._next_launch = 0
         self._arrivals.forget()

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import sum_rows
+from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 
 
 class SparseGradient:
@@ -28,12 +29,25 @@ class SparseGradient:
         Raises:
             CollectiveFailed: If another rank is lost, or doesn't come in time.
         """
+        self._sum = sum_rows(group, self._own().detach().coalesce() * share)
+
+    def _own(self) -> torch.Tensor:
+        """This rank's part of it, sparse."""
         gradient = self._parameter.grad
         if gradient is None:
-            gradient = _nothing_of(self._parameter)
-        elif not gradient.is_sparse:
-            gradient = gradient.to_sparse(1)  # of a weight that is used in another way too
-        self._sum = sum_rows(group, gradient.detach().coalesce() * share)
+            return _nothing_of(self._parameter)
+        # It is dense if the weight is used in another way too.
+        return gradient if gradient.is_sparse else gradient.to_sparse(1)
+
+    def reduce_through(self, hook: CommHook, index: int, *, is_last: bool) -> None:
+        """Let ``hook`` reduce it, as a bucket of its own. It blocks.
+
+        Raises:
+            TypeError: If the hook returns something else than a future of one tensor.
+        """
+        gradient = self._own().detach()
+        bucket = GradBucket(index, gradient, [self._parameter], is_last=is_last)
+        self._sum = reduced_buffer(hook(bucket), gradient.numel())
 
     def adopt(self) -> None:
         """Make the sum the gradient: a dense one where it was dense."""

@@ -39,6 +39,22 @@ def late(name: str) -> LateGradient:
     )
 
 
+def failed_elsewhere(num_failed: int, ranks: int, group: dist.ProcessGroup) -> CollectiveFailed:
+    """The error of a rank whose backward went well, when others' didn't.
+
+    Args:
+        num_failed: On how many ranks it failed.
+        ranks: The sum of their numbers in ``group``.
+        group: The ranks.
+    """
+    who = f"rank {ranks}" if num_failed == 1 else f"{num_failed} other ranks"
+    return CollectiveFailed(
+        f"A backward failed on {who}, so that the gradients of this step, on rank {group.rank()}, "
+        "would lack a part: they are None now. Look at what that rank wrote. To go on without the "
+        "step, catch the error on every rank."
+    )
+
+
 def tell_of_unused(names: Sequence[str]) -> None:
     """Log that no rank has used these parameters."""
     _log.info(

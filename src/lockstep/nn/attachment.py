@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.comm import LoneGroup, broadcast_tensors
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
 from lockstep.nn.agreement import check_same_model
+from lockstep.nn.backward import finish_failed
 from lockstep.nn.changes import watch
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.steps import watch_steps
@@ -68,6 +69,8 @@ def attach(
     refusal = _refusal(owner, module, inner, options)
     init_sync = group is not None and options.init_sync and not is_copy
     left_alone = options.left_alone(module)
+    if group is not None:
+        finish_failed(group)
     if group is not None and init_sync:
         # Also where there is a refusal: the other ranks would wait for this one.
         check_same_model(module, group, options._asdict(), refusal, left_alone)

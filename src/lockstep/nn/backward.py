@@ -52,6 +52,8 @@ class Conductor:
         self._running: list[Engine] = []
         self._late: list[Engine] = []
         self._tells_late = False
+        # Those in a backward that failed on this rank, whose end the others may wait for.
+        self._failed: list[Engine] = []
         self._end: weakref.ref[_EndOfBackward] | None = None
         # What must be through before the end of the backward can be waited for.
         self._enclosing: weakref.ref[BackwardCFunction] | None = None
@@ -92,6 +94,10 @@ class Conductor:
             # It is inside of a reentrant checkpoint, or it would have been seen.
             engine.sees_nested_tasks = True
         return False
+
+    def runs(self, engine: Engine) -> bool:
+        """Whether ``engine`` is in the backward that runs."""
+        return engine in self._running
 
     def begin_if_others_must_know(self) -> None:
         """Begin the backward of what it reaches, before any gradient comes, if ranks ask then."""
@@ -148,10 +154,11 @@ class Conductor:
         if answer.step is Step.BEGIN:
             self._begin_all(engines)
         else:
-            self.end()
+            self._finish()
 
     def _begin_together(self, reached: Collection[Engine], *, asks: bool) -> None:
         """Begin all that any rank reaches, of which this rank reaches some."""
+        self.finish_failed()
         self._announce(Step.BEGIN, reached)
         engines, self._tells_late = set(reached), False
         group = self._group()
@@ -261,11 +268,35 @@ class Conductor:
     def _backward_is_gone(self, _: object = None) -> None:
         for engine in [*self._running, *self._late]:
             engine.forget_backward()
+        self._failed += [engine for engine in self._running if engine.reducer.has_failed]
         self._running, self._late = [], []
         self.task_id, self._end, self._enclosing = -1, None, None
 
+    def finish_failed(self) -> None:
+        """Finish, with the other ranks, a backward that failed here, before anything else is said.
+
+        The other ranks wait in its end, or have failed too. Then all have sent the same once more,
+        and those whose backward went well have been told.
+        """
+        failed, self._failed = self._failed, []
+        if failed:
+            self._running = failed
+            self._finish()
+
     def end(self) -> None:
-        """The backward is over: wait until everything has arrived."""
+        """The backward is over: wait until everything has arrived.
+
+        Raises:
+            CollectiveFailed: If it failed on another rank.
+        """
+        engines = self._finish()
+        for engine in engines:
+            engine.reducer.check_all_have_succeeded()
+        for engine in engines:
+            engine.run_hooks_of_others()
+
+    def _finish(self) -> list[Engine]:
+        """Reduce all gradients of the backward that is over; return whose they were."""
         try:
             with torch.no_grad():  # as in hooks
                 for engine in self._running:
@@ -288,6 +319,7 @@ class Conductor:
             for engine, buffers in zip(engines, on_their_way, strict=True):
                 engine.finish_backward()
                 buffers.finish()
+            return engines
         finally:
             self._backward_is_gone()
             self.num_ended += 1
@@ -361,8 +393,19 @@ def take_part_at_the_end(group: dist.ProcessGroup) -> None:
         _queue(lambda: conductor.take_part_once(num_ended))
 
 
+def finish_failed(group: dist.ProcessGroup) -> None:
+    """Finish, with the other ranks, a backward of models over ``group`` that failed here.
+
+    Whatever else is said over the group would meet what the others still have to say of that.
+    """
+    conductor = _conductors.get(group)
+    if conductor is not None:
+        conductor.finish_failed()
+
+
 def refresh_stale(group: dist.ProcessGroup) -> None:
     """Let models over ``group`` that have changed take up their parameters, as a forward would."""
+    finish_failed(group)
     conductor = _conductors.get(group)
     for engine in conductor.engines() if conductor is not None else ():
         if engine.is_stale:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import all_gather_bytes, broadcast_tensors
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
@@ -24,6 +23,7 @@ from lockstep.grad import MIB, Phase, Reducer, Turns
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import conductor_of
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
+from lockstep.nn.gradient_hooks import GradientHooks, hooks_of, take_over_optimizers
 from lockstep.nn.sync_batch_norm import sums_in_backward
 
 # Autograd gives out other numbers.
@@ -111,7 +111,9 @@ class Engine:
         self._group = group
         self._options = options
         self._notes = _Notes()
-        self._handles: list[RemovableHandle] = []
+        self._hooks: list[GradientHooks] = []
+        # The id() of parameters on which others have hooks too.
+        self._with_others: set[int] = set()
         self._left_out: Sequence[nn.Parameter] = ()
         self.sees_nested_tasks = False
         self._take(module)
@@ -172,27 +174,40 @@ class Engine:
 
     def _hang_hooks(self) -> None:
         self.detach()
+        take_over_optimizers(self._parameters)
         me = weakref.ref(self)
         # The same for all, and so at hand when the next gradient comes.
         hook = _gradient_hook(me, self._notes)
         for parameter in self._parameters:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._hooks.append(hooks_of(parameter))
+            self._hooks[-1].hold_back(hook, self._with_others)
         for parameter in self._frozen:
-            # torch hangs hooks on parameters that require a gradient alone.
-            parameter.requires_grad_(True)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(_thaw_hook(me)))
-            parameter.requires_grad_(False)
+            self._hooks.append(hooks_of(parameter))
+            self._hooks[-1].hold_back(_thaw_hook(me), self._with_others)
 
     def detach(self) -> None:
         """Take all hooks off the parameters: gradients stay this rank's own."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for hooks in self._hooks:
+            hooks.release()
+        self._hooks = []
+
+    def run_hooks_of_others(self) -> None:
+        """Call the hooks that others have on parameters whose gradients have been reduced."""
+        if self._with_others:
+            with torch.no_grad():  # as in hooks
+                for parameter in self.reducer.reduced:
+                    if id(parameter) in self._with_others:
+                        hooks_of(parameter).call_others(parameter)
+
+    def is_in_backward(self) -> bool:
+        """Whether a backward runs that will reduce its gradients, and hasn't."""
+        return self.conductor.runs(self) and torch._C._current_graph_task_id() != -1
 
     def gradient_has_come(self, parameter: torch.Tensor) -> None:
         """The backward that runs has added to the gradient of ``parameter``."""
         if not self.is_syncing:
             self.reducer.mark_accumulated(parameter)
+            hooks_of(parameter).call_others(parameter)
             return
         conductor = self.conductor
         with conductor.lock:
@@ -224,6 +239,7 @@ class Engine:
     def gradient_has_thawed(self, parameter: torch.Tensor) -> None:
         """A parameter has got a gradient that was frozen when hooks were hung."""
         if not self.is_syncing:
+            hooks_of(parameter).call_others(parameter)
             return  # when gradients are reduced, this one is found where it is
         with self.conductor.lock:
             if self.reducer.phase is Phase.IDLE:
@@ -254,6 +270,7 @@ class Engine:
             ModelMismatch: If the ranks' modules have changed in different ways.
         """
         self.is_stale = False
+        self.conductor.finish_failed()
         module = self.module
         if module is None:
             return
@@ -461,6 +478,8 @@ def _gradient_hook(engine: weakref.ref[Engine], notes: _Notes) -> Callable[[torc
             alive = engine()
             if alive is not None:
                 alive.gradient_has_come(parameter)
+            else:
+                _engine_is_gone(parameter)
 
     return gradient_has_come
 
@@ -470,8 +489,16 @@ def _thaw_hook(engine: weakref.ref[Engine]) -> Callable[[torch.Tensor], None]:
         alive = engine()
         if alive is not None:
             alive.gradient_has_thawed(parameter)
+        else:
+            _engine_is_gone(parameter)
 
     return gradient_has_thawed
+
+
+def _engine_is_gone(parameter: torch.Tensor) -> None:
+    hooks = hooks_of(parameter)
+    hooks.release()
+    hooks.call_others(parameter)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from lockstep.comm import Answer, Roll, Step, broadcast_tensors, set_roll
 from lockstep.errors import ModelError
+from lockstep.nn.backward import finish_failed
 
 if TYPE_CHECKING:
     from lockstep.nn.engine import Engine
@@ -64,6 +65,8 @@ class UnevenLoop:
     ) -> None:
         """This rank is through: take part until all are."""
         try:
+            if error is None and self._group is not None:
+                finish_failed(self._group)
             while error is None and self.follow() is not Step.THROUGH:
                 pass
         finally:

@@ -44,6 +44,10 @@ def parallelize(
     Parts that are parallel already, over these ranks or others (an expert over some of them,
     say), keep to what they were given.
 
+    Hooks of ``register_post_accumulate_grad_hook()``, such as optimizers that step in them, see the
+    mean over the ranks, and run on every rank when it has come: those of backwards that reduce
+    nothing, as under :func:`no_sync`, at once.
+
     ``torch.autograd.grad()`` fills no ``.grad`` and so reduces nothing: what it returns is this
     rank's own. With ``backward(create_graph=True)`` the reduced gradients have no graph; to
     differentiate gradients, take them with ``autograd.grad()``, make a loss of them, and run
@@ -148,4 +152,5 @@ def sync_buffers(module: nn.Module) -> None:
         ModelError: If ``module`` isn't parallel.
     """
     for engine in engines_of(module):
+        engine.conductor.finish_failed()
         engine.buffers.start(late=True).finish()

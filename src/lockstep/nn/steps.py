@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.errors import ModelError
 from lockstep.nn.changes import engines_with, num_watched
 
 if TYPE_CHECKING:
@@ -69,6 +70,14 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         if _is_in_a_step():
             return  # of an optimizer that has others inside, and has been here already
     for engine, num_backwards in list(seen.num_backwards.items()):
+        if engine.is_in_backward():
+            raise ModelError(
+                f"An optimizer, {type(optimizer).__name__}, steps inside of a backward of this "
+                f"{type(engine.module).__name__}, with gradients that are this rank's own still. "
+                "Let it step after backward(), or in a hook of "
+                "register_post_accumulate_grad_hook(), which is called when the gradient is the "
+                "mean over the ranks."
+            )
         if engine.num_backwards == num_backwards:
             _take_part(engine)
         seen.num_backwards[engine] = engine.num_backwards_stepped = engine.num_backwards

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.comm import gather_in_step, sum_in_step
-from lockstep.nn.backward import begin_if_others_must_know
+from lockstep.nn.backward import begin_if_others_must_know, finish_failed
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -114,6 +114,7 @@ class SyncBatchNorm(_BatchNorm):
         if group is None or not self.training:
             return super().forward(input)
         self._check_input_dim(input)
+        finish_failed(group)
         output, mean, square, count = cast(
             tuple[torch.Tensor, ...],
             _Normalize.apply(input, self.weight, self.bias, self.eps, group),  # type: ignore[no-untyped-call]

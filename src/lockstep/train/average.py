@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.comm import start_all_reduce
 from lockstep.grad import MIB, TOUCHED_EARLIER, Bucket, SparseGradient, assign_buckets
 from lockstep.nn.agreement import check_same_model
+from lockstep.nn.backward import finish_failed
 from lockstep.nn.engine import with_sparse_gradients
 from lockstep.world import init
 
@@ -57,6 +58,7 @@ def average_gradients(
     group = process_group or init().process_group
     if group is None or group.size() == 1:
         return
+    finish_failed(group)
     if _compared.get(module) is not group:
         check_same_model(module, group)
         _compared[module] = group

@@ -1,0 +1,101 @@
+"""What others hang on parameters, to be called when a gradient has come: when it is the mean."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+Hook = Callable[[torch.Tensor], object]
+
+
+class GradientHooks(OrderedDict[int, Hook]):
+    """The hooks of one parameter that torch calls in the middle of a backward: only lockstep's.
+
+    Those of others, such as an optimizer that steps as soon as a gradient is there, are kept back
+    until the gradient is the mean over the ranks, as which it would come in one process. Before,
+    each rank would step with its own, and the replicas would drift apart. Shown by
+    test_hooks_of_others_see_the_mean.
+
+    torch takes the hooks out of this dictionary's own storage, without its methods.
+    ``register_post_accumulate_grad_hook()`` and the handles that it returns call the methods.
+
+    Attributes:
+        others: The hooks of others. Handles that were made before hold this dictionary.
+        with_others: The ids of those parameters that have any, as far as their engine knows.
+    """
+
+    def __init__(self, others: dict[int, Hook], key: int) -> None:
+        super().__init__()
+        self.others = others
+        self.with_others: set[int] = set()
+        self._key = key  # the id() of the parameter, which must not be held
+        self.release()
+
+    def hold_back(self, own: Hook, with_others: set[int]) -> None:
+        """Let torch call ``own`` alone; who made it calls :meth:`call_others`.
+
+        Args:
+            own: The hook.
+            with_others: Where to say that there are others.
+        """
+        self.with_others = with_others
+        if self.others:
+            with_others.add(self._key)
+        super().__setitem__(0, own)
+
+    def release(self) -> None:
+        """Let torch call the hooks of others at once."""
+        self.with_others.discard(self._key)
+        self.with_others = set()
+        super().__setitem__(0, self.call_others)
+
+    def call_others(self, parameter: torch.Tensor) -> None:
+        """Call the hooks of others, in the order in which they were hung."""
+        for hook in list(self.others.values()):
+            hook(parameter)
+
+    def __setitem__(self, key: int, hook: Hook) -> None:
+        self.others[key] = hook
+        self.with_others.add(self._key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.others
+
+    def __delitem__(self, key: int) -> None:
+        del self.others[key]
+
+
+def hooks_of(parameter: torch.Tensor) -> GradientHooks:
+    """The hooks of ``parameter``, a leaf that requires a gradient, from now on of this class."""
+    hooks = parameter._post_accumulate_grad_hooks
+    if not isinstance(hooks, GradientHooks):
+        others = hooks if hooks is not None else OrderedDict()
+        hooks = parameter._post_accumulate_grad_hooks = GradientHooks(others, id(parameter))
+    return hooks
+
+
+def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
+    """Let optimizers step as hooks that torch's ``_apply_optimizer_in_backward`` has hung.
+
+    It hangs them on the nodes that accumulate gradients, where they come too early.
+    """
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    if module is None:
+        return
+    handles: Any = module.param_to_optim_hook_handle_map
+    for parameter in parameters:
+        if parameter in handles and hasattr(parameter, "_in_backward_optimizers"):
+            for handle in handles.pop(parameter):
+                handle.remove()
+            parameter.register_post_accumulate_grad_hook(_step_in_backward)
+
+
+def _step_in_backward(parameter: Any) -> None:
+    for optimizer in parameter._in_backward_optimizers:
+        optimizer.step()
+    parameter.grad = None

@@ -1,0 +1,180 @@
+"""Backwards that fail, on all ranks or on some, and what comes after."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.errors import CollectiveFailed
+from tests.ranks import BACKENDS, Backend, run_ranks
+
+SIZES = pytest.mark.parametrize("size", [4, 300], ids=["small", "large"])
+WHERE = pytest.mark.parametrize("backend", BACKENDS)
+
+
+class Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("refused")
+
+
+class Layers(nn.Module):
+    """Layers with a bucket each; a backward may fail behind one of them, or leave some out."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size, dtype=torch.float64) for _ in range(6))
+
+    def forward(self, x, fails_at=None, without=()):
+        for index, layer in enumerate(self.layers):
+            if index == fails_at:
+                x = Refusing.apply(x)
+            if index not in without:
+                x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+def layers(size: int, group: dist.ProcessGroup) -> nn.Module:
+    return lockstep.parallelize(Layers(size), process_group=group, bucket_cap_mb=1e-6)
+
+
+def batch(rank: int, size: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(3, size, generator=generator, dtype=torch.float64)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def mean_of_both(model: nn.Module, size: int, step: int) -> list[torch.Tensor]:
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    for rank in range(2):
+        (alone(batch(rank, size, step)) / 2).backward()
+    return gradients(alone)
+
+
+def train(model: nn.Module, rank: int, size: int, steps: int = 3, without=()) -> None:
+    for _ in range(steps):
+        model.zero_grad()
+        model(batch(rank, size), without=without).backward()
+
+
+@WHERE
+@SIZES
+@pytest.mark.parametrize("then", ["dropped", "zeroed", "kept"])
+@pytest.mark.parametrize("left_out", [(), (4,)], ids=["all", "one rank leaves one out"])
+def test_a_backward_that_fails_at_different_places_on_each_rank(
+    left_out: tuple[int, ...], then: str, size: int, backend: Backend
+) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
+        model = layers(size, group)
+        train(model, rank, size, without=left_out if rank else ())
+        for step in range(3):
+            model.zero_grad()
+            with pytest.raises(ArithmeticError):
+                model(batch(rank, size, step), fails_at=(2, 4)[rank]).backward()
+            if then == "kept":
+                model(batch(rank, size, step)).backward()
+                continue
+            model.zero_grad(set_to_none=then == "dropped")
+            model(batch(rank, size, step)).backward()
+            for own, expected in zip(
+                gradients(model), mean_of_both(model, size, step), strict=True
+            ):
+                torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
+        return gradients(model)
+
+    first, second = run_ranks(2, body, backend=backend)
+    assert all(map(torch.equal, first, second))
+
+
+@WHERE
+def test_a_backward_that_fails_on_one_rank_is_an_error_on_the_others(backend: Backend) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        model = layers(4, group)
+        train(model, rank, 4)
+        for _ in range(2):
+            model.zero_grad()
+            if rank == 1:
+                with pytest.raises(ArithmeticError):
+                    model(batch(rank, 4), fails_at=3).backward()
+                model.zero_grad()
+            else:
+                with pytest.raises(CollectiveFailed, match="A backward failed on rank 1"):
+                    model(batch(rank, 4)).backward()
+                assert all(p.grad is None for p in model.parameters())
+            # What needs all ranks before their next backward.
+            assert lockstep.mean(torch.full((2,), float(rank)), process_group=group) == 0.5
+            model(batch(rank, 4)).backward()
+        for own, expected in zip(gradients(model), mean_of_both(model, 4, 0), strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
+        return gradients(model)
+
+    first, second = run_ranks(2, body, backend=backend)
+    assert all(map(torch.equal, first, second))
+
+
+def test_a_backward_that_fails_with_a_gradient_from_before() -> None:
+    """It is not lost, as long as it is not on its way."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = layers(4, group)
+        train(model, rank, 4)
+        model.zero_grad()
+        with lockstep.no_sync(model):
+            model(batch(rank, 4)).backward()
+        with pytest.raises(ArithmeticError):
+            model(batch(rank, 4), fails_at=6 - 1).backward()
+        with pytest.raises(ArithmeticError):  # before the next one has finished the first
+            model(batch(rank, 4), fails_at=6 - 1).backward()
+        model(batch(rank, 4)).backward()
+        expected = [2 * gradient for gradient in mean_of_both(model, 4, 0)]
+        for own, its in zip(gradients(model)[:8], expected[:8], strict=True):
+            torch.testing.assert_close(own, its, rtol=1e-10, atol=1e-12)
+
+    run_ranks(2, body)
+
+
+def test_an_undefined_gradient_is_none() -> None:
+    """A Function may return None for a parameter, as in torch's DDP with unused parameters."""
+
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, gives):
+            ctx.gives = gives
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient, gradient if ctx.gives else None, None
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.weight = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+        def forward(self, x, gives):
+            return Half.apply(self.first(x), self.weight, gives)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Scaled(), process_group=group)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(2, 3), gives=False).sum().backward()
+            assert model.weight.grad is None
+            assert model.first.bias.grad.tolist() == [2, 2, 2]
+        model(torch.ones(2, 3), gives=rank == 1).sum().backward()
+        assert model.weight.grad.tolist() == [1, 1, 1]
+
+    run_ranks(2, body)
