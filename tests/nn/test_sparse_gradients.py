@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep
+from lockstep.grad.comm_hook import GradBucket
 from tests.nn.test_parallelize import BOTH, wrapped
 from tests.ranks import BACKENDS, Backend, run_ranks
 
@@ -129,7 +130,7 @@ def test_micro_batches_of_different_sizes_are_one_batch() -> None:
 
 
 @KINDS
-def test_communication_hooks_reduce_the_rest(kind: str) -> None:
+def test_torchs_hook_that_compresses_compresses_sparse_gradients_too(kind: str) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         expected, model = (copy.deepcopy(MODELS[kind]) for _ in range(2))
         train = wrapped(model, group)
@@ -141,9 +142,42 @@ def test_communication_hooks_reduce_the_rest(kind: str) -> None:
         for other in (0, 1):
             (expected(*indices(0, other)).sum() / 2).backward()
         words, theirs = model.words.weight.grad, expected.words.weight.grad
-        torch.testing.assert_close(dense(words), dense(theirs), rtol=1e-12, atol=1e-12)
+        assert words.is_sparse
+        # What travels has eight bits, and so has the sum of two.
+        torch.testing.assert_close(dense(words), dense(theirs), rtol=2**-7, atol=0)
 
     run_ranks(2, body)
+
+
+@KINDS
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_communication_hook_is_given_sparse_gradients_too(kind: str, backend: Backend) -> None:
+    """Each as a bucket of its own, which is the gradient itself, as in torch."""
+    calls: list[tuple[int, bool, bool]] = []
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        expected, model = (copy.deepcopy(MODELS[kind]) for _ in range(2))
+        train = wrapped(model, group)
+
+        def hook(state: object, bucket: GradBucket) -> torch.futures.Future:
+            if rank == 0:
+                calls.append((bucket.index(), bucket.buffer().is_sparse, bucket.is_last()))
+            (parameter, *_), (gradient, *_) = bucket.parameters(), bucket.gradients()
+            assert gradient.shape == parameter.shape
+            future: torch.futures.Future = torch.futures.Future()
+            future.set_result(bucket.buffer() * (rank + 1))
+            return future
+
+        train.register_comm_hook(None, hook)
+        train(*indices(0, rank)).sum().backward()
+        ((rank + 1) * expected(*indices(0, rank)).sum()).backward()
+        for own, its in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(dense(own.grad), dense(its.grad), rtol=1e-12, atol=1e-12)
+        assert model.words.weight.grad.is_sparse
+
+    run_ranks(2, body, backend=backend)
+    last = [] if MODELS[kind].layer is None else [(2, False, True)]
+    assert calls == [(0, True, False), (1, True, not last), *last]
 
 
 def test_a_table_that_is_also_a_layer_has_a_dense_gradient() -> None:

@@ -341,14 +341,14 @@ class Reducer:
                 self._reduce_sparse()
 
     def _reduce_sparse(self) -> None:
-        for number, (place, gradient) in enumerate(self._sparse.items()):
+        for index, (place, gradient) in enumerate(self._sparse.items(), len(self._buckets) - 1):
             if self._arrivals.in_order[place].grad is None:
                 self._arrivals.touched[place] = 0  # as Bucket.fill() does
             if self._arrivals.touched[place] or not self._skip_unused:
                 with naming(self._name_at(place), self.process_group):
                     if self.comm_hook is not None:
-                        index = len(self._buckets) - 1 + number
-                        gradient.reduce_through(self.comm_hook, index, is_last=False)
+                        is_last = not self._bucket_at and place == len(self._parameters) - 1
+                        gradient.reduce_through(self.comm_hook, index, is_last=is_last)
                     else:
                         gradient.reduce(self.process_group, self.share)
 
@@ -446,7 +446,8 @@ class Reducer:
             if index:
                 self._buckets[index - 1].finish_hook()
             if bucket.parameter_names and not bucket.has_left:
-                bucket.launch_through(self.comm_hook, index, is_last=is_last)
+                number = index + len(self._sparse) * is_last  # sparse ones come before the last
+                bucket.launch_through(self.comm_hook, number, is_last=is_last)
             if is_last:
                 bucket.finish_hook()
                 bucket.launch_tail(self.process_group)
