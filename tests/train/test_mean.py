@@ -296,6 +296,81 @@ def test_mean_can_be_differentiated_twice() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("sizes", [[12], [5, 7], [0, 12]], ids=str)
+@pytest.mark.parametrize("of", ["inputs", "parameters", "both"])
+def test_gradients_that_are_asked_for_are_no_micro_batch(of: str, sizes: list[int]) -> None:
+    """As for a saliency map, or a gradient penalty: nothing is added up in ``.grad``."""
+    (x, y, _), oracle = samples(), classifier()
+    losses_of(oracle, x, y).mean().backward()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = in_place(classifier(), group)
+        own = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        for _ in range(2):
+            model.zero_grad()
+            for rows in ([0, 1, 2, 11], [3], [4, 5, 6, 7, 8, 9, 10]):
+                mine = [row for row in rows if row in own]
+                inputs = x[mine].requires_grad_()
+                wanted = [*([inputs] * (of != "parameters")), *model.parameters()]
+                wanted = wanted[:1] if of == "inputs" else wanted
+                with contextlib.nullcontext() if rows[-1] == 10 else lockstep.accumulate(model):
+                    loss = lockstep.mean(losses_of(model, inputs, y[mine]), process_group=group)
+                    torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+                    loss.backward()
+            assert_gradients(model, oracle)
+
+    run_ranks(len(sizes), body)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_weights_may_be_negative(sign: int) -> None:
+    (x, y, _), oracle = samples(), classifier()
+    weight = sign * torch.tensor([2.0, -1, 3, 1, -0.5, 0, 1, 1, 4, -2, 1, 2], dtype=x.dtype)
+    loss = (losses_of(oracle, x, y) * weight).sum() / weight.sum()
+    loss.backward()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = in_place(classifier(), group)
+        rows = slice(0, 5) if rank == 0 else slice(5, 12)
+        losses = losses_of(model, x[rows], y[rows])
+        mine = lockstep.mean(losses, weight=weight[rows], process_group=group)
+        torch.testing.assert_close(mine, loss, **TOLERANCE)
+        mine.backward()
+        assert_gradients(model, oracle)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused_on_every_rank(bad: float) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        weight = torch.tensor([1.0, bad if rank else 2.0])
+        with pytest.raises(ValueError, match="takes finite weights"):
+            lockstep.mean(torch.ones(2), weight=weight, process_group=group)
+
+    run_ranks(2, body)
+
+
+def test_a_loss_that_is_averaged_already_is_refused() -> None:
+    x, y, _ = samples()
+    with pytest.raises(ValueError, match=r'got a single number(.|\n)*reduction="none"'):
+        lockstep.mean(losses_of(classifier(), x, y).mean())
+
+
+def test_a_mean_may_be_given_with_the_number_of_its_samples() -> None:
+    (x, y, _), oracle = samples(), classifier()
+    losses_of(oracle, x, y).mean().backward()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = in_place(classifier(), group)
+        rows = slice(0, 4) if rank == 0 else slice(4, 12)
+        loss = losses_of(model, x[rows], y[rows]).mean()
+        lockstep.mean(loss, weight=len(x[rows]), process_group=group).backward()
+        assert_gradients(model, oracle)
+
+    run_ranks(2, body)
+
+
 def test_a_metric_needs_no_graph() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         right = torch.tensor([1.0, 0.0, 1.0][: rank + 1])

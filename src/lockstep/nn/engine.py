@@ -394,8 +394,8 @@ class Engine:
                 )
 
 
-def is_reached(parameter: nn.Parameter) -> bool:
-    """Whether the backward that is running will compute a gradient for ``parameter``.
+def is_reached(parameter: torch.Tensor) -> bool:
+    """Whether the backward that is running will add to the gradient of ``parameter``, a leaf.
 
     It can't see into the segments of reentrant checkpoints, and then says no too often.
     """

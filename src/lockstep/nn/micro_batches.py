@@ -29,7 +29,7 @@ def has_begun_batch() -> bool:
 
 
 def count_micro_batch(
-    count: torch.Tensor, goes_on: torch.Tensor, rank: int, has_samples: bool
+    count: torch.Tensor, goes_on: torch.Tensor, rank: int, has_samples: bool, is_backward: bool
 ) -> torch.Tensor:
     """Make room in the gradients for those of a micro-batch; return what to divide it by.
 
@@ -42,6 +42,8 @@ def count_micro_batch(
         goes_on: On how many ranks gradients of earlier micro-batches were there.
         rank: The thread that took the mean. Autograd may have another one for its backward.
         has_samples: Whether this rank has any of them.
+        is_backward: Whether it is a backward of all that the mean depends on. In
+            ``torch.autograd.grad()`` it isn't, and then no gradient is added to any other.
 
     Raises:
         ValueError: If it is one of two means over different numbers in one backward.
@@ -49,7 +51,9 @@ def count_micro_batch(
     batches = _batches_of(rank)
     if has_samples:
         # There may be other models, with other batches or none.
-        batches = _reached(batches)
+        batches = _reached(batches, is_backward)
+    elif not is_backward:
+        batches = []
     # Parallel parts of a parallel model share parameters with it: each is scaled once.
     scaled: set[int] = set()
     with _counting:  # replicas have their backwards at the same time
@@ -76,10 +80,12 @@ def remember_reached() -> None:
                 batch.reached_in = current_task()
 
 
-def _reached(batches: Sequence[Batch]) -> list[Batch]:
+def _reached(batches: Sequence[Batch], is_backward: bool) -> list[Batch]:
     """Those of ``batches`` whose model the backward that is running is one of."""
-    reached = [batch for batch in batches if batch.is_hidden or batch.is_reached()]
-    if not reached:
+    reached = [
+        batch for batch in batches if (is_backward and batch.is_hidden) or batch.is_reached()
+    ]
+    if is_backward and not reached:
         # A model wholly inside of reentrant checkpoints can't be seen from outside of them.
         reached = [batch for batch in batches if batch.num_contexts]
         for batch in reached:
@@ -145,7 +151,7 @@ class Batch:
             # If no rank has gradients any more, zero_grad() has dropped the batch.
             before = torch.where(goes_on > 0, self._count.to(count.device), 0)
             total = before + count
-            share = before / torch.where(total > 0, total, 1)
+            share = before / torch.where(total != 0, total, 1)
             with torch.no_grad():
                 for gradient in self._gradients():
                     if id(gradient) not in scaled:

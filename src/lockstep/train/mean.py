@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lockstep.comm.rank_threads import this_thread
 from lockstep.errors import ModelError
 from lockstep.nn.backward import take_part_at_the_end
+from lockstep.nn.engine import is_reached
 from lockstep.nn.micro_batches import count_micro_batch, has_begun_batch
 from lockstep.nn.replicas.enclosing import is_backward_of_replicas
 from lockstep.nn.replicas.meeting import (
@@ -52,7 +53,8 @@ def mean(
     replicas, and what the module returns of it stays one number.
 
     Args:
-        values: Losses (or metrics) of single samples or tokens, floating-point, of any shape.
+        values: Losses (or metrics) of single samples or tokens, floating-point, of any shape but
+            that of a single number, unless that has a weight: of how many samples it is the mean.
         weight: How much each counts, broadcast to the shape of ``values``: 0 for padding, say. By
             default all count the same.
         process_group: The ranks; by default all of ``lockstep.init()``.
@@ -64,13 +66,21 @@ def mean(
 
     Raises:
         TypeError: If ``values`` isn't a floating-point tensor.
-        ValueError: If the weights require a gradient.
+        ValueError: If the weights require a gradient, or ``values`` is a number without a weight.
+            On every rank, if the weights of one are infinite or NaN; if they are on a GPU, the mean
+            is NaN instead, as to look at them would wait for it.
     """
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
         kind = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
         raise TypeError(
             f"mean() takes a floating-point tensor of single losses, and got {kind}. Compute the "
             'loss with reduction="none".'
+        )
+    if not values.dim() and weight is None:
+        raise ValueError(
+            "mean() got a single number. If that is the mean of this rank's losses, the mean over "
+            'all samples can\'t be told from it: compute the loss with reduction="none", or give '
+            "weight=len(batch), the number of samples that it is the mean of."
         )
     counts = _counts(values, weight)
     total = (values.detach().double() * counts).sum()
@@ -83,8 +93,10 @@ def mean(
     # What runs again in a replica's backward is recomputed for what it saves, which for a mean is
     # nothing: it is the one of the forward that is differentiated.
     is_recomputed = seat is None and (is_backward_of_replicas() or is_replica_process())
-    # So that a rank without samples has something to run backward from.
-    anchor = torch.zeros((), device=values.device, requires_grad=not values.numel())
+    # So that a rank without samples has something to run backward from, and backward() can be told
+    # from autograd.grad(), which computes no gradient for it.
+    needs_gradient = values.requires_grad or not values.numel()
+    anchor = torch.zeros((), device=values.device, requires_grad=needs_gradient)
     if is_recomputed:
         group, num_means = None, torch.ones_like(total)
     elif seat is None:
@@ -98,6 +110,11 @@ def mean(
         over_ranks = partial(sum_over_ranks, process_group=process_group)
         facts = seat.meeting.add_up(seat.replica, facts, over_ranks)
         num_means = facts[3] * num_replicas()
+    if facts.device.type == "cpu" and not facts[1].isfinite():
+        raise ValueError(
+            f"The weights of all ranks add up to {facts[1].item()}, and those of this one to "
+            f"{counts.sum().item()}. mean() takes finite weights: give 0 where nothing is to count."
+        )
     result: torch.Tensor = _Mean.apply(
         values, anchor, counts, facts[:3], num_means, group, rank, is_recomputed
     )  # type: ignore[no-untyped-call]
@@ -144,6 +161,7 @@ class _Mean(torch.autograd.Function):
         # Not saved for backward: a checkpoint would put those of another forward there.
         ctx.facts, ctx.is_recomputed = (counts, count, goes_on), is_recomputed
         ctx.num_means, ctx.group, ctx.dtype, ctx.rank = num_means, group, values.dtype, rank
+        ctx.anchor = anchor
         value: torch.Tensor = total / count
         return value.to(values.dtype)
 
@@ -157,10 +175,11 @@ class _Mean(torch.autograd.Function):
             )
         counts, count, goes_on = ctx.facts
         has_samples = ctx.needs_input_grad[0]
-        if ctx.group is not None and not has_samples:
+        is_backward = is_backward_of_replicas() or is_reached(ctx.anchor)
+        if ctx.group is not None and is_backward and not has_samples:
             take_part_at_the_end(ctx.group)
-        divisor = in_caller(count_micro_batch, count, goes_on, ctx.rank, has_samples)
+        divisor = in_caller(count_micro_batch, count, goes_on, ctx.rank, has_samples, is_backward)
         divisor = divisor.to(count.device)  # it may be that of a replica on another one
         # Times the number of those that have it, by which the reduction of the gradients divides.
-        slope = gradient.double() * ctx.num_means / torch.where(divisor > 0, divisor, 1)
+        slope = gradient.double() * ctx.num_means / torch.where(divisor != 0, divisor, 1)
         return (slope * counts).to(ctx.dtype), *[None] * 7
