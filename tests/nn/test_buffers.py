@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep.errors import ModelError
 from tests.nn.test_parallelize import BOTH
-from tests.ranks import run_ranks
+from tests.ranks import BACKENDS, Backend, run_ranks
 
 
 def test_buffers_follow_rank_0_with_each_backward() -> None:
@@ -176,5 +179,173 @@ def test_a_rank_may_evaluate_alone() -> None:
                 with torch.no_grad():
                     mode(torch.randn(4, 3))
         mine(torch.randn(4, 3)).sum().backward()
+
+    run_ranks(2, body)
+
+
+class Holding(nn.Module):
+    """A layer, and what else a model may hold."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def inference_tensor() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3)
+
+
+FORMS = {
+    "with a stride": lambda: torch.zeros(4, 3)[:, 1],
+    "every second": lambda: torch.zeros(8)[::2],
+    "transposed": lambda: torch.zeros(4, 3).t(),
+    "expanded": lambda: torch.zeros(1).expand(5),
+    "expanded within": lambda: torch.zeros(2, 1, 3).expand(2, 4, 3),
+    "conjugated": lambda: torch.zeros(3, dtype=torch.cfloat).conj(),
+    "negated": lambda: torch.zeros(3, dtype=torch.cfloat).conj().imag,
+    "of inference mode": inference_tensor,
+    "empty": lambda: torch.zeros(0, 3),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["rank0", "mean", "parameter", "frozen"])
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_of_every_form_are_kept_alike(form: str, kind: str, backend: Backend) -> None:
+    if form == "of inference mode" and kind == "parameter":
+        return  # torch refuses it
+
+    def body(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        tensor = FORMS[form]()
+        if kind in ("parameter", "frozen"):
+            tensor = nn.Parameter(tensor, requires_grad=kind == "parameter")
+        model = Holding(held=tensor)
+        with torch.inference_mode(tensor.is_inference()):
+            # Of an expanded one all numbers are one.
+            model.held.detach().data[(0,) * tensor.dim() if tensor.numel() else ...] = rank + 1
+        policy = {"held": kind} if kind in ("rank0", "mean") else True
+        lockstep.parallelize(model, process_group=group, broadcast_buffers=policy)
+        assert not tensor.numel() or model.held.detach().abs().max() == 1
+        if kind in ("rank0", "mean"):
+            with torch.inference_mode(tensor.is_inference()):
+                model.held.data[(0,) * tensor.dim() if tensor.numel() else ...] = 3 + rank
+            model(torch.ones(1, 2)).sum().backward()
+            expected = 3.5 if kind == "mean" else 3
+            assert not tensor.numel() or model.held.abs().max() == expected
+        return model.held.detach().clone()
+
+    first, second = run_ranks(2, body, backend=backend)
+    assert torch.equal(first, second)
+
+
+def test_a_buffer_of_which_there_is_a_view_follows() -> None:
+    class Viewing(Holding):
+        def __init__(self) -> None:
+            super().__init__(held=torch.zeros(4))
+            self.view = self.held[:2]
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Viewing(), process_group=group)
+        for step in range(3):
+            model.held.fill_(10 * step + rank)
+            model(torch.ones(1, 2)).sum().backward()
+            assert model.held.tolist() == [10 * step] * 4
+            assert model.view.tolist() == [10 * step] * 2
+
+    run_ranks(2, body)
+
+
+def test_a_buffer_that_is_held_later_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Holding(held=torch.zeros(4)), process_group=group)
+        view = model.held[:2]
+        for _ in range(12):
+            model.held.fill_(rank)
+            model(torch.ones(1, 2)).sum().backward()
+        assert model.held.tolist() == [rank] * 4
+        del view
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.held.tolist() == [0] * 4
+
+    run_ranks(2, body)
+    said = [r.getMessage() for r in caplog.records if "has not been kept alike" in r.getMessage()]
+    assert len(said) == 1  # by rank 1, which was to follow
+    assert "The buffer 'held' has not been kept alike on all ranks in the last 10" in said[0]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("how", ["scripted", "traced"])
+def test_buffers_of_scripted_modules_follow(how: str) -> None:
+    def make() -> nn.Module:
+        part = nn.BatchNorm1d(2)
+        return (
+            torch.jit.script(part) if how == "scripted" else torch.jit.trace(part, torch.ones(3, 2))
+        )
+
+    made = [make(), make()]
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        model = nn.Sequential(made[rank], nn.Linear(2, 1))
+        lockstep.parallelize(model, process_group=group)
+        for step in range(3):
+            model(torch.arange(6.0).view(3, 2) * (1 + rank + step)).sum().backward()
+        return [model[0].running_mean.clone(), model[0].weight.grad]
+
+    first, second = run_ranks(2, body)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, None], ids=str)
+def test_gradients_of_another_dtype_than_their_parameters(grad_dtype: torch.dtype | None) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        weight = nn.Parameter(torch.ones(5, 4, dtype=torch.bfloat16))
+        weight.grad_dtype = grad_dtype
+        model = lockstep.parallelize(Holding(weight=weight), process_group=group)
+        for _ in range(2):
+            model.zero_grad()
+            (weight.float() * (1 + rank * 2**-7)).sum().backward()
+        assert weight.grad.dtype == (grad_dtype or torch.bfloat16)
+        return weight.grad
+
+    first, second = run_ranks(2, body)
+    assert torch.equal(first, second)
+    # The mean takes a bit more than bfloat16 has.
+    assert first[0, 0] == 1 + 2**-8 if grad_dtype else first[0, 0] in (1, 1 + 2**-7)
+
+
+def test_parameters_that_are_swapped_for_others_are_refused() -> None:
+    """torch would put them into the model without their hooks, so that no gradient is reduced."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(2, 1), process_group=group)
+        with pytest.raises(RuntimeError, match=r"Couldn't swap Linear\.weight"):
+            model.double()
+
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        run_ranks(2, body)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_parameters_that_are_computed_are_refused_by_name() -> None:
+    """As those of a copy of a scripted module are: no gradient is ever added to them."""
+    part = torch.jit.script(nn.BatchNorm1d(2))
+    made = [copy.deepcopy(part), copy.deepcopy(part)]
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        with pytest.raises(ModelError, match=r"'0\.weight' is computed from another tensor"):
+            lockstep.parallelize(nn.Sequential(made[rank]), process_group=group)
 
     run_ranks(2, body)

@@ -11,6 +11,7 @@ from lockstep.comm.exchange import (
     have_same,
     start_all_reduce,
     sum_rows,
+    without_repeats,
     zero_buffer,
 )
 from lockstep.comm.roll import (
@@ -43,5 +44,6 @@ __all__ = [
     "start_all_reduce",
     "sum_in_step",
     "sum_rows",
+    "without_repeats",
     "zero_buffer",
 ]

@@ -119,7 +119,7 @@ class TensorBroadcast:
         self._source = source
         self._transfers: list[tuple[list[torch.Tensor], torch.Tensor, dist.Work]] = []
         for chunk in _chunks(tensors):
-            wire = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in chunk])
+            wire = torch.cat([_bytes_of(tensor) for tensor in chunk])
             self._transfers.append((chunk, wire, group.broadcast([wire], options)))
 
     def finish(self, may_write: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
@@ -144,10 +144,11 @@ class TensorBroadcast:
                 ) from error
             if self._group.rank() == self._source:
                 continue
-            parts = wire.split([tensor.numel() * tensor.element_size() for tensor in chunk])
-            for tensor, part in zip(chunk, parts, strict=True):
+            stored = [without_repeats(tensor.data) for tensor in chunk]
+            parts = wire.split([tensor.numel() * tensor.element_size() for tensor in stored])
+            for tensor, own, part in zip(chunk, stored, parts, strict=True):
                 if may_write(tensor):
-                    tensor.data.copy_(part.view(tensor.dtype).view(tensor.shape))
+                    own.copy_(part.view(own.dtype).view(own.shape))
 
 
 def broadcast_tensors(
@@ -155,6 +156,20 @@ def broadcast_tensors(
 ) -> None:
     """Give every rank the values that ``tensors`` have on rank ``source``, and wait for it."""
     TensorBroadcast(group, tensors, source).finish()
+
+
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of an expanded tensor that has each number in its memory once."""
+    if tensor.layout is torch.strided:
+        for dim in reversed(range(tensor.dim())):
+            if not tensor.stride(dim) and tensor.shape[dim] > 1:
+                tensor = tensor.select(dim, 0)
+    return tensor
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    plain = without_repeats(tensor.detach()).resolve_conj().resolve_neg()
+    return plain.contiguous().view(-1).view(torch.uint8)
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -7,6 +7,7 @@ from lockstep.grad.comm_hook import CommHook, GradBucket
 from lockstep.grad.reducer import Phase, Reducer
 from lockstep.grad.sparse import SparseGradient
 from lockstep.grad.turns import Turns
+from lockstep.grad.views import gradient_dtype
 
 __all__ = [
     "MIB",
@@ -19,4 +20,5 @@ __all__ = [
     "SparseGradient",
     "Turns",
     "assign_buckets",
+    "gradient_dtype",
 ]

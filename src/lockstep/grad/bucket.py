@@ -14,7 +14,7 @@ from lockstep.comm import can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ParameterChanged
 from lockstep.grad.arrivals import TOUCHED_NOW
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
-from lockstep.grad.views import view_like
+from lockstep.grad.views import gradient_dtype, view_like
 
 T = TypeVar("T")
 
@@ -79,12 +79,13 @@ class Bucket:
         self.scales_on_the_way = sum(sizes) >= _COARSE_NUMEL * len(sizes)
         self._chunk = max(1, _CHUNK_NUMEL * len(sizes) // max(1, sum(sizes)))
         self.averages = False
+        dtype = gradient_dtype(first)
         if buffers_from is None:
-            self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+            self._buffer = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
             self._gradients, self.tail = self._buffer, self._buffer.new_zeros(tail_size)
         else:
             numel = sum(sizes) + tail_size
-            self._buffer = zero_buffer(buffers_from, numel, first.dtype, first.device)
+            self._buffer = zero_buffer(buffers_from, numel, dtype, first.device)
             self._gradients, self.tail = self._buffer.split([sum(sizes), tail_size])
             self.averages = not self.scales_on_the_way and can_average(buffers_from, first.device)
         self._offsets = [0, *itertools.accumulate(sizes)]
@@ -308,9 +309,11 @@ class Bucket:
     def _changed(self, parameter: torch.nn.Parameter) -> ParameterChanged:
         """What to say when torch, which compares them, refuses a view as a gradient."""
         place = self._place_of(parameter)
-        name, now, was = self.parameter_names[place], parameter, self._views[place]
+        name, view = self.parameter_names[place], self._views[place]
+        now = _describe(parameter, gradient_dtype(parameter))
+        was = _describe(view, view.dtype)
         return ParameterChanged(
-            f"{name!r} is {_describe(now)}, but was {_describe(was)} when it was made parallel. "
+            f"The gradient of {name!r} is {now}, but was {was} when it was made parallel. "
             "Build the model as it is to be trained, then call parallelize() or "
             "DistributedDataParallel()."
         )
@@ -393,6 +396,5 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
-def _describe(tensor: torch.Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{tuple(tensor.shape)} {dtype} on {tensor.device}"
+def _describe(tensor: torch.Tensor, dtype: torch.dtype) -> str:
+    return f"{tuple(tensor.shape)} {str(dtype).removeprefix('torch.')} on {tensor.device}"

@@ -22,6 +22,7 @@ from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.same_data import SameData
 from lockstep.grad.sparse import SparseGradient
 from lockstep.grad.turns import Turns
+from lockstep.grad.views import gradient_dtype
 from lockstep.grad.wording import failed_elsewhere, late, naming, tell_of_unused
 
 # At the end of the last bucket: on how many ranks the backward failed, and their numbers added up.
@@ -540,8 +541,11 @@ class Reducer:
         dense = set(arrivals.order[: arrivals.num_dense])
         # The last bucket is there even if it is empty: it carries the facts.
         groups = assign_buckets(
-            [parameter.numel() * parameter.element_size() for parameter in self._parameters],
-            [(parameter.dtype, parameter.device) for parameter in self._parameters],
+            [
+                parameter.numel() * gradient_dtype(parameter).itemsize
+                for parameter in self._parameters
+            ],
+            [(gradient_dtype(parameter), parameter.device) for parameter in self._parameters],
             [index for index in order if index in dense],
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,

@@ -5,6 +5,14 @@ from __future__ import annotations
 import torch
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype of the gradient of ``parameter``: its own, unless it has a ``grad_dtype``."""
+    dtype: torch.dtype | None = (
+        getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
+    )
+    return parameter.dtype if dtype is None else dtype
+
+
 def view_like(buffer: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
     """The elements of ``buffer`` from ``start`` on, in the shape of ``parameter``.
 

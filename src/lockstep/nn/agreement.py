@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.comm import all_gather_bytes, have_same
 from lockstep.errors import ModelError, ModelMismatch
+from lockstep.grad import gradient_dtype
 
 # Each tensor's name, and what about it must be the same on all ranks.
 _Description = dict[str, str]
@@ -78,6 +79,10 @@ def describe(module: nn.Module) -> _Description:
     for name, parameter in module.named_parameters():
         kind = "a parameter" if parameter.requires_grad else "a frozen parameter"
         description[name] = f"{kind} {_form(parameter)}"
+        if parameter.requires_grad and not is_lazy(parameter):
+            of = gradient_dtype(parameter)
+            if of != parameter.dtype:
+                description[name] += f" with a gradient of {str(of).removeprefix('torch.')}"
     for name, buffer in module.named_buffers():
         description[name] = f"a buffer {_form(buffer)}"
     return description

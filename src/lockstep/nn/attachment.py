@@ -164,6 +164,12 @@ def _refusal(
                 f"{name!r} has no shape yet. Run one forward on a sample before making the model "
                 "parallel."
             )
+        if parameter.requires_grad and not parameter.is_leaf:
+            return ModelError(
+                f"{name!r} is computed from another tensor, which gets the gradients. Set it to "
+                "nn.Parameter(value.detach()), or, if it is of a copied ScriptModule, copy the "
+                "model before scripting it."
+            )
         trained |= parameter.requires_grad
         other = _owner_of(parameter)
         if other is not None and other not in inner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -10,8 +11,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.comm import TensorBroadcast, start_all_reduce
+from lockstep.comm import TensorBroadcast, start_all_reduce, without_repeats
+
+_log = logging.getLogger(__name__)
+
+# After how many backwards in a row that leave a buffer alone something is said of it.
+_LEFT_ALONE_TOO_OFTEN = 10
 
 BufferPolicy = Literal["rank0", "mean", "local", "late"]
 
@@ -71,6 +78,9 @@ class Buffers:
         # Those modules that own buffers, and which of them: to look through all modules costs a
         # millisecond a step for a few hundred.
         self._owners: list[_Owner] = []
+        # Buffers that others hold too, such as a view of one or a scripted module: how many do.
+        self._num_holders = WeakIdKeyDictionary()
+        self._num_left_alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.look(module, leave_out)
 
     def follow(self, broadcast_buffers: BroadcastBuffers, module: nn.Module) -> None:
@@ -85,17 +95,20 @@ class Buffers:
             _Owner(weakref.ref(part), name, full, policy)
             for path, part in module.named_modules()
             if id(part) not in others
-            for name in part._buffers
+            for name in part._buffers.keys()  # noqa: SIM118 - scripted modules' can't be iterated
             if (full := f"{path}.{name}" if path else name) not in self._ignored
             and (policy := policy_of(full, self._broadcast_buffers)) != "local"
         ]
+        for tensor in self.named().values():
+            if (num_holders := _num_holders(tensor)) > 1:
+                self._num_holders.setdefault(tensor, num_holders)
 
     def named(self, *policies: str) -> dict[str, torch.Tensor]:
         """The buffers that have one of ``policies``, each once; all that follow, without."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for owner in self._owners:
             module = owner.module()
-            tensor = module._buffers.get(owner.name) if module is not None else None
+            tensor = getattr(module, owner.name, None)
             if tensor is not None and (not policies or owner.policy in policies):
                 found.setdefault(id(tensor), (owner.full_name, tensor))
         return dict(found.values())
@@ -113,7 +126,33 @@ class Buffers:
             self.source,
             list(self.named(followers).values()),
             list(self.named(means).values()),
+            self._is_free,
         )
+
+    def _is_free(self, tensor: torch.Tensor) -> bool:
+        """Whether no graph holds ``tensor`` that autograd will run backward.
+
+        Autograd doesn't tell, but whoever else holds it has mostly done so from the start.
+        """
+        num_holders = _num_holders(tensor)
+        if num_holders == 1:
+            return True
+        usual = self._num_holders.get(tensor, 1)
+        if num_holders <= usual:
+            self._num_holders[tensor] = num_holders
+            self._num_left_alone.pop(tensor, None)
+            return True
+        count = self._num_left_alone[tensor] = self._num_left_alone.get(tensor, 0) + 1
+        if count == _LEFT_ALONE_TOO_OFTEN:
+            name = next(name for name, own in self.named().items() if own is tensor)
+            _log.warning(
+                "The buffer %r has not been kept alike on all ranks in the last %s backwards: a "
+                "view of it that was made since, or a graph that is kept, holds it, and a backward "
+                "may need what is there. Make the view anew in each forward.",
+                name,
+                count,
+            )
+        return False
 
 
 class _Owner(NamedTuple):
@@ -140,7 +179,7 @@ class _Hooked:
 class _OnTheirWay:
     """Buffers that are being exchanged.
 
-    None is written that autograd has saved for a backward to come, which would compute with
+    None is written that autograd may have saved for a backward to come, which would compute with
     another value than its forward: it follows with the next backward. Shown by
     test_a_buffer_that_autograd_has_saved_is_left_alone.
     """
@@ -151,30 +190,33 @@ class _OnTheirWay:
         source: int,
         followers: list[torch.Tensor],
         means: list[torch.Tensor],
+        is_free: Callable[[torch.Tensor], bool],
     ) -> None:
+        self._is_free = is_free
         counts = [tensor for tensor in means if not _has_mean(tensor)]
         self._broadcast = TensorBroadcast(group, [*followers, *counts], source)
         self._means: list[tuple[torch.Tensor, torch.Tensor, Callable[[], object]]] = []
         for tensor in means:
             if _has_mean(tensor):
-                total = tensor.detach().clone(memory_format=torch.contiguous_format)
+                own = without_repeats(tensor.detach()).resolve_conj()
+                total = own.clone(memory_format=torch.contiguous_format)
                 total.div_(group.size())
                 self._means.append((tensor, total, start_all_reduce(group, total).wait))
 
     def finish(self) -> None:
         """Wait, and write what came, except where a backward still needs what is there."""
-        self._broadcast.finish(may_write=_is_free)
+        self._broadcast.finish(may_write=self._is_free)
         for tensor, total, wait in self._means:
             wait()
-            if _is_free(tensor):
-                tensor.data.copy_(total)
+            if self._is_free(tensor):
+                without_repeats(tensor.data).copy_(total)
 
 
 def _has_mean(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _is_free(tensor: torch.Tensor) -> bool:
-    """Whether only Python holds ``tensor``, and not a graph that autograd will run backward."""
+def _num_holders(tensor: torch.Tensor) -> int:
+    """How many hold ``tensor``: Python counts as one, and so does each view and each graph."""
     use_count: int = tensor._use_count()  # type: ignore[attr-defined]
-    return use_count == 1
+    return use_count

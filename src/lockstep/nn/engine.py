@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lockstep.comm import all_gather_bytes, broadcast_tensors
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
-from lockstep.grad import MIB, Phase, Reducer, Turns
+from lockstep.grad import MIB, Phase, Reducer, Turns, gradient_dtype
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import conductor_of
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
@@ -160,7 +160,7 @@ class Engine:
 
     def _describe(self, module: nn.Module) -> tuple[object, ...]:
         """What of the module makes a difference here."""
-        own = [(id(p), p.requires_grad, p.dtype) for _, p in self._own_parameters(module)]
+        own = [(id(p), p.requires_grad, gradient_dtype(p)) for _, p in self._own_parameters(module)]
         return own, [name for name, _ in module.named_buffers()]
 
     def _own_parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:

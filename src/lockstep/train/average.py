@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import start_all_reduce
-from lockstep.grad import MIB, TOUCHED_EARLIER, Bucket, SparseGradient, assign_buckets
+from lockstep.grad import (
+    MIB,
+    TOUCHED_EARLIER,
+    Bucket,
+    SparseGradient,
+    assign_buckets,
+    gradient_dtype,
+)
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import finish_failed
 from lockstep.nn.engine import with_sparse_gradients
@@ -86,8 +93,8 @@ def _average(
     if total == 0:
         raise ValueError("Every rank gave a weight of 0, so there is nothing to average.")
     groups = assign_buckets(
-        [p.numel() * p.element_size() for p in parameters],
-        [(p.dtype, p.device) for p in parameters],
+        [p.numel() * gradient_dtype(p).itemsize for p in parameters],
+        [(gradient_dtype(p), p.device) for p in parameters],
         [i for i, p in enumerate(parameters) if id(p) not in sparse],
         cap_bytes=_CAP_BYTES,
     )
