@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ _watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Engine]] = (
     weakref.WeakKeyDictionary()
 )
 _registration_hooks: list[RemovableHandle] = []
+# By the forms of their parameters, the class names of models that are or were parallel.
+_names_by_form: dict[frozenset[tuple[object, int]], str] = {}
 _stale: weakref.WeakSet[Engine] = weakref.WeakSet()
 _forward_hooks: list[RemovableHandle] = []
 
@@ -49,6 +52,7 @@ def watch(engine: Engine) -> None:
         _num_watched += 1
         if engine.module is not None:
             _watch_parts(engine, engine.module)
+            _names_by_form[_form_of(engine.parameters)] = type(engine.module).__name__
 
 
 def mark_stale(engine: Engine) -> None:
@@ -70,6 +74,16 @@ def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
     wanted = {id(parameter) for parameter in parameters}
     with _lock:
         return [engine for engine in _engines if engine.looks_after(wanted)]
+
+
+def parallel_model_like(parameters: Iterable[torch.Tensor]) -> str | None:
+    """The name of a parallel model whose parameters have the forms of ``parameters``; only once."""
+    with _lock:
+        return _names_by_form.pop(_form_of(parameters), None)
+
+
+def _form_of(parameters: Iterable[torch.Tensor]) -> frozenset[tuple[object, int]]:
+    return frozenset(Counter((p.shape, p.dtype) for p in parameters if p.requires_grad).items())
 
 
 def _watch_parts(engine: Engine, module: nn.Module) -> None:

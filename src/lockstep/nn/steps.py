@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
-from lockstep.nn.changes import engines_with, num_watched
+from lockstep.nn.changes import engines_with, num_watched, parallel_model_like
 
 if TYPE_CHECKING:
     from lockstep.nn.engine import Engine
@@ -67,6 +67,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         before = seen.num_backwards if seen is not None else {}
         seen = _seen[optimizer] = _Seen(optimizer)
         seen.num_backwards.update(before)
+        if not seen.num_backwards:
+            _tell_of_copy(optimizer)
         if _is_in_a_step():
             return  # of an optimizer that has others inside, and has been here already
     for engine, num_backwards in list(seen.num_backwards.items()):
@@ -81,6 +83,23 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         if engine.num_backwards == num_backwards:
             _take_part(engine)
         seen.num_backwards[engine] = engine.num_backwards_stepped = engine.num_backwards
+
+
+def _tell_of_copy(optimizer: Optimizer) -> None:
+    """Warn if ``optimizer`` trains what seems to be a copy of a parallel model, and isn't parallel.
+
+    ``copy.deepcopy`` and ``pickle`` make plain models, as an EMA or a checkpoint wants them.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    name = parallel_model_like(parameters)
+    if name is not None:
+        _log.warning(
+            "This %s trains a model that has the same parameters as a parallel %s, and is not "
+            "parallel: each rank trains its own. If it is a copy (copy.deepcopy and pickle make "
+            "plain models), call lockstep.parallelize() on it. (This is said once for a model.)",
+            type(optimizer).__name__,
+            name,
+        )
 
 
 def _is_in_a_step() -> bool:

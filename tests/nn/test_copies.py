@@ -1,0 +1,67 @@
+"""Copies of parallel models: plain models, which train by themselves on each rank."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from tests.nn.test_parallelize import net, parts
+from tests.ranks import run_ranks
+
+SAID = "has the same parameters as a parallel Net, and is not parallel"
+
+
+def save_and_load(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def train(model: nn.Module, rank: int, num_steps: int = 2) -> None:
+    decayed, plain = list(model.parameters())[::2], list(model.parameters())[1::2]
+    optimizer = torch.optim.SGD([{"params": decayed, "weight_decay": 0.1}, {"params": plain}], 0.1)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(parts(2)[rank]).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load]
+)
+def test_a_copy_that_is_trained_is_told_of_once(
+    copied: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        model = lockstep.parallelize(net(), process_group=group)
+        model = copied(model)  # the first is gone
+        train(model, rank)
+        model = lockstep.parallelize(model, process_group=group)
+        train(model, rank)
+        return [p.detach() for p in model.parameters()]
+
+    first, second = run_ranks(2, body)
+    assert all(map(torch.equal, first, second))
+    assert [SAID in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_nothing_is_said_of_a_copy_that_is_not_trained(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(net(), process_group=group)
+        average = copy.deepcopy(model)
+        train(model, rank)
+        average(parts(2)[rank])
+        other = nn.Linear(3, 1)
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+
+    run_ranks(2, body)
+    assert "parallel" not in caplog.text
