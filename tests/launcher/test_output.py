@@ -182,3 +182,29 @@ def test_run_log_dir_that_cannot_be_made_is_named(bench: Bench) -> None:
     assert done.returncode == 2
     assert "file/logs" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_run_goes_on_without_logs_when_the_disk_is_full(bench: Bench) -> None:
+    """And with the log of a rank whose disk isn't."""
+    script = bench.script(
+        """
+        import os, time
+        print("hello")
+        print("more")
+        if os.environ["RANK"] == "0":
+            while not os.path.exists("ended"):
+                time.sleep(0.01)
+            os._exit(7)
+        open("ended", "w").close()
+        """
+    )
+    logs = bench.directory / "logs"
+    logs.mkdir()
+    (logs / "rank-0.log").symlink_to("/dev/full")
+    done = bench.run("run", "-n", 2, "--log-dir", "logs", script)
+    assert done.returncode == 7, done.stderr
+    assert lines_of(done.stdout, 0) == ["hello", "more"]
+    assert "lockstep: the log of rank 0 ends here: No space left on device." in done.stderr
+    assert "failed first: exit code 7" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (logs / "rank-1.log").read_text() == "hello\nmore\n"

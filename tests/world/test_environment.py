@@ -134,6 +134,11 @@ def test_a_rank_outside_the_world_is_an_error(name: str) -> None:
         detect(TORCHRUN | {name: "9"})
 
 
+def test_more_ranks_on_a_host_than_in_the_world_are_an_error() -> None:
+    with pytest.raises(InitError, match=r"LOCAL_WORLD_SIZE is 8, but .* the world of 4"):
+        detect(TORCHRUN | {"LOCAL_WORLD_SIZE": "8"})
+
+
 @pytest.mark.parametrize(
     ("visible", "num"), [(None, 8), ("", 0), ("0,3", 2), ("GPU-a, GPU-b ,", 2), ("0,1,2,9,10", 5)]
 )

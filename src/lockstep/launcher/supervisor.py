@@ -134,5 +134,6 @@ def _conclude(outcome: Outcome, descriptors: Descriptors) -> NoReturn:
             pickle.dump(outcome, pipe)
     elif outcome.message is not None:
         with contextlib.suppress(OSError):  # the terminal may be what is gone
-            os.write(2, f"lockstep: {outcome.message}\n".encode())
+            # Escaped as in Python's own tracebacks is what has no encoding: a lone surrogate.
+            os.write(2, f"lockstep: {outcome.message}\n".encode(errors="backslashreplace"))
     os._exit(outcome.exit_status)

@@ -75,6 +75,12 @@ def detect(environ: Mapping[str, str]) -> Placement:
     """
     place = _detect(environ)
     _check_range("RANK", place.rank, place.world_size)
+    if place.local_world_size is not None and place.local_world_size > place.world_size:
+        raise InitError(
+            f"LOCAL_WORLD_SIZE is {place.local_world_size}, but there can't be more ranks on this "
+            f"host than in the world of {place.world_size}. Start the ranks with 'lockstep run', "
+            "which counts them."
+        )
     if place.local_rank is not None and place.local_world_size is not None:
         _check_range("LOCAL_RANK", place.local_rank, place.local_world_size)
     return place
