@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from lockstep.errors import InitError
@@ -27,12 +29,15 @@ SLURM = {
 }  # fmt: skip
 
 
+environment_of = partial(rank_environment, world_size=2, local_rank=1, local_world_size=2)
+
+
 def test_nothing_started_it() -> None:
     assert detect({}) == Placement(Starter.NOTHING)
 
 
 def test_lockstep_run_is_read_back_as_it_was_written() -> None:
-    written = rank_environment(run_id="abc", rank=1, world_size=2, master_port=4321, num_threads=3)
+    written = environment_of(run_id="abc", rank=1, master=("127.0.0.1", 4321), num_threads=3)
     assert written["OMP_NUM_THREADS"] == "3"
     assert detect(written) == Placement(
         Starter.LOCKSTEP, 1, 2, 1, 2, ("127.0.0.1", 4321), "abc", agent_hosts_store=True
@@ -109,7 +114,7 @@ def test_the_batch_script_of_a_slurm_job_is_no_rank() -> None:
 
 
 def test_the_innermost_starter_wins() -> None:
-    ours = rank_environment(run_id="a", rank=0, world_size=2, master_port=1, num_threads=1)
+    ours = environment_of(run_id="a", rank=0, master=("127.0.0.1", 1), num_threads=1)
     assert detect(SLURM | MPICH).starter is Starter.MPICH
     assert detect(SLURM | MPICH | TORCHRUN).starter is Starter.TORCHRUN
     assert detect(SLURM | TORCHRUN | ours).starter is Starter.LOCKSTEP

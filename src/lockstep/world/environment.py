@@ -106,28 +106,30 @@ def rank_environment(
     run_id: str,
     rank: int,
     world_size: int,
-    master_port: int,
+    local_rank: int,
+    local_world_size: int,
+    master: tuple[str, int],
     num_threads: int,
 ) -> dict[str, str]:
-    """The variables that ``lockstep run`` sets for one rank of a run on one host.
+    """The variables that ``lockstep run`` sets for one rank.
 
     They are those of torchrun, so that scripts written for it run unchanged, and one more by
-    which :func:`detect` knows us. The store on ``master_port`` is the launcher's, which is what
+    which :func:`detect` knows us. The store at ``master`` is the launcher's, which is what
     ``TORCHELASTIC_USE_AGENT_STORE`` tells torch: no rank has to open it.
     """
     return {
         RUN_ID: run_id,
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
         "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(master_port),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": run_id,
         "OMP_NUM_THREADS": str(num_threads),
-        **gloo_environment(),
+        **(gloo_environment() if local_world_size == world_size else {}),
     }
 
 
