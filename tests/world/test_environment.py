@@ -9,7 +9,7 @@ import pytest
 from lockstep.errors import InitError
 from lockstep.world import Placement, Starter, detect, rank_environment
 from lockstep.world.device import choose_backend, choose_device
-from lockstep.world.environment import num_visible_gpus
+from lockstep.world.environment import STORE, num_visible_gpus
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -42,6 +42,13 @@ def test_lockstep_run_is_read_back_as_it_was_written() -> None:
     assert detect(written) == Placement(
         Starter.LOCKSTEP, 1, 2, 1, 2, ("127.0.0.1", 4321), "abc", agent_hosts_store=True
     )
+
+
+def test_the_store_of_lockstep_run_is_not_that_of_a_torchrun_inside_it() -> None:
+    written = environment_of(run_id="abc", rank=1, master=("127.0.0.1", 4321), num_threads=3)
+    written |= {STORE: "4321:/proc/1/fd/5"}
+    assert detect(written).store_path == "/proc/1/fd/5"
+    assert detect(written | TORCHRUN).store_path is None
 
 
 def test_torchrun() -> None:

@@ -50,10 +50,15 @@ def a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(world_module, "_current", None)
+    files: list[dict[str, int]] = [{}, {}]
     monkeypatch.setattr(rendezvous, "_held_open", {})
+    monkeypatch.setattr(rendezvous, "_open_files", files[0])
+    monkeypatch.setattr(rendezvous, "_created", files[1])
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+    for file in [*files[0].values(), *files[1].values()]:
+        os.close(file)
 
 
 def free_port() -> int:
@@ -197,28 +202,27 @@ def test_the_interface_towards_a_host() -> None:
     assert interface_towards("no-such-host.invalid") is None
 
 
-def test_a_stranger_learns_no_port(monkeypatch) -> None:
-    """The socket that tells the port looks at who asks, and the asker at who answers."""
-    outcomes: list[object] = []
+def test_a_name_cannot_be_taken_before_the_ranks_come() -> None:
     places = placements(2)
+    job = places[0].job_id
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(f"\0lockstep/{os.getuid()}/{job}")
+        stranger.listen()
+        assert together(places, LATER) == [["I am 0", "I am 1"]] * 2
 
-    def ask() -> None:
-        try:
-            meet(places[1], SOON)
-        except errors.RendezvousFailed as error:
-            outcomes.append(error)
 
-    real = os.getuid
-    me = threading.get_ident()
-    # To rank 0, in this thread, everyone else is somebody else.
-    monkeypatch.setattr(os, "getuid", lambda: real() + (threading.get_ident() == me))
-    monkeypatch.setattr(rendezvous, "_name_of", lambda job: f"{chr(0)}lockstep-test/{job}")
-    asking = threading.Thread(target=ask)
-    asking.start()
-    with pytest.raises(errors.RendezvousFailed, match="waited in vain for rank 1"):
-        meet(places[0], SOON)
-    asking.join()
-    assert len(outcomes) == 1
+def test_the_file_of_another_user_is_not_taken_for_a_store(monkeypatch) -> None:
+    place = placements(2)[1]
+    name = rendezvous._name_of(str(place.job_id))
+    file = os.memfd_create(f"{name}-{os.getpid()}")
+    try:
+        assert rendezvous._file_of_rank_0(name) == f"/proc/{os.getpid()}/fd/{file}"
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert rendezvous._file_of_rank_0(name) is None
+        with pytest.raises(errors.RendezvousFailed, match="did not find rank 0"):
+            meet(place, SOON)
+    finally:
+        os.close(file)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +375,7 @@ def test_two_jobs_do_not_meet() -> None:
 def test_ranks_missing_from_a_job_are_named() -> None:
     outcomes = together(placements(4)[:2], SOON)
     assert all(isinstance(outcome, errors.RendezvousFailed) for outcome in outcomes)
-    assert "rank 2, 3 of 4" in str(outcomes[0])
+    assert "did not see rank 2, 3" in str(outcomes[0])
 
 
 def test_rank_0_missing_from_a_job_is_named() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import uuid
 from typing import NamedTuple
 
 from lockstep.launcher.job import Job, Meeting
 from lockstep.launcher.peers import Peers
-from lockstep.world.environment import rank_environment
+from lockstep.world.environment import STORE, rank_environment
 
 _BACKLOG = 1024  # every rank may connect before the store accepts the first
 
@@ -39,6 +41,11 @@ def alone(job: Job) -> tuple[Host, int]:
     port = listener.getsockname()[1]
     size = job.num_ranks
     environments = _environments(job, uuid.uuid4().hex, ("127.0.0.1", port), range(size), size)
+    # Any user of this host can write to a store on loopback. It is for what expects one there;
+    # lockstep.init() uses a file without a name, which is open in this process alone.
+    if sys.platform == "linux":
+        path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
+        environments = [environment | {STORE: f"{port}:{path}"} for environment in environments]
     return Host(range(size), size, environments), listener.detach()
 
 

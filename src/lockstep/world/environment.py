@@ -16,6 +16,8 @@ from enum import Enum
 from lockstep.errors import InitError
 
 RUN_ID = "LOCKSTEP_RUN_ID"
+# The port of a run's store and, after a colon, the path of the file that is used instead.
+STORE = "LOCKSTEP_STORE"
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 # SLURM gives no port. Those below the range from which the kernel picks at random (32768 and
@@ -43,8 +45,9 @@ class Placement:
     ``local_rank`` and ``local_world_size`` are None where the starter doesn't tell; the ranks
     then find out by comparing the names of their hosts. ``master`` is (host, port) of the store,
     which the starter's agent holds open if ``agent_hosts_store``, else rank 0; it is None where
-    the ranks of one host find each other by ``job_id`` instead. ``one_device_per_task`` says
-    that each rank was given a GPU of its own and sees no other.
+    the ranks of one host find each other by ``job_id`` instead. ``store_path`` is where they find
+    a store that is a file. ``one_device_per_task`` says that each rank was given a GPU of its own
+    and sees no other.
     """
 
     starter: Starter
@@ -54,6 +57,7 @@ class Placement:
     local_world_size: int | None = 1
     master: tuple[str, int] | None = None
     job_id: str | None = None
+    store_path: str | None = None
     agent_hosts_store: bool = False
     one_device_per_task: bool = False
 
@@ -166,6 +170,7 @@ def _from_torch_variables(environ: Mapping[str, str], starter: Starter) -> Place
             "with 'lockstep run' or torchrun, which set them all, or unset RANK and WORLD_SIZE "
             "to run on one rank."
         )
+    port, _, path = environ.get(STORE, "").partition(":")
     return Placement(
         starter,
         rank=_number(environ, "RANK"),
@@ -174,6 +179,8 @@ def _from_torch_variables(environ: Mapping[str, str], starter: Starter) -> Place
         local_world_size=_number_or_none(environ, "LOCAL_WORLD_SIZE"),
         master=(environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")),
         job_id=environ.get(RUN_ID) or environ.get("TORCHELASTIC_RUN_ID"),
+        # What is started inside such a run, by torchrun say, has a port and a store of its own.
+        store_path=path if port == environ["MASTER_PORT"] else None,
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
