@@ -6,7 +6,10 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 import time
+
+import psutil
 
 from tests.launcher.bench import Bench, until
 
@@ -115,3 +118,39 @@ def test_ctrl_c_lets_a_script_clean_up(bench: Bench) -> None:
     assert run.wait(5) == 130
     assert run.stdout.read() == "[rank 0] saving\n"
     assert "Traceback" not in run.stderr.read()
+
+
+# Nothing of the run is to be seen in the first but its parents.
+HIDDEN = """
+    import os, subprocess, time
+    environment = {"PATH": os.environ["PATH"]}
+    hidden = subprocess.Popen(["sleep", "1000"], start_new_session=True, env=environment)
+    subprocess.run(["sh", "-c", "sleep 0.1 & echo $! > orphan"], env=environment)
+    print(hidden.pid, flush=True)
+    while True:
+        time.sleep(100)
+    """
+
+
+def test_what_left_its_session_and_environment_ends_too(bench: Bench) -> None:
+    run = bench.start("run", "-n", 1, bench.script(HIDDEN))
+    assert run.stdout is not None
+    hidden = int(run.stdout.readline().removeprefix("[rank 0] "))
+    orphan = int((bench.directory / "orphan").read_text())
+    assert until(lambda: not psutil.pid_exists(orphan)), "it is left as a zombie"
+    assert psutil.pid_exists(hidden)
+    run.terminate()
+    assert run.wait(10) == 128 + signal.SIGTERM
+    assert until(lambda: not psutil.pid_exists(hidden))
+
+
+def test_what_was_there_before_the_launcher_is_left_alone(bench: Bench) -> None:
+    command = 'sleep 1000 > /dev/null 2>&1 & echo $!; exec "$@"'
+    run = [sys.executable, "-m", "lockstep", "run", "-n", "1", str(bench.script("print('ran')"))]
+    before, *output = subprocess.run(
+        ["sh", "-c", command, "sh", *run], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.splitlines()
+    assert output == ["[rank 0] ran"]
+    process = psutil.Process(int(before))
+    assert process.status() == psutil.STATUS_SLEEPING
+    process.kill()

@@ -63,6 +63,13 @@ def test_first_failure_is_reported_though_its_peers_fail_too(bench: Bench, kind:
     assert "runpy" not in verdict
 
 
+def test_message_that_has_no_encoding_is_told_all_the_same(bench: Bench) -> None:
+    done = bench.run("run", "-n", 1, bench.script("raise ValueError('bad name: \\udcff')"))
+    assert done.returncode == 1
+    assert "rank 0 of 1 failed first: exit code 1." in done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: bad name: \\udcff")
+
+
 def test_failure_ends_ranks_that_sleep_and_those_that_will_not_end(bench: Bench) -> None:
     meanwhile = """
     if rank == 0:

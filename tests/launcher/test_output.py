@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.launcher import output
 from lockstep.launcher.output import Labeller, LineSplitter
 from tests.launcher.bench import Bench, lines_of
 
@@ -28,6 +29,45 @@ def test_splitter_cuts_a_line_that_never_ends() -> None:
     assert splitter.feed(b"abc") == []
     assert splitter.feed(b"defghij") == [b"abcd\n", b"efgh\n"]
     assert splitter.finish() == [b"ij\n"]
+
+
+def test_splitter_looks_at_each_byte_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a line is and however it comes: joined or searched anew, it would take hours."""
+    looked_at = 0
+
+    class Pattern:
+        def findall(self, data: bytes) -> list[bytes]:
+            nonlocal looked_at
+            looked_at += len(data)
+            # What doesn't end in a line's end is searched again from each of its bytes.
+            assert data.endswith((b"\n", b"\r"))
+            return [piece for piece in data.splitlines(keepends=True) if piece]
+
+    monkeypatch.setattr(output, "_PIECE", Pattern())
+    splitter = LineSplitter()
+    chunks = [b"x" * 1000] * 1000 + [b"y\nz"]
+    pieces = [piece for chunk in chunks for piece in splitter.feed(chunk)]
+    assert pieces == [b"x" * 1_000_000 + b"y\n"]
+    assert splitter.finish() == [b"z\n"]
+    assert looked_at < 2 * sum(map(len, chunks))
+
+
+def test_run_with_long_lines_still_sees_a_failure(bench: Bench) -> None:
+    script = bench.script(
+        """
+        import os, time
+        if os.environ["RANK"] == "0":
+            print("x" * 5_000_000)
+            open("written", "w").close()
+            time.sleep(1000)
+        while not os.path.exists("written"):
+            time.sleep(0.01)
+        raise SystemExit(3)
+        """
+    )
+    done = bench.run("run", "-n", 2, script)
+    assert done.returncode == 3
+    assert sum(len(line) for line in lines_of(done.stdout, 0)) == 5_000_000
 
 
 def shown(*writes: tuple[int, bytes]) -> bytes:
@@ -142,3 +182,29 @@ def test_run_log_dir_that_cannot_be_made_is_named(bench: Bench) -> None:
     assert done.returncode == 2
     assert "file/logs" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_run_goes_on_without_logs_when_the_disk_is_full(bench: Bench) -> None:
+    """And with the log of a rank whose disk isn't."""
+    script = bench.script(
+        """
+        import os, time
+        print("hello")
+        print("more")
+        if os.environ["RANK"] == "0":
+            while not os.path.exists("ended"):
+                time.sleep(0.01)
+            os._exit(7)
+        open("ended", "w").close()
+        """
+    )
+    logs = bench.directory / "logs"
+    logs.mkdir()
+    (logs / "rank-0.log").symlink_to("/dev/full")
+    done = bench.run("run", "-n", 2, "--log-dir", "logs", script)
+    assert done.returncode == 7, done.stderr
+    assert lines_of(done.stdout, 0) == ["hello", "more"]
+    assert "lockstep: the log of rank 0 ends here: No space left on device." in done.stderr
+    assert "failed first: exit code 7" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (logs / "rank-1.log").read_text() == "hello\nmore\n"

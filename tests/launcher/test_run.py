@@ -230,3 +230,29 @@ def test_more_ranks_than_the_system_allows(bench: Bench) -> None:
     assert "Too many open files" in done.stderr
     assert "ulimit -n" in done.stderr
     assert bench.processes() == []
+
+
+def test_run_keeps_what_the_ranks_tell_each_other_from_other_users(bench: Bench) -> None:
+    script = bench.script(
+        """
+        import os, subprocess
+        import torch.distributed as dist
+        import lockstep
+
+        world = lockstep.init()
+        # Any user can connect to this one.
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
+        )
+        print([key for key in store.list_keys() if "lockstep" in key or "default_pg" in key])
+        path = os.environ["LOCKSTEP_STORE"].partition(":")[2]
+        assert b"secret" in open(path, "rb").read()
+        if os.getuid() == 0:
+            other = subprocess.run(["cat", path], user=65534, capture_output=True, text=True)
+            assert "Permission denied" in other.stderr, other
+        dist.barrier()
+        """
+    )
+    done = bench.run("run", "-n", 2, script)
+    assert done.returncode == 0, done.stderr
+    assert [lines_of(done.stdout, rank) for rank in range(2)] == [["[]"], ["[]"]]

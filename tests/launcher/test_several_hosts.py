@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -13,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from lockstep.launcher.peers import _told
 from tests.launcher.bench import Bench, lines_of, until
 
 ALL_REDUCE = """
@@ -37,7 +42,12 @@ def free_port() -> int:
 
 
 def start_hosts(
-    bench: Bench, text: str, *, ranks: tuple[int, ...], numbered: bool = True
+    bench: Bench,
+    text: str,
+    *,
+    ranks: tuple[int, ...],
+    numbered: bool = True,
+    **options: object,
 ) -> list[subprocess.Popen[str]]:
     endpoint = f"127.0.0.1:{free_port()}"
     script = bench.script(text)
@@ -50,9 +60,21 @@ def start_hosts(
             "-n",
             number,
             script,
+            **options,
         )
         for host, number in enumerate(ranks)
     ]
+
+
+def start_host(bench: Bench, text: str, port: int, *options: object) -> subprocess.Popen[str]:
+    endpoint = f"127.0.0.1:{port}"
+    common = ["--nnodes", 2, "--rdzv-endpoint", endpoint, "--rdzv-timeout", 60, "-n", 1]
+    return bench.start("run", *common, *options, bench.script(text))
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_hosts_number_their_ranks_one_after_the_other(bench: Bench) -> None:
@@ -106,9 +128,12 @@ def test_ended_launcher_of_one_host_ends_all(bench: Bench) -> None:
     assert bench.processes() == []
 
 
-def test_killed_launcher_of_one_host_ends_all(bench: Bench) -> None:
+def test_killed_launcher_of_one_host_ends_all(bench: Bench, tmp_path: Path) -> None:
     text = "print('ready', flush=True); import time; time.sleep(1000)"
-    runs = start_hosts(bench, text, ranks=(1, 1))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environ = {**os.environ, "TMPDIR": str(temporary)}
+    runs = start_hosts(bench, text, ranks=(1, 1), env=environ)
     for run in runs:
         assert run.stdout is not None
         assert "ready" in run.stdout.readline()
@@ -117,6 +142,96 @@ def test_killed_launcher_of_one_host_ends_all(bench: Bench) -> None:
     assert runs[1].wait(1) != 0
     assert runs[1].stderr is not None
     assert "the host that keeps the store" in runs[1].stderr.read()
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.keeps_descriptors  # with a process's first store, torch opens a pipe for good
+def test_nothing_that_is_read_at_the_endpoint_is_executed(bench: Bench) -> None:
+    """torch's own rendezvous of hosts without numbers unpickles this."""
+    done = bench.directory / "executed"
+
+    class Touch:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (done,)
+
+    attack = base64.b64encode(pickle.dumps(Touch()))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    store.set("torch.rendezvous.lockstep", attack)
+    for key in ("run", "size/0", "size/1", "failed", "failure/0"):
+        store.set(f"lockstep/{key}", attack)
+    run = start_host(bench, "print('ran')", port, "--rdzv-timeout", 5)
+    out, err = run.communicate(timeout=60)
+    assert (run.returncode, out) == (2, "")
+    assert "each run a port of its own" in err
+    assert "Traceback" not in err
+    assert not done.exists()
+
+
+def test_strangers_at_the_endpoint_keep_nobody_waiting(bench: Bench) -> None:
+    port = free_port()
+    first = start_host(bench, "print('ran')", port, "--node-rank", 0)
+    strangers: list[socket.socket] = []
+
+    def listens() -> bool:
+        with contextlib.suppress(ConnectionError):
+            strangers.append(socket.create_connection(("127.0.0.1", port)))
+        return bool(strangers)
+
+    assert until(listens, 60)
+    for words in (b"GET / HTTP/1.1\r\n\r\n", bytes(100), b""):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(words)
+    second = start_host(bench, "print('ran')", port, "--node-rank", 1)
+    for run in (first, second):
+        _, err = run.communicate(timeout=60)
+        assert run.returncode == 0, err
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--node-rank", 0], "can't listen at the rendezvous endpoint"),
+        (["--node-rank", 1, "--rdzv-id", "other"], "run 'other' on 2 hosts, but those who meet"),
+        (["--node-rank", 1, "--nnodes", 3], "run 'lockstep' on 3 hosts, but those who meet"),
+    ],
+)
+def test_host_that_is_not_of_the_run_says_why(
+    bench: Bench, options: list[object], says: str
+) -> None:
+    port = free_port()
+    first = start_host(bench, "print('ran')", port, "--node-rank", 0)
+    assert until(lambda: is_open(port), 60)
+    stranger = start_host(bench, "print('ran')", port, *options)
+    _, err = stranger.communicate(timeout=60)
+    assert stranger.returncode == 2
+    assert says in err
+    second = start_host(bench, "print('ran')", port, "--node-rank", 1)
+    for run in (first, second):
+        _, err = run.communicate(timeout=60)
+        assert run.returncode == 0, err
+    assert not is_open(port)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"exit_status": "x"}', "\udcff"])
+def test_failure_of_another_host_that_cannot_be_read_is_a_failure(text: str) -> None:
+    assert _told(text).exit_status == 1
+
+
+def test_hosts_without_numbers_get_all_of_them(bench: Bench) -> None:
+    runs = start_hosts(bench, "print('ran')", ranks=(1, 1, 1), numbered=False)
+    out = "".join(run.communicate(timeout=100)[0] for run in runs)
+    assert [run.returncode for run in runs] == [0, 0, 0]
+    assert sorted(out.splitlines()) == [f"[rank {rank}] ran" for rank in range(3)]
 
 
 def test_waiting_for_other_hosts_can_be_interrupted(bench: Bench) -> None:
@@ -125,12 +240,7 @@ def test_waiting_for_other_hosts_can_be_interrupted(bench: Bench) -> None:
     run = bench.start(
         "run", "--nnodes", 2, "--node-rank", 0, "--rdzv-endpoint", f"127.0.0.1:{port}", script
     )
-
-    def listens() -> bool:
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", port)) == 0
-
-    assert until(listens, 20)
+    assert until(lambda: is_open(port), 20)
     asked_at = time.monotonic()
     run.send_signal(signal.SIGINT)
     assert run.wait(5) == 130

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from lockstep.errors import InitError
 from lockstep.world import Placement, Starter, detect, rank_environment
 from lockstep.world.device import choose_backend, choose_device
-from lockstep.world.environment import num_visible_gpus
+from lockstep.world.environment import STORE, num_visible_gpus
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -27,16 +29,26 @@ SLURM = {
 }  # fmt: skip
 
 
+environment_of = partial(rank_environment, world_size=2, local_rank=1, local_world_size=2)
+
+
 def test_nothing_started_it() -> None:
     assert detect({}) == Placement(Starter.NOTHING)
 
 
 def test_lockstep_run_is_read_back_as_it_was_written() -> None:
-    written = rank_environment(run_id="abc", rank=1, world_size=2, master_port=4321, num_threads=3)
+    written = environment_of(run_id="abc", rank=1, master=("127.0.0.1", 4321), num_threads=3)
     assert written["OMP_NUM_THREADS"] == "3"
     assert detect(written) == Placement(
         Starter.LOCKSTEP, 1, 2, 1, 2, ("127.0.0.1", 4321), "abc", agent_hosts_store=True
     )
+
+
+def test_the_store_of_lockstep_run_is_not_that_of_a_torchrun_inside_it() -> None:
+    written = environment_of(run_id="abc", rank=1, master=("127.0.0.1", 4321), num_threads=3)
+    written |= {STORE: "4321:/proc/1/fd/5"}
+    assert detect(written).store_path == "/proc/1/fd/5"
+    assert detect(written | TORCHRUN).store_path is None
 
 
 def test_torchrun() -> None:
@@ -109,7 +121,7 @@ def test_the_batch_script_of_a_slurm_job_is_no_rank() -> None:
 
 
 def test_the_innermost_starter_wins() -> None:
-    ours = rank_environment(run_id="a", rank=0, world_size=2, master_port=1, num_threads=1)
+    ours = environment_of(run_id="a", rank=0, master=("127.0.0.1", 1), num_threads=1)
     assert detect(SLURM | MPICH).starter is Starter.MPICH
     assert detect(SLURM | MPICH | TORCHRUN).starter is Starter.TORCHRUN
     assert detect(SLURM | TORCHRUN | ours).starter is Starter.LOCKSTEP
@@ -132,6 +144,11 @@ def test_what_is_no_number_is_named(value: str) -> None:
 def test_a_rank_outside_the_world_is_an_error(name: str) -> None:
     with pytest.raises(InitError, match=f"{name} is 9"):
         detect(TORCHRUN | {name: "9"})
+
+
+def test_more_ranks_on_a_host_than_in_the_world_are_an_error() -> None:
+    with pytest.raises(InitError, match=r"LOCAL_WORLD_SIZE is 8, but .* the world of 4"):
+        detect(TORCHRUN | {"LOCAL_WORLD_SIZE": "8"})
 
 
 @pytest.mark.parametrize(

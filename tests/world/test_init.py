@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import psutil
@@ -25,9 +25,16 @@ from lockstep.world import world as world_module
 from lockstep.world.device import NCCL_AND_GLOO
 from lockstep.world.rendezvous import interface_towards, meet, roll_call
 from lockstep.world.world import _new_prefix, _place_on_host
+from tests.processes import Processes, processes
 
 SOON = timedelta(seconds=1)
 LATER = timedelta(seconds=30)
+
+
+@pytest.fixture(scope="module")
+def two_processes() -> Iterator[Processes]:
+    with processes(2) as both:
+        yield both
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,10 +50,15 @@ def a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(world_module, "_current", None)
+    files: list[dict[str, int]] = [{}, {}]
     monkeypatch.setattr(rendezvous, "_held_open", {})
+    monkeypatch.setattr(rendezvous, "_open_files", files[0])
+    monkeypatch.setattr(rendezvous, "_created", files[1])
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+    for file in [*files[0].values(), *files[1].values()]:
+        os.close(file)
 
 
 def free_port() -> int:
@@ -119,6 +131,52 @@ def test_a_group_that_exists_is_used() -> None:
     assert (world.local_rank, world.local_world_size) == (0, 1)
 
 
+@pytest.mark.parametrize("group", [0, False, (), "", "gloo", dist.GroupMember.NON_GROUP_MEMBER])
+def test_what_is_no_group_is_not_taken_for_all_ranks(group: object) -> None:
+    model = torch.nn.Linear(2, 1)
+    calls: list[Callable[[], object]] = [
+        lambda: lockstep.parallelize(model, process_group=group),
+        lambda: lockstep.DistributedDataParallel(model, process_group=group),
+        lambda: lockstep.mean(torch.ones(2), process_group=group),
+        lambda: lockstep.average_gradients(model, process_group=group),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="process_group is "):
+            call()
+
+
+def init_with(told: list[dict[str, str]]) -> tuple[int, int, int]:
+    """What init() makes of the group that is there, with variables of each rank's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in told[dist.get_rank()].items():
+            patch.setenv(name, value)
+        world = lockstep.init(timeout=LATER)
+    return world.rank, world.local_rank, world.local_world_size
+
+
+def variables(rank: object, world_size: object = 2, **more: object) -> dict[str, str]:
+    names = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "x", "MASTER_PORT": 1, **more}
+    return {name: str(value) for name, value in names.items()}
+
+
+@pytest.mark.parametrize(
+    ("told", "local"),
+    [
+        # As accelerate.debug_launcher leaves it: by their environment, both are rank 0.
+        ([variables(0, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2)] * 2, [(0, 2), (1, 2)]),
+        ([variables(0, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1), {}], [(0, 2), (1, 2)]),
+        ([{}, variables(1, "many")], [(0, 2), (1, 2)]),
+        # As torchrun on two hosts whose names are one.
+        ([variables(rank, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1) for rank in (0, 1)], [(0, 1), (0, 1)]),
+    ],
+)
+def test_all_ranks_of_a_group_that_exists_go_by_the_same_facts(
+    two_processes: Processes, told: list[dict[str, str]], local: list[tuple[int, int]]
+) -> None:
+    found = two_processes.run(init_with, "gloo", 2, told)
+    assert found == [(rank, *place) for rank, place in enumerate(local)]
+
+
 def test_local_ranks_are_told_by_the_hosts_names() -> None:
     place = Placement(Starter.TORCHRUN, 3, 5, None, None)
     assert _place_on_host(place, ["a", "b", "a", "b", "b"]) == (1, 3)
@@ -144,28 +202,27 @@ def test_the_interface_towards_a_host() -> None:
     assert interface_towards("no-such-host.invalid") is None
 
 
-def test_a_stranger_learns_no_port(monkeypatch) -> None:
-    """The socket that tells the port looks at who asks, and the asker at who answers."""
-    outcomes: list[object] = []
+def test_a_name_cannot_be_taken_before_the_ranks_come() -> None:
     places = placements(2)
+    job = places[0].job_id
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(f"\0lockstep/{os.getuid()}/{job}")
+        stranger.listen()
+        assert together(places, LATER) == [["I am 0", "I am 1"]] * 2
 
-    def ask() -> None:
-        try:
-            meet(places[1], SOON)
-        except errors.RendezvousFailed as error:
-            outcomes.append(error)
 
-    real = os.getuid
-    me = threading.get_ident()
-    # To rank 0, in this thread, everyone else is somebody else.
-    monkeypatch.setattr(os, "getuid", lambda: real() + (threading.get_ident() == me))
-    monkeypatch.setattr(rendezvous, "_name_of", lambda job: f"{chr(0)}lockstep-test/{job}")
-    asking = threading.Thread(target=ask)
-    asking.start()
-    with pytest.raises(errors.RendezvousFailed, match="waited in vain for rank 1"):
-        meet(places[0], SOON)
-    asking.join()
-    assert len(outcomes) == 1
+def test_the_file_of_another_user_is_not_taken_for_a_store(monkeypatch) -> None:
+    place = placements(2)[1]
+    name = rendezvous._name_of(str(place.job_id))
+    file = os.memfd_create(f"{name}-{os.getpid()}")
+    try:
+        assert rendezvous._file_of_rank_0(name) == f"/proc/{os.getpid()}/fd/{file}"
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert rendezvous._file_of_rank_0(name) is None
+        with pytest.raises(errors.RendezvousFailed, match="did not find rank 0"):
+            meet(place, SOON)
+    finally:
+        os.close(file)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +231,8 @@ def test_a_stranger_learns_no_port(monkeypatch) -> None:
         ({"backend": "bogus"}, errors.BackendUnavailable, "'bogus'"),
         ({"device": "cuda:77"}, errors.BackendUnavailable, "GPUs here"),
         ({"timeout": 5}, TypeError, "timedelta"),
+        ({"timeout": timedelta(0)}, ValueError, "more than 0 seconds"),
+        ({"timeout": -SOON}, ValueError, "more than 0 seconds"),
     ],
 )
 def test_what_cannot_be_asked_for_leaves_no_world(options: dict, error: type, says: str) -> None:
@@ -316,7 +375,7 @@ def test_two_jobs_do_not_meet() -> None:
 def test_ranks_missing_from_a_job_are_named() -> None:
     outcomes = together(placements(4)[:2], SOON)
     assert all(isinstance(outcome, errors.RendezvousFailed) for outcome in outcomes)
-    assert "rank 2, 3 of 4" in str(outcomes[0])
+    assert "did not see rank 2, 3" in str(outcomes[0])
 
 
 def test_rank_0_missing_from_a_job_is_named() -> None:

@@ -44,9 +44,7 @@ class Console:
         source = (process.rank, stream.destination)
         labeller = self._labellers[stream.destination]
         self.write(stream.destination, labeller.label(source, label, pieces))
-        log_file = self._log_files.get(process.rank)
-        if log_file is not None:
-            os.write(log_file, b"".join(pieces))
+        self._log(process.rank, b"".join(pieces))
 
     def finish(self) -> None:
         """End the last line of each stream and close the log files."""
@@ -54,6 +52,17 @@ class Console:
             self.write(destination, labeller.finish())
         for log_file in self._log_files.values():
             os.close(log_file)
+
+    def _log(self, rank: int, data: bytes) -> None:
+        """Write ``data`` to the log file of ``rank`` or, if that fails, nothing there any more."""
+        view = memoryview(data)
+        try:
+            while view and rank in self._log_files:
+                view = view[os.write(self._log_files[rank], view) :]
+        except OSError as error:  # a full disk, mostly: no reason to end the run
+            os.close(self._log_files.pop(rank))
+            words = f"lockstep: the log of rank {rank} ends here: {error.strerror}.\n"
+            self.write(2, self._labellers[2].finish() + words.encode())
 
     def write(self, destination: int, data: bytes) -> None:
         """Write ``data`` to stdout (1) or stderr (2), waiting for room there."""

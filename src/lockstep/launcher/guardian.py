@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Collection
 
-from lockstep.launcher.processes import fork, leftovers, reap, signal_group
+from lockstep.launcher.processes import fork_helper, leftovers, reap, signal_group
 
 _GOODBYE = b"."
 
@@ -41,25 +41,12 @@ def start_guardian(groups: Collection[int], mark: str) -> Guardian:
     Call it after the ranks are forked, so that none of them holds the lifeline open.
     """
     listening, lifeline = os.pipe()
-    pid = fork()
-    if pid == 0:
-        # Never return into the supervisor's code, whatever happens.
-        try:
-            _guard(listening, groups, mark)
-        finally:
-            os._exit(0)
+    pid = fork_helper(lambda: _guard(groups, mark), listening)
     os.close(listening)
     return Guardian(pid, lifeline)
 
 
-def _guard(listening: int, groups: Collection[int], mark: str) -> None:
-    os.setsid()  # out of reach of the terminal, and of a kill of the supervisor's group
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.set_wakeup_fd(-1)
-    os.dup2(listening, 0)
-    # Anything else that stayed open would keep a pipe's reader waiting for its end.
-    os.closerange(1, os.sysconf("SC_OPEN_MAX"))
+def _guard(groups: Collection[int], mark: str) -> None:
     if os.read(0, 1) == _GOODBYE:
         return
     for group in groups:

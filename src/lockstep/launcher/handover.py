@@ -106,19 +106,14 @@ def read_job(descriptor: int) -> Job:
     return job
 
 
-def supervisor_command(descriptors: Descriptors, *, through_proc: bool = False) -> list[str]:
-    """The command that runs a supervisor, with this interpreter's options and import path.
-
-    The supervisor inherits the descriptors or, if someone else starts it, who lets nothing be
-    inherited, opens them ``through_proc`` while this process lives.
-    """
+def supervisor_command(descriptors: Descriptors) -> list[str]:
+    """The command that runs a supervisor, with this interpreter's options and import path."""
     options = [f"-W{option}" for option in sys.warnoptions]
     for name, value in sys._xoptions.items():
         options.append(f"-X{name}" if value is True else f"-X{name}={value}")
     options += [option for name, option in _FLAGS.items() if getattr(sys.flags, name)]
     given = (descriptors.job, descriptors.lifeline, descriptors.outcome)
-    folder = f"/proc/{os.getpid()}/fd/" if through_proc else ""
-    names = ["" if fd is None else f"{folder}{fd}" for fd in given]
+    names = ["" if fd is None else str(fd) for fd in given]
     arguments = [json.dumps(sys.path), str(os.getpid()), *names]
     return [sys.executable, *options, "-c", _MAIN, *arguments]
 
@@ -126,13 +121,9 @@ def supervisor_command(descriptors: Descriptors, *, through_proc: bool = False) 
 def read_command(argv: list[str]) -> tuple[int, Descriptors]:
     """The caller's process id and the descriptors, from a supervisor's ``sys.argv``."""
     caller, *names = argv[2:6]
-    job, lifeline, outcome = (_open(name) if name else None for name in names)
+    job, lifeline, outcome = (int(name) if name else None for name in names)
     assert job is not None
     return int(caller), Descriptors(job, lifeline, outcome)
-
-
-def _open(name: str) -> int:
-    return int(name) if name.isdecimal() else os.open(name, os.O_RDONLY)
 
 
 def supervisor_environment(environ: Mapping[str, str], job: Job) -> dict[str, str]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import uuid
-from collections.abc import Mapping
-from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from lockstep.launcher.job import Job
+from lockstep.launcher.job import Job, Meeting
 from lockstep.launcher.peers import Peers
-from lockstep.world.environment import RUN_ID, rank_environment
+from lockstep.world.environment import STORE, rank_environment
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
-_STORE_TIMEOUT = timedelta(seconds=30)
 _BACKLOG = 1024  # every rank may connect before the store accepts the first
 
 
@@ -37,72 +33,44 @@ def alone(job: Job) -> tuple[Host, int]:
     """The place of the only host.
 
     Returns:
-        The place, and the descriptor of a socket that listens for :func:`open_store`.
+        The place, and the descriptor of a socket that listens for a store. That is the
+        supervisor's rather than rank 0's, so no rank's end takes it away.
     """
     # Port 0: the kernel finds a free one, so that two runs never collide.
     listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
     port = listener.getsockname()[1]
-    return _the_only_one(job, port), listener.detach()
+    size = job.num_ranks
+    environments = _environments(job, uuid.uuid4().hex, ("127.0.0.1", port), range(size), size)
+    # Any user of this host can write to a store on loopback. It is for what expects one there;
+    # lockstep.init() uses a file without a name, which is open in this process alone.
+    if sys.platform == "linux":
+        path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
+        environments = [environment | {STORE: f"{port}:{path}"} for environment in environments]
+    return Host(range(size), size, environments), listener.detach()
 
 
-def open_store(listener: int | None) -> TCPStore | None:
-    """Answer the ranks on ``listener``; it has threads, so fork first.
-
-    The store is the supervisor's rather than rank 0's, so no rank's end takes it away. It is
-    given a bound socket because it would bind one to every interface.
-    """
-    if listener is None:
-        return None
-    from torch.distributed import TCPStore
-
-    port = _port_of(listener)
-    return TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        timeout=_STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
+def among(peers: Peers, job: Job, meeting: Meeting) -> Host:
+    """The place of one host of several, whose ranks meet at the store where the hosts did."""
+    first, world_size = sum(peers.sizes[: peers.host]), sum(peers.sizes)
+    ranks = range(first, first + job.num_ranks)
+    master = (meeting.address, meeting.port)
+    environments = _environments(job, meeting.run_id, master, ranks, world_size)
+    of_host = {"GROUP_RANK": str(peers.host), "GROUP_WORLD_SIZE": str(len(peers.sizes))}
+    return Host(ranks, world_size, [environment | of_host for environment in environments])
 
 
-def _port_of(listener: int) -> int:
-    with socket.socket(fileno=listener) as borrowed:
-        port = borrowed.getsockname()[1]
-        borrowed.detach()
-    assert isinstance(port, int)
-    return port
-
-
-def _the_only_one(job: Job, port: int) -> Host:
-    run_id, size = uuid.uuid4().hex, job.num_ranks
-    environments = [
+def _environments(
+    job: Job, run_id: str, master: tuple[str, int], ranks: range, world_size: int
+) -> list[dict[str, str]]:
+    return [
         rank_environment(
             run_id=run_id,
             rank=rank,
-            world_size=size,
-            master_port=port,
+            world_size=world_size,
+            local_rank=rank - ranks.start,
+            local_world_size=len(ranks),
+            master=master,
             num_threads=job.num_threads,
         )
-        for rank in range(size)
+        for rank in ranks
     ]
-    return Host(range(size), size, environments)
-
-
-def among(peers: Peers, job: Job, environ: Mapping[str, str]) -> Host:
-    """The place of one host of several, whose ranks meet at the store of their agents."""
-    first, size = sum(peers.sizes[: peers.host]), job.num_ranks
-    world_size = sum(peers.sizes)
-    shared = {
-        RUN_ID: environ["TORCHELASTIC_RUN_ID"],
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": str(peers.host),
-        "GROUP_WORLD_SIZE": str(len(peers.sizes)),
-        "OMP_NUM_THREADS": str(job.num_threads),
-    }
-    environments = [
-        {**shared, "RANK": str(first + local_rank), "LOCAL_RANK": str(local_rank)}
-        for local_rank in range(size)
-    ]
-    return Host(range(first, first + size), world_size, environments)

@@ -43,6 +43,31 @@ Program = Script | Module | Call
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """Where and how several hosts meet.
+
+    Attributes:
+        num_hosts: How many they are.
+        host: The number of this host, or None to have one given.
+        address, port: Where the first host listens for the others.
+        run_id: What tells this run from others that meet there.
+        timeout_seconds: How long to wait for the others.
+    """
+
+    num_hosts: int
+    host: int | None
+    address: str
+    port: int
+    run_id: str
+    timeout_seconds: int
+
+    @property
+    def endpoint(self) -> str:
+        """As it is given on the command line."""
+        return f"{self.address}:{self.port}"
+
+
+@dataclass(frozen=True)
 class Job:
     """All that the supervisor of one host has to know.
 
@@ -55,6 +80,7 @@ class Job:
             the ranks write straight to the supervisor's own stdout and stderr.
         grace_seconds: How long a rank that is asked to end may take before it is killed.
         num_hosts: On how many hosts there is such a supervisor.
+        meeting: Where they meet, if there are several.
     """
 
     program: Program
@@ -64,6 +90,7 @@ class Job:
     labelled: bool = True
     grace_seconds: float = _GRACE_SECONDS
     num_hosts: int = 1
+    meeting: Meeting | None = None
 
 
 def default_num_ranks() -> int:

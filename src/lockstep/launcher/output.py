@@ -18,23 +18,36 @@ class LineSplitter:
     """
 
     def __init__(self, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        self._rest = b""
+        # The chunks of a line that isn't over. They are joined once, at its end: joined at each
+        # chunk, a line of a megabyte would be copied and searched again for every few bytes.
+        self._chunks: list[bytes] = []
+        self._num_bytes = 0  # in all of them
         self._max_line_bytes = max_line_bytes
 
     def feed(self, data: bytes) -> list[bytes]:
         """Take in ``data`` and return the pieces that it completes."""
-        data = self._rest + data
-        pieces: list[bytes] = _PIECE.findall(data)
-        self._rest = data[sum(map(len, pieces)) :]
-        while len(self._rest) >= self._max_line_bytes:
-            pieces.append(self._rest[: self._max_line_bytes] + b"\n")
-            self._rest = self._rest[self._max_line_bytes :]
+        pieces: list[bytes] = []
+        if end := max(data.rfind(b"\n"), data.rfind(b"\r")) + 1:
+            # Only up to the last line's end: the pattern retries from each byte of what has none.
+            pieces = _PIECE.findall(self._take() + data[:end])
+        self._chunks.append(data[end:])
+        self._num_bytes += len(data) - end
+        if self._num_bytes >= self._max_line_bytes:
+            line, size = self._take(), self._max_line_bytes
+            whole = len(line) // size * size
+            pieces += [line[at : at + size] + b"\n" for at in range(0, whole, size)]
+            self._chunks, self._num_bytes = [line[whole:]], len(line) - whole
         return pieces
 
     def finish(self) -> list[bytes]:
         """What is left when the stream ends, made a whole line."""
-        rest, self._rest = self._rest, b""
+        rest = self._take()
         return [rest + b"\n"] if rest else []
+
+    def _take(self) -> bytes:
+        line = b"".join(self._chunks)
+        self._chunks, self._num_bytes = [], 0
+        return line
 
 
 class Labeller:

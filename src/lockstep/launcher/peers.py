@@ -1,8 +1,8 @@
-"""What the supervisors of several hosts tell each other, over the store of their agents.
+"""What the supervisors of several hosts tell each other, over the store where they meet.
 
-It is little: how many ranks each has, that one of them has failed, and that each is done. A
-failure then ends the ranks of all hosts, even those that don't communicate, and every host
-tells of the same first one.
+It is little: which number each has and how many ranks, that one of them has failed, and that
+each is done. A failure then ends the ranks of all hosts, even those that don't communicate, and
+every host tells of the same first one.
 """
 
 from __future__ import annotations
@@ -12,18 +12,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from lockstep.errors import LaunchError
 from lockstep.launcher.handover import Outcome
+from lockstep.launcher.job import Meeting, check_num_ranks
+from lockstep.launcher.meeting import connect, hold_store
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-_MEET_SECONDS = 60.0  # the hosts have met; what is left is to import torch
 _LISTEN_SECONDS = 1.0
 _SETTLE_SECONDS = 6.0  # longer than the ranks of another host take to be ended
 _POLL_SECONDS = 0.05
@@ -37,39 +33,85 @@ class Peers:
         sizes: How many ranks each host has.
     """
 
-    def __init__(self, environ: Mapping[str, str], num_hosts: int, num_ranks: int) -> None:
-        """Meet them, at the store that the agent has put into ``environ``.
+    def __init__(self, meeting: Meeting, num_ranks: int) -> None:
+        """Meet them.
 
         Raises:
-            LaunchError: If they don't all come.
+            LaunchError: If they don't all come, or this host isn't one of them.
         """
-        self._environ = environ
-        self.host = int(environ["RANK"])
-        self._where = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-        # A client of the store has no threads, so the ranks may be forked afterwards.
-        self._store = self._connect()
+        from torch.distributed import PrefixStore
+
+        deadline = time.monotonic() + meeting.timeout_seconds
+        self._where = meeting.endpoint
+        self._holder = hold_store(meeting)
         # The listener has a connection of its own, as a waiting one is locked; made now, because
         # to connect to a store that is gone takes as long as one may take to come.
-        self._heard = self._connect()
-        self._store.set(f"size/{self.host}", str(num_ranks))
+        self._store, self._heard = (
+            PrefixStore("lockstep", connect(meeting, deadline)) for _ in range(2)
+        )
         try:
-            self.sizes = [int(self._store.get(f"size/{host}")) for host in range(num_hosts)]
-        except RuntimeError as error:
+            self.host = self._number(meeting)
+            self._store.set(f"size/{self.host}", str(num_ranks))
+            self.sizes = self._sizes(meeting, deadline)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, LaunchError):
+                raise
             raise LaunchError(
-                f"The {num_hosts} hosts have met at {self._where}, but not all of them started "
-                f"their ranks within {_MEET_SECONDS:.0f} seconds. What went wrong is said there."
+                f"The hosts couldn't meet at {self._where}: the host that keeps the store there "
+                "has given up, or something else than 'lockstep run' uses that port."
             ) from error
         self._notice, self._notifier = os.pipe()
         self._stopped = threading.Event()
         self._listener = threading.Thread(target=self._listen, daemon=True)
 
+    def _number(self, meeting: Meeting) -> int:
+        """The number of this host: the one that it was given, or the first that is free."""
+        run = f"run {meeting.run_id!r} on {meeting.num_hosts} hosts"
+        there = bytes(self._store.compare_set("run", "", run)).decode(errors="replace")
+        if there != run:
+            raise LaunchError(
+                f"This is {run}, but those who meet at {self._where} are of {there}. Give the "
+                "same --nnodes and --rdzv-id on every host, and each run a port of its own."
+            )
+        # Who holds the store comes first; without a number, it is host 0.
+        free = range(0 if self._holder is not None else 1, meeting.num_hosts)
+        for host in free if meeting.host is None else [meeting.host]:
+            if self._store.add(f"host/{host}", 1) == 1:
+                return host
+        raise LaunchError(
+            f"There are {meeting.num_hosts} hosts at {self._where} without this one."
+            if meeting.host is None
+            else f"There is a host {meeting.host} at {self._where} already. Give each host "
+            "another --node-rank, or none of them any."
+        )
+
+    def _sizes(self, meeting: Meeting, deadline: float) -> list[int]:
+        missing = list(range(meeting.num_hosts))
+        while missing := [host for host in missing if not self._store.check([f"size/{host}"])]:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"{meeting.num_hosts} hosts didn't meet at {self._where} within "
+                    f"{meeting.timeout_seconds} seconds: host {', '.join(map(str, missing))} "
+                    "didn't come. Give 'lockstep run' on every host, with the same --nnodes and "
+                    "--rdzv-endpoint; --rdzv-timeout changes how long they wait."
+                )
+            # Not store.wait(), in which no signal is heard.
+            time.sleep(_POLL_SECONDS)
+        sizes = [self._store.get(f"size/{host}") for host in range(meeting.num_hosts)]
+        return [check_num_ranks(size.decode()) for size in sizes]
+
     def fileno(self) -> int:
         """A descriptor that becomes readable when another host has failed."""
         return self._notice
 
-    def descriptors(self) -> tuple[int, int]:
+    def descriptors(self) -> list[int]:
         """What a rank must not hold open."""
-        return self._notice, self._notifier
+        held = [self._holder.lifeline] if self._holder is not None else []
+        return [self._notice, self._notifier, *held]
+
+    def helpers(self) -> list[int]:
+        """Processes of the launcher's own, which aren't what a rank has started."""
+        return [self._holder.pid] if self._holder is not None else []
 
     def listen(self) -> None:
         """Begin to listen for failures; that takes a thread, so fork first."""
@@ -93,10 +135,13 @@ class Peers:
             return Outcome(1, message=f"the host that keeps the store, at {self._where}, is gone.")
         finally:
             self._stopped.set()
+            if self._holder is not None:
+                self._holder.close()
 
     def _settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
         if outcome.exit_status:
-            message = outcome.message or f"the launcher of host {self.host} was ended."
+            was_ended = f"the launcher of host {self.host} was ended."
+            message = was_ended if outcome.rank is None else outcome.message
             told = asdict(replace(outcome, results=(), message=message))
             self._store.set(f"failure/{self.host}", json.dumps(told))
             self._store.set("failed", "")
@@ -114,9 +159,10 @@ class Peers:
         return agreed
 
     def _first(self, outcome: Outcome) -> Outcome:
-        keys = [f"failure/{host}" for host in range(len(self.sizes))]
-        failures = [
-            Outcome(**{**json.loads(self._store.get(key)), "results": ()})
+        keys = [f"failure/{host}" for host in range(len(self.sizes)) if host != self.host]
+        failures = [outcome] if outcome.exit_status else []
+        failures += [
+            _told(self._store.get(key).decode(errors="replace"))
             for key in keys
             if self._store.check([key])
         ]
@@ -143,15 +189,17 @@ class Peers:
         with contextlib.suppress(OSError):
             os.write(self._notifier, b".")
 
-    def _connect(self) -> Store:
-        from torch.distributed import PrefixStore, TCPStore
 
-        return PrefixStore(
-            "lockstep",
-            TCPStore(
-                self._environ["MASTER_ADDR"],
-                int(self._environ["MASTER_PORT"]),
-                is_master=False,
-                timeout=timedelta(seconds=_MEET_SECONDS),
-            ),
+def _told(text: str) -> Outcome:
+    """The outcome of another host, of which nothing is taken but what it must be."""
+    try:
+        told = json.loads(text)
+        return Outcome(
+            int(told["exit_status"]),
+            message=str(told["message"]),
+            rank=None if told["rank"] is None else int(told["rank"]),
+            at_seconds=float(told["at_seconds"]),
+            lost_a_peer=bool(told["lost_a_peer"]),
         )
+    except (ValueError, TypeError, KeyError):
+        return Outcome(1, message="another host failed, and told nothing that can be read.")

@@ -9,14 +9,16 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 # Every process that a run starts, however far down, has this in its environment, unless it
-# cleared it. Those that left their rank's process group are found by it.
+# cleared it. When the supervisor was killed, those that left their rank's process group are found
+# by it.
 MARK = "LOCKSTEP_SUPERVISOR"
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.02
 
 
@@ -58,6 +60,31 @@ def fork() -> int:
         return os.fork()
 
 
+def fork_helper(work: Callable[[], object], *descriptors: int) -> int:
+    """Fork a process that does ``work`` and ends, and return its process id.
+
+    It is out of reach of the terminal, and of what ends this process's group. It has the
+    ``descriptors``, numbered from 0, and no others: one that stayed open would keep a pipe's
+    reader waiting for its end.
+    """
+    pid = fork()
+    if pid:
+        return pid
+    # Never return into the caller's code, whatever happens.
+    try:
+        os.setsid()
+        for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(ending, signal.SIG_IGN)
+        signal.set_wakeup_fd(-1)
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+        os.closerange(len(descriptors), os.sysconf("SC_OPEN_MAX"))
+        fill_standard_descriptors()
+        work()
+    finally:
+        os._exit(0)
+
+
 def end_with_parent(parent: int, number: signal.Signals) -> None:
     """Have the kernel send this process ``number`` when ``parent``, its parent, ends.
 
@@ -96,15 +123,30 @@ def signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def sweep(groups: Collection[int], mark: str, *, spare: int, grace_seconds: float) -> None:
-    """End what is left of the process groups and of all that was started with ``mark``.
+def adopt_orphans() -> None:
+    """Become the parent of whatever is below this process when its own parent ends.
 
-    First SIGTERM, so that what cleans up may; then SIGKILL. ``spare`` is left alone.
+    So what a rank started remains a descendant, whatever session or environment it has.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> list[int]:
+    """The processes that this one is the parent of, ended ones too, as far as can be told."""
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [int(pid) for pid in listed.read_text().split()] if listed.exists() else []
+
+
+def sweep(*, spare: Collection[int], grace_seconds: float) -> None:
+    """End what is left below this process, but for ``spare`` and what is below those.
+
+    First SIGTERM, so that what cleans up may; then SIGKILL.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + grace_seconds
         asked: set[int] = set()
-        while left := set(leftovers(groups, mark)) - {spare}:
+        while left := _descendants(spare):
             for pid in left - asked:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
@@ -114,19 +156,41 @@ def sweep(groups: Collection[int], mark: str, *, spare: int, grace_seconds: floa
             time.sleep(_POLL_SECONDS)
 
 
+def _descendants(spare: Collection[int]) -> set[int]:
+    of_parent: dict[int, list[int]] = {}
+    for process in _living():
+        of_parent.setdefault(process.parent, []).append(process.pid)
+    found: set[int] = set()
+    parents = [os.getpid()]
+    while parents:
+        below = [pid for pid in of_parent.get(parents.pop(), []) if pid not in spare]
+        found.update(below)
+        parents += below
+    return found
+
+
 def leftovers(groups: Collection[int], mark: str) -> Iterator[int]:
     """The processes of ``groups`` and with ``mark``, other than this one and zombies."""
     entry = f"{MARK}={mark}".encode()
-    for directory in Path("/proc").glob("[0-9]*"):
-        pid = int(directory.name)
-        if pid == os.getpid():
-            continue
-        # A process may end while it is looked at, or belong to someone else.
+    for process in _living():
+        # It may have ended meanwhile, or be someone else's.
         with contextlib.suppress(OSError):
+            is_ours = process.group in groups
+            if is_ours or entry in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                yield process.pid
+
+
+class _Process(NamedTuple):
+    pid: int
+    parent: int
+    group: int
+
+
+def _living() -> Iterator[_Process]:
+    """All processes but for this one and zombies."""
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
             # After the command, which may hold any character: state, parent, process group.
             fields = (directory / "stat").read_bytes().rpartition(b")")[2].split()
-            if fields[0] in (b"Z", b"X"):
-                continue
-            environment = (directory / "environ").read_bytes().split(b"\0")
-            if int(fields[2]) in groups or entry in environment:
-                yield pid
+            if fields[0] not in (b"Z", b"X") and int(directory.name) != os.getpid():
+                yield _Process(int(directory.name), int(fields[1]), int(fields[2]))

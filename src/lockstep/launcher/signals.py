@@ -18,11 +18,13 @@ class SignalPipe:
     Attributes:
         descriptors: Both ends.
         pending: The ending signals that came and haven't been handled.
+        child_ended: Whether a child has ended; to be reset by who looks.
     """
 
     def __init__(self) -> None:
         self.descriptors = os.pipe()
         self.pending: list[int] = []
+        self.child_ended = False
         for descriptor in self.descriptors:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self.descriptors[1], warn_on_full_buffer=False)
@@ -34,12 +36,13 @@ class SignalPipe:
         return self.descriptors[0]
 
     def pull(self) -> None:
-        """Take what has come; a child's end needs no more than to have woken its reader."""
+        """Take what has come."""
         try:
             came = os.read(self.descriptors[0], 4096)
         except BlockingIOError:
             return
         self.pending += [number for number in came if number in ENDING]
+        self.child_ended |= signal.SIGCHLD in came
 
     def is_pending(self) -> bool:
         """Whether an ending signal has come, looking once more."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import NoReturn
 
 from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.handover import Descriptors, job_file, supervisor_command
 from lockstep.launcher.handover import supervisor_environment as environment
 from lockstep.launcher.job import Job, whole_number
+from lockstep.launcher.meeting import check_meeting
 from lockstep.launcher.processes import fill_standard_descriptors, flush_standard_streams
 
 
@@ -34,8 +36,6 @@ def start(
                 "on how many."
             )
         become_supervisor(job)
-    from lockstep.launcher.elastic import check_meeting, run_on_several_hosts
-
     meeting = check_meeting(
         num_hosts=job.num_hosts,
         host=None if host is None else whole_number(host, "--node-rank", "", at_least=0),
@@ -43,7 +43,7 @@ def start(
         run_id=run_id,
         timeout_seconds=whole_number(timeout_seconds, "--rdzv-timeout", "It is in seconds."),
     )
-    sys.exit(run_on_several_hosts(job, meeting))
+    become_supervisor(replace(job, meeting=meeting))
 
 
 def become_supervisor(job: Job) -> NoReturn:

@@ -20,10 +20,11 @@ from lockstep.errors import LaunchError
 from lockstep.launcher.console import Console, open_log_files
 from lockstep.launcher.forking import fork_ranks
 from lockstep.launcher.handover import Descriptors, Outcome, read_command, read_job
-from lockstep.launcher.host import alone, among, open_store
+from lockstep.launcher.host import alone, among
 from lockstep.launcher.job import Job
+from lockstep.launcher.meeting import open_store
 from lockstep.launcher.peers import Peers
-from lockstep.launcher.processes import MARK, end_with_parent
+from lockstep.launcher.processes import MARK, adopt_orphans, children, end_with_parent
 from lockstep.launcher.rank import RankStart, run_rank
 from lockstep.launcher.signals import ENDING, SignalPipe, handle_ending_signals
 from lockstep.launcher.verdict import describe, ended_by, exit_status, first_failure
@@ -64,9 +65,15 @@ def _import_torch() -> None:
 
 def _start(job: Job, descriptors: Descriptors) -> int:
     """Fork the ranks, and either be one, or watch them and end."""
-    mark, supervisor = os.environ[MARK], os.getpid()
-    peers = Peers(os.environ, job.num_hosts, job.num_ranks) if job.num_hosts > 1 else None
-    host, listener = alone(job) if peers is None else (among(peers, job, os.environ), None)
+    mark, supervisor, spare = os.environ[MARK], os.getpid(), children()
+    adopt_orphans()
+    peers, listener = None, None
+    if job.meeting is None:
+        host, listener = alone(job)
+    else:
+        peers = Peers(job.meeting, job.num_ranks)
+        host = among(peers, job, job.meeting)
+        spare += peers.helpers()
     log_files = open_log_files(job.log_dir, host.ranks)
     # A rank that is being born must not run the handlers below: they are the supervisor's.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
@@ -86,12 +93,12 @@ def _start(job: Job, descriptors: Descriptors) -> int:
         return run_rank(forked, job.program, supervisor)
     # From here on this is the supervisor, whatever happens.
     console = Console(log_files, signals)
-    watch = Watch(job, forked, mark, console, signals=signals)
+    watch = Watch(job, forked, mark, spare, console, signals=signals)
     watch.listen_to_caller(descriptors.lifeline)
     with watch:
         watch.guard()
         # Its threads are started while signals are blocked, so that none is sent to them.
-        store = open_store(listener)
+        store = open_store(listener) if listener is not None else None
         if peers is not None:
             watch.listen_to(peers)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -134,5 +141,6 @@ def _conclude(outcome: Outcome, descriptors: Descriptors) -> NoReturn:
             pickle.dump(outcome, pipe)
     elif outcome.message is not None:
         with contextlib.suppress(OSError):  # the terminal may be what is gone
-            os.write(2, f"lockstep: {outcome.message}\n".encode())
+            # Escaped as in Python's own tracebacks is what has no encoding: a lone surrogate.
+            os.write(2, f"lockstep: {outcome.message}\n".encode(errors="backslashreplace"))
     os._exit(outcome.exit_status)

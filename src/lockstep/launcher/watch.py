@@ -6,7 +6,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 
 from lockstep.launcher.console import Console
@@ -15,7 +15,7 @@ from lockstep.launcher.forking import RankProcess, Stream, read_report
 from lockstep.launcher.guardian import Guardian, start_guardian
 from lockstep.launcher.job import Call, Job
 from lockstep.launcher.peers import Peers
-from lockstep.launcher.processes import exit_of, reap, signal_group, sweep
+from lockstep.launcher.processes import children, exit_of, reap, signal_group, sweep
 from lockstep.launcher.signals import SignalPipe
 from lockstep.launcher.verdict import Ending
 
@@ -32,7 +32,8 @@ class Watch:
     Args:
         job: What they run.
         ranks: Their processes.
-        mark: By which what they start is found.
+        mark: By which the guardian finds what they start.
+        spare: Children of this process that it didn't start for the ranks.
         console: Where their output goes.
         signals: Where signals arrive.
     """
@@ -42,6 +43,7 @@ class Watch:
         job: Job,
         ranks: list[RankProcess],
         mark: str,
+        spare: Collection[int],
         console: Console,
         *,
         signals: SignalPipe,
@@ -50,6 +52,7 @@ class Watch:
         self.peer_failed = False  # whether the ranks of another host failed first
         self._ranks = ranks
         self._mark = mark
+        self._spare = set(spare)
         self._console = console
         self._signals = signals
         self._guardian: Guardian | None = None
@@ -73,8 +76,7 @@ class Watch:
         for process in self._ranks:
             if process.exit is None:
                 signal_group(process.pid, signal.SIGKILL)
-        spare = self._guardian.pid if self._guardian is not None else 0
-        sweep(groups, self._mark, spare=spare, grace_seconds=_SWEEP_SECONDS)
+        sweep(spare=self._spare, grace_seconds=_SWEEP_SECONDS)
         self._drain()
         if self._guardian is not None:
             self._guardian.dismiss()
@@ -84,6 +86,7 @@ class Watch:
     def guard(self) -> None:
         """Have the ranks ended even if this process is killed."""
         self._guardian = start_guardian([process.pid for process in self._ranks], self._mark)
+        self._spare.add(self._guardian.pid)
 
     def listen_to_caller(self, lifeline: int | None) -> None:
         """End the ranks when ``lifeline`` has its end-of-file: the caller is gone."""
@@ -189,6 +192,11 @@ class Watch:
 
     def _note_exits(self) -> bool:
         """See who has ended or reported; tell whether anyone has since the last time."""
+        if self._signals.child_ended:
+            self._signals.child_ended = False
+            # Orphans of the ranks' that this process has been given would stay zombies.
+            for pid in {*children()} - {process.pid for process in self._ranks} - self._spare:
+                reap(pid, wait=False)
         for process in self._ranks:
             if process.exit is None and (how := exit_of(process.pid)) is not None:
                 process.exit, process.exit_at_seconds = how, time.monotonic()

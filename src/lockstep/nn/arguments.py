@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.world import init
+from lockstep.world import group_or_all
 
 Device = int | str | torch.device
 
@@ -16,7 +16,7 @@ Device = int | str | torch.device
 def group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The ranks that a mesh or a group names; by default all of ``lockstep.init()``."""
     if mesh is None:
-        return group or init().process_group
+        return group_or_all(group)
     if group is not None:
         raise RuntimeError("Give a process_group or a device_mesh, not both.")
     if mesh.ndim != 1:

@@ -13,7 +13,7 @@ from lockstep.nn.attachment import attach, check_bucket_cap, engines_of
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.engine import Options, accumulating
 from lockstep.nn.join import UnevenLoop
-from lockstep.world import init
+from lockstep.world import group_or_all
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -79,7 +79,7 @@ def parallelize(
     check_bucket_cap(bucket_cap_mb)
     check_policies(broadcast_buffers)
     options = Options(bucket_cap_mb, broadcast_buffers, init_sync)
-    attach(module, module, process_group or init().process_group, options)
+    attach(module, module, group_or_all(process_group), options)
     return module
 
 

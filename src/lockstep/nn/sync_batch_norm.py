@@ -208,7 +208,8 @@ def sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
     norms = [
         part for part in module.modules() if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm)
     ]
-    return any((norm.process_group or dist.group.WORLD) is group for norm in norms)
+    groups = (norm.process_group for norm in norms)
+    return any((dist.group.WORLD if of is None else of) is group for of in groups)
 
 
 def _statistics(

@@ -22,7 +22,7 @@ from lockstep.grad import (
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import finish_failed
 from lockstep.nn.engine import with_sparse_gradients
-from lockstep.world import init
+from lockstep.world import group_or_all
 
 _CAP_BYTES = 25 * MIB
 
@@ -62,7 +62,7 @@ def average_gradients(
         raise ValueError(f"weight is {weight}, but must be a finite number of samples, 0 or more.")
     if not isinstance(module, nn.Module):
         raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.")
-    group = process_group or init().process_group
+    group = group_or_all(process_group)
     if group is None or group.size() == 1:
         return
     finish_failed(group)

@@ -22,7 +22,7 @@ from lockstep.nn.replicas.meeting import (
     sum_over_ranks,
     this_seat,
 )
-from lockstep.world import init
+from lockstep.world import group_or_all
 
 
 def mean(
@@ -100,7 +100,7 @@ def mean(
     if is_recomputed:
         group, num_means = None, torch.ones_like(total)
     elif seat is None:
-        group = process_group or init().process_group
+        group = group_or_all(process_group)
         if group is not None and group.size() == 1:
             group = None
         facts = sum_over_ranks(facts, group)

@@ -16,6 +16,8 @@ from enum import Enum
 from lockstep.errors import InitError
 
 RUN_ID = "LOCKSTEP_RUN_ID"
+# The port of a run's store and, after a colon, the path of the file that is used instead.
+STORE = "LOCKSTEP_STORE"
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 # SLURM gives no port. Those below the range from which the kernel picks at random (32768 and
@@ -43,8 +45,9 @@ class Placement:
     ``local_rank`` and ``local_world_size`` are None where the starter doesn't tell; the ranks
     then find out by comparing the names of their hosts. ``master`` is (host, port) of the store,
     which the starter's agent holds open if ``agent_hosts_store``, else rank 0; it is None where
-    the ranks of one host find each other by ``job_id`` instead. ``one_device_per_task`` says
-    that each rank was given a GPU of its own and sees no other.
+    the ranks of one host find each other by ``job_id`` instead. ``store_path`` is where they find
+    a store that is a file. ``one_device_per_task`` says that each rank was given a GPU of its own
+    and sees no other.
     """
 
     starter: Starter
@@ -54,6 +57,7 @@ class Placement:
     local_world_size: int | None = 1
     master: tuple[str, int] | None = None
     job_id: str | None = None
+    store_path: str | None = None
     agent_hosts_store: bool = False
     one_device_per_task: bool = False
 
@@ -75,6 +79,12 @@ def detect(environ: Mapping[str, str]) -> Placement:
     """
     place = _detect(environ)
     _check_range("RANK", place.rank, place.world_size)
+    if place.local_world_size is not None and place.local_world_size > place.world_size:
+        raise InitError(
+            f"LOCAL_WORLD_SIZE is {place.local_world_size}, but there can't be more ranks on this "
+            f"host than in the world of {place.world_size}. Start the ranks with 'lockstep run', "
+            "which counts them."
+        )
     if place.local_rank is not None and place.local_world_size is not None:
         _check_range("LOCAL_RANK", place.local_rank, place.local_world_size)
     return place
@@ -100,28 +110,30 @@ def rank_environment(
     run_id: str,
     rank: int,
     world_size: int,
-    master_port: int,
+    local_rank: int,
+    local_world_size: int,
+    master: tuple[str, int],
     num_threads: int,
 ) -> dict[str, str]:
-    """The variables that ``lockstep run`` sets for one rank of a run on one host.
+    """The variables that ``lockstep run`` sets for one rank.
 
     They are those of torchrun, so that scripts written for it run unchanged, and one more by
-    which :func:`detect` knows us. The store on ``master_port`` is the launcher's, which is what
+    which :func:`detect` knows us. The store at ``master`` is the launcher's, which is what
     ``TORCHELASTIC_USE_AGENT_STORE`` tells torch: no rank has to open it.
     """
     return {
         RUN_ID: run_id,
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
         "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(master_port),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": run_id,
         "OMP_NUM_THREADS": str(num_threads),
-        **gloo_environment(),
+        **(gloo_environment() if local_world_size == world_size else {}),
     }
 
 
@@ -158,6 +170,7 @@ def _from_torch_variables(environ: Mapping[str, str], starter: Starter) -> Place
             "with 'lockstep run' or torchrun, which set them all, or unset RANK and WORLD_SIZE "
             "to run on one rank."
         )
+    port, _, path = environ.get(STORE, "").partition(":")
     return Placement(
         starter,
         rank=_number(environ, "RANK"),
@@ -166,6 +179,8 @@ def _from_torch_variables(environ: Mapping[str, str], starter: Starter) -> Place
         local_world_size=_number_or_none(environ, "LOCAL_WORLD_SIZE"),
         master=(environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")),
         job_id=environ.get(RUN_ID) or environ.get("TORCHELASTIC_RUN_ID"),
+        # What is started inside such a run, by torchrun say, has a port and a store of its own.
+        store_path=path if port == environ["MASTER_PORT"] else None,
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 

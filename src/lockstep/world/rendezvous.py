@@ -1,19 +1,21 @@
 """How the ranks find each other: a store that all of them reach, and a roll call.
 
-A store is held open by rank 0, or by the launcher's agent where there is one. Its address comes
-from the environment; the ranks of one host that have none (``mpiexec``, ``srun``) ask for it at
-a Unix socket named after their job, and those of several hosts ask MPI, if mpi4py is there.
+On one host, a store is a file in memory, which no other user can open: that of ``lockstep run``
+or, under ``mpiexec`` and ``srun``, that of rank 0. Where an address is given, or there are several
+hosts, it is a port, held open by rank 0 or by the launcher's agent. Whoever reaches that can read
+and write all of it. So nothing that is read from a store is ever executed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,6 +35,9 @@ _MPI_DAEMONS = ("hydra_pmi_proxy", "orted", "prted", "orterun", "prterun", "mpie
 # The stores that this process holds open, by address. A port can be listened on once, and a
 # process that calls init() again, after destroy_process_group(), is told the same port.
 _held_open: dict[tuple[str, int], dist.TCPStore] = {}
+# Likewise the files of stores, by path, and those that this process has made, by name.
+_open_files: dict[str, int] = {}
+_created: dict[str, int] = {}
 
 
 def meet(place: Placement, timeout: timedelta) -> dist.Store:
@@ -44,6 +49,8 @@ def meet(place: Placement, timeout: timedelta) -> dist.Store:
         RendezvousFailed: If the store can't be reached within ``timeout``.
         InitError: If the starter told no way to find it.
     """
+    if place.store_path is not None:
+        return _file_store(place.store_path, timeout)
     if place.master is not None:
         if place.rank != 0 or place.agent_hosts_store:
             return _connect(place, timeout)
@@ -67,11 +74,21 @@ def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str
         RendezvousFailed: Naming the ranks that have not come within ``timeout``.
     """
     keys = [f"present/{rank}" for rank in range(place.world_size)]
+    deadline = time.monotonic() + timeout.total_seconds()
     try:
         store.set(keys[place.rank], note)
-        store.wait(keys, timeout)
+        for key in keys:
+            pause = _RETRY_SECONDS / 64
+            # Not store.wait(), in which no signal is heard.
+            while not store.check([key]):
+                if time.monotonic() > deadline:
+                    raise RendezvousFailed(_who_is_missing(store, keys, place, timeout))
+                time.sleep(pause)
+                pause = min(2 * pause, _RETRY_SECONDS)
         return [store.get(key).decode() for key in keys]
     except RuntimeError as error:
+        if isinstance(error, RendezvousFailed):
+            raise
         raise RendezvousFailed(_who_is_missing(store, keys, place, timeout)) from error
 
 
@@ -132,73 +149,73 @@ def _connect(place: Placement, timeout: timedelta) -> dist.TCPStore:
         ) from error
 
 
-def _meet_by_name(place: Placement, timeout: timedelta) -> dist.TCPStore:
-    """Find the store's port at an abstract Unix socket named after the job.
+def _meet_by_name(place: Placement, timeout: timedelta) -> dist.Store:
+    """Find the store of rank 0, a file in its memory, among its open files.
 
-    Such a name is gone when its process is, so a run that was killed leaves nothing that a
-    later one could mistake for its own; and the kernel tells who is at the other end.
+    A name that is bound or created can be taken first by another user, who then is asked, or
+    keeps the ranks apart. In the files of a process of one's own nobody else can put anything,
+    and nobody else can open them. They are gone when the process is, so a run that was killed
+    leaves nothing that a later one could mistake for its own.
     """
-    job = place.job_id or _launching_process()
-    name = _name_of(job)
-    deadline = time.monotonic() + timeout.total_seconds()
+    name = _name_of(place.job_id or _launching_process())
     if place.rank == 0:
-        store = _open_store(place, _LOOPBACK, 0, timeout)
-        _tell_port(name, store.port, place, deadline)
-        return store
-    port = _ask_port(name, place, deadline)
-    located = Placement(place.starter, place.rank, place.world_size, master=(_LOOPBACK, port))
-    return _connect(located, timeout)
+        return _file_store(_own_file(name), timeout)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while (path := _file_of_rank_0(name)) is None:
+        if time.monotonic() > deadline:
+            raise RendezvousFailed(
+                f"rank {place.rank} did not find rank 0 on this host, though "
+                f"{place.starter.value} started {place.world_size} ranks here. Did rank 0 fail, "
+                "does it run as another user, or did it not call init()?"
+            )
+        time.sleep(_RETRY_SECONDS)
+    return _file_store(path, timeout)
+
+
+def _file_store(path: str, timeout: timedelta) -> dist.Store:
+    """The store in the file at ``path``, which is kept open until this process ends.
+
+    torch opens the file for each operation, so it is given a path that stays: the file's own
+    process may end first.
+    """
+    if path not in _open_files:
+        try:
+            _open_files[path] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise RendezvousFailed(
+                f"the store of the run, {path}, can't be opened: {error.strerror}. Its launcher, "
+                "or rank 0, has ended, or runs as another user."
+            ) from error
+    store = dist.FileStore(f"/proc/self/fd/{_open_files[path]}", -1)  # -1: it isn't removed
+    store.set_timeout(timeout)
+    return store
 
 
 def _name_of(job: str) -> str:
-    return f"\0lockstep/{os.getuid()}/{job}"
+    return f"lockstep-{hashlib.sha256(job.encode()).hexdigest()}"
 
 
-def _tell_port(name: str, port: int, place: Placement, deadline: float) -> None:
-    missing = set(range(1, place.world_size))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(name)
-        listener.listen(place.world_size)
-        while missing:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                peer, _ = listener.accept()
-                with peer:
-                    peer.settimeout(max(deadline - time.monotonic(), 0.001))
-                    if _is_same_user(peer):
-                        missing.discard(int.from_bytes(peer.recv(4), "little"))
-                        peer.sendall(port.to_bytes(4, "little"))
-            except TimeoutError:
-                raise RendezvousFailed(
-                    f"rank 0 waited in vain for rank {', '.join(map(str, sorted(missing)))} of "
-                    f"{place.world_size}, started by {place.starter.value} on this host."
-                ) from None
+def _own_file(name: str) -> str:
+    # The process is in the name, so that what it forks is not taken for it.
+    if name not in _created:
+        _created[name] = os.memfd_create(f"{name}-{os.getpid()}")
+    return f"/proc/{os.getpid()}/fd/{_created[name]}"
 
 
-def _ask_port(name: str, place: Placement, deadline: float) -> int:
-    while time.monotonic() < deadline:
-        with (
-            contextlib.suppress(ConnectionError, TimeoutError),
-            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking,
-        ):
-            asking.settimeout(max(deadline - time.monotonic(), 0.001))
-            asking.connect(name)
-            if _is_same_user(asking):
-                asking.sendall(place.rank.to_bytes(4, "little"))
-                answer = asking.recv(4)
-                if answer:
-                    return int.from_bytes(answer, "little")
-        time.sleep(_RETRY_SECONDS)
-    raise RendezvousFailed(
-        f"rank {place.rank} did not find rank 0 on this host, though {place.starter.value} "
-        f"started {place.world_size} ranks here. Did rank 0 fail, or did it not call init()?"
-    )
+def _file_of_rank_0(name: str) -> str | None:
+    for file in _files_of_processes():
+        wanted = f"/memfd:{name}-{file.parts[2]} (deleted)"
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            # Who may look into all processes must not take the file of a stranger.
+            if os.readlink(file) == wanted and file.stat().st_uid == os.geteuid():
+                return str(file)
+    return None
 
 
-def _is_same_user(peer: socket.socket) -> bool:
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return bool(uid == os.getuid())
+def _files_of_processes() -> Iterator[Path]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it is another user's, or has ended
+            yield from (process / "fd").iterdir()
 
 
 def _launching_process() -> str:

@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.backends import THREADS, register_backends
-from lockstep.errors import BackendUnavailable, ContradictoryInit, SharedMemoryFull
+from lockstep.errors import (
+    BackendUnavailable,
+    ContradictoryInit,
+    InitError,
+    SharedMemoryFull,
+)
 from lockstep.world.device import GLOO, choose_backend, choose_device
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
 from lockstep.world.rendezvous import interface_towards, meet, roll_call
@@ -82,6 +87,7 @@ def init(
 
     Raises:
         RendezvousFailed: If the others can't be reached, or don't come, within ``timeout``.
+        ValueError: If ``timeout`` isn't more than 0.
         BackendUnavailable: If the ``backend`` asked for can't be used here.
         ContradictoryInit: If ``init()`` was called before, for something else.
         InitError: If the starter's environment variables make no sense.
@@ -90,15 +96,14 @@ def init(
     wanted = torch.device(device) if device is not None else None
     register_backends()
     _check_backend(backend)
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout is {timeout!r}; give a timedelta, as timedelta(seconds=60).")
+    timeout = _checked_timeout(timeout)
     if (here := place_of_this_thread()) is not None:
-        return _init_in_thread(here, backend, wanted, timeout or DEFAULT_TIMEOUT)
+        return _init_in_thread(here, backend, wanted, timeout)
     if _current is not None and _still_current(_current):
         _check_same(_current, backend, wanted)
         return _current
     if dist.is_initialized():
-        _current = _from_existing_group(wanted, timeout or DEFAULT_TIMEOUT)
+        _current = _from_existing_group(wanted, timeout)
         _check_same(_current, backend, wanted)
         return _current
     place = detect(os.environ)
@@ -107,8 +112,43 @@ def init(
         _use(chosen)
         _current = World(0, 1, 0, 1, chosen, None, place.starter)
     else:
-        _current = _join(place, backend, wanted, timeout or DEFAULT_TIMEOUT)
+        _current = _join(place, backend, wanted, timeout)
     return _current
+
+
+def group_or_all(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """``process_group`` or, if it is None, the group of all ranks, which a lone rank hasn't.
+
+    Raises:
+        TypeError: If it is something else than a process group.
+    """
+    if process_group is None:
+        return init().process_group
+    if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            "process_group is what new_group() returns on a rank that isn't one of the group's. "
+            "Call this on the ranks of the group alone."
+        )
+    if not callable(getattr(process_group, "allreduce", None)):
+        raise TypeError(
+            f"process_group is {process_group!r}, of type {type(process_group).__name__}. Give a "
+            "process group, as torch.distributed.new_group() makes it, or leave it out for all "
+            "ranks."
+        )
+    return process_group
+
+
+def _checked_timeout(timeout: timedelta | None) -> timedelta:
+    if timeout is None:
+        return DEFAULT_TIMEOUT
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout is {timeout!r}; give a timedelta, as timedelta(seconds=60).")
+    if timeout <= timedelta(0):
+        raise ValueError(
+            f"timeout is {timeout!r}, but no rank can join in no time. Give a timedelta of more "
+            "than 0 seconds, or leave it out to wait 10 minutes."
+        )
+    return timeout
 
 
 def _init_in_thread(
@@ -285,14 +325,19 @@ def _create_group(
 def _from_existing_group(device: torch.device | None, timeout: timedelta) -> World:
     group = dist.group.WORLD
     assert group is not None
-    told = detect(os.environ)
+    told = _told_of(group)
     place = Placement(Starter.PROCESS_GROUP, group.rank(), group.size(), None, None)
-    if (told.rank, told.world_size) == (place.rank, place.world_size):
+    # Whatever a rank is told by its own environment, it calls the roll: the environments may
+    # differ, and a rank that went on alone would leave the others waiting. What they were told
+    # counts if all were told.
+    local = f"{told.local_rank}/{told.local_world_size}"
+    note = f"{local if 'None' not in local else ''} {socket.gethostname()}"
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"lockstep/inits/{place.rank}", 1)  # the store may outlive the group
+    notes = roll_call(dist.PrefixStore(f"lockstep/roll/{number}", store), place, timeout, note)
+    if all(note.partition(" ")[0] for note in notes):
         place = replace(place, local_rank=told.local_rank, local_world_size=told.local_world_size)
-    hosts: Sequence[str] = ()
-    if place.local_rank is None or place.local_world_size is None:
-        store = dist.PrefixStore(_new_prefix(), dist.distributed_c10d._get_default_store())
-        hosts = roll_call(store, place, timeout, note=socket.gethostname())
+    hosts = [note.partition(" ")[2] for note in notes]
     local_rank, local_world_size = _place_on_host(place, hosts)
     carries_cuda = "cuda" in _backend_map(str(dist.get_backend_config(group)))
     num_devices = _num_cuda_devices() if carries_cuda else 0
@@ -302,6 +347,16 @@ def _from_existing_group(device: torch.device | None, timeout: timedelta) -> Wor
     return World(
         place.rank, place.world_size, local_rank, local_world_size, device, group, place.starter
     )
+
+
+def _told_of(group: dist.ProcessGroup) -> Placement:
+    """What the environment says of this rank's place in ``group``; nothing if it is of another."""
+    nothing = Placement(Starter.NOTHING, local_rank=None, local_world_size=None)
+    try:
+        told = detect(os.environ)
+    except InitError:  # then it isn't what made the group
+        return nothing
+    return told if (told.rank, told.world_size) == (group.rank(), group.size()) else nothing
 
 
 def _leave() -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lockstep.comm import num_counted, sum_in_step
 from lockstep.nn.backward import refresh_stale
-from lockstep.world import init
+from lockstep.world import group_or_all
 
 T = TypeVar("T")
 
@@ -238,7 +238,7 @@ def sum_over_ranks(
         own: What this rank has to add; it may be written to.
         process_group: The ranks; by default all of ``lockstep.init()``.
     """
-    group = process_group or init().process_group
+    group = group_or_all(process_group)
     num_ranks = 1
     if group is not None and group.size() > 1:
         refresh_stale(group)
