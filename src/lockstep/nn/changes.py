@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.nn.distributed_autograd import refuse_distributed_autograd
+
 if TYPE_CHECKING:
     from lockstep.nn.engine import Engine
 
@@ -33,13 +35,14 @@ _watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Engine]] = (
 _registration_hooks: list[RemovableHandle] = []
 # By the forms of their parameters, the class names of models that are or were parallel.
 _names_by_form: dict[frozenset[tuple[object, int]], str] = {}
+_refusal: RemovableHandle | None = None
 _stale: weakref.WeakSet[Engine] = weakref.WeakSet()
 _forward_hooks: list[RemovableHandle] = []
 
 
 def watch(engine: Engine) -> None:
     """From now on notice what is put into the modules of ``engine``."""
-    global _num_watched
+    global _num_watched, _refusal
     with _lock:
         if not _registration_hooks:
             for register in (
@@ -48,6 +51,8 @@ def watch(engine: Engine) -> None:
                 hooks.register_module_buffer_registration_hook,
             ):
                 _registration_hooks.append(register(_is_put_into))
+        if _refusal is None:
+            _refusal = refuse_distributed_autograd(_watched.__contains__)
         _engines[engine] = None
         _num_watched += 1
         if engine.module is not None:
