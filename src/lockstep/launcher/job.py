@@ -12,6 +12,11 @@ from lockstep.errors import BadLaunch
 from lockstep.world.environment import num_visible_gpus
 
 _DEFAULT_NUM_RANKS = 2
+# More than any host has cores or GPUs for. Beyond some 10,000 threads OpenMP crashes, and the
+# bookkeeping alone of a number of ranks mistyped by some digits would fill the memory.
+_MOST_RANKS = _MOST_THREADS = 4096
+_MOST = 1_000_000
+_MOST_SCRIPT_BYTES = 1 << 26
 _GRACE_SECONDS = 3.0
 
 
@@ -87,33 +92,40 @@ def check_num_ranks(value: object) -> int:
     """``value`` as a number of ranks.
 
     Raises:
-        BadLaunch: If it isn't a whole number from 1 up.
+        BadLaunch: If it isn't a whole number from 1 up, or absurdly large.
     """
-    return whole_number(value, "The number of ranks", "Ask for at least one, as in '-n 2'.")
+    return whole_number(
+        value, "The number of ranks", "Ask for at least one, as in '-n 2'.", at_most=_MOST_RANKS
+    )
 
 
 def check_num_threads(value: object) -> int:
     """``value`` as a number of threads.
 
     Raises:
-        BadLaunch: If it isn't a whole number from 1 up.
+        BadLaunch: If it isn't a whole number from 1 up, or absurdly large.
     """
-    return whole_number(value, "The number of threads per rank", "Leave it out to share the cores.")
+    advice = "Leave it out to share the cores."
+    return whole_number(value, "The number of threads per rank", advice, at_most=_MOST_THREADS)
 
 
-def whole_number(value: object, what: str, advice: str, *, at_least: int = 1) -> int:
+def whole_number(
+    value: object, what: str, advice: str, *, at_least: int = 1, at_most: int = _MOST
+) -> int:
     """``value``, which a command line gives as text, as a whole number.
 
     Raises:
-        BadLaunch: If it isn't one, or less than ``at_least``; ``what`` it is, and ``advice``.
+        BadLaunch: If it isn't one, or out of range; ``what`` it is, and ``advice``.
     """
     number = value
     if isinstance(value, str):
         # int() would also take " 1_0 " and the digits of other scripts.
-        number = int(value) if value.removeprefix("-").isdecimal() and value.isascii() else None
-    if isinstance(number, bool) or not isinstance(number, int) or number < at_least:
+        is_number = value.removeprefix("-").isdecimal() and value.isascii() and len(value) < 100
+        number = int(value) if is_number else None
+    if isinstance(number, bool) or not isinstance(number, int) or not at_least <= number <= at_most:
         raise BadLaunch(
-            f"{what} is {value}, but a whole number from {at_least} up is needed. {advice}"
+            f"{what} is {value!s:.99}, but a whole number from {at_least} to {at_most:,} is "
+            f"needed. {advice}"
         )
     return number
 
@@ -133,6 +145,14 @@ def check_script(script: Script) -> Script:
     if path.is_dir():
         return script
     try:
+        # What isn't a file may have no end, or be read only once, and each rank reads it.
+        if not path.is_file() and path.exists():
+            raise BadLaunch(
+                f"{script.path} is a device, a pipe or a socket. Nothing was started: give a file, "
+                "which every rank can read."
+            )
+        if path.stat().st_size > _MOST_SCRIPT_BYTES:
+            raise BadLaunch(f"{script.path} is too large for a Python script. Nothing was started.")
         source = path.read_bytes()
     except OSError as error:
         raise BadLaunch(
@@ -170,6 +190,11 @@ def check_module(module: Module) -> Module:
     Raises:
         BadLaunch: If there isn't.
     """
+    if module.name.partition(".__main__")[0] == "lockstep":
+        raise BadLaunch(
+            "The module lockstep is this command itself, and can't be a program that it runs. Name "
+            "the module of your program."
+        )
     top, *parts = module.name.split(".")
     # A module is looked up first where the command is given, as by python -m.
     spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) if top else None
