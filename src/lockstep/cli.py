@@ -236,6 +236,8 @@ def _run(options: argparse.Namespace) -> NoReturn:
         jobs.default_num_threads(num_ranks) if threads is None else jobs.check_num_threads(threads),
         log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
         num_hosts=num_hosts,
+        stdin_rank=jobs.check_stdin(options.stdin, num_ranks, num_hosts),
+        full_traceback=options.full_traceback,
     )
     start(
         job,

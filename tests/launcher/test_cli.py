@@ -43,6 +43,10 @@ def test_run_reads_its_options(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     job, _ = read(monkeypatch, *argv)
     assert job.program == Module("pkg.train", ("-n", "x"))
     assert (job.num_ranks, job.num_threads, job.log_dir) == (4, 2, str(folder / "logs"))
+    assert (job.stdin_rank, job.full_traceback) == (None, False)
+    job, _ = read(monkeypatch, "-n", "2", "--stdin", "1", "--full-traceback", "train.py")
+    assert (job.stdin_rank, job.full_traceback) == (1, True)
+    assert read(monkeypatch, "--stdin", "none", "train.py")[0].stdin_rank is None
     _, where = read(monkeypatch, "--nnodes", "2", "--node-rank", "1", "-n", "1", "train.py")
     assert (where["host"], where["run_id"], where["timeout_seconds"]) == ("1", "lockstep", "300")
 
@@ -101,6 +105,9 @@ def test_run_says_that_a_number_of_ranks_after_the_script_is_not_its_own(
         (["run", "huge.py"], "too large"),
         (["run", "-m", "lockstep"], "is this command itself"),
         (["run", "-m", "lockstep.__main__"], "is this command itself"),
+        (["run", "-n", "2", "--stdin", "2", "train.py"], "--stdin is 2, but"),
+        (["run", "--stdin", "first", "train.py"], "'none' leaves all ranks without"),
+        (["run", "--nnodes", "2", "--stdin", "0", "train.py"], "--stdin is for runs on one host"),
         (["bench", "collectives", "--sizes", ""], "--sizes has ''"),
         (["bench", "collectives", "--sizes", "9" * 5000 + "B"], "which is no size"),
         (["bench", "collectives", "--json", "."], "can't be written: Is a directory"),

@@ -60,6 +60,8 @@ class Job:
             the ranks write straight to the supervisor's own stdout and stderr.
         grace_seconds: How long a rank that is asked to end may take before it is killed.
         num_hosts: On how many hosts there is such a supervisor.
+        stdin_rank: The rank that reads the supervisor's standard input, or None.
+        full_traceback: Whether to show the frames of lockstep and torch if a rank fails.
     """
 
     program: Program
@@ -69,6 +71,8 @@ class Job:
     labelled: bool = True
     grace_seconds: float = _GRACE_SECONDS
     num_hosts: int = 1
+    stdin_rank: int | None = None
+    full_traceback: bool = False
 
 
 def default_num_ranks() -> int:
@@ -107,6 +111,22 @@ def check_num_threads(value: object) -> int:
     """
     advice = "Leave it out to share the cores."
     return whole_number(value, "The number of threads per rank", advice, at_most=_MOST_THREADS)
+
+
+def check_stdin(value: str | None, num_ranks: int, num_hosts: int) -> int | None:
+    """The rank that is to have the standard input, from what ``--stdin`` says of it.
+
+    Raises:
+        BadLaunch: If there is no such rank, or there are several hosts.
+    """
+    if value is None:
+        return 0 if num_hosts == 1 and os.isatty(0) else None
+    if value == "none":
+        return None
+    if num_hosts > 1:
+        raise BadLaunch("--stdin is for runs on one host: leave it out, or give --stdin none.")
+    advice = "'none' leaves all ranks without."
+    return whole_number(value, "--stdin", advice, at_least=0, at_most=num_ranks - 1)
 
 
 def whole_number(
