@@ -177,7 +177,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--full-traceback",
         action="store_true",
-        help="Show the frames of lockstep and torch too when a rank fails.",
+        help="Show the frames of lockstep, torch and Python too when a rank fails.",
     )
     add(
         "--nnodes",

@@ -158,6 +158,7 @@ def _call(program: Call) -> bytes:
 
     from lockstep.world import init
 
+    _let_spawned_processes_have_what_is_in_main()
     function, args = pickle.loads(program.pickled)
     result = function(init(), *args)
     try:
@@ -167,6 +168,25 @@ def _call(program: Call) -> bytes:
             f"{program.name}() returned a {type(result).__name__} that can't be pickled "
             f"({error}), so it can't be sent back. Return numbers, tensors or other plain data."
         ) from error
+
+
+def _let_spawned_processes_have_what_is_in_main() -> None:
+    """Let multiprocessing pickle classes and functions of ``__main__`` by value, as launch() does.
+
+    They are the caller's: this process's ``__main__`` doesn't have them, nor has that of a data
+    loader's worker, which would look for them by name.
+    """
+    from collections import ChainMap
+    from multiprocessing import reduction
+
+    import cloudpickle
+
+    # What it reads when it is made: multiprocessing's own ways to pickle a socket, torch's for a
+    # tensor, and then those of cloudpickle.
+    own = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    table = {"dispatch_table": ChainMap(own, cloudpickle.Pickler.dispatch_table)}
+    bases = (reduction.ForkingPickler, cloudpickle.Pickler)
+    reduction.ForkingPickler = type("ForkingPickler", bases, table)  # type: ignore[misc, assignment]
 
 
 def _report_of_exit(error: SystemExit, program: Program) -> Report:
@@ -182,6 +202,7 @@ def _report_of_exit(error: SystemExit, program: Program) -> Report:
 
 def _report_of_exception(error: BaseException, program: Program) -> Report:
     report = _report(1, told=tell(error, _hint(program)))
+    sys.last_value = error  # as Python has it while it runs exit handlers
     sys.excepthook(type(error), error, error.__traceback__)
     return report
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import traceback
 from traceback import FrameSummary, TracebackException
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 from lockstep import errors
 
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 _PACKAGE = os.path.dirname(errors.__file__) + os.sep
 _START = ("<frozen importlib", "<frozen runpy>", os.path.dirname(__file__) + os.sep)
 
@@ -20,8 +20,8 @@ class Told(NamedTuple):
 
     Attributes:
         full: The traceback as Python would print it had the launcher not been there.
-        folded: The same without the frames of lockstep and torch, and without the exceptions that
-            only they raised and handled. Of those, the last exception has the words for a user.
+        folded: The same without the frames of lockstep, torch and Python, and without exceptions
+            that only these raised and handled: the last one has the words for a user.
         error: The first line of what the exception itself says.
     """
 
@@ -72,7 +72,9 @@ def _fold(told: TracebackException, hint: str) -> None:
             continue
         if num_folded:
             frames = "1 frame" if num_folded == 1 else f"{num_folded} frames"
-            stack.append(FrameSummary("", None, f"{frames} of lockstep and torch{hint}", line=""))
+            stack.append(
+                FrameSummary("", None, f"{frames} of lockstep, torch and Python{hint}", line="")
+            )
             num_folded = 0
         if frame is not None:
             stack.append(frame)
@@ -93,5 +95,8 @@ def _has_users_frame(told: TracebackException) -> bool:
 def _is_users(frame: FrameSummary) -> bool:
     import torch
 
-    ours = (_PACKAGE, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__, "<frozen ")
-    return not frame.filename.startswith(ours)
+    name = frame.filename
+    if name.startswith((_PACKAGE, os.path.dirname(torch.__file__) + os.sep, "<frozen ")):
+        return False
+    # Other people's packages may lie in a folder of Python's own, and are shown.
+    return not name.startswith(_PYTHON) or "site-packages" in name
