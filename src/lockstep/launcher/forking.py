@@ -59,8 +59,11 @@ class RankProcess:
             signal_group(self.pid, number)
             return
         # Ctrl-C has come to the whole group already: a second one would interrupt its handling.
-        if number != signal.SIGINT or os.tcgetpgrp(0) != os.getpgrp():
-            os.kill(self.pid, number)
+        # The terminal may be gone, though.
+        with contextlib.suppress(OSError):
+            if number == signal.SIGINT and os.tcgetpgrp(0) == os.getpgrp():
+                return
+        os.kill(self.pid, number)
 
     def hear(self, words: bytes) -> None:
         """Remember ``words``, which it wrote to stderr, if they prove to be its last."""
