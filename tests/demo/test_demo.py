@@ -127,7 +127,7 @@ def test_demo_command(nprocs: str) -> None:
         (["--nprocs", "0"], "0"),
         (["--nprocs", "two"], "two"),
         (["--nprocs", "129"], "can't be split"),
-        (["--epochs", "0"], "--epochs is '0'"),
+        (["--epochs", "0"], "--epochs is 0"),
         (["--seed", "99999999999999999999"], "--seed is 9999"),
         (["--data", "no-such-folder"], "no such folder"),
         (["--data", "mnist"], "torch-lockstep[mnist]"),

@@ -166,6 +166,37 @@ def test_launch_from_a_script_pickles_what_is_in_main(bench: Bench) -> None:
     assert done.stdout == "[5, 6] [5, 5]\n", done.stderr
 
 
+def test_processes_that_a_rank_spawns_have_what_the_callers_main_has(bench: Bench) -> None:
+    """As in a notebook, whose cells are ``__main__``."""
+    script = bench.script(
+        """
+        import lockstep
+        import torch
+
+        class Squares(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, index):
+                return index**2
+
+        def collate(numbers):
+            return torch.tensor(numbers) + 1
+
+        def work(world):
+            loader = torch.utils.data.DataLoader(
+                Squares(), 2, num_workers=1, collate_fn=collate, multiprocessing_context="spawn"
+            )
+            return [batch.tolist() for batch in loader]
+
+        if __name__ == "__main__":
+            print(lockstep.launch(work, nprocs=1))
+        """
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.stdout == "[[[1, 2], [5, 10]]]\n", done.stderr
+
+
 BUSY = """
     import os, subprocess, sys, time
     import lockstep.launcher

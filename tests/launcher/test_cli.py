@@ -1,55 +1,155 @@
-"""The command line is read the same in both ways there are to read it."""
+"""The command line: what it reads, what it leaves to the script, and what it refuses."""
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from lockstep.cli import running
-from lockstep.cli.app import app
-from lockstep.cli.plain import RunOptions, plain_run
-
-WORDS = ["-n", "2", "--nprocs", "--threads", "--log-dir", "logs", "-m", "train.py", "--", "-x", ""]
+from lockstep import cli
+from lockstep.launcher.job import Job, Module, Script
 
 
-def whole_parser(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> RunOptions | None:
-    read: list[RunOptions] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(running, "run", read.append)
-        CliRunner().invoke(app, argv)
-    return read[0] if read else None
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "pkg").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-@given(words=st.lists(st.sampled_from(WORDS), max_size=8))
-@example(words=["-n", "2", "--threads", "2", "-m", "train.py", "-n", "2", "--", "--help"])
-@example(words=["train.py", "--", "-m"])
-@example(words=["--log-dir", "logs", "train.py"])
-def test_plain_run_agrees_with_the_whole_parser(words: list[str]) -> None:
-    plain = plain_run(["run", *words])
-    if plain is not None:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            assert plain == whole_parser(["run", *words], monkeypatch)
+def read(monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[Job, dict[str, object]]:
+    """What ``lockstep run argv...`` would start."""
+    started: list[tuple[Job, dict[str, object]]] = []
+    monkeypatch.setattr(cli, "start", lambda job, **where: started.append((job, where)))
+    monkeypatch.setattr(sys, "argv", ["lockstep", "run", *argv])
+    cli.main()
+    return started[0]
 
 
-def test_plain_run_reads_what_is_plain() -> None:
-    argv = ["run", "-n", "4", "--threads", "2", "--log-dir", "logs", "-m", "pkg.train", "-n", "x"]
-    assert plain_run(argv) == RunOptions(
-        "pkg.train", ("-n", "x"), module=True, num_ranks="4", num_threads="2", log_dir="logs"
-    )
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What ``lockstep argv...`` says when it starts nothing."""
+    monkeypatch.setattr(sys, "argv", ["lockstep", *argv])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_run_reads_its_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ("-n4", "--threads=2", "--log-dir", "logs", "-m", "pkg.train", "-n", "x")
+    job, _ = read(monkeypatch, *argv)
+    assert job.program == Module("pkg.train", ("-n", "x"))
+    assert (job.num_ranks, job.num_threads, job.log_dir) == (4, 2, str(folder / "logs"))
+    assert (job.stdin_rank, job.full_traceback) == (None, False)
+    job, _ = read(monkeypatch, "-n", "2", "--stdin", "1", "--full-traceback", "train.py")
+    assert (job.stdin_rank, job.full_traceback) == (1, True)
+    assert read(monkeypatch, "--stdin", "none", "train.py")[0].stdin_rank is None
+    _, where = read(monkeypatch, "--nnodes", "2", "--node-rank", "1", "-n", "1", "train.py")
+    assert (where["host"], where["run_id"], where["timeout_seconds"]) == ("1", "lockstep", "300")
+
+
+@pytest.mark.parametrize("name", ["-n", "--nprocs", "--nproc-per-node", "--nproc_per_node"])
+def test_run_reads_the_number_of_ranks_by_all_its_names(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    assert read(monkeypatch, name, "3", "train.py")[0].num_ranks == 3
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [[], ["run"], ["demo"], ["run", "--help"], ["run", "-n", "-1", "x.py"], ["run", "-n2", "x.py"]],
+    "words",
+    [["--help"], ["-m", "--threads", "2"], ["--", "-m"], ["a b", "-x", "--", ""], ["--version"]],
+    ids=" ".join,
 )
-def test_plain_run_leaves_the_rest(argv: list[str]) -> None:
-    assert plain_run(argv) is None
+def test_run_leaves_what_follows_the_script_to_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    expected = Script("train.py", tuple(words))
+    assert read(monkeypatch, "-n", "1", "train.py", *words)[0].program == expected
+    assert read(monkeypatch, "-n", "1", "--", "train.py", *words)[0].program == expected
 
 
-def test_whole_parser_reads_what_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    argv = ["run", "-n4", "--threads=2", "--nnodes", "2", "--node-rank", "1", "train.py", "--help"]
-    assert whole_parser(argv, monkeypatch) == RunOptions(
-        "train.py", ("--help",), num_ranks="4", num_threads="2", num_hosts="2", host="1"
-    )
+@pytest.mark.parametrize("late", [["-n", "3"], ["--nprocs=3"], ["--nproc-per-node", "3"]])
+def test_run_says_that_a_number_of_ranks_after_the_script_is_not_its_own(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    late: list[str],
+) -> None:
+    job, _ = read(monkeypatch, "train.py", *late)
+    assert job.program == Script("train.py", tuple(late))
+    said = capsys.readouterr().err
+    assert f"running {job.num_ranks} ranks" in said
+    assert f"'{late[0].partition('=')[0]}' stands after the script" in said
+    read(monkeypatch, "-n", "2", "train.py", *late)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["run"], "SCRIPT is missing"),
+        (["run", "-n"], "'lockstep run --help'"),
+        (["run", "--frob", "train.py"], "--frob"),
+        (["frob"], "'frob'"),
+        (["bench", "frob"], "'frob'"),
+        (["demo", "--seed", "x"], "--seed"),
+        (["run", "-n", "99999999999999999999", "train.py"], "from 1 to 4,096"),
+        (["run", "-n", "9" * 5000, "train.py"], "from 1 to 4,096"),
+        (["run", "--threads", "100000", "train.py"], "threads per rank is 100000"),
+        (["run", "--threads", "99999999999999999999", "train.py"], "from 1 to 4,096"),
+        (["run", "/dev/zero"], "/dev/zero is a device"),
+        (["run", "pipe"], "pipe is a device, a pipe"),
+        (["run", "huge.py"], "too large"),
+        (["run", "-m", "lockstep"], "is this command itself"),
+        (["run", "-m", "lockstep.__main__"], "is this command itself"),
+        (["run", "-n", "2", "--stdin", "2", "train.py"], "--stdin is 2, but"),
+        (["run", "--stdin", "first", "train.py"], "'none' leaves all ranks without"),
+        (["run", "--nnodes", "2", "--stdin", "0", "train.py"], "--stdin is for runs on one host"),
+        (["bench", "collectives", "--sizes", ""], "--sizes has ''"),
+        (["bench", "collectives", "--sizes", "9" * 5000 + "B"], "which is no size"),
+        (["bench", "collectives", "--json", "."], "can't be written: Is a directory"),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
+)
+def test_refusals(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    said: str,
+) -> None:
+    os.mkfifo(folder / "pipe")
+    with open(folder / "huge.py", "wb") as file:
+        file.truncate(1 << 40)
+    message = refused(monkeypatch, capsys, *argv)
+    assert message.startswith("lockstep: ")
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "taught"),
+    [
+        (["--help"], ["run     run a Python script", "lockstep run train.py"]),
+        (["run", "-h"], ["lockstep run -n 2 train.py", "--nproc-per-node", "--stdin"]),
+        (["demo", "--help"], ["--data", "1,797 digits"]),
+        (["bench", "--help"], ["collectives"]),
+        (["bench", "collectives", "--help"], ["--json", "A quick look:"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_help_teaches(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    taught: list[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lockstep", *argv])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    for words in taught:
+        assert words in shown

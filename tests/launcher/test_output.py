@@ -97,6 +97,21 @@ def test_labeller_never_lets_one_source_continue_the_line_of_another(
     assert shown(*writes) == expected
 
 
+def test_labeller_goes_on_after_a_prompt() -> None:
+    labeller = Labeller()
+
+    def label(source: int, *pieces: bytes) -> bytes:
+        return labeller.label(source, b"[%d] " % source, pieces)
+
+    assert label(0, b"name? ") == b"[0] name? "
+    assert label(0, b"got it\n", b"(Pdb) ") == b"got it\n[0] (Pdb) "
+    assert label(1, b"loss\n") == b"\n[1] loss\n"
+    assert label(0, b"41\n", b" 10%") == b"[0] 41\n[0]  10%"
+    assert label(0, b"\r", b" 20%") == b"\r[0]  20%"
+    assert label(0, b"\n") == b"\n"
+    assert labeller.finish() == b""
+
+
 def test_run_keeps_lines_whole(bench: Bench) -> None:
     script = bench.script(
         """

@@ -122,8 +122,8 @@ def test_run_ends_like_python(bench: Bench) -> None:
 
 
 def test_run_shows_the_program_none_of_the_launchers_libraries(bench: Bench) -> None:
-    bench.script("NAME = 'mine'", "folder/typer.py")
-    text = "import typer, sys; print(typer.NAME, 'rich' in sys.modules)"
+    bench.script("NAME = 'mine'", "folder/cloudpickle.py")
+    text = "import cloudpickle, sys; print(cloudpickle.NAME, 'rich' in sys.modules)"
     done = bench.run("run", "-n", "1", bench.script(text, "folder/script.py"))
     assert lines_of(done.stdout, 0) == ["mine False"], done.stderr
 

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from lockstep.launcher.escalation import Escalation, after_failure, after_signal
+from lockstep.launcher.tracebacks import Told
 from lockstep.launcher.verdict import (
     Ending,
     Report,
@@ -20,7 +21,7 @@ LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer
 
 
 def raised(rank: int, at: float, text: str = "ValueError: bad", *, asked: bool = False) -> Ending:
-    report = Report(at, exit_code=1, traceback=text)
+    report = Report(at, exit_code=1, told=Told(text, text, text.splitlines()[-1]))
     return Ending(rank, at + 0.05, exit_code=1, report=report, asked=asked)
 
 

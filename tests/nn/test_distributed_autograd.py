@@ -18,7 +18,7 @@ def refused_in_a_context(world: lockstep.World, path: str) -> tuple[list[float],
 
     warnings.simplefilter("ignore")  # of torch's own
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
-    rpc.init_rpc(f"rank {world.rank}", None, world.rank, world.world_size, options)
+    rpc.init_rpc(f"rank{world.rank}", None, world.rank, world.world_size, options)
     model = lockstep.parallelize(nn.Sequential(nn.Linear(2, 1, bias=False)))
     x = torch.full((1, 2), 1.0 + world.rank)
     refused = []

@@ -71,7 +71,8 @@ def _writable(name: str | None) -> Path | None:
     if name is None or name == "-":
         return None
     try:
-        Path(name).touch()
+        with open(name, "a"):  # not touch(), which takes a directory
+            pass
     except OSError as error:
         raise BadLaunch(f"--json: {name} can't be written: {error.strerror}.") from error
     return Path(name)

@@ -12,7 +12,7 @@ OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 DEFAULT_SIZES = "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_SIZE = re.compile(r"(\d+)\s*(B|KiB|MiB|GiB)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,15})\s*(B|KiB|MiB|GiB)", re.IGNORECASE)
 _ELEMENT_BYTES = 4  # of float32
 
 

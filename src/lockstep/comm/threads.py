@@ -217,8 +217,8 @@ class Room:
 
 
 _LEFT = (
-    "has left the group (destroy_process_group). Make all ranks take equally many steps, and "
-    "leave after the last one."
+    "has left the group (destroy_process_group). Make all ranks take equally many steps, or put "
+    "their loops into 'with lockstep.join(model):', and leave after the last step."
 )
 _ENDED = "is gone. Its thread ended: what it raised, if anything, tells why."
 _ABORTED = "has aborted the group. See what it raised before."

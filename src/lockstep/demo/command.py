@@ -14,7 +14,7 @@ from lockstep.demo.training import (
 )
 from lockstep.errors import BadLaunch
 from lockstep.launcher import launch
-from lockstep.launcher.job import check_num_ranks
+from lockstep.launcher.job import check_num_ranks, whole_number
 from lockstep.world import init
 
 # What rounding in another order may make of float64 parameters in an epoch, with a wide margin;
@@ -33,8 +33,7 @@ def demo(nprocs: str, epochs: str, seed: int, data: str) -> bool:
         MissingExtra: If the data needs a package that isn't installed.
     """
     num_ranks = check_num_ranks(nprocs)
-    if not epochs.isdecimal() or int(epochs) < 1:
-        raise BadLaunch(f"--epochs is {epochs!r}, but must be a whole number from 1 up.")
+    num_epochs = whole_number(epochs, "--epochs", "15 train the network well.")
     if not 0 <= seed < 2**63:
         raise BadLaunch(f"--seed is {seed}, but must be from 0 to 2**63 - 1.")
     if num_ranks > GLOBAL_BATCH_SIZE:
@@ -53,7 +52,7 @@ def demo(nprocs: str, epochs: str, seed: int, data: str) -> bool:
         f"{_processes(num_ranks)}.",
         highlight=False,
     )
-    trained = launch(train, num_ranks, (digits, int(epochs), seed), output="plain")[0]
+    trained = launch(train, num_ranks, (digits, num_epochs, seed), output="plain")[0]
     alone = train_exactly(trained.start, digits, init(device="cpu"), seed, num_ranks)
     difference = largest_difference(trained.end, alone)
     num_parameters = sum(value.numel() for value in alone.values())

@@ -85,7 +85,8 @@ def launch(
     Raises:
         BadLaunch: If ``fn`` isn't callable, it or ``args`` can't be pickled, or the numbers make
             no sense.
-        RankFailed: If a rank didn't end well: the first that failed, with its traceback.
+        RankFailed: If a rank didn't end well: the first that failed. The message has the caller's
+            own lines of its traceback, and the attribute ``traceback`` all of it.
         LaunchError: If the ranks couldn't be started.
     """
     if output not in ("labelled", "plain"):

@@ -37,7 +37,7 @@ class Console:
         self._labellers = {1: out, 2: out if os.path.sameopenfile(1, 2) else Labeller()}
 
     def show(self, process: RankProcess, stream: Stream, pieces: list[bytes]) -> None:
-        """Write ``pieces`` of a rank's stream, each a whole line."""
+        """Write ``pieces`` of a rank's stream, each a whole line or, the last one, a prompt."""
         if not pieces:
             return
         label = b"[rank %d] " % process.rank
@@ -45,6 +45,10 @@ class Console:
         labeller = self._labellers[stream.destination]
         self.write(stream.destination, labeller.label(source, label, pieces))
         self._log(process.rank, b"".join(pieces))
+
+    def log(self, process: RankProcess, text: str) -> None:
+        """Write ``text`` to the log file of a rank only."""
+        self._log(process.rank, text.encode(errors="backslashreplace"))
 
     def finish(self) -> None:
         """End the last line of each stream and close the log files."""

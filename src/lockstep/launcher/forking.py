@@ -32,13 +32,15 @@ class RankProcess:
     """A rank, as the supervisor sees it.
 
     ``asked`` is set when it is asked to end before it has failed or ended; what it does from
-    then on is nobody's fault.
+    then on is nobody's fault. ``has_terminal`` tells that it reads from the terminal: it then is
+    in the supervisor's process group, to which the terminal belongs, not in one of its own.
     """
 
     rank: int
     pid: int
     streams: tuple[Stream, ...]
     report_descriptor: int
+    has_terminal: bool = False
     report_bytes: bytearray = field(default_factory=bytearray)
     report: Report | None = None
     exit: Exit | None = None
@@ -50,6 +52,18 @@ class RankProcess:
     def is_failing(self) -> bool:
         """Whether it has reported a failure, and so is about to end."""
         return self.report is not None and self.report.exit_code != 0
+
+    def send(self, number: int) -> None:
+        """Send it the signal ``number``, and those that it has started."""
+        if not self.has_terminal:
+            signal_group(self.pid, number)
+            return
+        # Ctrl-C has come to the whole group already: a second one would interrupt its handling.
+        # The terminal may be gone, though.
+        with contextlib.suppress(OSError):
+            if number == signal.SIGINT and os.tcgetpgrp(0) == os.getpgrp():
+                return
+        os.kill(self.pid, number)
 
     def hear(self, words: bytes) -> None:
         """Remember ``words``, which it wrote to stderr, if they prove to be its last."""
@@ -95,6 +109,7 @@ def fork_ranks(
     *,
     num_threads: int,
     labelled: bool,
+    stdin_rank: int | None,
     not_the_ranks: Sequence[int],
     signal_mask: Collection[int],
 ) -> list[RankProcess] | RankStart:
@@ -108,6 +123,7 @@ def fork_ranks(
         environments: The variables to add to each one's environment.
         num_threads: How many threads each computes with.
         labelled: Whether their output comes through pipes.
+        stdin_rank: The rank that reads the supervisor's standard input, or None.
         not_the_ranks: Descriptors of the supervisor that ranks must not hold open.
         signal_mask: What the ranks shall block, once they are themselves.
 
@@ -130,28 +146,31 @@ def fork_ranks(
                 "ranks were, and have been ended. Ask for fewer ranks, or raise the limit on "
                 "processes (ulimit -u) or open files (ulimit -n)."
             ) from error
-        # Both sides do it: whichever comes first, the group is there before anyone needs it.
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)
+        has_terminal = rank == stdin_rank and os.isatty(0)
+        if not has_terminal:
+            # Both sides do it: whichever comes first, the group is there before anyone needs it.
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
         if pid == 0:
             others = [fd for process in started for fd in _descriptors(process)]
             for descriptor in (*pipes.read_ends(), *others, *not_the_ranks):
                 os.close(descriptor)
             stdout, stderr = (pipe[1] for pipe in pipes.outputs) if labelled else (None, None)
+            stdin, report = rank == stdin_rank, pipes.report[1]
             return RankStart(
-                rank, environment, num_threads, stdout, stderr, pipes.report[1], signal_mask
+                rank, environment, num_threads, stdin, stdout, stderr, report, signal_mask
             )
-        started.append(_supervised(rank, pid, pipes))
+        started.append(_supervised(rank, pid, pipes, has_terminal))
     return started
 
 
-def _supervised(rank: int, pid: int, pipes: _Pipes) -> RankProcess:
+def _supervised(rank: int, pid: int, pipes: _Pipes, has_terminal: bool) -> RankProcess:
     for descriptor in pipes.write_ends():
         os.close(descriptor)
     # It is also read when a rank has ended: then there may be nothing to read.
     os.set_blocking(pipes.report[0], False)
     streams = tuple(Stream(pipe[0], number) for number, pipe in enumerate(pipes.outputs, start=1))
-    return RankProcess(rank, pid, streams, pipes.report[0])
+    return RankProcess(rank, pid, streams, pipes.report[0], has_terminal)
 
 
 def _descriptors(process: RankProcess) -> list[int]:
@@ -160,7 +179,7 @@ def _descriptors(process: RankProcess) -> list[int]:
 
 def _abandon(started: list[RankProcess]) -> None:
     for process in started:
-        signal_group(process.pid, signal.SIGKILL)
+        process.send(signal.SIGKILL)
         reap(process.pid)
 
 

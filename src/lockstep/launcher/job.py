@@ -12,6 +12,11 @@ from lockstep.errors import BadLaunch
 from lockstep.world.environment import num_visible_gpus
 
 _DEFAULT_NUM_RANKS = 2
+# More than any host has cores or GPUs for. Beyond some 10,000 threads OpenMP crashes, and the
+# bookkeeping alone of a number of ranks mistyped by some digits would fill the memory.
+_MOST_RANKS = _MOST_THREADS = 4096
+_MOST = 1_000_000
+_MOST_SCRIPT_BYTES = 1 << 26
 _GRACE_SECONDS = 3.0
 
 
@@ -81,6 +86,8 @@ class Job:
         grace_seconds: How long a rank that is asked to end may take before it is killed.
         num_hosts: On how many hosts there is such a supervisor.
         meeting: Where they meet, if there are several.
+        stdin_rank: The rank that reads the supervisor's standard input, or None.
+        full_traceback: Whether to show the frames of lockstep and torch if a rank fails.
     """
 
     program: Program
@@ -91,6 +98,8 @@ class Job:
     grace_seconds: float = _GRACE_SECONDS
     num_hosts: int = 1
     meeting: Meeting | None = None
+    stdin_rank: int | None = None
+    full_traceback: bool = False
 
 
 def default_num_ranks() -> int:
@@ -114,33 +123,56 @@ def check_num_ranks(value: object) -> int:
     """``value`` as a number of ranks.
 
     Raises:
-        BadLaunch: If it isn't a whole number from 1 up.
+        BadLaunch: If it isn't a whole number from 1 up, or absurdly large.
     """
-    return whole_number(value, "The number of ranks", "Ask for at least one, as in '-n 2'.")
+    return whole_number(
+        value, "The number of ranks", "Ask for at least one, as in '-n 2'.", at_most=_MOST_RANKS
+    )
 
 
 def check_num_threads(value: object) -> int:
     """``value`` as a number of threads.
 
     Raises:
-        BadLaunch: If it isn't a whole number from 1 up.
+        BadLaunch: If it isn't a whole number from 1 up, or absurdly large.
     """
-    return whole_number(value, "The number of threads per rank", "Leave it out to share the cores.")
+    advice = "Leave it out to share the cores."
+    return whole_number(value, "The number of threads per rank", advice, at_most=_MOST_THREADS)
 
 
-def whole_number(value: object, what: str, advice: str, *, at_least: int = 1) -> int:
+def check_stdin(value: str | None, num_ranks: int, num_hosts: int) -> int | None:
+    """The rank that is to have the standard input, from what ``--stdin`` says of it.
+
+    Raises:
+        BadLaunch: If there is no such rank, or there are several hosts.
+    """
+    if value is None:
+        return 0 if num_hosts == 1 and os.isatty(0) else None
+    if value == "none":
+        return None
+    if num_hosts > 1:
+        raise BadLaunch("--stdin is for runs on one host: leave it out, or give --stdin none.")
+    advice = "'none' leaves all ranks without."
+    return whole_number(value, "--stdin", advice, at_least=0, at_most=num_ranks - 1)
+
+
+def whole_number(
+    value: object, what: str, advice: str, *, at_least: int = 1, at_most: int = _MOST
+) -> int:
     """``value``, which a command line gives as text, as a whole number.
 
     Raises:
-        BadLaunch: If it isn't one, or less than ``at_least``; ``what`` it is, and ``advice``.
+        BadLaunch: If it isn't one, or out of range; ``what`` it is, and ``advice``.
     """
     number = value
     if isinstance(value, str):
         # int() would also take " 1_0 " and the digits of other scripts.
-        number = int(value) if value.removeprefix("-").isdecimal() and value.isascii() else None
-    if isinstance(number, bool) or not isinstance(number, int) or number < at_least:
+        is_number = value.removeprefix("-").isdecimal() and value.isascii() and len(value) < 100
+        number = int(value) if is_number else None
+    if isinstance(number, bool) or not isinstance(number, int) or not at_least <= number <= at_most:
         raise BadLaunch(
-            f"{what} is {value}, but a whole number from {at_least} up is needed. {advice}"
+            f"{what} is {value!s:.99}, but a whole number from {at_least} to {at_most:,} is "
+            f"needed. {advice}"
         )
     return number
 
@@ -160,6 +192,14 @@ def check_script(script: Script) -> Script:
     if path.is_dir():
         return script
     try:
+        # What isn't a file may have no end, or be read only once, and each rank reads it.
+        if not path.is_file() and path.exists():
+            raise BadLaunch(
+                f"{script.path} is a device, a pipe or a socket. Nothing was started: give a file, "
+                "which every rank can read."
+            )
+        if path.stat().st_size > _MOST_SCRIPT_BYTES:
+            raise BadLaunch(f"{script.path} is too large for a Python script. Nothing was started.")
         source = path.read_bytes()
     except OSError as error:
         raise BadLaunch(
@@ -197,6 +237,11 @@ def check_module(module: Module) -> Module:
     Raises:
         BadLaunch: If there isn't.
     """
+    if module.name.partition(".__main__")[0] == "lockstep":
+        raise BadLaunch(
+            "The module lockstep is this command itself, and can't be a program that it runs. Name "
+            "the module of your program."
+        )
     top, *parts = module.name.split(".")
     # A module is looked up first where the command is given, as by python -m.
     spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) if top else None

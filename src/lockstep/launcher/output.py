@@ -54,12 +54,14 @@ class Labeller:
     r"""Labels the pieces of several sources that go to one destination.
 
     Invariant: what one source writes never continues a line of another. A piece that ends in
-    ``\r`` leaves its line open, so another source's piece is preceded by a newline.
+    ``\r`` leaves its line open, so another source's piece is preceded by a newline. So does one
+    without an end, such as a prompt; its source's next piece goes on from there, with no label.
     """
 
     def __init__(self) -> None:
         self._open: Hashable = None  # whose piece the cursor stands on
         self._returned: set[Hashable] = set()  # whose last piece ended in \r
+        self._unfinished: Hashable = None  # whose last piece, if it is the open one, has no end
 
     def label(self, source: Hashable, label: bytes, pieces: Iterable[bytes]) -> bytes:
         """The bytes to write for ``pieces``, which came from ``source``."""
@@ -71,18 +73,19 @@ class Labeller:
         return b"\n" if was_open is not None else b""
 
     def _one(self, source: Hashable, label: bytes, piece: bytes) -> bytes:
-        if piece == b"\r":  # tqdm writes it before a bar; there is nothing to show yet
+        continues = source == self._unfinished == self._open
+        if (
+            piece == b"\r" and not continues
+        ):  # tqdm writes it before a bar; there is nothing to show yet
             return b""
         if piece in (b"\n", b"\r\n") and source in self._returned:
             return self._end_bar(source)
         newline = b"\n" if self._open not in (None, source) else b""
-        if piece.endswith(b"\r"):
-            self._open = source
-            self._returned.add(source)
-        else:
-            self._open = None
-            self._returned.discard(source)
-        return newline + label + piece
+        ends, returns = piece.endswith(b"\n"), piece.endswith(b"\r")
+        self._open = None if ends else source
+        self._unfinished = None if ends or returns else source
+        (self._returned.add if returns else self._returned.discard)(source)
+        return newline + (b"" if continues else label) + piece
 
     def _end_bar(self, source: Hashable) -> bytes:
         self._returned.discard(source)

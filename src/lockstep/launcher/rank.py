@@ -14,19 +14,17 @@ import pickle
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
 from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.job import Call, Module, Program, Script
 from lockstep.launcher.processes import end_with_parent
 from lockstep.launcher.program import run_module, run_script
+from lockstep.launcher.tracebacks import Told, program_frames, tell
 from lockstep.launcher.verdict import Report
 
 REPORT_LENGTH_BYTES = 8
-_NOT_THE_PROGRAMS = ("<frozen importlib", "<frozen runpy>", os.path.dirname(__file__) + os.sep)
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,7 @@ class RankStart:
         rank: Its number among all ranks.
         environment: The environment variables to add.
         num_threads: How many threads it computes with.
+        stdin: Whether it reads the supervisor's standard input; if not, it has none.
         stdout, stderr: File descriptors to write to, or None to write where the supervisor does.
         report: The file descriptor that its :class:`Report` goes to.
         signal_mask: The signals to block, which is what the supervisor was started with.
@@ -45,6 +44,7 @@ class RankStart:
     rank: int
     environment: Mapping[str, str]
     num_threads: int
+    stdin: bool
     stdout: int | None
     stderr: int | None
     report: int
@@ -66,7 +66,7 @@ def run_rank(start: RankStart, program: Program, supervisor: int) -> int:
     _become_a_process_of_its_own(start)
     # Only now, and not while it was the supervisor still, may a signal interrupt it.
     signal.pthread_sigmask(signal.SIG_SETMASK, start.signal_mask)
-    report = _run(program)
+    report = _run(program, start)
     if report.exit_code != 0 or report.result is not None:
         _send(report, start.report)
     os.close(start.report)
@@ -83,15 +83,19 @@ def _become_a_process_of_its_own(start: RankStart) -> None:
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     _redirect(start)
+    # The supervisor tells of the exception that ends a rank, once it knows which failed first. A
+    # hook of the program's own, such as rich's, is put in this one's place.
+    sys.excepthook = lambda kind, error, trace: None
     os.environ.update(start.environment)
     _refresh_libraries(start.num_threads)
     faulthandler.enable()
 
 
 def _redirect(start: RankStart) -> None:
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    if not start.stdin:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
     for descriptor, standard, stream in (
         (start.stdout, 1, sys.stdout),
         (start.stderr, 2, sys.stderr),
@@ -119,7 +123,7 @@ def _refresh_libraries(num_threads: int) -> None:
         numpy_random.seed()
 
 
-def _run(program: Program) -> Report:
+def _run(program: Program, start: RankStart) -> Report:
     try:
         result = _execute(program)
     except SystemExit as error:
@@ -128,11 +132,13 @@ def _run(program: Program) -> Report:
         return _report(128 + signal.SIGINT)
     except BadLaunch as error:
         # Raised by this package before the program began, or by a launch() inside the program.
-        if _program_frames(error.__traceback__) is None:
+        if program_frames(error.__traceback__) is None:
             return _report(2, advice=str(error))
-        return _report_of_exception(error)
+        return _report_of_exception(error, program)
     except BaseException as error:  # whatever ends the program has to be reported
-        return _report_of_exception(error)
+        if not start.stdin and _wanted_input(error):
+            error.add_note(_no_input(start.rank, program))
+        return _report_of_exception(error, program)
     return _report(0, result=result)
 
 
@@ -152,6 +158,7 @@ def _call(program: Call) -> bytes:
 
     from lockstep.world import init
 
+    _let_spawned_processes_have_what_is_in_main()
     function, args = pickle.loads(program.pickled)
     result = function(init(), *args)
     try:
@@ -163,6 +170,25 @@ def _call(program: Call) -> bytes:
         ) from error
 
 
+def _let_spawned_processes_have_what_is_in_main() -> None:
+    """Let multiprocessing pickle classes and functions of ``__main__`` by value, as launch() does.
+
+    They are the caller's: this process's ``__main__`` doesn't have them, nor has that of a data
+    loader's worker, which would look for them by name.
+    """
+    from collections import ChainMap
+    from multiprocessing import reduction
+
+    import cloudpickle
+
+    # What it reads when it is made: multiprocessing's own ways to pickle a socket, torch's for a
+    # tensor, and then those of cloudpickle.
+    own = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    table = {"dispatch_table": ChainMap(own, cloudpickle.Pickler.dispatch_table)}
+    bases = (reduction.ForkingPickler, cloudpickle.Pickler)
+    reduction.ForkingPickler = type("ForkingPickler", bases, table)  # type: ignore[misc, assignment]
+
+
 def _report_of_exit(error: SystemExit, program: Program) -> Report:
     """What Python makes of ``sys.exit(...)``: a number is the exit code, all else a message."""
     code = error.code
@@ -171,37 +197,49 @@ def _report_of_exit(error: SystemExit, program: Program) -> Report:
         code = 1
     # As an exit code has 8 bits; and a function that exits hasn't returned.
     status = (code or 0) & 0xFF or (1 if isinstance(program, Call) else 0)
-    return _report(status, traceback=format_traceback(error) if status else None)
+    return _report(status, told=tell(error, _hint(program)) if status else None)
 
 
-def _report_of_exception(error: BaseException) -> Report:
-    report = _report(1, traceback=format_traceback(error))
-    # The program may have put its own hook there, such as rich's.
+def _report_of_exception(error: BaseException, program: Program) -> Report:
+    report = _report(1, told=tell(error, _hint(program)))
+    sys.last_value = error  # as Python has it while it runs exit handlers
     sys.excepthook(type(error), error, error.__traceback__)
     return report
+
+
+def _hint(program: Program) -> str:
+    if isinstance(program, Call):
+        return "; the error's attribute traceback has them"
+    return "; --full-traceback shows them"
+
+
+def _wanted_input(error: BaseException) -> bool:
+    """Whether ``error`` is what ``input()`` or a debugger make of an empty standard input."""
+    is_from_input = isinstance(error, EOFError) and error.args == ("EOF when reading a line",)
+    return is_from_input or type(error).__name__ == "BdbQuit"
+
+
+def _no_input(rank: int, program: Program) -> str:
+    if isinstance(program, Call):
+        return (
+            f"Rank {rank} has no standard input to read from, as it is a process of launch(). For "
+            "a breakpoint use launch(..., ranks='threads'), or a script and 'lockstep run --stdin "
+            f"{rank}'."
+        )
+    return (
+        f"Rank {rank} has no standard input to read from. Give it that of 'lockstep run' by the "
+        f"option --stdin {rank}; by default rank 0 has it, if it is a terminal."
+    )
 
 
 def _report(
     exit_code: int,
     *,
-    traceback: str | None = None,
+    told: Told | None = None,
     advice: str | None = None,
     result: bytes | None = None,
 ) -> Report:
-    return Report(time.monotonic(), exit_code, traceback, advice, result)
-
-
-def format_traceback(error: BaseException) -> str:
-    """The traceback as Python would print it had the launcher not been there."""
-    error.__traceback__ = _program_frames(error.__traceback__)
-    return "".join(traceback.format_exception(error))
-
-
-def _program_frames(trace: TracebackType | None) -> TracebackType | None:
-    """``trace`` without the frames on top of it that started the program."""
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_NOT_THE_PROGRAMS):
-        trace = trace.tb_next
-    return trace
+    return Report(time.monotonic(), exit_code, told, advice, result)
 
 
 def _send(report: Report, descriptor: int) -> None:

@@ -86,6 +86,7 @@ def _start(job: Job, descriptors: Descriptors) -> int:
         host.environments,
         num_threads=job.num_threads,
         labelled=job.labelled,
+        stdin_rank=job.stdin_rank,
         not_the_ranks=ours,
         signal_mask=mask,
     )
@@ -104,19 +105,19 @@ def _start(job: Job, descriptors: Descriptors) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         watch.until_all_ended()
     del store
-    outcome = _outcome(watch, host.world_size)
+    outcome = _outcome(watch, host.world_size, job.full_traceback)
     if peers is not None:
         outcome = peers.settle(outcome, signals.is_pending)
     return _conclude(outcome, descriptors)
 
 
-def _outcome(watch: Watch, world_size: int) -> Outcome:
+def _outcome(watch: Watch, world_size: int, full_traceback: bool) -> Outcome:
     endings = watch.endings()
     culprit = first_failure(endings)
     if culprit is not None:
         return Outcome(
             exit_status(culprit),
-            message=describe(culprit, endings, world_size),
+            message=describe(culprit, endings, world_size, full_traceback=full_traceback),
             rank=culprit.rank,
             exit_code=None if culprit.killed_by else exit_status(culprit),
             signal=culprit.killed_by,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.comm.rank_threads import Crowd, a_rank_of
 from lockstep.comm.threads import end_this_rank
 from lockstep.errors import RankFailed
-from lockstep.launcher.rank import format_traceback
+from lockstep.launcher.tracebacks import tell
 from lockstep.launcher.verdict import Ending, Report, describe, first_failure
 from lockstep.world import Placement, Starter, init
 from lockstep.world.threads import in_place
@@ -140,4 +140,5 @@ def _ending(rank: int, error: BaseException) -> Ending:
         code = (error.code & 0xFF if isinstance(error.code, int) else 1) or 1
     elif isinstance(error, KeyboardInterrupt):
         code = 128 + signal.SIGINT
-    return Ending(rank, now, code, report=Report(now, code, format_traceback(error)))
+    told = tell(error, "; the error's attribute traceback has them")
+    return Ending(rank, now, code, report=Report(now, code, told))

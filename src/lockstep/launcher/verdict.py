@@ -12,6 +12,8 @@ import signal as signals
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep.launcher.tracebacks import Told
+
 # What torch's process groups say when a peer is gone. A rank whose traceback has one of these
 # is to blame only if no rank failed in another way.
 _LOST_A_PEER = re.compile(
@@ -22,6 +24,7 @@ _LOST_A_PEER = re.compile(
     re.IGNORECASE,
 )
 # Of what faulthandler writes: the frames that started the program, and a list of libraries.
+_NUM_SHOWN = 16
 _NOISE = re.compile(r'  File "(<string>|.*/lockstep/launcher/\w+\.py)"|Extension modules: ')
 
 
@@ -32,14 +35,14 @@ class Report:
     Attributes:
         at_seconds: When, by ``time.monotonic()``, which all processes of a host share.
         exit_code: The exit code that it is about to end with.
-        traceback: Its Python traceback, if an exception ends it.
+        told: Its exception, if one ends it.
         advice: What to say instead of a traceback, if the program couldn't be started at all.
         result: What the function returned, pickled; None if there is no function or no result.
     """
 
     at_seconds: float
     exit_code: int
-    traceback: str | None = None
+    told: Told | None = None
     advice: str | None = None
     result: bytes | None = None
 
@@ -98,7 +101,7 @@ class Ending:
     def traceback(self) -> str | None:
         """The traceback of its exception or, of a crash, what faulthandler wrote."""
         if self.reported_failure is not None:
-            return self.reported_failure.traceback
+            return None if self.told is None else self.told.full
         start = self.last_words.find("Fatal Python error:")
         if start < 0:
             return None
@@ -106,10 +109,14 @@ class Ending:
         return "\n".join(line for line in lines if not _NOISE.match(line))
 
     @property
+    def told(self) -> Told | None:
+        """The exception that it reported."""
+        return None if self.reported_failure is None else self.reported_failure.told
+
+    @property
     def lost_a_peer(self) -> bool:
         """Whether it failed because another rank was gone."""
-        report = self.reported_failure
-        return report is not None and bool(_LOST_A_PEER.search(report.traceback or ""))
+        return self.told is not None and bool(_LOST_A_PEER.search(self.told.full))
 
 
 def first_failure(endings: Sequence[Ending]) -> Ending | None:
@@ -128,18 +135,38 @@ def exit_status(ending: Ending) -> int:
     return ending.exit_code or 1
 
 
-def describe(culprit: Ending, endings: Sequence[Ending], world_size: int) -> str:
+def describe(
+    culprit: Ending, endings: Sequence[Ending], world_size: int, *, full_traceback: bool = False
+) -> str:
     """The message for ``culprit``: who, how, with which traceback, and whom it took along."""
     if culprit.report is not None and culprit.report.advice is not None:
         return culprit.report.advice
-    others = sorted(e.rank for e in endings if e.failed and e.rank != culprit.rank)
+    others = sorted(
+        (e for e in endings if e.failed and e.rank != culprit.rank), key=lambda e: e.rank
+    )
     headline = f"rank {culprit.rank} of {world_size} failed first: {_how(culprit)}."
     if others:
-        headline += f" After it, and likely because of it, failed {_ranks(others)}."
-    return "\n".join([headline, *_evidence(culprit)])
+        ranks = [ending.rank for ending in others]
+        headline += f" After it, and likely because of it, failed {_ranks(ranks)}."
+    told = [
+        f"Rank {ending.rank}: {ending.told.error}"
+        for ending in others
+        if ending.told is not None and not ending.lost_a_peer and not _alike(ending, culprit)
+    ]
+    return "\n".join([headline, *told[:_NUM_SHOWN], *_evidence(culprit, full_traceback)])
 
 
-def _evidence(culprit: Ending) -> list[str]:
+def _alike(ending: Ending, culprit: Ending) -> bool:
+    return (
+        culprit.told is not None
+        and ending.told is not None
+        and (culprit.told.error == ending.told.error)
+    )
+
+
+def _evidence(culprit: Ending, full_traceback: bool) -> list[str]:
+    if culprit.told is not None and not full_traceback:
+        return ["", culprit.told.folded.rstrip("\n")]
     if culprit.traceback is not None:
         return ["", culprit.traceback.rstrip("\n")]
     if culprit.last_words:
@@ -178,5 +205,6 @@ def _how(ending: Ending) -> str:
 def _ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ", ".join(str(rank) for rank in ranks[:16])
-    return f"ranks {shown}" + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    shown = ", ".join(str(rank) for rank in ranks[:_NUM_SHOWN])
+    more = len(ranks) - _NUM_SHOWN
+    return f"ranks {shown}" + (f" and {more} more" if more > 0 else "")

@@ -15,7 +15,7 @@ from lockstep.launcher.forking import RankProcess, Stream, read_report
 from lockstep.launcher.guardian import Guardian, start_guardian
 from lockstep.launcher.job import Call, Job
 from lockstep.launcher.peers import Peers
-from lockstep.launcher.processes import children, exit_of, reap, signal_group, sweep
+from lockstep.launcher.processes import children, exit_of, reap, sweep
 from lockstep.launcher.signals import SignalPipe
 from lockstep.launcher.verdict import Ending
 
@@ -75,7 +75,7 @@ class Watch:
         groups = [process.pid for process in self._ranks]
         for process in self._ranks:
             if process.exit is None:
-                signal_group(process.pid, signal.SIGKILL)
+                process.send(signal.SIGKILL)
         sweep(spare=self._spare, grace_seconds=_SWEEP_SECONDS)
         self._drain()
         if self._guardian is not None:
@@ -147,6 +147,9 @@ class Watch:
                 self._selector.unregister(stream.descriptor)
                 os.close(stream.descriptor)
             pieces = stream.splitter.feed(data) if data else stream.splitter.finish()
+            if data and process.has_terminal:
+                # A prompt has no end of line, and is to be seen.
+                pieces += [rest[:-1] for rest in stream.splitter.finish()]
             if stream.destination == 2:
                 process.hear(data)
             self._console.show(process, stream, pieces)
@@ -188,7 +191,7 @@ class Watch:
                 # A rank that has reported a failure is running its exit handlers: let it.
                 if process.exit is None and not (process.is_failing and number == signal.SIGTERM):
                     process.asked |= not process.is_failing
-                    signal_group(process.pid, number)
+                    process.send(number)
 
     def _note_exits(self) -> bool:
         """See who has ended or reported; tell whether anyone has since the last time."""
@@ -213,4 +216,7 @@ class Watch:
         for process in self._ranks:
             for stream in process.streams:
                 self._console.show(process, stream, stream.splitter.finish())
+            report = process.report
+            if report is not None and report.told is not None:
+                self._console.log(process, report.told.full)
         self._console.finish()

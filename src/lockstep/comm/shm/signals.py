@@ -12,7 +12,9 @@ import os
 import select
 import socket
 import struct
+import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
@@ -90,7 +92,7 @@ class Signals:
         self._fingerprint = memoryview(self._received)[:FINGERPRINT_BYTES]
         self._places = [0] * len(members)
         # Those who have said why they send nothing more.
-        self._explained: set[int] = set()
+        self._explained: dict[int, Note] = {}
         has_core_each = len(os.sched_getaffinity(0)) > len(lines)
         self._yields_from = _LOOKS_BEFORE_YIELDING if has_core_each else 0
 
@@ -205,7 +207,7 @@ class Signals:
                 if note["kind"] in _FAULTS:
                     self._raise_what_was_told(call, peer, note)
                 # It left, or found a mismatch with one whose call is still to be read here.
-                self._explained.add(peer)
+                self._explained[peer] = note
         return count == 0 and peer not in self._explained
 
     def _report_overdue(self, call: Call, ranks: list[int], timeout: float) -> None:
@@ -224,22 +226,18 @@ class Signals:
             note = self._note(count)
             if note["kind"] != "left":
                 self._raise_what_was_told(call, peer, note)
-            self._explained.add(peer)
+            self._explained[peer] = note
         # Whoever is gone may have gone because of another one, who is to be named then.
         dead = [other for other in self._lines if self._died(call, other)]
         if dead:
             self._raise_lost(call, dead)
-        self._raise_lost(call, [peer], has_left=True)
+        self._raise_lost(call, [peer], self._explained.get(peer))
 
-    def _raise_lost(self, call: Call, ranks: list[int], has_left: bool = False) -> None:
+    def _raise_lost(self, call: Call, ranks: list[int], left: Note | None = None) -> None:
         is_gone, it, its = ("are", "them", "Their") if len(ranks) > 1 else ("is", "it", "Its")
         text = f"{_named(ranks)} {is_gone} gone; rank {self._rank} waited for {it} in {call}. "
-        if has_left:
-            text += (
-                "It left the group in good order: its program ended, or it called "
-                "destroy_process_group. Make all ranks take equally many steps, and leave after "
-                "the last one."
-            )
+        if left is not None:
+            text += why_it_left(left)
         else:
             text += f"{its} process ended or was killed: what it wrote last tells why."
         self.announce(Note(kind="PeerLost", text=text, ranks=ranks))
@@ -312,6 +310,26 @@ class Signals:
         """Close the lines."""
         for line in self._lines.values():
             line.close()
+
+
+def leaving(rank: int) -> Note:
+    """What ``rank``, which is this one, tells the others when it leaves."""
+    # What has ended, or is ending, the program; Python itself has set it.
+    error = getattr(sys, "last_value", None)
+    text = "" if error is None else traceback.format_exception_only(error)[0].strip()
+    return Note(kind="left", text=text, ranks=[rank])
+
+
+def why_it_left(note: Note) -> str:
+    """What to say of a rank that has told that it leaves."""
+    if note["text"]:
+        return f"It ended with an exception: {note['text']}"
+    return (
+        "It left the group in good order: its program ended, or it called destroy_process_group. "
+        "Make all ranks take equally many steps, as with the parts of "
+        "lockstep.data.epoch_shares(), or put their loops into 'with lockstep.join(model):', and "
+        "leave after the last step."
+    )
 
 
 def written(note: Note) -> bytes:

@@ -17,7 +17,7 @@ from lockstep.comm.shm.joining import give_up, join
 from lockstep.comm.shm.letters import Letters
 from lockstep.comm.shm.lines import receive_message, send_message
 from lockstep.comm.shm.memory import Segment, map_segment
-from lockstep.comm.shm.signals import Note, Signals, fault_told
+from lockstep.comm.shm.signals import Note, Signals, fault_told, leaving, why_it_left
 from lockstep.comm.team import Place, Team
 from lockstep.errors import (
     CollectiveFailed,
@@ -268,7 +268,7 @@ class ShmTeam(Team):
         if note is None:
             text += "Its process ended or was killed: what it wrote last tells why."
         elif note["kind"] == "left":
-            text += "It left the group in good order; make it send before it does."
+            text += f"{why_it_left(note)} What it has to send, it must send before."
         else:
             return self.break_off(fault_told(note, lost, operation), note)
         return self.break_off(PeerLost(text, [lost], operation))
@@ -318,7 +318,7 @@ class ShmTeam(Team):
             return
         if self._process == os.getpid():
             has_failed = self._is_broken
-            note = Note(kind="left", text="", ranks=[self._name])
+            note = leaving(self._name)
             if not has_failed:
                 self._signals.announce(note)
                 self._letters.flush()

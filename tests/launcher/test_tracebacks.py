@@ -1,0 +1,147 @@
+"""What is shown of a rank's exception: the user's own lines, and last what to do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lockstep.errors import RankFailed
+from lockstep.launcher import launch
+from lockstep.world import World
+from tests.launcher.bench import Bench
+
+TRAIN = """
+    import torch
+    import lockstep
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 4)
+
+        def forward(self, x):
+            return self.layer(x)  # the user's line
+
+    world = lockstep.init()
+    model = lockstep.parallelize(Net())
+    {step}
+    """
+FORWARD = "model(torch.ones(2, 3 if world.rank == 0 else 5)).sum().backward()"
+UNEVEN = """
+    for _ in range(2 + world.rank):
+        model(torch.ones(2, 3)).sum().backward()  # the user's line
+    """
+FOLDED = re.compile(r"  \[\d+ frames? of lockstep, torch and Python; --full-traceback shows them\]")
+
+
+def test_users_lines_are_shown_and_the_last_is_what_went_wrong(bench: Bench) -> None:
+    script = bench.script(TRAIN.format(step=FORWARD))
+    done = bench.run("run", "-n", 2, "--log-dir", "logs", script)
+    assert done.returncode == 1
+    first, *lines = done.stderr.splitlines()
+    assert first.startswith("lockstep: rank 1 of 2 failed first: exit code 1.")
+    assert lines[-1].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+    assert sum("script.py" in line for line in lines) == 2
+    assert sum("the user's line" in line for line in lines) == 1
+    assert sum(bool(FOLDED.fullmatch(line)) for line in lines) == 2
+    for package in ("/torch/", "/lockstep/"):
+        assert package not in done.stderr
+    # The other rank lost this one. It is named, and its traceback is in its log.
+    assert done.stderr.count("Traceback") == 1
+    logged = (bench.directory / "logs" / "rank-0.log").read_text()
+    assert "PeerLost: Rank 1 is gone" in logged
+    assert "It ended with an exception: RuntimeError: mat1 and mat2 shapes" in logged
+    assert "good order" not in logged
+
+
+def test_full_traceback_shows_all_frames(bench: Bench) -> None:
+    script = bench.script(TRAIN.format(step=FORWARD))
+    done = bench.run("run", "-n", 2, "--full-traceback", script)
+    assert "/torch/nn/modules/linear.py" in done.stderr
+    assert "[" not in done.stderr.replace("[rank", "")
+    assert done.stderr.splitlines()[-1].startswith("RuntimeError: mat1 and mat2")
+
+
+def test_loops_of_different_lengths_are_told_of_join(bench: Bench) -> None:
+    done = bench.run("run", "-n", 2, bench.script(TRAIN.format(step=UNEVEN)))
+    assert done.stderr.count("Traceback") == 1
+    assert "the user's line" in done.stderr
+    assert "with lockstep.join(model):" in done.stderr
+    assert "lockstep.data.epoch_shares()" in done.stderr
+
+
+def test_one_chain_without_what_only_lockstep_and_torch_raised(bench: Bench) -> None:
+    """Over Gloo an error of ours is the consequence of one of torch's."""
+    script = bench.script(
+        """
+        import os
+        import torch
+        import lockstep
+        world = lockstep.init(backend="gloo")
+        model = lockstep.parallelize(torch.nn.Linear(3, 4))
+        try:
+            if world.rank == 1:
+                os._exit(0)
+            model(torch.ones(2, 3)).sum().backward()
+        except RuntimeError as error:
+            raise ValueError("training has ended") from error
+        """
+    )
+    done = bench.run("run", "-n", 2, script)
+    assert done.returncode == 1
+    assert done.stderr.count("direct cause of") == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == "ValueError: training has ended"
+    full = bench.run("run", "-n", 2, "--full-traceback", script)
+    assert full.stderr.count("direct cause of") > 1
+
+
+def test_another_failure_that_is_no_consequence_is_named(bench: Bench) -> None:
+    script = bench.script(
+        """
+        import os
+        raise KeyError("column " + os.environ["RANK"])
+        """
+    )
+    done = bench.run("run", "-n", 2, script)
+    (culprit,) = re.findall(r"rank (\d) of 2 failed first", done.stderr)
+    other = 1 - int(culprit)
+    if f"failed rank {other}" in done.stderr:  # unless it was ended before it came so far
+        assert f"\nRank {other}: KeyError: 'column {other}'\n" in done.stderr
+    assert done.stderr.endswith(f"KeyError: 'column {culprit}'\n")
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_hook_of_the_programs_own_is_called(bench: Bench) -> None:
+    script = bench.script(
+        """
+        import sys
+        sys.excepthook = lambda kind, error, trace: print("my hook:", error, file=sys.stderr)
+        raise ValueError("bad")
+        """
+    )
+    done = bench.run("run", "-n", 1, script)
+    assert "[rank 0] my hook: bad\n" in done.stderr
+
+
+def test_launch_shows_the_failure_alone_and_keeps_the_whole_traceback(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(world: World) -> None:
+        import torch
+
+        import lockstep
+
+        model = lockstep.parallelize(torch.nn.Linear(3, 4))
+        model(torch.ones(2, 3 if world.rank == 0 else 5)).sum().backward()
+
+    with pytest.raises(RankFailed) as caught:
+        launch(train)
+    assert caught.value.rank == 1
+    assert "linear.py" in (caught.value.traceback or "")
+    assert "linear.py" not in str(caught.value)
+    assert "in train\n" in str(caught.value)
+    assert "the error's attribute traceback has them" in str(caught.value)
+    assert "PeerLost" not in str(caught.value)
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
