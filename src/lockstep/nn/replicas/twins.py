@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 
@@ -103,6 +104,16 @@ def version_of(tensor: torch.Tensor) -> object:
     """What is another one once the tensor has been written to, as far as torch tells."""
     # Inference tensors don't count, and so are always taken for changed.
     return object() if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
+
+
+def check_module(module: object, name: str) -> None:
+    """Check that an argument is a module.
+
+    Raises:
+        TypeError: If it isn't.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{name} is {reprlib.repr(module)}; give a torch.nn.Module.")
 
 
 def check_home(tensors: Iterable[torch.Tensor], home: torch.device) -> None:
