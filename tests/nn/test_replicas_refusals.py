@@ -38,8 +38,6 @@ NO_DEVICES: list[Any] = [
 NO_LISTS: list[Any] = ["cpu", 3, 1.5, torch.device("cpu"), object()]
 NO_DIMS: list[Any] = [None, 1.5, float("nan"), "0", torch.ones(2)]
 NO_MODULES: list[Any] = [None, 3, float("nan"), "Linear", torch.ones(2), nn.Linear, [LAYER]]
-# As any index where there are no accelerators.
-IGNORED = 10**30
 
 
 def assert_refused(name: str, call: Any) -> None:
@@ -62,7 +60,7 @@ def test_what_is_no_device(device: Any) -> None:
         assert_refused(
             "devices", lambda: parallel_apply([LAYER] * 2, [X] * 2, None, ["cpu", device])
         )
-    if device is not None and repr(device) != repr(IGNORED):
+    if device is not None:
         assert_refused("output_device", lambda: DataParallel(LAYER, TWO, device))
         assert_refused("output_device", lambda: data_parallel(LAYER, X, TWO, device))
 
@@ -130,3 +128,13 @@ def test_what_is_no_dict(value: Any) -> None:
 @pytest.mark.parametrize("value", [None, 3, "Linear"])
 def test_what_cannot_be_called(value: Any) -> None:
     assert_refused("modules", lambda: parallel_apply([LAYER, value], [X] * 2))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="indices name accelerators")
+def test_indices_are_ignored_as_by_torch_where_there_are_no_accelerators() -> None:
+    for device_ids, output_device in ((None, 0), ([0], None), ([0, 1], 1)):
+        for layer in (DataParallel, nn.DataParallel):
+            assert torch.equal(layer(LAYER, device_ids, output_device)(X), LAYER(X))
+    # But not beside devices that are named.
+    assert_refused("output_device", lambda: DataParallel(LAYER, TWO, 0))
+    assert_refused("device_ids", lambda: DataParallel(LAYER, ["cpu", 0]))

@@ -69,7 +69,8 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
             default all accelerators; without any, one replica for each intra-op thread
             (:func:`torch.get_num_threads`), up to four. Indices are ignored, as by torch, where
             there are no accelerators.
-        output_device: Where outputs are joined; by default on the first device. -1 is the CPU.
+        output_device: Where outputs are joined; by default on the first device. -1 is the CPU. An
+            index is ignored where ``device_ids`` are.
         dim: The dimension of inputs that is cut, and of outputs that is joined.
         workers: What each replica but the first, which runs in the caller's thread, runs in:
             ``"threads"``, or ``"processes"`` of their own, on CPUs or CUDA devices, where no other
@@ -130,11 +131,8 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         self.module = module
         self.dim = as_dim(dim)
         self.workers, self.buffer_policy, self.timeout = workers, buffers, timeout
-        if output_device is None or _is_missing(output_device):
-            self.output_device = _as_torch_says(home)
-        else:
-            joined = as_device(output_device, "output_device")
-            self.output_device = -1 if output_device == -1 else _as_torch_says(joined)
+        target = _target(output_device, device_ids, home)
+        self.output_device = -1 if output_device == -1 else _as_torch_says(target)
         self.src_device_obj = home
         if len(self._devices) == 1:
             module.to(home)
@@ -289,9 +287,7 @@ def data_parallel(
     if not parts:
         parts, kwargs = ((),), ({},)
     used = devices[: len(parts)]
-    target = devices[0]
-    if output_device is not None and not _is_missing(output_device):
-        target = as_device(output_device, "output_device")
+    target = _target(output_device, device_ids, devices[0])
     check_home([*module.parameters(), *module.buffers()], devices[0])
     if len(devices) == 1:
         return gather([module(*parts[0], **kwargs[0])], target, dim)
@@ -315,6 +311,17 @@ def devices_for(device_ids: Sequence[Device] | None) -> list[torch.device]:
     if torch.accelerator.is_available():
         return as_devices(range(torch.accelerator.device_count()), "device_ids")
     return [torch.device("cpu")] * min(_MOST_THREADS, torch.get_num_threads())
+
+
+def _target(
+    output_device: Device | None, device_ids: Sequence[Device] | None, home: torch.device
+) -> torch.device:
+    """Where outputs are joined of replicas of which the first is at ``home``."""
+    are_named = device_ids is not None and not all(map(_is_missing, device_ids))
+    # As torch ignores both, but not beside devices that are there.
+    if output_device is None or (_is_missing(output_device) and not are_named):
+        return home
+    return as_device(output_device, "output_device")
 
 
 def _is_missing(device: Device | None) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.nn.arguments import Device
 from lockstep.nn.replicas.devices import as_devices
 from lockstep.nn.replicas.tables import as_table, tables_in
-from lockstep.nn.replicas.twins import Twin, check_module, own_tensors
+from lockstep.nn.replicas.twins import Twin, check_module, check_shapes, own_tensors
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -36,11 +36,13 @@ def replicate(network: Network, devices: Sequence[Device], detach: bool = False)
     Raises:
         TypeError: If ``network`` is no module, or has a ScriptModule in it.
         ValueError: If a device isn't there.
+        RuntimeError: If a parameter has no shape yet.
     """
     check_module(network, "network")
     parts = list(network.modules())
     parameters = list(own_tensors(parts, "_parameters"))
     buffers = list(own_tensors(parts, "_buffers"))
+    check_shapes([*parameters, *buffers])
     replicas = []
     tables = tables_in(parts)
     is_taken: set[int] = set()

@@ -116,7 +116,7 @@ def check_module(module: object, name: str) -> None:
         raise TypeError(f"{name} is {reprlib.repr(module)}; give a torch.nn.Module.")
 
 
-def check_home(tensors: Iterable[torch.Tensor], home: torch.device) -> None:
+def check_home(tensors: Sequence[torch.Tensor], home: torch.device) -> None:
     """Check that all tensors of a module are where replicas of it start from.
 
     Raises:
@@ -129,8 +129,17 @@ def check_home(tensors: Iterable[torch.Tensor], home: torch.device) -> None:
                 f"device_ids, and one of the module's tensors is on {tensor.device}. Move the "
                 f"module there: module.to({str(home)!r})."
             )
-        if is_lazy(tensor):
-            raise RuntimeError(
-                "A parameter has no shape yet. Run one forward of the bare module on a sample "
-                "before replicating it."
-            )
+    check_shapes(tensors)
+
+
+def check_shapes(tensors: Iterable[torch.Tensor]) -> None:
+    """Check that all tensors of a module have a shape.
+
+    Raises:
+        RuntimeError: If one has none yet.
+    """
+    if any(map(is_lazy, tensors)):
+        raise RuntimeError(
+            "A parameter has no shape yet. Run one forward of the bare module on a sample before "
+            "replicating it."
+        )
