@@ -35,7 +35,7 @@ NO_DEVICES: list[Any] = [
     -2,
     10**30,
 ]
-NO_LISTS: list[Any] = ["cpu", 3, 1.5, torch.device("cpu"), object()]
+NO_LISTS: list[Any] = ["cpu", 3, 1.5, torch.device("cpu"), torch.tensor(3), object()]
 NO_DIMS: list[Any] = [None, 1.5, float("nan"), "0", torch.ones(2)]
 NO_MODULES: list[Any] = [None, 3, float("nan"), "Linear", torch.ones(2), nn.Linear, [LAYER]]
 
@@ -108,7 +108,7 @@ def test_what_is_no_timeout(timeout: Any) -> None:
     assert_refused("timeout", lambda: DataParallel(LAYER, TWO, timeout=timeout))
 
 
-@pytest.mark.parametrize("value", [None, 3, float("nan"), "ab", {0: X}], ids=repr)
+@pytest.mark.parametrize("value", [None, 3, float("nan"), "ab", {0: X}, torch.tensor(3)], ids=repr)
 def test_what_is_no_list(value: Any) -> None:
     assert_refused("outputs", lambda: gather(value, "cpu"))
     assert_refused("modules", lambda: parallel_apply(value, [X] * 2))
@@ -118,7 +118,7 @@ def test_what_is_no_list(value: Any) -> None:
         assert_refused("kwargs_tup", lambda: parallel_apply([LAYER] * 2, [X] * 2, value))
 
 
-@pytest.mark.parametrize("value", [3, float("nan"), "ab", [X]], ids=repr)
+@pytest.mark.parametrize("value", [3, float("nan"), "ab", [X], {1: 2}], ids=repr)
 def test_what_is_no_dict(value: Any) -> None:
     assert_refused("kwargs", lambda: scatter_kwargs((X,), value, TWO))
     assert_refused("module_kwargs", lambda: data_parallel(LAYER, X, TWO, module_kwargs=value))

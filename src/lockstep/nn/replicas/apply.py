@@ -99,7 +99,9 @@ def on_device(device: torch.device, task: Callable[[], Any]) -> Callable[[], Any
 
 
 def _listed(values: Iterable[T], name: str) -> Sequence[T]:
-    if isinstance(values, str | Mapping | nn.Module) or not isinstance(values, Iterable):
+    is_scalar = isinstance(values, torch.Tensor) and values.ndim == 0
+    is_one = is_scalar or isinstance(values, str | Mapping)
+    if is_one or not isinstance(values, Iterable):
         raise TypeError(f"{name} is {reprlib.repr(values)}; give a list, with one for each module.")
     return values if isinstance(values, Sequence) else list(values)
 

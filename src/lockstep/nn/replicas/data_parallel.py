@@ -300,7 +300,7 @@ def data_parallel(
 
 def devices_for(device_ids: Sequence[Device] | None) -> list[torch.device]:
     """The devices that are meant by the ``device_ids`` of :class:`DataParallel`."""
-    if isinstance(device_ids, Iterable) and not isinstance(device_ids, str):
+    if isinstance(device_ids, Iterable) and not isinstance(device_ids, str | torch.Tensor):
         device_ids = list(device_ids)
         if not device_ids:
             raise ValueError("device_ids is empty. Name a device, or leave it out.")

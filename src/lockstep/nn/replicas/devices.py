@@ -57,7 +57,7 @@ def as_devices(devices: Iterable[Device], name: str) -> list[torch.device]:
         TypeError: If they aren't several, or one is nothing that names a device.
         ValueError: If one isn't here.
     """
-    if isinstance(devices, str) or not isinstance(devices, Iterable):
+    if isinstance(devices, str | torch.Tensor) or not isinstance(devices, Iterable):
         raise TypeError(
             f"{name} is {reprlib.repr(devices)}; give a list of devices, as ['cpu', 'cpu'] or "
             "[0, 1]."

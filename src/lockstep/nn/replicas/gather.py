@@ -43,7 +43,8 @@ def gather(outputs: Sequence[_T], target_device: Device, dim: int = 0) -> _T:
 
     Source: ``torch.nn.parallel.scatter_gather.gather``.
     """
-    if isinstance(outputs, Mapping | str) or not isinstance(outputs, Iterable):
+    is_scalar = isinstance(outputs, torch.Tensor) and outputs.ndim == 0
+    if is_scalar or isinstance(outputs, Mapping | str) or not isinstance(outputs, Iterable):
         raise TypeError(
             f"outputs is a {type(outputs).__name__}; give a list of what each replica has returned."
         )

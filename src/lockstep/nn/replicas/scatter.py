@@ -108,7 +108,9 @@ def check_kwargs(kwargs: object, name: str) -> None:
     Raises:
         TypeError: If it isn't so.
     """
-    if kwargs is not None and not isinstance(kwargs, Mapping):
+    if kwargs is None:
+        return
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         raise TypeError(f"{name} is {reprlib.repr(kwargs)}; give a dict of arguments by name.")
 
 
