@@ -48,10 +48,10 @@ def parallel_apply(
         BaseException: What the first replica that failed has raised, with a note that says which
             one it was and where, and others on those that failed as well.
     """
-    called = _listed(modules, "modules")
+    called, inputs = _listed(modules, "modules"), _listed(inputs, "inputs")
     kwargs = [{}] * len(called) if kwargs_tup is None else _listed(kwargs_tup, "kwargs_tup")
     given = [None] * len(called) if devices is None else _listed(devices, "devices")
-    counts = (len(called), len(_listed(inputs, "inputs")), len(kwargs), len(given))
+    counts = (len(called), len(inputs), len(kwargs), len(given))
     if len(set(counts)) > 1:
         raise ValueError(
             "There must be as many modules as inputs, kwargs_tup and devices, and there are "

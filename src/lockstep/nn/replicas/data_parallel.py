@@ -130,7 +130,7 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         home = self._devices[0]
         self.module = module
         self.dim = as_dim(dim)
-        self.workers, self.buffer_policy, self.timeout = workers, buffers, timeout
+        self.workers, self.buffer_policy, self._timeout = workers, buffers, timeout
         target = _target(output_device, device_ids, home)
         self.output_device = -1 if output_device == -1 else _as_torch_says(target)
         self.src_device_obj = home
@@ -185,7 +185,7 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
                 if self.workers == "threads" or is_beside_processes():
                     self._replicas = ThreadReplicas(self._devices, averages_buffers=averages)
                 else:
-                    seconds = self.timeout.total_seconds()
+                    seconds = self._timeout.total_seconds()
                     self._replicas = ProcessReplicas(
                         self._devices, averages_buffers=averages, timeout=seconds
                     )

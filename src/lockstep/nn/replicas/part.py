@@ -97,11 +97,11 @@ class Part:
 
     def _differentiate(self, d_outputs: Gradients) -> Gradients:
         leaves = [*self._leaves, *self._input_leaves]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
         ends = self.ends(d_outputs)
-        if not ends:
+        if not ends or not wanted:
             return [None] * len(leaves)
         outputs, given = zip(*ends, strict=True)
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
         found = iter(
             torch.autograd.grad(outputs, wanted, given, create_graph=True, allow_unused=True)
         )
