@@ -332,4 +332,4 @@ def _is_missing(device: Device | None) -> bool:
 
 def _as_torch_says(device: torch.device) -> int | torch.device:
     """An accelerator by its index, as the attributes of torch's class do."""
-    return device if device.index is None else device.index
+    return device if device.index is None or device.type == "cpu" else device.index
