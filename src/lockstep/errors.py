@@ -160,7 +160,7 @@ class GroupClosed(CollectiveFailed):
 
 
 class ReplicaLost(LockstepError, RuntimeError):
-    """The process of a replica has ended, and with it what it was to return or to differentiate."""
+    """The process of a replica has ended, or was ended as it didn't answer, with all it had."""
 
 
 class SharedMemoryFull(LockstepError, MemoryError):

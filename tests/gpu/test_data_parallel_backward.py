@@ -76,6 +76,17 @@ class TestBackwards:
         parallel = DataParallel(model, devices)
         self.check(model, lambda x: checkpoint(parallel, x, **options))
 
+    @pytest.mark.parametrize("devices", [TWICE, MIXED], ids=str)
+    def test_a_loss_and_its_gradient_in_one_backward(self, devices: list) -> None:
+        model = net().to(home_of(devices))
+        expected = copy.deepcopy(model).cpu()
+        for call, place in ((DataParallel(model, devices), GPU), (expected, "cpu")):
+            x = samples().to(place).requires_grad_()
+            output = call(x)
+            (slope,) = torch.autograd.grad(output.sin().sum(), x, create_graph=True)
+            (slope.square().sum().to(output.device) + output.square().sum()).backward()
+        assert_close(gradients_of(model), gradients_of(expected))
+
     def test_a_backward_inside_of_a_backward(self) -> None:
         class Again(torch.autograd.Function):
             @staticmethod

@@ -16,6 +16,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from lockstep.nn.replicas import (
     DataParallel,
     data_parallel,
+    gather,
+    parallel_apply,
+    replicate,
+    scatter_kwargs,
 )
 
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
@@ -31,6 +35,9 @@ class Does(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self, *args, **kwargs)
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return self(self(x))
 
 
 def by_module(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,3 +262,119 @@ class TestModules:
         module.register_buffer("scale", torch.ones(1, requires_grad=True))
         data_parallel(module, torch.ones(4), TWO).sum().backward()
         assert module.scale.grad.tolist() == [4]
+
+
+class Noted(DataParallel):
+    """Overrides all that torch's lets a subclass override, and notes what is called."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.calls: list[str] = []  # before the constructor, as some do
+        super().__init__(*args, **kwargs)
+        self.more = "its own"
+
+    def scatter(self, inputs, kwargs, device_ids):
+        self.calls.append(f"scatter {len(inputs)} to {len(device_ids)}")
+        return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
+
+    def replicate(self, module, device_ids):
+        self.calls.append(f"replicate on {len(device_ids)}")
+        return replicate(module, device_ids, not torch.is_grad_enabled())
+
+    def parallel_apply(self, replicas, inputs, kwargs):
+        self.calls.append(f"apply {len(replicas)}")
+        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+
+    def gather(self, outputs, output_device):
+        self.calls.append(f"gather {len(outputs)} on {output_device}")
+        return gather(outputs, output_device, self.dim)
+
+
+ALL_FOUR = ["scatter 1 to 2", "replicate on 2", "apply 2", "gather 2 on cpu"]
+
+
+class TestSubclasses:
+    """A DataParallel is one of torch's, and may be subclassed as that is."""
+
+    def test_it_is_an_instance_of_torchs(self) -> None:
+        model = DataParallel(nn.Linear(3, 2), TWO)
+        assert isinstance(model, nn.DataParallel)
+        assert isinstance(copy.deepcopy(model), nn.DataParallel)
+
+    def test_it_has_the_attributes_of_torchs(self) -> None:
+        layer, cpu = nn.Linear(3, 2), torch.device("cpu")
+        model = DataParallel(layer, TWO, dim=1)
+        assert (model.module, model.dim, model.src_device_obj) == (layer, 1, cpu)
+        assert (model.device_ids, model.output_device) == ([cpu, cpu], cpu)
+        assert DataParallel(layer, TWO, output_device=-1).output_device == -1
+
+    def test_attributes_are_heeded_when_they_are_set_later(self) -> None:
+        threads = set()
+        model = DataParallel(Does(lambda _, x: (threads.add(len(x)), x)[1]), TWO)
+        model(torch.ones(6, 3))
+        model.device_ids = THREE
+        model(torch.ones(6, 3))
+        model.dim = 1
+        model(torch.ones(9, 3))
+        assert threads == {3, 2, 9}
+        assert len(model.device_ids) == 3
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_what_a_subclass_overrides_is_called(self, training: bool) -> None:
+        layer, x = nn.Linear(3, 2).double(), torch.randn(5, 3, dtype=torch.float64)
+        expected = copy.deepcopy(layer)
+        model = Noted(layer, TWO)
+        with torch.set_grad_enabled(training):
+            output = model(x)
+        assert model.calls == ALL_FOUR
+        torch.testing.assert_close(output, expected(x), **TOLERANCE)
+        if training:
+            output.square().sum().backward()
+            expected(x).square().sum().backward()
+            assert_same_training(layer, expected)
+        assert model.more == "its own"
+
+    def test_other_methods_go_the_same_way(self) -> None:
+        model = Noted(Does(lambda _, x: x + 1), TWO)
+        assert model.twice(torch.zeros(4)).tolist() == [2] * 4
+        assert model.calls == ALL_FOUR
+
+    def test_one_part_still_goes_through_all(self) -> None:
+        model = Noted(nn.Identity(), TWO)
+        model(torch.ones(1, 3))
+        assert model.calls == ["scatter 1 to 2", "replicate on 1", "apply 1", "gather 1 on cpu"]
+        model = Noted(nn.Identity(), ["cpu"])
+        model(torch.ones(1, 3))
+        assert model.calls == ["scatter 1 to 1"]
+
+    def test_methods_may_be_set_on_an_object(self) -> None:
+        model, made = DataParallel(nn.Linear(3, 2), TWO), []
+
+        def replicate_and_note(module, device_ids):
+            made.extend(replicate(module, device_ids))
+            return made
+
+        model.replicate = replicate_and_note
+        model(torch.ones(4, 3)).sum().backward()
+        assert len(made) == 2
+        assert model.module.bias.grad.tolist() == [4, 4]
+
+    def test_a_forward_of_its_own_may_use_the_four(self) -> None:
+        class Criterion(DataParallel):
+            def forward(self, outputs, *targets):
+                inputs, kwargs = self.scatter((outputs, *targets), {}, self.device_ids)
+                replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+                return sum(self.parallel_apply(replicas, inputs, kwargs)) / len(inputs)
+
+        x, y = torch.randn(2, 4, 3).unbind()
+        torch.testing.assert_close(Criterion(nn.MSELoss(), TWO)(x, y), nn.MSELoss()(x, y))
+
+    @pytest.mark.parametrize("options", [{"workers": "processes"}, {"buffers": "mean"}])
+    def test_what_does_not_go_through_them_is_refused(self, options) -> None:
+        model = Noted(nn.Linear(3, 2), TWO, **options)
+        with pytest.raises(ValueError, match="Noted has a replicate"):
+            model(torch.ones(4, 3))
+
+    @BOTH
+    def test_a_module_elsewhere_is_refused(self, call) -> None:
+        with pytest.raises(RuntimeError, match=r"module.to\('cpu'\)"):
+            call(nn.Linear(3, 2, device="meta"), (torch.ones(4, 3),), {})

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.nn.replicas import DataParallel, data_parallel
+import lockstep
+from lockstep.nn.replicas import DataParallel
 from tests.nn.test_data_parallel import TWO, Net, assert_same, batch, gradients, net
 
 
@@ -66,17 +67,108 @@ class TestBackward:
         assert_same(mine, theirs)
         assert gradients(module) == [None] * 4
 
-    def test_a_second_derivative_says_what_can_be_used_instead(self) -> None:
-        module, x = net(), batch().requires_grad_()
-        (gradient,) = torch.autograd.grad(DataParallel(module, TWO)(x).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="data_parallel"):
+    def test_a_gradient_penalty(self) -> None:
+        module, expected = net(), net()
+        for model, bare in ((DataParallel(module, TWO), module), (expected, expected)):
+            for _ in range(2):
+                x = batch().requires_grad_()
+                (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+                (gradient.norm(dim=1) - 1).square().mean().backward()
+            bare.of_input = x.grad
+        assert_same(
+            [*gradients(module)[:2], module.of_input], [*gradients(expected)[:2], expected.of_input]
+        )
+        assert module.second.bias.grad is None
+
+    @pytest.mark.parametrize("allow_unused", [True, False])
+    def test_second_and_third_derivatives(self, allow_unused: bool) -> None:
+        found = []
+        for model in (DataParallel(net(), TWO), net()):
+            x = batch().requires_grad_()
+            last = model(x).sum()
+            for _ in range(3):
+                (last,) = torch.autograd.grad(
+                    last.square().sum(), x, create_graph=True, allow_unused=allow_unused
+                )
+                found.append(last)
+        assert_same(found[:3], found[3:])
+
+    def test_derivatives_of_derivatives_are_right_numerically(self) -> None:
+        model, x = DataParallel(net(), TWO), batch().requires_grad_()
+        parameters = tuple(model.parameters())
+        assert torch.autograd.gradgradcheck(lambda x, *_: model(x), (x, *parameters))
+
+    def test_a_backward_that_keeps_no_graph_may_be_differentiated(self) -> None:
+        found = []
+        for model in (DataParallel(net(), TWO), net()):
+            x = batch().requires_grad_()
+            loss = model(x).square().sum()
+            (first,) = torch.autograd.grad(loss, x, retain_graph=True, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), x, retain_graph=True)
+            found.append([first, second, *torch.autograd.grad(loss, x)])
+        assert_same(*found)
+
+    @pytest.mark.parametrize("penalty_first", [True, False])
+    def test_a_loss_and_its_gradient_in_one_backward(self, penalty_first: bool) -> None:
+        found = []
+        for module in (net(), net()):
+            model = module if found else DataParallel(module, TWO)
+            x = batch().requires_grad_()
+            output = model(x)
+            (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+            terms = [gradient.square().sum(), output.exp().sum()]
+            sum(terms if penalty_first else terms[::-1]).backward()
+            found.append([x.grad, *gradients(module)])
+            if not found[1:]:
+                with pytest.raises(RuntimeError, match="retain_graph=True"):
+                    output.sum().backward()
+        assert_same(*found)
+
+    def test_memory_is_free_again_after_second_derivatives(self) -> None:
+        kept = []
+
+        def exp(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+            hidden = inputs[0].exp()
+            kept.append(weakref.ref(hidden))
+            return hidden
+
+        module = net()
+        module.second.register_forward_pre_hook(exp)
+        x = batch().requires_grad_()
+        output = DataParallel(module, TWO)(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (gradient.square().sum() + output.sum()).backward()
+        del gradient
+        gc.collect()
+        assert [reference() for reference in kept] == [None, None]
+
+    def test_second_derivatives_through_replicas_in_replicas_and_means(self) -> None:
+        class Loss(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = DataParallel(net(), TWO)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return lockstep.mean(self.net(x).square())
+
+        found = []
+        for model in (DataParallel(Loss(), TWO), lambda x: net()(x).square().mean()):
+            x = batch().requires_grad_()
+            (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
+            found.append(torch.autograd.grad(gradient.square().sum(), x))
+        assert_same(*found)
+
+    @pytest.mark.parametrize("allow_unused", [True, False])
+    def test_a_second_derivative_of_processes_says_what_can_be_used_instead(
+        self, allow_unused: bool
+    ) -> None:
+        x = batch().requires_grad_()
+        model = DataParallel(net(), TWO, workers="processes")
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="workers='threads'"):
+            torch.autograd.grad(gradient.square().sum(), x, allow_unused=allow_unused)
+        with pytest.raises(RuntimeError, match="workers='threads'"):
             gradient.square().sum().backward()
-        (gradient,) = torch.autograd.grad(data_parallel(module, x, TWO).sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-        expected, y = net(), batch().requires_grad_()
-        (other,) = torch.autograd.grad(expected(y).sum(), y, create_graph=True)
-        other.square().sum().backward()
-        assert_same(gradients(module)[:2], gradients(expected)[:2])
 
     def test_a_failed_backward_does_not_spoil_the_next(self) -> None:
         module, expected = net(), net()

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -263,3 +264,67 @@ def test_backwards_of_the_module_are_its_own() -> None:
     parts = [x[:2], x[2:]]
     expected = sum(part.sum() * part.sum(0) for part in parts)
     torch.testing.assert_close(module.layer.weight.grad, expected[None], rtol=1e-12, atol=1e-12)
+
+
+class Stops(nn.Module):
+    """Stops one replica, as SIGSTOP does, or keeps the first one busy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, *, stops: int = -1, where: str = "") -> torch.Tensor:
+        seat = this_seat()
+        assert seat is not None
+        if seat.replica == stops:
+            if where == "before the mean":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if where == "busy":
+                time.sleep(8)
+            if where == "in its backward":
+                x = x.clone().requires_grad_()
+                x.register_hook(lambda _: os.kill(os.getpid(), signal.SIGSTOP))
+        return lockstep.mean(self.weight * x)
+
+    def pid(self, x: torch.Tensor, ballast: bytes = b"") -> int:
+        return os.getpid()
+
+
+def stopping() -> DataParallel:
+    timeout = timedelta(seconds=6)  # more than the others take where much else is going on
+    return DataParallel(Stops(), ["cpu"] * 3, workers="processes", timeout=timeout)
+
+
+NAMED = r"replica {} \(pid {}\) has not answered within 6 s"
+
+
+def test_a_replica_that_is_stopped_is_named_and_ended() -> None:
+    """The others wait for it in the mean, and it is not they who are late."""
+    model, x = stopping(), torch.ones(6)
+    pids = model.pid(x)
+    with pytest.raises(ReplicaLost, match=NAMED.format(2, pids[2])):
+        model(x, stops=2, where="before the mean")
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[2], 0)
+    assert float(model(x).detach()) == 1
+
+
+def test_a_replica_that_is_stopped_in_its_backward() -> None:
+    model, x = stopping(), torch.ones(6)
+    pids = model.pid(x)
+    loss = model(x, stops=2, where="in its backward")
+    with pytest.raises(ReplicaLost, match=NAMED.format(2, pids[2])):
+        loss.backward()
+
+
+def test_a_replica_that_is_stopped_and_does_not_read() -> None:
+    model, x = stopping(), torch.ones(6)
+    pids = model.pid(x)
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(ReplicaLost, match=NAMED.format(1, pids[1])):
+        model.pid(x, b"0" * 10_000_000)
+
+
+def test_replicas_that_wait_for_a_sum_are_not_late() -> None:
+    """The caller's own part takes longer than the timeout, and theirs is done."""
+    assert float(stopping()(torch.ones(6), stops=0, where="busy").detach()) == 1

@@ -33,6 +33,11 @@ class Net(nn.Module):
         return x * self.scales[0] + self.scales[1]
 
 
+def test_a_network_without_shapes_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="no shape yet"):
+        replicate(nn.Sequential(nn.LazyLinear(2)), CPUS)
+
+
 def test_replicas_are_of_the_same_class_and_have_all_parameters() -> None:
     network = Net()
     for replica in replicate(network, CPUS):

@@ -119,7 +119,7 @@ def test_no_devices_are_refused() -> None:
 
 @pytest.mark.parametrize("device", [99, -2])
 def test_an_accelerator_that_is_not_there_is_refused(device: int) -> None:
-    with pytest.raises(ValueError, match=f"Device {device} is to be an accelerator's index"):
+    with pytest.raises(ValueError, match=f"is {device}, which is to be an accelerator's"):
         scatter(torch.ones(2), ["cpu", device])
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +15,10 @@ from lockstep.nn.arguments import Device
 from lockstep.nn.replicas.devices import as_device
 from lockstep.nn.replicas.meeting import attending
 from lockstep.nn.replicas.nested import leaves
+from lockstep.nn.replicas.scatter import check_kwargs
 from lockstep.nn.replicas.workers import WorkerThreads, values_of
+
+T = TypeVar("T")
 
 
 def parallel_apply(
@@ -39,26 +43,36 @@ def parallel_apply(
         What each has returned.
 
     Raises:
-        ValueError: If there aren't as many of each.
+        TypeError: If an argument is no list, or what it has for a module can't be used.
+        ValueError: If there aren't as many of each, or a device isn't there.
         BaseException: What the first replica that failed has raised, with a note that says which
             one it was and where, and others on those that failed as well.
     """
-    kwargs = [{}] * len(modules) if kwargs_tup is None else kwargs_tup
-    given = [None] * len(modules) if devices is None else devices
-    counts = (len(modules), len(inputs), len(kwargs), len(given))
+    called, inputs = _listed(modules, "modules"), _listed(inputs, "inputs")
+    kwargs = [{}] * len(called) if kwargs_tup is None else _listed(kwargs_tup, "kwargs_tup")
+    given = [None] * len(called) if devices is None else _listed(devices, "devices")
+    counts = (len(called), len(inputs), len(kwargs), len(given))
     if len(set(counts)) > 1:
         raise ValueError(
             "There must be as many modules as inputs, kwargs_tup and devices, and there are "
             "{}, {}, {} and {}.".format(*counts)
         )
+    for index, module in enumerate(called):
+        if not callable(module):
+            raise TypeError(f"modules[{index}] is {reprlib.repr(module)}; give a torch.nn.Module.")
+    for index, each in enumerate(kwargs):
+        check_kwargs(each, f"kwargs_tup[{index}]")
+    kwargs = [each or {} for each in kwargs]
     arguments = [tuple(x) if isinstance(x, tuple | list) else (x,) for x in inputs]
     where = [
-        _device_of_first_tensor((args, kw)) if device is None else as_device(device)
-        for device, args, kw in zip(given, arguments, kwargs, strict=True)
+        _device_of_first_tensor((args, kw))
+        if device is None
+        else as_device(device, f"devices[{index}]")
+        for index, (device, args, kw) in enumerate(zip(given, arguments, kwargs, strict=True))
     ]
     tasks = [
         on_device(device, partial(module, *args, **kw))
-        for module, args, kw, device in zip(modules, arguments, kwargs, where, strict=True)
+        for module, args, kw, device in zip(called, arguments, kwargs, where, strict=True)
     ]
     if len(tasks) < 2:
         return [task() for task in tasks]
@@ -82,6 +96,14 @@ def on_device(device: torch.device, task: Callable[[], Any]) -> Callable[[], Any
             return task()
 
     return run
+
+
+def _listed(values: Iterable[T], name: str) -> Sequence[T]:
+    is_scalar = isinstance(values, torch.Tensor) and values.ndim == 0
+    is_one = is_scalar or isinstance(values, str | Mapping)
+    if is_one or not isinstance(values, Iterable):
+        raise TypeError(f"{name} is {reprlib.repr(values)}; give a list, with one for each module.")
+    return values if isinstance(values, Sequence) else list(values)
 
 
 def _device_of_first_tensor(arguments: object) -> torch.device:

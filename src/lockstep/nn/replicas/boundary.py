@@ -42,6 +42,12 @@ class Call(Protocol):
         """Run the backward of all; return the gradients of ``parameters`` and ``inputs``."""
         ...
 
+    def derivative(
+        self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool
+    ) -> Gradients:
+        """The same, as gradients that have a backward themselves."""
+        ...
+
 
 def call_replicas(call: Call) -> list[Any]:
     """What each replica has returned, with the backward of all behind it."""
@@ -77,22 +83,11 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *d_outputs: torch.Tensor | None) -> tuple[Any, ...]:
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         remember_reached()
+        run = ctx.call.derivative if torch.is_grad_enabled() else ctx.call.backward
         with as_backward_of_replicas():
-            gradients = ctx.call.backward(d_outputs, keep_graph=keep_graph)
-        if torch.is_grad_enabled():
-            gradients = _not_twice(gradients)
+            gradients = run(d_outputs, keep_graph=keep_graph)
         wanted = ctx.needs_input_grad[1:]
         return None, *(g if needs else None for g, needs in zip(gradients, wanted, strict=True))
-
-
-def _not_twice(gradients: Gradients) -> Gradients:
-    """The same gradients, which say what to do if they are to be differentiated."""
-    refuse = torch._C._functions.DelayedError(
-        b"DataParallel runs each replica's backward by itself, which can't be differentiated "
-        b"again. Call lockstep.data_parallel(model.module, inputs) instead, which can be.",
-        1,
-    )
-    return [None if g is None else refuse(g.detach().requires_grad_()) for g in gradients]
 
 
 def add_up(of_replicas: Sequence[Gradients], homes: Sequence[torch.device]) -> Gradients:

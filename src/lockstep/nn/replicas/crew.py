@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import weakref
@@ -19,21 +18,16 @@ from lockstep.nn.replicas.apply import on_device
 from lockstep.nn.replicas.boundary import Gradients
 from lockstep.nn.replicas.gradients import GradientsElsewhere
 from lockstep.nn.replicas.known import Known
-from lockstep.nn.replicas.meeting import Meeting, Round
-from lockstep.nn.replicas.member import Member, end_members, first_to_speak
+from lockstep.nn.replicas.meeting import Meeting
+from lockstep.nn.replicas.member import Member, answers_of, end_members
 from lockstep.nn.replicas.messages import (
-    Ask,
     Backward,
     Buffers,
     Call,
     Derived,
-    Error,
     Module,
     Returned,
-    Sum,
     Tensors,
-    as_error,
-    as_exception,
 )
 from lockstep.nn.replicas.modes import Modes
 from lockstep.nn.replicas.part import Arguments
@@ -43,6 +37,9 @@ from lockstep.nn.replicas.tensors import tensors_in
 from lockstep.nn.replicas.twins import check_home, trained_and_buffers, version_of, versions_of
 from lockstep.nn.replicas.wire import Packed
 from lockstep.nn.replicas.workers import Outcome, WorkerThreads, is_interruption, nothing, values_of
+
+# How long processes may take to start, whatever the timeout: they import torch.
+_START_SECONDS = 120.0
 
 
 class Crew:
@@ -57,15 +54,16 @@ class Crew:
 
     Args:
         devices: One for each replica, the first included.
+        timeout: How many seconds to wait for what a process is to do.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], timeout: float) -> None:
         self.is_alive = True
         self.pid = os.getpid()
         self.parameters: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         self.dropped: list[list[int]] = [[] for _ in devices[1:]]
-        self._devices, self._home = devices, devices[0]
+        self._devices, self._home, self._timeout = devices, devices[0], timeout
         self._numbers = itertools.count()
         self._known = Known([], [], [])
         self._gradients = GradientsElsewhere([], self._home, 0)
@@ -111,7 +109,7 @@ class Crew:
         ]
         with self._or_end(), closing(self._gradients):
             for packed in ([*map(Packed, tensors)], modules):
-                values_of(self._tell(packed), self._devices)
+                values_of(self._tell(packed, at_least=_START_SECONDS), self._devices)
         versions = versions_of(buffers, parts)
         self._versions = [list(versions) for _ in self._members]
         versions = [version_of(parameter) for parameter in parameters]
@@ -252,7 +250,7 @@ class Crew:
             meeting: Where the replicas add something up.
 
         Raises:
-            ReplicaLost: If a process has ended.
+            ReplicaLost: If a process has ended, or doesn't answer within the timeout.
             BaseException: What the first replica that failed has raised.
         """
         self._check_alive()
@@ -276,9 +274,13 @@ class Crew:
         messages: Sequence[Packed],
         meanwhile: Callable[[], None] = nothing,
         meeting: Meeting | None = None,
+        at_least: float = 0,
     ) -> list[Outcome[Any]]:
         """The same; return what came of ``meanwhile`` and of each message."""
         members = self._members[: len(messages)]
+        timeout = max(self._timeout, at_least)
+        for member in members:
+            member.set_timeout(timeout)
         are_told = False
 
         def send() -> None:
@@ -294,7 +296,7 @@ class Crew:
 
         # Another thread listens: this one is busy, and what is asked in a backward can't wait.
         # What arrives on a device is to be on the stream that the caller has there.
-        listen: Callable[[], Any] = partial(_answers, members, meeting)
+        listen: Callable[[], Any] = partial(answers_of, members, meeting, timeout)
         for device in dict.fromkeys(self._devices):
             listen = on_device(device, listen)
         mine, others = self._workers.run([send, listen], interrupted=self._kill)
@@ -319,62 +321,3 @@ class Crew:
             self.is_alive = False
             self._end()
             raise
-
-
-def _answers(members: Sequence[Member], meeting: Meeting | None) -> list[Outcome[Any]]:
-    """The answers of all, before which they may ask."""
-    waiting = dict(enumerate(members))
-    outcomes: list[Outcome[Any]] = [Outcome() for _ in members]
-    try:
-        while waiting:
-            for which in first_to_speak(waiting):
-                member = waiting[which]
-                answer = member.receive()
-                if isinstance(answer, Ask):
-                    _answer(member, _answer_to(answer))
-                elif isinstance(answer, Sum):
-                    assert meeting is not None
-                    tell = partial(_tell_sum, member)
-                    meeting.bring(member.number, answer.own, answer.finish, tell)
-                else:
-                    if isinstance(answer, Error):
-                        outcomes[which].error = as_exception(answer)
-                    else:
-                        outcomes[which].value = answer
-                    del waiting[which]
-                    if meeting is not None:
-                        meeting.leave()
-    except BaseException as error:
-        if meeting is not None:
-            meeting.fail(error)
-        raise
-    return outcomes
-
-
-def _answer(member: Member, answer: object) -> None:
-    """Tell a replica what it has asked for; if that fails, it is what it raises."""
-    try:
-        member.send(Packed(answer))
-    except ReplicaLost:
-        raise
-    except Exception as error:
-        member.send(Packed(as_error(error)._replace(traceback="")))
-
-
-def _answer_to(question: Ask) -> object:
-    """What a replica is told that asks this."""
-    try:
-        return question.function(*question.arguments)
-    except Exception as error:  # it is raised there
-        return as_error(error)._replace(traceback="")
-
-
-def _tell_sum(member: Member, over: Round) -> None:
-    """Tell a replica what all have added up to."""
-    answer: object = over.total
-    if over.error is not None:
-        if not isinstance(over.error, Exception):
-            return  # who is interrupted ends it
-        answer = as_error(over.error)._replace(traceback="")
-    with contextlib.suppress(ReplicaLost):  # who listens to it will notice
-        _answer(member, answer)

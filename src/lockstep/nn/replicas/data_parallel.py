@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
@@ -12,24 +13,26 @@ from torch import nn
 
 from lockstep.nn.arguments import Device
 from lockstep.nn.replicas.apply import parallel_apply
-from lockstep.nn.replicas.devices import as_device
+from lockstep.nn.replicas.devices import as_device, as_devices, as_dim
 from lockstep.nn.replicas.gather import gather
 from lockstep.nn.replicas.meeting import is_beside_processes
 from lockstep.nn.replicas.nested import leaves
 from lockstep.nn.replicas.processes import ProcessReplicas
 from lockstep.nn.replicas.replicate import replicate
-from lockstep.nn.replicas.scatter import scatter_kwargs
+from lockstep.nn.replicas.scatter import check_kwargs, scatter_kwargs
 from lockstep.nn.replicas.tensors import map_tensors
 from lockstep.nn.replicas.threads import ThreadReplicas
+from lockstep.nn.replicas.twins import check_home, check_module
 from lockstep.nn.wrapper import Wrapper
 
 # More threads than that fight for the interpreter more than they compute.
 _MOST_THREADS = 4
 # Where processes can share memory; on meta there is none to share.
 _SHARED_BY_PROCESSES = ("cpu", "cuda", "meta")
+_TIMEOUT = timedelta(minutes=10)
 
 
-class DataParallel(Wrapper):
+class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
     """A drop-in for :class:`torch.nn.DataParallel`, on accelerators and on CPUs.
 
     A batch is cut up among replicas of the module, one for each device; each runs in a thread of
@@ -39,6 +42,11 @@ class DataParallel(Wrapper):
         model = lockstep.DataParallel(Net())
         loss = criterion(model(x), y)   # or model.middle(x): any method that is given tensors
         loss.backward()
+
+    It is a subclass of torch's, none of whose code runs, and its attributes are those of torch's.
+    A subclass of it may override :meth:`scatter`, :meth:`replicate`, :meth:`parallel_apply` and
+    :meth:`gather`, as one of torch's may; if it does so with one of the two in the middle, replicas
+    are made anew in each call, and their backwards run in one thread.
 
     It may be around a part of a model, and inside of another one. ``state_dict()`` is that of the
     module, without ``module.`` before its keys; both kinds are loaded.
@@ -51,7 +59,8 @@ class DataParallel(Wrapper):
     Random numbers, of dropout say, are drawn by all threads from one generator, in no fixed order:
     ``torch.utils.checkpoint`` can't restore what was drawn, so a checkpoint with dropout in it
     needs replicas in processes. What :func:`torch.autograd.graph.saved_tensors_hooks` does to
-    tensors, it does to those of the first replica.
+    tensors, it does to those of the first replica. Gradients can be differentiated again; those
+    that come from replicas in processes say that they can't.
 
     Args:
         module: What is replicated. Its parameters and buffers are on the first device.
@@ -60,7 +69,8 @@ class DataParallel(Wrapper):
             default all accelerators; without any, one replica for each intra-op thread
             (:func:`torch.get_num_threads`), up to four. Indices are ignored, as by torch, where
             there are no accelerators.
-        output_device: Where outputs are joined; by default on the first device. -1 is the CPU.
+        output_device: Where outputs are joined; by default on the first device. -1 is the CPU. An
+            index is ignored where ``device_ids`` are.
         dim: The dimension of inputs that is cut, and of outputs that is joined.
         workers: What each replica but the first, which runs in the caller's thread, runs in:
             ``"threads"``, or ``"processes"`` of their own, on CPUs or CUDA devices, where no other
@@ -72,11 +82,18 @@ class DataParallel(Wrapper):
             context of its own.
         buffers: ``"first"`` keeps what the first replica does to them, ``"mean"`` the mean over
             all replicas, of those of floating point.
+        timeout: How long to wait for a replica in a process to do its part of a call or of a
+            backward; 10 minutes by default. Then all of them are ended, and
+            :class:`~lockstep.errors.ReplicaLost` names it. Their start may take two minutes anyway.
 
     Raises:
+        TypeError: If an argument is of the wrong type.
         ValueError: If an option isn't known, or a device isn't there.
         RuntimeError: In forward, if a parameter or buffer isn't on the first device.
     """
+
+    output_device: int | torch.device  # type: ignore[assignment]  # torch's is an index
+    _replicas: ThreadReplicas | ProcessReplicas | None
 
     def __init__(
         self,
@@ -87,15 +104,22 @@ class DataParallel(Wrapper):
         *,
         workers: Literal["threads", "processes"] = "threads",
         buffers: Literal["first", "mean"] = "first",
+        timeout: timedelta = _TIMEOUT,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # and not that of torch's DataParallel
+        check_module(module, "module")
+        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+            kind = ValueError if isinstance(timeout, timedelta) else TypeError
+            raise kind(
+                f"timeout is {timeout!r}; give a timedelta above 0, as timedelta(minutes=2)."
+            )
         if workers not in ("threads", "processes"):
             raise ValueError(
                 f"workers is {workers!r}, but only 'threads' and 'processes' are known."
             )
         if buffers not in ("first", "mean"):
             raise ValueError(f"buffers is {buffers!r}, but only 'first' and 'mean' are known.")
-        self._devices = devices_for(device_ids)
+        self.device_ids = devices_for(device_ids)
         if workers == "processes" and any(
             d.type not in _SHARED_BY_PROCESSES for d in self._devices
         ):
@@ -105,17 +129,23 @@ class DataParallel(Wrapper):
             )
         home = self._devices[0]
         self.module = module
-        self.dim = dim
-        self.workers, self.buffer_policy = workers, buffers
-        self.device_ids = [_as_torch_says(device) for device in self._devices]
-        if output_device is None or _is_missing(output_device):
-            output_device = _as_torch_says(home)
-        self.output_device = output_device
+        self.dim = as_dim(dim)
+        self.workers, self.buffer_policy, self._timeout = workers, buffers, timeout
+        target = _target(output_device, device_ids, home)
+        self.output_device = -1 if output_device == -1 else _as_torch_says(target)
         self.src_device_obj = home
-        self._replicas: ThreadReplicas | ProcessReplicas | None = None
         if len(self._devices) == 1:
             module.to(home)
         self._is_ready = True
+
+    @property  # type: ignore[override]  # torch's has indices alone
+    def device_ids(self) -> list[int | torch.device]:
+        """Where replicas are, the module's first; others may be assigned."""
+        return [_as_torch_says(device) for device in self._devices]
+
+    @device_ids.setter
+    def device_ids(self, device_ids: Sequence[Device]) -> None:
+        self._devices, self._replicas = devices_for(device_ids), None
 
     # What a twin of this module, in a replica of one around it, has for itself.
     _own_in_twins = ("_replicas",)
@@ -137,24 +167,54 @@ class DataParallel(Wrapper):
         return self._call(name, inputs, kwargs)
 
     def _call(self, name: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(self._devices) == 1 and self._devices[0].type == "cpu":
+        is_alone = len(self._devices) == 1
+        if is_alone and self._devices[0].type == "cpu" and not self._overrides("scatter"):
             return getattr(self.module, name)(*inputs, **kwargs)
         parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
         if not parts and not kwargs_parts:
             parts, kwargs_parts = ((),), ({},)
-        if len(self._devices) == 1:
+        if is_alone:
             return getattr(self.module, name)(*parts[0], **kwargs_parts[0])
-        if len(parts) == 1:
+        if self._overrides("replicate", "parallel_apply"):
+            outputs = self._call_new_replicas(name, parts, kwargs_parts)
+        elif len(parts) == 1:
             outputs = [getattr(self.module, name)(*parts[0], **kwargs_parts[0])]
         else:
             if self._replicas is None:
-                in_threads = self.workers == "threads" or is_beside_processes()
-                self._replicas = (ThreadReplicas if in_threads else ProcessReplicas)(
-                    self._devices, averages_buffers=self.buffer_policy == "mean"
-                )
+                averages = self.buffer_policy == "mean"
+                if self.workers == "threads" or is_beside_processes():
+                    self._replicas = ThreadReplicas(self._devices, averages_buffers=averages)
+                else:
+                    seconds = self._timeout.total_seconds()
+                    self._replicas = ProcessReplicas(
+                        self._devices, averages_buffers=averages, timeout=seconds
+                    )
             arguments = list(zip(parts, kwargs_parts, strict=True))
             outputs = self._replicas.call(self.module, name, arguments)
         return self.gather(outputs, self.output_device)
+
+    def _overrides(self, *names: str) -> bool:
+        """Whether a subclass, or this object, has one of the methods that can be overridden."""
+        return any(
+            getattr(getattr(self, name), "__func__", None) is not vars(DataParallel)[name]
+            for name in names
+        )
+
+    def _call_new_replicas(
+        self, name: str, parts: Sequence[Any], kwargs_parts: Sequence[Any]
+    ) -> list[Any]:
+        """The same through :meth:`replicate` and :meth:`parallel_apply`, as a subclass has them."""
+        if self.workers != "threads" or self.buffer_policy != "first":
+            raise ValueError(
+                f"{type(self).__name__} has a replicate() or parallel_apply() of its own, which "
+                "workers='processes' and buffers='mean' know nothing of. Leave out the one or the "
+                "other."
+            )
+        check_home([*self.module.parameters(), *self.module.buffers()], self._devices[0])
+        replicas = self.replicate(self.module, self.device_ids[: len(parts)])
+        if name != "__call__":
+            replicas = [getattr(replica, name) for replica in replicas]
+        return self.parallel_apply(replicas, parts, kwargs_parts)
 
     # What a subclass may do in another way
 
@@ -219,13 +279,16 @@ def data_parallel(
 
     Source: ``torch.nn.parallel.data_parallel``.
     """
+    check_module(module, "module")
+    check_kwargs(module_kwargs, "module_kwargs")
     devices = devices_for(device_ids)
     arguments = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     parts, kwargs = scatter_kwargs(arguments, module_kwargs, devices, dim)
     if not parts:
         parts, kwargs = ((),), ({},)
     used = devices[: len(parts)]
-    target = used[0] if output_device is None else output_device
+    target = _target(output_device, device_ids, devices[0])
+    check_home([*module.parameters(), *module.buffers()], devices[0])
     if len(devices) == 1:
         return gather([module(*parts[0], **kwargs[0])], target, dim)
     # Parts of one tensor have one version, and autograd would take what a replica does to its own
@@ -237,20 +300,36 @@ def data_parallel(
 
 def devices_for(device_ids: Sequence[Device] | None) -> list[torch.device]:
     """The devices that are meant by the ``device_ids`` of :class:`DataParallel`."""
-    if device_ids is not None and not device_ids:
-        raise ValueError("device_ids is empty. Name a device, or leave it out.")
-    if device_ids is not None and not all(map(_is_missing, device_ids)):
-        return [as_device(device) for device in device_ids]
+    if isinstance(device_ids, Iterable) and not isinstance(device_ids, str | torch.Tensor):
+        device_ids = list(device_ids)
+        if not device_ids:
+            raise ValueError("device_ids is empty. Name a device, or leave it out.")
+        if all(map(_is_missing, device_ids)):
+            device_ids = None
+    if device_ids is not None:
+        return as_devices(device_ids, "device_ids")
     if torch.accelerator.is_available():
-        return [as_device(index) for index in range(torch.accelerator.device_count())]
+        return as_devices(range(torch.accelerator.device_count()), "device_ids")
     return [torch.device("cpu")] * min(_MOST_THREADS, torch.get_num_threads())
+
+
+def _target(
+    output_device: Device | None, device_ids: Sequence[Device] | None, home: torch.device
+) -> torch.device:
+    """Where outputs are joined of replicas of which the first is at ``home``."""
+    are_named = device_ids is not None and not all(map(_is_missing, device_ids))
+    # As torch ignores both, but not beside devices that are there.
+    if output_device is None or (_is_missing(output_device) and not are_named):
+        return home
+    return as_device(output_device, "output_device")
 
 
 def _is_missing(device: Device | None) -> bool:
     """Whether it is the index of an accelerator where there are none."""
-    return isinstance(device, int) and device >= 0 and not torch.accelerator.is_available()
+    is_index = isinstance(device, int) and not isinstance(device, bool) and device >= 0
+    return is_index and not torch.accelerator.is_available()
 
 
 def _as_torch_says(device: torch.device) -> int | torch.device:
     """An accelerator by its index, as the attributes of torch's class do."""
-    return device if device.index is None else device.index
+    return device if device.index is None or device.type == "cpu" else device.index

@@ -2,31 +2,79 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
+from collections.abc import Iterable
+
 import torch
 
 from lockstep.nn.arguments import Device
 
 
-def as_device(device: Device) -> torch.device:
+def as_device(device: Device, name: str) -> torch.device:
     """What ``device`` names: an int is an accelerator's index, and -1 the CPU, as in torch.
 
+    Args:
+        device: As above.
+        name: Which argument it is.
+
     Raises:
-        ValueError: If it is the index of an accelerator that isn't there.
+        TypeError: If it is nothing that names a device.
+        ValueError: If there is no such device here.
     """
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+        raise TypeError(
+            f"{name} is {reprlib.repr(device)}, which names no device. Give an accelerator's "
+            "index, a name such as 'cpu', or a torch.device."
+        )
     if not isinstance(device, int):
-        named = torch.device(device)
-        # As tensors there say: the CPU has no index, and others have one.
-        return torch.device("cpu") if named.type == "cpu" else torch.empty(0, device=named).device
+        try:
+            named = torch.device(device)
+            # As tensors there say: the CPU has no index, and others have one.
+            is_cpu = named.type == "cpu"
+            return torch.device("cpu") if is_cpu else torch.empty(0, device=named).device
+        except (RuntimeError, AssertionError) as error:  # torch raises either
+            raise ValueError(
+                f"{name} is {str(device)!r}, and there is no such device here. Name another, such "
+                "as 'cpu'."
+            ) from error
     if device == -1:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if accelerator else 0
     if accelerator is None or not 0 <= device < count:
         raise ValueError(
-            f"Device {device} is to be an accelerator's index, but there are {count} here. Name "
-            "another device, such as 'cpu'."
+            f"{name} is {device}, which is to be an accelerator's index, but there are {count} "
+            "here. Name another device, such as 'cpu'."
         )
     return torch.device(accelerator.type, device)
+
+
+def as_devices(devices: Iterable[Device], name: str) -> list[torch.device]:
+    """What each of ``devices`` names.
+
+    Raises:
+        TypeError: If they aren't several, or one is nothing that names a device.
+        ValueError: If one isn't here.
+    """
+    if isinstance(devices, str | torch.Tensor) or not isinstance(devices, Iterable):
+        raise TypeError(
+            f"{name} is {reprlib.repr(devices)}; give a list of devices, as ['cpu', 'cpu'] or "
+            "[0, 1]."
+        )
+    return [as_device(device, f"{name}[{i}]") for i, device in enumerate(devices)]
+
+
+def as_dim(dim: int) -> int:
+    """The same.
+
+    Raises:
+        TypeError: If it is no whole number.
+    """
+    try:
+        return operator.index(dim)
+    except TypeError:
+        raise TypeError(f"dim is {reprlib.repr(dim)}; give a whole number, such as 0.") from None
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.nn.arguments import Device
 from lockstep.nn.replicas import packed
-from lockstep.nn.replicas.devices import as_device, move
+from lockstep.nn.replicas.devices import as_device, as_dim, move
 from lockstep.nn.replicas.meeting import is_one, mark_as_one, this_seat
 from lockstep.nn.replicas.nested import Path, children, like, name_of
 
@@ -37,15 +37,23 @@ def gather(outputs: Sequence[_T], target_device: Device, dim: int = 0) -> _T:
 
     Raises:
         IndexError: If tensors have dimensions, but not ``dim``.
+        TypeError: If ``outputs`` are no list, or ``dim`` no whole number.
         ValueError: If there are no outputs, or they differ in what they hold, or tensors in any
             size but that of ``dim``.
 
     Source: ``torch.nn.parallel.scatter_gather.gather``.
     """
+    is_scalar = isinstance(outputs, torch.Tensor) and outputs.ndim == 0
+    if is_scalar or isinstance(outputs, Mapping | str) or not isinstance(outputs, Iterable):
+        raise TypeError(
+            f"outputs is a {type(outputs).__name__}; give a list of what each replica has returned."
+        )
     replicas: list[object] = list(outputs)
     if not replicas:
         raise ValueError("There are no outputs to gather. Give that of one replica at least.")
-    return cast(_T, _gather(replicas, as_device(target_device), dim, ("output",)))
+    return cast(
+        _T, _gather(replicas, as_device(target_device, "target_device"), as_dim(dim), ("output",))
+    )
 
 
 def gather_leaves(leaves: list[object], device: torch.device, dim: int, place: str) -> object:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,10 @@ import torch
 
 from lockstep.comm.shm.lines import shut_down
 from lockstep.errors import ReplicaLost
+from lockstep.nn.replicas.meeting import Meeting, Round
+from lockstep.nn.replicas.messages import Ask, Error, Sum, as_error, as_exception
 from lockstep.nn.replicas.wire import Packed, Wire
+from lockstep.nn.replicas.workers import Outcome
 from lockstep.world.environment import allocator_environment
 
 _PATIENCE_SECONDS = 2.0
@@ -47,6 +52,7 @@ class Member:
     def __init__(self, number: int, devices: Sequence[torch.device]) -> None:
         self.number, self.device = number, devices[number]
         self.owner = os.getpid()
+        self._timeout = 0.0  # until it is set
         (mine, its), (lifeline, of_its) = socket.socketpair(), socket.socketpair()
         self._wire = Wire(mine, [devices[0], devices[number]])
         # Held open: when this process ends, however it does, so does the other.
@@ -74,14 +80,21 @@ class Member:
                 start_new_session=True,  # Ctrl-C is for the caller
             )
 
+    def set_timeout(self, seconds: float) -> None:
+        """Wait no longer than that for it to read, or for the rest of what it says."""
+        self._timeout = seconds
+        self._wire.set_timeout(seconds)
+
     def send(self, packed: Packed) -> None:
         """Send it something.
 
         Raises:
-            ReplicaLost: If the process has ended.
+            ReplicaLost: If the process has ended, or doesn't read.
         """
         try:
             self._wire.send_packed(packed)
+        except TimeoutError as error:
+            raise self.overdue() from error
         except OSError as error:
             raise self._lost() from error
 
@@ -89,10 +102,12 @@ class Member:
         """What it says.
 
         Raises:
-            ReplicaLost: If the process has ended.
+            ReplicaLost: If the process has ended, or stops in the middle.
         """
         try:
             return self._wire.receive()
+        except TimeoutError as error:
+            raise self.overdue() from error
         except (EOFError, OSError) as error:
             raise self._lost() from error
 
@@ -103,6 +118,15 @@ class Member:
             f"The process of replica {self.number} (pid {self._process.pid}) has ended, with exit "
             f"code {self._process.returncode}. What it wrote may tell why; if it is -9, it was "
             "killed, perhaps for want of memory. The next call starts new ones."
+        )
+
+    def overdue(self) -> ReplicaLost:
+        """What tells that it hasn't answered in time."""
+        return ReplicaLost(
+            f"The process of replica {self.number} (pid {self._process.pid}) has not answered "
+            f"within {self._timeout:g} s: it was stopped, hangs, or takes longer. It is ended now, "
+            "and the next call starts new ones. If it needs more time, give DataParallel a longer "
+            "timeout."
         )
 
     def fileno(self) -> int:
@@ -139,10 +163,88 @@ def end_members(members: Sequence[Member]) -> None:
         member.wait()
 
 
-def first_to_speak(members: Mapping[int, Member]) -> list[int]:
-    """Wait until some of ``members`` have said something, or have ended; return their numbers."""
+def answers_of(
+    members: Sequence[Member], meeting: Meeting | None, timeout: float
+) -> list[Outcome[Any]]:
+    """The answers of all, before which they may ask."""
+    waiting = dict(enumerate(members))
+    outcomes: list[Outcome[Any]] = [Outcome() for _ in members]
+    # Until when each has to say something; those that wait for a sum need not.
+    due = dict.fromkeys(waiting, time.monotonic() + timeout)
+    try:
+        while waiting:
+            first_due = min(due, key=due.__getitem__)
+            left = due[first_due] - time.monotonic()
+            if left <= 0:
+                raise waiting[first_due].overdue()
+            for which in _first_to_speak(waiting, min(left, timeout)):
+                member = waiting[which]
+                answer = member.receive()
+                if isinstance(answer, Ask):
+                    _answer(member, _answer_to(answer))
+                    _postpone(due, which, timeout)
+                elif isinstance(answer, Sum):
+                    assert meeting is not None
+                    due[which] = math.inf
+                    tell = partial(_tell_sum, member, partial(_postpone, due, which, timeout))
+                    meeting.bring(member.number, answer.own, answer.finish, tell)
+                else:
+                    if isinstance(answer, Error):
+                        outcomes[which].error = as_exception(answer)
+                    else:
+                        outcomes[which].value = answer
+                    del waiting[which], due[which]
+                    if meeting is not None:
+                        meeting.leave()
+    except BaseException as error:
+        if meeting is not None:
+            meeting.fail(error)
+        raise
+    return outcomes
+
+
+def _answer(member: Member, answer: object) -> None:
+    """Tell a replica what it has asked for; if that fails, it is what it raises."""
+    try:
+        member.send(Packed(answer))
+    except ReplicaLost:
+        raise
+    except Exception as error:
+        member.send(Packed(as_error(error)._replace(traceback="")))
+
+
+def _answer_to(question: Ask) -> object:
+    """What a replica is told that asks this."""
+    try:
+        return question.function(*question.arguments)
+    except Exception as error:  # it is raised there
+        return as_error(error)._replace(traceback="")
+
+
+def _postpone(due: dict[int, float], which: int, timeout: float) -> None:
+    """What is due of a replica is due from now on."""
+    due[which] = time.monotonic() + timeout
+
+
+def _tell_sum(member: Member, is_told: Callable[[], None], over: Round) -> None:
+    """Tell a replica what all have added up to."""
+    answer: object = over.total
+    if over.error is not None:
+        if not isinstance(over.error, Exception):
+            return  # who is interrupted ends it
+        answer = as_error(over.error)._replace(traceback="")
+    is_told()
+    with contextlib.suppress(ReplicaLost):  # who listens to it will notice
+        _answer(member, answer)
+
+
+def _first_to_speak(members: Mapping[int, Member], seconds: float) -> list[int]:
+    """Wait until some of ``members`` have said something, or have ended; return their numbers.
+
+    There are none if that many seconds have passed.
+    """
     poll = select.poll()
     numbers = {member.fileno(): number for number, member in members.items()}
     for descriptor in numbers:
         poll.register(descriptor, select.POLLIN)
-    return sorted(numbers[descriptor] for descriptor, _ in poll.poll())
+    return sorted(numbers[descriptor] for descriptor, _ in poll.poll(1000 * seconds))

@@ -51,15 +51,18 @@ class Part:
         self._arguments = arguments
         self._leaves = leaves
         self._owns_inputs = owns_inputs
+        # What stands for each of the inputs in the replica's graph.
         self._input_leaves: list[torch.Tensor] = []
         map_tensors(lambda t: self.inputs.append(t) if t.requires_grad else None, arguments)
 
     def forward(self) -> None:
         """Call the replica."""
         # See Note [Leaves]. Shown by test_inputs_may_be_modified_in_place.
-        copies = [x.detach() if self._owns_inputs else x.detach().clone() for x in self.inputs]
-        self._input_leaves = [x.requires_grad_() for x in copies]
-        mine = iter([_NoLeaf.apply(leaf) for leaf in self._input_leaves])  # type: ignore[no-untyped-call]
+        inputs = self.inputs[len(self._input_leaves) :]
+        copies = [x.detach() if self._owns_inputs else x.detach().clone() for x in inputs]
+        new_leaves = [x.requires_grad_() for x in copies]
+        self._input_leaves = [*self._input_leaves, *new_leaves]
+        mine = iter([_NoLeaf.apply(leaf) for leaf in new_leaves])  # type: ignore[no-untyped-call]
         args, kwargs = map_tensors(
             lambda t: next(mine) if t.requires_grad else t.data, self._arguments
         )
@@ -80,6 +83,29 @@ class Part:
             for output, gradient in zip(self.outputs, d_outputs, strict=True)
             if gradient is not None and output.requires_grad
         ]
+
+    def derivative(self, d_outputs: Gradients) -> Part:
+        """A call that runs this one's backward, and has a backward itself.
+
+        Its inputs are those of this call and those of ``d_outputs`` that require a gradient; its
+        results the gradients of the parameters, and those of this call's inputs.
+        """
+        part = Part(self.device, self._leaves, self._differentiate, ((d_outputs,), {}))
+        part.inputs[:0] = self.inputs
+        part._input_leaves = self._input_leaves
+        return part
+
+    def _differentiate(self, d_outputs: Gradients) -> Gradients:
+        leaves = [*self._leaves, *self._input_leaves]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        ends = self.ends(d_outputs)
+        if not ends or not wanted:
+            return [None] * len(leaves)
+        outputs, given = zip(*ends, strict=True)
+        found = iter(
+            torch.autograd.grad(outputs, wanted, given, create_graph=True, allow_unused=True)
+        )
+        return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
     def forget(self) -> None:
         """Let go of the graph of those outputs in which the last backward began."""

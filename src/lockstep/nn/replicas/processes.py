@@ -35,10 +35,13 @@ class ProcessReplicas:
     Args:
         devices: One for each replica: CPUs, or CUDA devices; on the first is the module, too.
         averages_buffers: Whether buffers become the mean of what the replicas make of them.
+        timeout: How many seconds to wait for what a process is to do.
     """
 
-    def __init__(self, devices: Sequence[torch.device], *, averages_buffers: bool) -> None:
-        self._devices = list(devices)
+    def __init__(
+        self, devices: Sequence[torch.device], *, averages_buffers: bool, timeout: float
+    ) -> None:
+        self._devices, self._timeout = list(devices), timeout
         self._averages_buffers = averages_buffers
         self._first = LocalReplicas(self._devices[:1], owns_buffers=not averages_buffers)
         self._crew: Crew | None = None
@@ -51,13 +54,13 @@ class ProcessReplicas:
             What each has returned.
 
         Raises:
-            ReplicaLost: If a process has ended.
+            ReplicaLost: If a process has ended, or doesn't answer within the timeout.
             TypeError: If the module or the arguments can't be pickled.
         """
         with self._lock:
             # Those of the process that this one was forked from are its own.
             if self._crew is None or not self._crew.is_alive or self._crew.pid != os.getpid():
-                self._crew = Crew(self._devices)
+                self._crew = Crew(self._devices, self._timeout)
             self._crew.take(module)
             call = _ProcessCall(self._crew, self._lock, self._first, module, method, arguments)
             results = call_replicas(call)
@@ -153,6 +156,18 @@ class _ProcessCall:
             sums = add_up([mine, *parts], self._homes)
         return [*sums, *of_own_inputs, *(gradient for own in of_inputs for gradient in own)]
 
+    def derivative(
+        self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool
+    ) -> Gradients:
+        """The same gradients, which say what to do when they are differentiated."""
+        gradients = self.backward(d_outputs, keep_graph=keep_graph)
+        there = [gradient for gradient in gradients if gradient is not None]
+        # They depend on these, and so autograd comes by. Shown by
+        # test_a_second_derivative_of_processes_says_what_can_be_used_instead.
+        sources = (*self.parameters, *self.inputs, *d_outputs)
+        refusing = iter(_NotTwice.apply(len(there), *there, *sources))  # type: ignore[no-untyped-call]
+        return [None if gradient is None else next(refusing) for gradient in gradients]
+
     def _run_first(self, ends: Ends, keep_graph: bool) -> Gradients:
         """Run the backward of the first replica; return its gradients of the parameters."""
         run_backward(ends, keep_graph)
@@ -163,3 +178,18 @@ class _ProcessCall:
 def _kept(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
     into.append(tensor)
     return tensor
+
+
+class _NotTwice(torch.autograd.Function):
+    """Gradients, as a function of what they depend on, that can't be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
+        return tuple(None if t is None else t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> None:
+        raise RuntimeError(
+            "A gradient that came out of replicas in processes is to be differentiated again, "
+            "which those in threads alone can: lockstep.DataParallel(..., workers='threads')."
+        )

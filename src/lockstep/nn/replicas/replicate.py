@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lockstep.nn.arguments import Device
-from lockstep.nn.replicas.devices import as_device
+from lockstep.nn.replicas.devices import as_devices
 from lockstep.nn.replicas.tables import as_table, tables_in
-from lockstep.nn.replicas.twins import Twin, own_tensors
+from lockstep.nn.replicas.twins import Twin, check_module, check_shapes, own_tensors
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -34,15 +34,19 @@ def replicate(network: Network, devices: Sequence[Device], detach: bool = False)
         The replicas, in the order of ``devices``.
 
     Raises:
-        TypeError: If there is a ScriptModule in ``network``.
+        TypeError: If ``network`` is no module, or has a ScriptModule in it.
+        ValueError: If a device isn't there.
+        RuntimeError: If a parameter has no shape yet.
     """
+    check_module(network, "network")
     parts = list(network.modules())
     parameters = list(own_tensors(parts, "_parameters"))
     buffers = list(own_tensors(parts, "_buffers"))
+    check_shapes([*parameters, *buffers])
     replicas = []
     tables = tables_in(parts)
     is_taken: set[int] = set()
-    for device in map(as_device, devices):
+    for device in as_devices(devices, "devices"):
         twin = Twin(network)
         tensors = {}
         for parameter in parameters:

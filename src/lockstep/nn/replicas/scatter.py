@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, TypeVar, cast, overload
 
@@ -10,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.nn.arguments import Device
 from lockstep.nn.replicas import packed
-from lockstep.nn.replicas.devices import as_device, move
+from lockstep.nn.replicas.devices import as_devices, as_dim, move
 from lockstep.nn.replicas.nested import Path, children, leaves, like, name_of
 
 _T = TypeVar("_T")
@@ -55,6 +56,7 @@ def scatter(inputs: object, target_gpus: Sequence[Device], dim: int = 0) -> Sequ
 
     Raises:
         IndexError: If a tensor has dimensions, but not ``dim``.
+        TypeError: If ``dim`` is no whole number, or something isn't a device.
         ValueError: If two tensors come in different numbers of parts, or there are no devices.
 
     Source: ``torch.nn.parallel.scatter_gather.scatter``, which drops parts where tensors come in
@@ -84,11 +86,15 @@ def scatter_kwargs(
 
     Raises:
         IndexError: If a tensor has dimensions, but not ``dim``.
+        TypeError: If ``dim`` is no whole number, or something isn't a device.
         ValueError: If two tensors come in different numbers of parts, or there are no devices.
 
     Source: ``torch.nn.parallel.scatter_gather.scatter_kwargs``, which calls with ``()`` or ``{}``
     where the tensors of one of the two come in fewer parts.
     """
+    if not isinstance(inputs, tuple | list):
+        raise TypeError(f"inputs is a {type(inputs).__name__}; give a tuple of arguments.")
+    check_kwargs(kwargs, "kwargs")
     # Both at once, so that both have equally many parts, with () or {} where there is nothing.
     parts = _scatter({"inputs": inputs, "kwargs": dict(kwargs or {})}, target_gpus, dim)
     if not inputs and not kwargs:
@@ -96,10 +102,22 @@ def scatter_kwargs(
     return tuple(part["inputs"] for part in parts), tuple(part["kwargs"] for part in parts)
 
 
+def check_kwargs(kwargs: object, name: str) -> None:
+    """Check that an argument has arguments by name, or is None.
+
+    Raises:
+        TypeError: If it isn't so.
+    """
+    if kwargs is None:
+        return
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        raise TypeError(f"{name} is {reprlib.repr(kwargs)}; give a dict of arguments by name.")
+
+
 def _scatter(
     named: dict[str, Any], target_gpus: Sequence[Device], dim: int
 ) -> list[dict[str, Any]]:
-    cut = _Cut([as_device(device) for device in target_gpus], dim)
+    cut = _Cut(as_devices(target_gpus, "target_gpus"), as_dim(dim))
     if not cut.devices:
         raise ValueError("There are no devices to scatter to. Name one, such as 'cpu', or several.")
     return cast(list[dict[str, Any]], _parts(named, _num_parts(named, cut), cut))

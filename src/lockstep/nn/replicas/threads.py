@@ -17,7 +17,7 @@ from lockstep.nn.replicas.local import LocalReplicas, write_mean
 from lockstep.nn.replicas.meeting import attending
 from lockstep.nn.replicas.part import Arguments, Ends, Part, run_backward
 from lockstep.nn.replicas.twins import trained_and_buffers
-from lockstep.nn.replicas.workers import WorkerThreads, values_of
+from lockstep.nn.replicas.workers import WorkerThreads, nothing, values_of
 
 
 class ThreadReplicas:
@@ -56,6 +56,10 @@ class ThreadReplicas:
 class _ThreadCall:
     """One call of all replicas, in their threads."""
 
+    # The replicas' graphs are part of that of a derivative, and so not to be freed by a backward,
+    # but when nobody has them any more. Shown by test_a_loss_and_its_gradient_in_one_backward.
+    _shares_graph = False
+
     def __init__(
         self,
         parts: Sequence[Part],
@@ -77,12 +81,33 @@ class _ThreadCall:
         """Call all."""
         # What is inside of a Function finds grad mode off, and the replicas want the caller's.
         with torch.set_grad_enabled(self._grad_mode):
-            tasks = [on_device(part.device, part.forward) for part in self._parts]
-            values_of(self._workers.run(attending(tasks)), self._devices)
+            self._run_forwards()
         self.results = [part.results for part in self._parts]
         for part in self._parts:
             part.results = None
         return [(output, output.requires_grad) for part in self._parts for output in part.outputs]
+
+    def _run_forwards(self) -> None:
+        tasks = [on_device(part.device, part.forward) for part in self._parts]
+        values_of(self._workers.run(attending(tasks)), self._devices)
+
+    def derivative(
+        self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool
+    ) -> Gradients:
+        """Run the backward of all, as a call of theirs that has a backward itself."""
+        mine = iter(d_outputs)
+        parts = [part.derivative([next(mine) for _ in part.outputs]) for part in self._parts]
+        self._shares_graph = True
+        with self._lock:
+            results = call_replicas(_Derivative(parts, self.parameters, self._workers, self._lock))
+        if not keep_graph:
+            for part in self._parts:
+                part.forget()
+        num = len(self.parameters)
+        # What the first returns may be needed for its backward, and the sum is made in its place.
+        first = [None if gradient is None else gradient.clone() for gradient in results[0][:num]]
+        sums = add_up([first, *(own[:num] for own in results[1:])], self._homes)
+        return [*sums, *(gradient for own in results for gradient in own[num:])]
 
     def backward(self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool) -> Gradients:
         """Run the backward of all."""
@@ -90,7 +115,7 @@ class _ThreadCall:
         with self._lock:
             ends = [part.ends([next(mine) for _ in part.outputs]) for part in self._parts]
             try:
-                self._run_backwards(ends, keep_graph)
+                self._run_backwards(ends, keep_graph or self._shares_graph)
             finally:
                 # Also those of a backward that failed: the next one is not to have them.
                 taken = [part.take_gradients() for part in self._parts]
@@ -111,3 +136,21 @@ class _ThreadCall:
         elsewhere = [end for own, here in zip(ends, on_cpu, strict=True) if not here for end in own]
         outcomes = self._workers.run(tasks, meanwhile=partial(run_backward, elsewhere, keep_graph))
         values_of(outcomes, self._devices)
+
+
+class _Derivative(_ThreadCall):
+    """The backwards of all replicas, as a call."""
+
+    _shares_graph = True
+
+    def _run_forwards(self) -> None:
+        on_cpu = [device.type == "cpu" for device in self._devices]
+        runs = [part.forward for part in self._parts]
+        tasks = [run if here else nothing for run, here in zip(runs, on_cpu, strict=True)]
+        elsewhere = [run for run, here in zip(runs, on_cpu, strict=True) if not here]
+
+        def run_those_elsewhere() -> None:  # in this thread: see _run_backwards
+            for run in elsewhere:
+                run()
+
+        values_of(self._workers.run(tasks, meanwhile=run_those_elsewhere), self._devices)

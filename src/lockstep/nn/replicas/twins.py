@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 
@@ -105,7 +106,17 @@ def version_of(tensor: torch.Tensor) -> object:
     return object() if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
 
 
-def check_home(tensors: Iterable[torch.Tensor], home: torch.device) -> None:
+def check_module(module: object, name: str) -> None:
+    """Check that an argument is a module.
+
+    Raises:
+        TypeError: If it isn't.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{name} is {reprlib.repr(module)}; give a torch.nn.Module.")
+
+
+def check_home(tensors: Sequence[torch.Tensor], home: torch.device) -> None:
     """Check that all tensors of a module are where replicas of it start from.
 
     Raises:
@@ -118,8 +129,17 @@ def check_home(tensors: Iterable[torch.Tensor], home: torch.device) -> None:
                 f"device_ids, and one of the module's tensors is on {tensor.device}. Move the "
                 f"module there: module.to({str(home)!r})."
             )
-        if is_lazy(tensor):
-            raise RuntimeError(
-                "A parameter has no shape yet. Run one forward of the bare module on a sample "
-                "before replicating it."
-            )
+    check_shapes(tensors)
+
+
+def check_shapes(tensors: Iterable[torch.Tensor]) -> None:
+    """Check that all tensors of a module have a shape.
+
+    Raises:
+        RuntimeError: If one has none yet.
+    """
+    if any(map(is_lazy, tensors)):
+        raise RuntimeError(
+            "A parameter has no shape yet. Run one forward of the bare module on a sample before "
+            "replicating it."
+        )

@@ -41,6 +41,13 @@ class Wire:
         self._mine: dict[torch.device, SharedMemory] = {}
         self._theirs: dict[torch.device, torch.Tensor] = {}
 
+    def set_timeout(self, seconds: float) -> None:
+        """Wait no longer than that for the other end, to take what is sent or to go on with it.
+
+        Then :meth:`send_packed` and :meth:`receive` raise TimeoutError.
+        """
+        self._line.settimeout(seconds)
+
     def fileno(self) -> int:
         """What to wait for until there is something to receive."""
         return self._line.fileno()
