@@ -14,19 +14,16 @@ from enum import Enum, auto
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import broadcast_tensors
+from lockstep.grad.arrangement import agreed_order, make_buckets
 from lockstep.grad.arrivals import COME, EXCUSED, TOUCHED_EARLIER, TOUCHED_NOW, Arrivals
-from lockstep.grad.assignment import FIRST_BUCKET_BYTES, assign_buckets
+from lockstep.grad.assignment import FIRST_BUCKET_BYTES
 from lockstep.grad.bucket import Bucket
 from lockstep.grad.comm_hook import CommHook
+from lockstep.grad.facts import failed_ranks, used_by_any, write_facts
 from lockstep.grad.same_data import SameData
 from lockstep.grad.sparse import SparseGradient
 from lockstep.grad.turns import Turns
-from lockstep.grad.views import gradient_dtype
 from lockstep.grad.wording import failed_elsewhere, late, naming, tell_of_unused
-
-# At the end of the last bucket: on how many ranks the backward failed, and their numbers added up.
-_NUM_FAILURE_FACTS = 2
 
 
 class Phase(Enum):
@@ -62,13 +59,14 @@ class Reducer:
         skip_unused: Whether a bucket that this rank used nothing of stays here. The other ranks
             must leave out the same ones.
         sparse: Those parameters, by their place in ``named_parameters``, whose gradients are
-            sparse. No communication hook gets to see them.
+            sparse.
 
     Attributes:
         phase: Where it is in the course of a step.
         process_group: As given.
         share: What the gradients of each rank are multiplied by before they are added up.
         is_rearranged: Whether buckets have the order in which gradients came.
+        has_failed: Whether a backward has failed, and was not finished since.
         takes_early: Whether gradients are copied into their bucket when they come, and not only
             when it is full. A backward inside of a backward may add to them later, and one with
             ``create_graph`` gives them a graph.
@@ -113,9 +111,8 @@ class Reducer:
         self._next_launch = 0
         # Of the backward that runs; not longer, as it holds this reducer.
         self._turns: Turns | None = None
-        self._has_begun = False  # and hasn't finished
-        self._has_failed = False  # since it has begun
-        self._failed_ranks: tuple[float, float] = 0, 0
+        self._has_begun = self.has_failed = False
+        self._failed_ranks = 0, 0  # how many, and their numbers added up
         self._same_data = SameData()
 
     @property
@@ -147,21 +144,13 @@ class Reducer:
         return [self._names[index] for index in self._left_out]
 
     @property
-    def num_parameters(self) -> int:
-        """How many parameters it reduces the gradients of."""
-        return len(self._parameters)
-
-    @property
     def left_out(self) -> Sequence[torch.nn.Parameter]:
-        """Those parameters that the last backward gave no gradient.
-
-        Whoever knows that this one won't either can :meth:`excuse` them.
-        """
+        """Those parameters that the last backward gave no gradient: see :meth:`excuse`."""
         return [self._parameters[index] for index in self._left_out]
 
     @property
     def reduced(self) -> list[torch.nn.Parameter]:
-        """Those parameters that any rank used in the last backward, in one order on every rank."""
+        """Parameters that any rank used in the last backward, in the same order on every rank."""
         return [*itertools.compress(self._arrivals.in_order, self._used_by_any)]
 
     @property
@@ -195,7 +184,7 @@ class Reducer:
         self._turns = turns or Turns([self])
         if self._has_reduced and not self.is_rearranged:
             self.is_rearranged = True
-            self._arrange(self._agreed_order())
+            self._arrange(agreed_order(self._arrivals, self.process_group))
         if not self._buckets:
             self._arrange(self._arrivals.order)
         self._arrivals.begin()
@@ -287,30 +276,25 @@ class Reducer:
         if place < arrivals.num_dense:
             bucket = self._bucket_at[place]
             if bucket.has_taken(place - bucket.start):
-                self._refuse_late(place)
+                self._gets_gradients_twice, self._launches_early = True, False
+                raise late(self._name_at(place))
         if arrivals.states[place] == COME:
             self._gets_gradients_twice = True
         else:
             arrivals.states[place], arrivals.touched[place] = COME, TOUCHED_NOW
             arrivals.seen.append(arrivals.order[place])
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a backward has failed, and was not finished since."""
-        return self._has_failed
-
     def give_up(self) -> None:
-        """The backward is over without :meth:`finish`, as it failed.
+        """The backward has failed; gradients that haven't left stay, and are added to.
 
         Other ranks have launched more or fewer buckets of it, or wait for its end. So before
-        anything else is reduced :meth:`finish` has to be called for it: it sends what is lacking,
-        and that this rank has failed. Gradients that haven't left stay, and are added to. Shown by
-        test_a_backward_that_fails_at_different_places_on_each_rank.
+        anything else is reduced, :meth:`finish` has to send what is lacking, and that it failed.
+        Shown by test_a_backward_that_fails_at_different_places_on_each_rank.
         """
         self.phase = Phase.IDLE
         self._turns = None
         self._arrivals.forget()
-        self._has_failed = self._has_begun
+        self.has_failed = self._has_begun
         with torch.no_grad():
             for bucket in self._buckets:
                 bucket.give_back()
@@ -320,7 +304,8 @@ class Reducer:
         last = len(self._buckets) - 1
         with torch.no_grad():
             while self._launches_early and self._next_launch < last:
-                if self._buckets[self._next_launch].num_missing or self._hook_is_at_work():
+                before = self._buckets[max(0, self._next_launch - 1)]
+                if self._buckets[self._next_launch].num_missing or not before.is_hook_done():
                     return False
                 self._launch()
         return self._next_launch >= last
@@ -342,16 +327,17 @@ class Reducer:
                 self._reduce_sparse()
 
     def _reduce_sparse(self) -> None:
+        arrivals, hook = self._arrivals, self.comm_hook
         for index, (place, gradient) in enumerate(self._sparse.items(), len(self._buckets) - 1):
-            if self._arrivals.in_order[place].grad is None:
-                self._arrivals.touched[place] = 0  # as Bucket.fill() does
-            if self._arrivals.touched[place] or not self._skip_unused:
-                with naming(self._name_at(place), self.process_group):
-                    if self.comm_hook is not None:
-                        is_last = not self._bucket_at and place == len(self._parameters) - 1
-                        gradient.reduce_through(self.comm_hook, index, is_last=is_last)
-                    else:
-                        gradient.reduce(self.process_group, self.share)
+            arrivals.touched[place] *= gradient.is_there  # as Bucket.fill() does
+            if self._skip_unused and not arrivals.touched[place]:
+                continue
+            with naming(self._name_at(place), self.process_group):
+                if hook is None:
+                    gradient.reduce(self.process_group, self.share)
+                else:
+                    is_last = not self._bucket_at and place == len(self._parameters) - 1
+                    gradient.reduce_through(hook, index, is_last=is_last)
 
     def finish_hooks(self) -> None:
         """Wait until no communication hook is at work."""
@@ -360,11 +346,7 @@ class Reducer:
                 bucket.finish_hook()
 
     def launch_last(self) -> None:
-        """Send the last bucket, with what the others need to know.
-
-        Raises:
-            ParameterChanged: As :meth:`launch_all_but_last`.
-        """
+        """Send the last bucket, with what the others need to know; raises as before it."""
         with torch.no_grad():
             if self._next_launch < len(self._buckets):
                 self._launch()
@@ -383,13 +365,14 @@ class Reducer:
             self.launch_last()
             with torch.no_grad():
                 for bucket in self._buckets:
-                    self._wait(bucket)
-                self._read_failures()
-                if not (self._has_failed or self._failed_ranks[0]):
-                    self._adopt()
+                    bucket.finish_hook()
+                    with naming(bucket.names, self.process_group):
+                        bucket.wait()
+                if not self.has_failed:
+                    self._take_what_came()
             self._left_out = self._arrivals.missing()
         finally:
-            has_failed = self._has_failed
+            has_failed = self.has_failed
             self._reset()
         if not has_failed:
             self._arrivals.touched[:] = bytes(len(self._parameters))
@@ -397,28 +380,20 @@ class Reducer:
         self._launches_early = not self._gets_gradients_twice
 
     def check_all_have_succeeded(self) -> None:
-        """Raise if the backward that was finished last failed on another rank.
-
-        Raises:
-            CollectiveFailed: Then. Gradients are None, as they would lack those of that rank.
-        """
+        """Raise CollectiveFailed if the backward that was finished last failed on another rank."""
         (num_failed, ranks), self._failed_ranks = self._failed_ranks, (0, 0)
         if num_failed:
-            raise failed_elsewhere(round(num_failed), round(ranks), self.process_group)
+            raise failed_elsewhere(num_failed, ranks, self.process_group)
 
-    def _read_failures(self) -> None:
-        tail = self._buckets[-1].tail
-        # To read it would wait for a GPU; there, what a rank that failed has sent is NaN.
-        if tail.device.type == "cpu" and not self._has_failed:
-            factor = self._size if self._averages(self._buckets[-1]) else 1
-            num_failed, ranks = tail[-_NUM_FAILURE_FACTS:].tolist()
-            self._failed_ranks = num_failed * factor, ranks * factor
-            if num_failed:
-                for bucket in self._buckets:
-                    bucket.drop_all()
-
-    def _adopt(self) -> None:
-        """Make what has been reduced the gradients of all that were used on any rank."""
+    def _take_what_came(self) -> None:
+        """Make the mean the gradient of all that were used on any rank."""
+        last = self._buckets[-1]
+        factor = self._size if self._averages(last) else 1
+        self._failed_ranks = failed_ranks(last.tail, factor)
+        if self._failed_ranks[0]:
+            for bucket in self._buckets:
+                bucket.drop_all()
+            return
         for place, gradient in self._sparse.items():
             if self._arrivals.touched[place]:
                 gradient.adopt()
@@ -437,7 +412,9 @@ class Reducer:
         if not bucket.has_left:  # as it may, if its hook has failed
             self._fill(bucket)
         if is_last:
-            self._write_facts(bucket.tail)
+            # All are filled by now, and so every one of these facts is final.
+            failed_rank = self.process_group.rank() if self.has_failed else None
+            write_facts(bucket.tail, self._arrivals.touched, failed_rank)
         if self.comm_hook is None:
             bucket.launch(self.process_group, average=self._averages(bucket))
         else:
@@ -456,48 +433,20 @@ class Reducer:
 
     def _fill(self, bucket: Bucket) -> None:
         """Bring into ``bucket`` what this rank adds to the sum."""
-        if self._has_failed:
-            # A hook may remember what it is given.
+        if self.has_failed:  # a hook may remember what it is given
             bucket.fill_with(math.nan if self.comm_hook is None else 0)
             return
         bucket.fill(self._scale_of(bucket))
-        if self._same_data.is_looking and self.comm_hook is None and self._all_count_alike():
+        if self._same_data.is_looking and self.comm_hook is None and self.share * self._size == 1:
             self._same_data.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
-
-    def _write_facts(self, tail: torch.Tensor) -> None:
-        """Write behind the last bucket what the other ranks need to know.
-
-        All buckets are filled by now, and so every one of these facts is final.
-        """
-        used, failures = tail[:-_NUM_FAILURE_FACTS], tail[-_NUM_FAILURE_FACTS:]
-        touched = self._arrivals.touched
-        failures.zero_()
-        if self._has_failed:
-            used.zero_()
-            failures.copy_(torch.tensor([1, self.process_group.rank()]))
-        elif all(touched):
-            used.fill_(1)
-        else:
-            used.copy_(torch.tensor(list(touched), dtype=used.dtype))
-
-    def _hook_is_at_work(self) -> bool:
-        return self._next_launch > 0 and not self._buckets[self._next_launch - 1].is_hook_done()
-
-    def _all_count_alike(self) -> bool:
-        return self.share * self._size == 1
 
     def _averages(self, bucket: Bucket) -> bool:
         """Whether the group is to average ``bucket``, and not to add it up."""
-        return bucket.averages and self.comm_hook is None and self._all_count_alike()
+        return bucket.averages and self.comm_hook is None and self.share * self._size == 1
 
     def _scale_of(self, bucket: Bucket) -> float:
         """What gradients are to be multiplied by on their way into ``bucket``."""
         return 1 if self.comm_hook is not None or self._averages(bucket) else self.share
-
-    def _wait(self, bucket: Bucket) -> None:
-        bucket.finish_hook()
-        with naming(bucket.names, self.process_group):
-            bucket.wait()
 
     def _adopt_what_others_used(self) -> None:
         """Take the mean for parameters that this rank left out and another one used."""
@@ -506,89 +455,46 @@ class Reducer:
         if all(touched_here):
             self._used_by_any = itertools.repeat(1)
             return
-        used_by_any = self._buckets[-1].tail[:-_NUM_FAILURE_FACTS].tolist()
-        self._used_by_any = used_by_any
-        for place, (used, touched) in enumerate(zip(used_by_any, touched_here, strict=True)):
+        self._used_by_any = used_by_any(self._buckets[-1].tail)
+        pairs = zip(self._used_by_any, touched_here, strict=True)
+        for place, (used, touched) in enumerate(pairs):
             if used and not touched:
                 if place in self._sparse:
                     self._sparse[place].adopt()
                 else:
                     bucket = self._bucket_at[place]
                     bucket.adopt(place - bucket.start)
-        pairs = zip(self._arrivals.order, used_by_any, strict=True)
-        self._tell_of_unused([index for index, used in pairs if not used])
-
-    def _tell_of_unused(self, unused: Sequence[int]) -> None:
+        used_here = zip(self._arrivals.order, self._used_by_any, strict=True)
+        unused = [index for index, used in used_here if not used]
         if unused and not self._has_told_of_unused and self.process_group.rank() == 0:
             self._has_told_of_unused = True
             tell_of_unused([self._names[index] for index in sorted(unused)])
 
-    def _agreed_order(self) -> list[int]:
-        """Rank 0's order of arrival on every rank; what it never saw comes last."""
-        order = torch.tensor(self._arrivals.order_seen(), device=self._parameters[0].device)
-        broadcast_tensors(self.process_group, [order])
-        return [int(index) for index in order.tolist()]
-
     def _arrange(self, order: Sequence[int]) -> None:
         """Make buckets for gradients that become ready in ``order``.
 
-        Gradients that live in the old buckets, which go with them, move over when they are filled
-        in next.
+        Gradients in the old buckets, which are gone then, move over with the next backward.
         """
         # Before others are made: they are as large as all gradients.
         self._buckets, self._bucket_at = [], []
-        arrivals = self._arrivals
-        dense = set(arrivals.order[: arrivals.num_dense])
-        # The last bucket is there even if it is empty: it carries the facts.
-        groups = assign_buckets(
-            [
-                parameter.numel() * gradient_dtype(parameter).itemsize
-                for parameter in self._parameters
-            ],
-            [(gradient_dtype(parameter), parameter.device) for parameter in self._parameters],
-            [index for index in order if index in dense],
+        self._buckets = make_buckets(
+            self._names,
+            self._arrivals,
+            order,
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
-        ) or [[]]
-        arrivals.rearrange(itertools.chain(*groups))
-        # All or none: memory may be short.
-        self._buckets = self._new_buckets([len(group) for group in groups])
+            buffers_from=self.process_group if self.comm_hook is None else None,
+        )
         self._bucket_at = [bucket for bucket in self._buckets for _ in bucket.parameter_names]
-
-    def _new_buckets(self, lengths: Sequence[int]) -> list[Bucket]:
-        """Buckets of so many gradients each, in the order in which they launch."""
-        arrivals = self._arrivals
-        buckets: list[Bucket] = []
-        tail_size = len(self._parameters) + _NUM_FAILURE_FACTS
-        start = 0
-        for length in lengths:
-            own = slice(start, start + length)
-            bucket = Bucket(
-                [self._names[index] for index in arrivals.order[own]],
-                arrivals.in_order[own],
-                memoryview(arrivals.touched)[own],
-                start=start,
-                tail_size=tail_size if len(buckets) == len(lengths) - 1 else 0,
-                buffers_from=self.process_group if self.comm_hook is None else None,
-                like=arrivals.in_order[start if length else 0],
-            )
-            buckets.append(bucket)
-            start += length
-        return buckets
 
     def _reset(self) -> None:
         self.phase = Phase.IDLE
-        self._has_begun = self._has_failed = False
+        self._has_begun = self.has_failed = False
         self._turns = None
         self._next_launch = 0
         self._arrivals.forget()
         for bucket in self._buckets:
             bucket.forget()
-
-    def _refuse_late(self, place: int) -> None:
-        self._gets_gradients_twice = True
-        self._launches_early = False
-        raise late(self._name_at(place))
 
     def _name_at(self, place: int) -> str:
         return repr(self._names[self._arrivals.order[place]])

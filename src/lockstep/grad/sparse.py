@@ -23,6 +23,11 @@ class SparseGradient:
         self._parameter = parameter
         self._sum: torch.Tensor | None = None
 
+    @property
+    def is_there(self) -> bool:
+        """Whether this rank has it."""
+        return self._parameter.grad is not None
+
     def reduce(self, group: dist.ProcessGroup, share: float) -> None:
         """Add it up over the ranks, each rank's times ``share``. It blocks.
 

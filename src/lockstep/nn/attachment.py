@@ -82,7 +82,7 @@ def attach(
             named = [*module.named_parameters(), *module.named_buffers()]
             broadcast_tensors(group, [t.detach() for name, t in named if name not in left_alone])
         own = Engine(module, group, options, inner, is_copy=is_copy)
-        if own.reducer.num_parameters:
+        if own.parameters:
             engines.append(own)
             watch(own)
             watch_steps()
