@@ -65,6 +65,12 @@ class Conductor:
         self._engines.append(weakref.ref(engine))
         return 0 if is_copy else self._next_number()
 
+    def remove(self, engine: Engine) -> None:
+        """Let ``engine`` take part no more."""
+        if engine in self._running:
+            self._backward_is_gone()
+        self._engines = [one for one in self._engines if one() is not engine]
+
     def _next_number(self) -> int:
         self._num_engines += 1
         return self._num_engines

@@ -51,6 +51,17 @@ def watch(engine: Engine) -> None:
             _watch_parts(engine, engine.module)
 
 
+def unwatch(engine: Engine) -> None:
+    """Let changes, and optimizers, be no matter of ``engine`` any more."""
+    global _num_watched
+    with _lock:
+        _engines.pop(engine, None)
+        _stale.discard(engine)
+        _num_watched += 1
+        for engines in _watched.values():
+            engines.discard(engine)
+
+
 def mark_stale(engine: Engine) -> None:
     """Let ``engine`` look at its module anew before the next forward of any of its parts."""
     with _lock:
@@ -61,7 +72,7 @@ def mark_stale(engine: Engine) -> None:
 
 
 def num_watched() -> int:
-    """How many engines there have been."""
+    """How often an engine has come or gone."""
     return _num_watched
 
 

@@ -18,10 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._pytree import tree_map_only
 
+from lockstep.comm import broadcast_tensors
 from lockstep.grad import MIB, CommHook
 from lockstep.nn import mixed_precision as precisely
 from lockstep.nn.arguments import Device, group_of, only_device
-from lockstep.nn.attachment import attach, attach_lone_engine, check_bucket_cap, engines_of
+from lockstep.nn.attachment import (
+    attach,
+    attach_lone_engine,
+    check_bucket_cap,
+    engines_of,
+    release,
+)
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.changes import mark_stale
 from lockstep.nn.engine import Engine, Options, accumulating
@@ -151,7 +158,7 @@ class DistributedDataParallel(
         follow = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         follow = True if follow is None else follow
         check_policies(follow)
-        self._input_device = only_device(device_ids)
+        self._input_device = only_device(module, device_ids, output_device)
         self.module = module
         self.device_ids = [self._input_device] if self._input_device else None
         self.output_device = output_device
@@ -233,9 +240,14 @@ class DistributedDataParallel(
     def _set_static_graph(self) -> None:
         self.static_graph = True
 
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Accept it: outputs are never cloned."""
+
+    def _check_reducer_finalized(self) -> None:
+        """Accept it: a backward that doesn't reduce all that it has to raises."""
+
     def _remove_autograd_hooks(self) -> None:
-        for engine in self._engines:
-            engine.detach()
+        release(self)
 
     # How they are reduced
 
@@ -295,6 +307,17 @@ class DistributedDataParallel(
         from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 
         _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[torch.Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """What a hook of buffers may call."""
+        if self.process_group is not None:
+            buffers = self.modules_buffers if bufs is None else bufs
+            broadcast_tensors(self.process_group, buffers, source=authoritative_rank)
 
     # Loops of different lengths
 

@@ -65,7 +65,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if seen is None or not seen.is_of(optimizer):
         before = seen.num_backwards if seen is not None else {}
         seen = _seen[optimizer] = _Seen(optimizer)
-        seen.num_backwards.update(before)
+        seen.num_backwards.update({e: n for e, n in before.items() if e in seen.num_backwards})
         if _is_in_a_step():
             return  # of an optimizer that has others inside, and has been here already
     for engine, num_backwards in list(seen.num_backwards.items()):
