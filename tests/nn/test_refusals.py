@@ -292,3 +292,21 @@ def test_arguments_of_the_wrapper_are_told_apart_from_wrong_ones() -> None:
         lockstep.parallelize(net(), find_unused_parameters=True, static_graph=True)
     with pytest.raises(TypeError, match=r"got bucket_cap, and takes module, .*bucket_cap_mb, "):
         lockstep.parallelize(net(), bucket_cap=1)
+
+
+@pytest.mark.parametrize("made", [nn.Linear(2, 2), nn.BatchNorm1d(2)], ids=["bare", "buffers"])
+def test_a_backward_of_one_rank_alone_is_told_what_to_do(made: nn.Module) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = wrapped(copy.deepcopy(made), group)
+        x = torch.randn(4, 2)
+        if rank == 0:
+            with pytest.raises(errors.CollectiveFailed) as caught:
+                model.module(x).square().sum().backward()
+            assert "one that is of this rank alone runs in 'with lockstep.no_sync" in "".join(
+                caught.value.__notes__
+            )
+        else:
+            with pytest.raises(errors.CollectiveFailed):
+                group.barrier().wait()
+
+    run_ranks(2, body)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.comm import Answer, Step, any_rank, num_counted, roll_of
+from lockstep.errors import CollectiveFailed, PeerLost
 from lockstep.grad import Turns
 
 if TYPE_CHECKING:
@@ -294,6 +295,14 @@ class Conductor:
             for engine, buffers in zip(engines, on_their_way, strict=True):
                 engine.finish_backward()
                 buffers.finish()
+        except CollectiveFailed as error:
+            if not isinstance(error, PeerLost):
+                error.add_note(
+                    "It was the end of a backward of this rank. A backward reduces gradients "
+                    "whatever made the loss, model.module(x) too, so every rank runs it; one that "
+                    "is of this rank alone runs in 'with lockstep.no_sync(model):'."
+                )
+            raise
         finally:
             self._backward_is_gone()
             self.num_ended += 1
