@@ -85,6 +85,20 @@ def test_methods_that_torchs_class_has_too_are_the_models() -> None:
     assert inner.gather is None
 
 
+def test_a_class_of_ones_own_may_add_what_it_likes() -> None:
+    class Extra(nn.Module):
+        def extra(self) -> str:
+            return "extra"
+
+    class Mine(OurDDP, Extra):
+        def gather(self) -> str:
+            return "mine"
+
+    model = Mine(net())
+    assert (model.extra(), model.gather()) == ("extra", "mine")
+    assert not hasattr(model, "scatter")
+
+
 def test_torchs_constructor_has_not_run() -> None:
     def body(world: lockstep.World) -> None:
         model = OurDDP(net())

@@ -32,9 +32,11 @@ class Wrapper(nn.Module):
 
     module: nn.Module
 
-    def __init_subclass__(cls, inherits: Collection[str] = (), **kwargs: Any) -> None:
-        """Hide names of torch's class."""
+    def __init_subclass__(cls, inherits: Collection[str] | None = None, **kwargs: Any) -> None:
+        """Hide names of torch's class, if this one is derived from it."""
         super().__init_subclass__(**kwargs)
+        if inherits is None:
+            return
         ours = {name for base in cls.__mro__ if issubclass(base, Wrapper) for name in vars(base)}
         for base in cls.__bases__:
             if issubclass(base, nn.Module) and not issubclass(base, Wrapper):
