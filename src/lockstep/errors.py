@@ -12,6 +12,7 @@
     │   ├── NothingToTrain           no parameter requires a gradient
     │   ├── AlreadyParallel          it, or a part of it, is parallel already
     │   ├── ParameterChanged         a parameter has another shape, dtype or device than before
+    │   ├── HookError                a communication hook returned what gradients can't become
     │   └── LateGradient             a gradient came after its bucket had left
     ├── CollectiveFailed           the ranks could not finish something together
     │   ├── PeerLost                 one of them is gone
@@ -27,7 +28,8 @@
     └── MissingExtra               an optional dependency is not installed
 
 What the caller got wrong is a ``ValueError`` as well, what the surroundings refuse a
-``RuntimeError``, so that code that knows nothing of lockstep can catch them by habit.
+``RuntimeError``, so that code that knows nothing of lockstep can catch them by habit; a
+``ModelError`` is a ``RuntimeError`` too, which is what torch raises of models.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ __all__ = [
     "CollectiveTimeout",
     "ContradictoryInit",
     "GroupClosed",
+    "HookError",
     "InitError",
     "LateGradient",
     "LaunchError",
@@ -79,7 +82,7 @@ class BackendUnavailable(InitError):
     """The communication library that was asked for cannot be used on this machine."""
 
 
-class ModelError(LockstepError):
+class ModelError(LockstepError, RuntimeError):
     """A model, as it is, cannot be trained in step."""
 
 
@@ -95,11 +98,15 @@ class AlreadyParallel(ModelError, ValueError):
     """The model, or a module inside or around it, is already parallel."""
 
 
-class ParameterChanged(ModelError, RuntimeError):
+class ParameterChanged(ModelError):
     """A parameter no longer has the shape, dtype or device that it was wrapped with."""
 
 
-class LateGradient(ModelError, RuntimeError):
+class HookError(ModelError, TypeError, ValueError):
+    """A communication hook returned something else than a future of as many numbers as it got."""
+
+
+class LateGradient(ModelError):
     """A parameter got another gradient in a backward that had already sent the first one."""
 
 

@@ -227,3 +227,72 @@ def test_what_is_no_module_is_refused(parallel) -> None:
         (TypeError, errors.ModelError), match=r"not a torch\.nn\.Module|isn't parallel"
     ):
         parallel("model", None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device_ids": [0]},
+        {"device_ids": ["cuda:1"]},
+        {"device_ids": [torch.device("meta")]},
+        {"output_device": 0},
+        {"output_device": "cuda"},
+    ],
+    ids=str,
+)
+def test_a_device_where_the_model_isnt_is_refused_at_once(options: dict[str, object]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"{name} names .*, but the model is on cpu"):
+        wrapped(net(), None, **options)
+
+
+def test_the_models_own_device_may_be_named() -> None:
+    model = wrapped(net(), None, device_ids=["cpu"], output_device=torch.device("cpu"))
+    assert model.device_ids == [torch.device("cpu")]
+
+
+@BOTH
+def test_errors_of_models_are_runtime_errors_as_torchs_are(parallel) -> None:
+    """Code that is written for torch catches them."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        for model in (
+            nn.Linear(2, 2 + rank),
+            nn.ReLU(),
+            nn.Sequential(nn.LazyLinear(3)),
+        ):
+            with pytest.raises(RuntimeError):
+                parallel(model, group)
+
+    run_ranks(2, body)
+
+
+def test_a_second_parallelize_says_how_to_go_on() -> None:
+    model = lockstep.parallelize(net())
+    with pytest.raises(errors.AlreadyParallel, match="Go on with it as it is"):
+        lockstep.parallelize(model)
+
+
+def test_arguments_of_the_wrapper_are_told_apart_from_wrong_ones() -> None:
+    with pytest.raises(TypeError, match=r"no find_unused_parameters, static_graph.* leave them"):
+        lockstep.parallelize(net(), find_unused_parameters=True, static_graph=True)
+    with pytest.raises(TypeError, match=r"got bucket_cap, and takes module, .*bucket_cap_mb, "):
+        lockstep.parallelize(net(), bucket_cap=1)
+
+
+@pytest.mark.parametrize("made", [nn.Linear(2, 2), nn.BatchNorm1d(2)], ids=["bare", "buffers"])
+def test_a_backward_of_one_rank_alone_is_told_what_to_do(made: nn.Module) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = wrapped(copy.deepcopy(made), group)
+        x = torch.randn(4, 2)
+        if rank == 0:
+            with pytest.raises(errors.CollectiveFailed) as caught:
+                model.module(x).square().sum().backward()
+            assert "one that is of this rank alone runs in 'with lockstep.no_sync" in "".join(
+                caught.value.__notes__
+            )
+        else:
+            with pytest.raises(errors.CollectiveFailed):
+                group.barrier().wait()
+
+    run_ranks(2, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -266,3 +267,79 @@ def test_ranks_may_reach_other_models_before_its_sum(backend: Backend) -> None:
 
     first, second = run_ranks(2, body, backend=backend, group_timeout_seconds=10)
     assert torch.equal(first, second)
+
+
+class NormAndActivation(nn.BatchNorm2d):
+    """As those of timm: with an activation, and a forward that takes more."""
+
+    def __init__(self, num_features: int, way: str) -> None:
+        super().__init__(num_features, eps=0.01, momentum=None if way == "mean" else 0.3)
+        self.way = way
+        self.drop = nn.Identity()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        self.calls += 1
+        if self.way == "itself":
+            self.num_batches_tracked.add_(1)
+            x = nn.functional.batch_norm(
+                x,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                training=self.training,
+                momentum=self.momentum,
+                eps=self.eps,
+            )
+        else:
+            x = super().forward(x)
+        return self.drop(x.relu() * scale)
+
+    def twice(self) -> float:
+        return 2 * self.eps
+
+
+@pytest.mark.parametrize("way", ["through its base", "mean", "itself"])
+def test_what_a_class_derived_from_batch_norm_does_it_does_still(way: str) -> None:
+    oracle = NormAndActivation(CHANNELS, way).double()
+    nn.init.uniform_(oracle.weight)
+    assert_norm_is_that_of_one_process(oracle, batches((2, 3), [3, 1, 2]))
+
+
+def test_a_class_derived_from_batch_norm_stays_what_it_is() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), NormAndActivation(3, "itself"))
+    norm, state = model[1], list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert SyncBatchNorm.convert_sync_batchnorm(model) is model
+    assert isinstance(model[1], NormAndActivation)
+    assert isinstance(model[1], SyncBatchNorm)
+    assert model[1].weight is norm.weight is optimizer.param_groups[0]["params"][2]
+    assert list(model.state_dict()) == state
+    assert model[1].twice() == 0.02
+    x = torch.randn(4, 3, 2, 2)
+    expected = NormAndActivation(3, "itself")(x, scale=3.0)
+    for one in (model[1], copy.deepcopy(model[1]), pickle.loads(pickle.dumps(model[1]))):
+        assert isinstance(one, SyncBatchNorm)
+        assert torch.equal(one(x, scale=3.0), expected)
+    again = SyncBatchNorm.convert_sync_batchnorm(model)[1]
+    assert isinstance(again, NormAndActivation)
+
+
+def test_a_derived_class_that_normalises_in_its_own_way_is_refused_by_name() -> None:
+    class OwnWay(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x - x.mean(0)) / x.std(0)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        norm = SyncBatchNorm.convert_sync_batchnorm(OwnWay(3), group)
+        with pytest.raises(TypeError, match=r"OwnWay.* doesn't call.*batch_norm"):
+            norm(torch.randn(4, 3))
+        norm.eval()(torch.randn(4, 3))
+
+    run_ranks(2, body)
+
+
+def test_a_batch_norm_without_a_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="LazyBatchNorm1d has no shape yet"):
+        SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.futures import Future
 
+from lockstep.errors import HookError
 from lockstep.grad.views import view_like
 
 
@@ -91,7 +92,7 @@ class CommHook(NamedTuple):
         """Start reducing ``bucket``."""
         future = self.function(self.state, bucket)
         if not hasattr(future, "wait"):
-            raise TypeError(
+            raise HookError(
                 f"The communication hook {self.name} returned a {type(future).__name__}, but must "
                 "return a torch.futures.Future of the reduced buffer, such as "
                 "work.get_future() or that of an async_op=True collective."
@@ -111,12 +112,12 @@ def reduced_buffer(future: Future[torch.Tensor], numel: int) -> torch.Tensor:
     while isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if not isinstance(value, torch.Tensor):
-        raise TypeError(
+        raise HookError(
             f"The future of the communication hook holds a {type(value).__name__}, but must hold "
             "one tensor: the reduced buffer of the bucket."
         )
     if value.numel() != numel:
-        raise ValueError(
+        raise HookError(
             f"The future of the communication hook holds {value.numel()} elements, but the bucket "
             f"has {numel}."
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.world import group_or_all
@@ -27,8 +28,12 @@ def group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.P
     return mesh.get_group(0)
 
 
-def only_device(device_ids: Sequence[Device] | None) -> torch.device | None:
-    """The device that ``device_ids`` names, if it does."""
+def only_device(
+    module: nn.Module, device_ids: Sequence[Device] | None, output_device: Device | None
+) -> torch.device | None:
+    """The device that ``device_ids`` names, if it does: that of ``module``."""
+    if output_device is not None:
+        _device_of(module, "output_device", output_device)
     if not device_ids:
         return None
     if len(device_ids) > 1:
@@ -36,5 +41,16 @@ def only_device(device_ids: Sequence[Device] | None) -> torch.device | None:
             f"device_ids names {len(device_ids)} devices, but a rank has one. Start a rank for "
             "each, with 'lockstep run -n', or leave device_ids out."
         )
-    device = device_ids[0]
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return _device_of(module, "device_ids", device_ids[0])
+
+
+def _device_of(module: nn.Module, name: str, named: Device) -> torch.device:
+    devices = {parameter.device for parameter in module.parameters()}
+    device = torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
+    for other in devices:
+        if other.type != device.type or device.index not in (None, other.index):
+            raise ValueError(
+                f"{name} names {device}, but the model is on {', '.join(map(str, devices))}. Leave "
+                f"{name} out, or move the model there first."
+            )
+    return device

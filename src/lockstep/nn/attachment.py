@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import torch.distributed as dist
@@ -15,24 +16,28 @@ from lockstep.comm import LoneGroup, broadcast_tensors
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import finish_failed
-from lockstep.nn.changes import watch
+from lockstep.nn.changes import unwatch, watch
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.steps import watch_steps
+from lockstep.nn.wrapper import Wrapper
+
+# Bound early, as ours may be put in their place.
+_TORCHS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class Attachment:
     """That a module is parallel, and through which engines; none where the rank is alone.
 
     Attributes:
-        owner: The module given to parallelize(), or the wrapper.
         engines: Its own, if it has parameters of its own, and those of parallel modules in it.
     """
 
-    def __init__(self, owner: nn.Module, engines: Sequence[Engine]) -> None:
-        self.owner = weakref.ref(owner)
+    def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = list(engines)
 
 
+# Ranks may be threads, and a dictionary that another thread changes can't be gone through.
+_lock = threading.Lock()
 # Who is parallel: the module given to parallelize(), or the wrapper around it. They are left as
 # they were, so that they pickle and copy as before; here their entries go when they do.
 _attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
@@ -56,7 +61,8 @@ def attach(
 
     If it ``is_copy``, other ranks need not do the same, unless they train it.
 
-    Modules in it that are parallel already, over this group or another, stay as they are.
+    Modules in it that are parallel already, over this group or another, stay as they are. If it is
+    in a wrapper already, ``owner`` takes that one's place.
 
     Raises:
         TypeError: If ``module`` is no module.
@@ -66,7 +72,8 @@ def attach(
         raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.")
     group = group if group is not None and group.size() > 1 else None
     inner = [part for part in module.modules() if part in _attachments]
-    refusal = _refusal(owner, module, inner, options)
+    previous = _wrapped[module]() if module in _wrapped and owner is not module else None
+    refusal = _refusal(owner, module, inner, previous, options)
     init_sync = group is not None and options.init_sync and not is_copy
     left_alone = options.left_alone(module)
     if group is not None:
@@ -76,22 +83,52 @@ def attach(
         check_same_model(module, group, options._asdict(), refusal, left_alone)
     if refusal is not None:
         raise refusal
-    engines = [engine for part in inner for engine in _attachments[part].engines]
+    theirs = [engine for part in inner for engine in _attachments[part].engines]
+    own: list[Engine] = []
     if group is not None:
         if init_sync:
             named = [*module.named_parameters(), *module.named_buffers()]
             broadcast_tensors(group, [t.detach() for name, t in named if name not in left_alone])
-        own = Engine(module, group, options, inner, is_copy=is_copy)
-        if own.parameters:
-            engines.append(own)
-            watch(own)
+        engine = Engine(module, group, options, inner, is_copy=is_copy)
+        if engine.parameters:
+            own.append(engine)
+            watch(engine)
             watch_steps()
-    attachment = _attachments[owner] = Attachment(owner, engines)
+    attachment = Attachment([*theirs, *own])
+    with _lock:
+        _attachments[owner] = attachment
+    if previous is not None:
+        _replace([engine for engine in previous.engines if engine not in theirs], own)
+        with _lock:
+            for other in [one for one, its in _attachments.items() if its is previous]:
+                _attachments[other] = attachment
     if owner is not module:
         _wrapped[module] = weakref.ref(attachment)
     for parameter in module.parameters():
-        if parameter.requires_grad and _owner_of(parameter) is None:
+        if parameter.requires_grad and _owner_of(parameter) in (None, previous):
             _owners[parameter] = weakref.ref(attachment)
+
+
+def release(wrapper: nn.Module) -> None:
+    """Let the model in ``wrapper`` be parallel no more: gradients are this rank's own."""
+    attachment = attachment_of(wrapper)
+    _replace(list(attachment.engines), ())
+    for parameter in wrapper.parameters():
+        if _owner_of(parameter) is attachment:
+            del _owners[parameter]
+
+
+def _replace(engines: Collection[Engine], instead: Sequence[Engine]) -> None:
+    """Let ``engines`` do nothing any more, and those that are ``instead`` be in their place."""
+    for engine in engines:
+        engine.detach()
+        engine.conductor.remove(engine)
+        unwatch(engine)
+    with _lock:
+        for other in _attachments.values():
+            kept = [engine for engine in other.engines if engine not in engines]
+            if len(kept) < len(other.engines):
+                other.engines[:] = [*kept, *instead]
 
 
 def attach_lone_engine(
@@ -136,26 +173,33 @@ def attachment_of(module: nn.Module) -> Attachment:
     )
 
 
-def _owner_of(parameter: nn.Parameter) -> nn.Module | None:
-    attachment = reference() if (reference := _owners.get(parameter)) is not None else None
-    return attachment.owner() if attachment is not None else None
+def _owner_of(parameter: nn.Parameter) -> Attachment | None:
+    reference: weakref.ref[Attachment] | None = _owners.get(parameter)
+    return reference() if reference is not None else None
 
 
 def _refusal(
-    owner: nn.Module, module: nn.Module, inner: Sequence[nn.Module], options: Options
+    owner: nn.Module,
+    module: nn.Module,
+    inner: Sequence[nn.Module],
+    previous: Attachment | None,
+    options: Options,
 ) -> ModelError | None:
     """Why ``module`` can't be made parallel, if it can't."""
     kind = type(module).__name__
     if owner in _attachments:
-        return AlreadyParallel(f"This {kind} is parallel already.")
+        return AlreadyParallel(
+            f"This {kind} is parallel already. Go on with it as it is: parallelize() is called "
+            "once for each model, and changes it in place."
+        )
     for name, part in module.named_modules():
-        if isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        if isinstance(part, _TORCHS) and not isinstance(part, Wrapper):
             where = f"its part {name!r}" if name else "it"
             return AlreadyParallel(
                 f"{kind} can't be made parallel: {where} is parallel already, through torch. Pass "
                 "the bare model, once."
             )
-    trained = False
+    trained, known = False, [None, previous, *(_attachments[part] for part in inner)]
     for name, parameter in module.named_parameters():
         if name in options.ignored:
             continue
@@ -171,8 +215,7 @@ def _refusal(
                 "model before scripting it."
             )
         trained |= parameter.requires_grad
-        other = _owner_of(parameter)
-        if other is not None and other not in inner:
+        if _owner_of(parameter) not in known:
             return AlreadyParallel(
                 f"{kind} can't be made parallel: {name!r} is parallel already, in another model "
                 "that has it too or around it, and would be reduced twice. Make the whole model "

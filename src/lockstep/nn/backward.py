@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.comm import Answer, Step, any_rank, num_counted, roll_of
+from lockstep.errors import CollectiveFailed, PeerLost
 from lockstep.grad import Turns
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ class Conductor:
         """
         self._engines.append(weakref.ref(engine))
         return 0 if is_copy else self._next_number()
+
+    def remove(self, engine: Engine) -> None:
+        """Let ``engine`` take part no more."""
+        if engine in self._running:
+            self._backward_is_gone()
+        self._engines = [one for one in self._engines if one() is not engine]
 
     def _next_number(self) -> int:
         self._num_engines += 1
@@ -320,6 +327,14 @@ class Conductor:
                 engine.finish_backward()
                 buffers.finish()
             return engines
+        except CollectiveFailed as error:
+            if not isinstance(error, PeerLost):
+                error.add_note(
+                    "It was the end of a backward of this rank. A backward reduces gradients "
+                    "whatever made the loss, model.module(x) too, so every rank runs it; one that "
+                    "is of this rank alone runs in 'with lockstep.no_sync(model):'."
+                )
+            raise
         finally:
             self._backward_is_gone()
             self.num_ended += 1

@@ -33,8 +33,9 @@ _watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Engine]] = (
     weakref.WeakKeyDictionary()
 )
 _registration_hooks: list[RemovableHandle] = []
-# By the forms of their parameters, the class names of models that are or were parallel.
-_names_by_form: dict[frozenset[tuple[object, int]], str] = {}
+# By the forms of their parameters, the class names of models that are or were parallel; None of
+# those that have been asked for.
+_names_by_form: dict[frozenset[tuple[object, int]], str | None] = {}
 _refusal: RemovableHandle | None = None
 _stale: weakref.WeakSet[Engine] = weakref.WeakSet()
 _forward_hooks: list[RemovableHandle] = []
@@ -57,7 +58,18 @@ def watch(engine: Engine) -> None:
         _num_watched += 1
         if engine.module is not None:
             _watch_parts(engine, engine.module)
-            _names_by_form[_form_of(engine.parameters)] = type(engine.module).__name__
+            _names_by_form.setdefault(_form_of(engine.parameters), type(engine.module).__name__)
+
+
+def unwatch(engine: Engine) -> None:
+    """Let changes, and optimizers, be no matter of ``engine`` any more."""
+    global _num_watched
+    with _lock:
+        _engines.pop(engine, None)
+        _stale.discard(engine)
+        _num_watched += 1
+        for engines in _watched.values():
+            engines.discard(engine)
 
 
 def mark_stale(engine: Engine) -> None:
@@ -70,7 +82,7 @@ def mark_stale(engine: Engine) -> None:
 
 
 def num_watched() -> int:
-    """How many engines there have been."""
+    """How often an engine has come or gone."""
     return _num_watched
 
 
@@ -83,8 +95,12 @@ def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
 
 def parallel_model_like(parameters: Iterable[torch.Tensor]) -> str | None:
     """The name of a parallel model whose parameters have the forms of ``parameters``; only once."""
+    form = _form_of(parameters)
     with _lock:
-        return _names_by_form.pop(_form_of(parameters), None)
+        name = _names_by_form.get(form)
+        if name is not None:
+            _names_by_form[form] = None
+    return name
 
 
 def _form_of(parameters: Iterable[torch.Tensor]) -> frozenset[tuple[object, int]]:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from lockstep.comm import all_gather_bytes, broadcast_tensors
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
@@ -23,7 +22,8 @@ from lockstep.grad import MIB, Phase, Reducer, Turns, gradient_dtype
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import conductor_of
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
-from lockstep.nn.gradient_hooks import GradientHooks, hooks_of, take_over_optimizers
+from lockstep.nn.gradient_hooks import GradientHooks, Hook, hooks_of, take_over_optimizers
+from lockstep.nn.reach import is_any_reached, is_reached
 from lockstep.nn.sync_batch_norm import sums_in_backward
 
 # Autograd gives out other numbers.
@@ -111,7 +111,7 @@ class Engine:
         self._group = group
         self._options = options
         self._notes = _Notes()
-        self._hooks: list[GradientHooks] = []
+        self._hooks: list[tuple[GradientHooks, Hook]] = []
         # The id() of parameters on which others have hooks too.
         self._with_others: set[int] = set()
         self._left_out: Sequence[nn.Parameter] = ()
@@ -177,18 +177,16 @@ class Engine:
         take_over_optimizers(self._parameters)
         me = weakref.ref(self)
         # The same for all, and so at hand when the next gradient comes.
-        hook = _gradient_hook(me, self._notes)
-        for parameter in self._parameters:
-            self._hooks.append(hooks_of(parameter))
-            self._hooks[-1].hold_back(hook, self._with_others)
-        for parameter in self._frozen:
-            self._hooks.append(hooks_of(parameter))
-            self._hooks[-1].hold_back(_thaw_hook(me), self._with_others)
+        hook, thaw_hook = _gradient_hook(me, self._notes), _thaw_hook(me)
+        self._hooks = [(hooks_of(parameter), hook) for parameter in self._parameters]
+        self._hooks += [(hooks_of(parameter), thaw_hook) for parameter in self._frozen]
+        for hooks, own in self._hooks:
+            hooks.hold_back(own, self._with_others)
 
     def detach(self) -> None:
         """Take all hooks off the parameters: gradients stay this rank's own."""
-        for hooks in self._hooks:
-            hooks.release()
+        for hooks, own in self._hooks:
+            hooks.release(own)
         self._hooks = []
 
     def run_hooks_of_others(self) -> None:
@@ -394,46 +392,6 @@ class Engine:
                 )
 
 
-def is_reached(parameter: torch.Tensor) -> bool:
-    """Whether the backward that is running will add to the gradient of ``parameter``, a leaf.
-
-    It can't see into the segments of reentrant checkpoints, and then says no too often.
-    """
-    # The node is not kept. While somebody holds it autograd believes the shape that it was made
-    # with, and a parameter that has changed fails inside of autograd, without its name.
-    if not parameter.requires_grad:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # in autograd.grad(), which was asked for a leaf: nothing is added up
-        return False
-
-
-def is_any_reached(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether :func:`is_reached` is true of any; to ask for all at once takes a quarter."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained or is_reached(trained[0]):
-        return bool(trained)
-    with torch.enable_grad():
-        uses: torch.Tensor = _UsesAll.apply(*trained)  # type: ignore[no-untyped-call]
-    assert uses.grad_fn is not None
-    try:
-        return any(
-            torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
-            for node, _ in uses.grad_fn.next_functions
-        )
-    except RuntimeError:  # as above
-        return False
-
-
-class _UsesAll(torch.autograd.Function):
-    """Has what accumulates the gradient of each parameter behind it; it has no backward to run."""
-
-    @staticmethod
-    def forward(ctx: object, *parameters: torch.Tensor) -> torch.Tensor:
-        return parameters[0].new_empty(())
-
-
 def with_sparse_gradients(module: nn.Module) -> set[int]:
     """The id() of those parameters that torch gives gradients of some rows only."""
     tables = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
@@ -497,7 +455,7 @@ def _thaw_hook(engine: weakref.ref[Engine]) -> Callable[[torch.Tensor], None]:
 
 def _engine_is_gone(parameter: torch.Tensor) -> None:
     hooks = hooks_of(parameter)
-    hooks.release()
+    hooks.release_all()
     hooks.call_others(parameter)
 
 

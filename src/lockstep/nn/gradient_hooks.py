@@ -34,7 +34,7 @@ class GradientHooks(OrderedDict[int, Hook]):
         self.others = others
         self.with_others: set[int] = set()
         self._key = key  # the id() of the parameter, which must not be held
-        self.release()
+        self.release_all()
 
     def hold_back(self, own: Hook, with_others: set[int]) -> None:
         """Let torch call ``own`` alone; who made it calls :meth:`call_others`.
@@ -48,7 +48,12 @@ class GradientHooks(OrderedDict[int, Hook]):
             with_others.add(self._key)
         super().__setitem__(0, own)
 
-    def release(self) -> None:
+    def release(self, own: Hook) -> None:
+        """Hold others back no more, unless another one than ``own`` does by now."""
+        if self[0] is own:
+            self.release_all()
+
+    def release_all(self) -> None:
         """Let torch call the hooks of others at once."""
         self.with_others.discard(self._key)
         self.with_others = set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Never, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ def parallelize(
     bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
     broadcast_buffers: BroadcastBuffers = True,
     init_sync: bool = True,
+    **others: Never,
 ) -> ModuleT:
     """Keep ``module`` in step with its replicas on the other ranks, in place.
 
@@ -75,12 +78,27 @@ def parallelize(
         ModelMismatch: If the ranks' models or options differ; it names the first difference.
         NothingToTrain: If no parameter requires a gradient.
         AlreadyParallel: If it is parallel already, or shares parameters with a model that is.
+        TypeError: If there are other arguments; of torch's it says what is done instead.
     """
+    if others:
+        raise TypeError(_others_are_refused(others))
     check_bucket_cap(bucket_cap_mb)
     check_policies(broadcast_buffers)
     options = Options(bucket_cap_mb, broadcast_buffers, init_sync)
     attach(module, module, group_or_all(process_group), options)
     return module
+
+
+def _others_are_refused(names: Collection[str]) -> str:
+    wrapper = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    if not all(name in wrapper for name in names):
+        own = ", ".join(inspect.signature(parallelize).parameters)
+        return f"parallelize() got {', '.join(names)}, and takes {own.removesuffix(', others')}."
+    return (
+        f"parallelize() takes no {', '.join(names)}, which torch's DistributedDataParallel does. "
+        "What these say of the graph, of unused parameters and of views isn't needed here: leave "
+        "them out. lockstep.DistributedDataParallel(model, ...) takes all of torch's arguments."
+    )
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:

@@ -66,7 +66,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if seen is None or not seen.is_of(optimizer):
         before = seen.num_backwards if seen is not None else {}
         seen = _seen[optimizer] = _Seen(optimizer)
-        seen.num_backwards.update(before)
+        seen.num_backwards.update({e: n for e, n in before.items() if e in seen.num_backwards})
         if not seen.num_backwards:
             _tell_of_copy(optimizer)
         if _is_in_a_step():

@@ -10,6 +10,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from lockstep.comm import gather_in_step, sum_in_step
 from lockstep.nn.backward import begin_if_others_must_know, finish_failed
@@ -69,12 +71,19 @@ class SyncBatchNorm(_BatchNorm):
         They take over the parameters and the running statistics themselves, so an optimizer that
         has them may stay. A BatchNorm that is used in several places stays one.
 
+        One of a class derived from BatchNorm stays what it is, and becomes a SyncBatchNorm as
+        well: the ``batch_norm()`` in its ``forward`` is over all ranks, and whatever else its
+        class does (an activation, say), it does still.
+
         Args:
             module: A module, changed in place, or a BatchNorm.
             process_group: The ranks whose samples belong together; by default all.
 
         Returns:
             ``module``, or what takes its place if it is a BatchNorm itself.
+
+        Raises:
+            ValueError: If a BatchNorm has no shape yet.
         """
         made: dict[nn.Module, nn.Module] = {}
         for parent in list(module.modules()):
@@ -89,6 +98,17 @@ class SyncBatchNorm(_BatchNorm):
     def _in_place_of(
         cls, module: _BatchNorm, process_group: dist.ProcessGroup | None
     ) -> SyncBatchNorm:
+        kind = type(module)
+        if any(map(is_lazy, module.parameters())):
+            raise ValueError(
+                f"A {kind.__name__} has no shape yet. Run one forward on a sample before you "
+                "convert the model."
+            )
+        if kind not in _PLAIN:
+            if not issubclass(kind, SyncBatchNorm | nn.SyncBatchNorm):
+                module.__class__ = _synchronised(cls, kind)
+            module.process_group = process_group  # type: ignore[assignment]
+            return cast(SyncBatchNorm, module)
         new = cls(module.num_features, module.eps, module.momentum, process_group=process_group)
         new.affine, new.track_running_stats = module.affine, module.track_running_stats
         for name in ("weight", "bias"):
@@ -114,14 +134,16 @@ class SyncBatchNorm(_BatchNorm):
         if group is None or not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        finish_failed(group)
-        output, mean, square, count = cast(
-            tuple[torch.Tensor, ...],
-            _Normalize.apply(input, self.weight, self.bias, self.eps, group),  # type: ignore[no-untyped-call]
-        )
-        if self.track_running_stats and self.running_mean is not None:
-            self._track(mean, square / (count - 1))
-        return output
+        momentum = 0.0
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            momentum = self.momentum or 0.0
+            if self.momentum is None:
+                momentum = 1 / self.num_batches_tracked.item()
+        mean, variance = self.running_mean, self.running_var
+        if not self.track_running_stats:
+            mean = variance = None
+        return _normalize(input, mean, variance, self.weight, self.bias, momentum, self.eps, group)
 
     def _group(self) -> dist.ProcessGroup | None:
         group = self.process_group
@@ -129,15 +151,98 @@ class SyncBatchNorm(_BatchNorm):
             group = dist.group.WORLD
         return group if group is not None and group.size() > 1 else None
 
-    @torch.no_grad()
-    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        new = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.mul_(1 - new).add_(mean, alpha=new)
-        self.running_var.mul_(1 - new).add_(variance, alpha=new)
+
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
+_made: dict[tuple[type, type], type[SyncBatchNorm]] = {}
+
+
+def _synchronised(cls: type[SyncBatchNorm], kind: type[_BatchNorm]) -> type[SyncBatchNorm]:
+    """A class that does what ``kind`` does, but normalises with the statistics of all ranks."""
+    if (cls, kind) in _made:
+        return _made[cls, kind]
+
+    def forward(self: SyncBatchNorm, *args: Any, **kwargs: Any) -> Any:
+        group = self._group()
+        if group is None or not self.training:
+            return kind.forward(self, *args, **kwargs)
+        with _OverAllRanks(group) as found:
+            output = kind.forward(self, *args, **kwargs)
+        if not found.num_calls:
+            raise TypeError(
+                f"The forward of {kind.__name__}, a class derived from BatchNorm, doesn't call "
+                "batch_norm(), so it can't be synchronised. Derive it from "
+                "lockstep.SyncBatchNorm instead of converting it."
+            )
+        return output
+
+    def reduce(self: SyncBatchNorm) -> tuple[Any, ...]:
+        return _made_of, (cls, kind), self.__dict__
+
+    methods = {"forward": forward, "__reduce__": reduce, "__module__": kind.__module__}
+    _made[cls, kind] = type(f"Sync{kind.__name__}", (cls, kind), methods)
+    return _made[cls, kind]
+
+
+def _made_of(cls: type[SyncBatchNorm], kind: type[_BatchNorm]) -> SyncBatchNorm:
+    made = _synchronised(cls, kind)
+    return made.__new__(made)
+
+
+class _OverAllRanks(TorchFunctionMode):
+    """Lets ``batch_norm()`` in training normalise with the statistics of all ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.num_calls = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is not F.batch_norm:
+            return function(*args, **(kwargs or {}))
+        self.num_calls += 1
+        return self._batch_norm(*args, **(kwargs or {}))
+
+    def _batch_norm(
+        self,
+        input: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> torch.Tensor:
+        if not training:
+            return F.batch_norm(
+                input, running_mean, running_var, weight, bias, training, momentum, eps
+            )
+        return _normalize(input, running_mean, running_var, weight, bias, momentum, eps, self.group)
+
+
+def _normalize(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """``batch_norm()`` in training, of all ranks' samples."""
+    finish_failed(group)
+    output, mean, square, count = cast(
+        tuple[torch.Tensor, ...],
+        _Normalize.apply(input, weight, bias, eps, group),  # type: ignore[no-untyped-call]
+    )
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
+            running_var.mul_(1 - momentum).add_(square / (count - 1), alpha=momentum)
+    return output
 
 
 class _Normalize(torch.autograd.Function):

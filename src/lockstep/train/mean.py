@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lockstep.comm.rank_threads import this_thread
 from lockstep.errors import ModelError
 from lockstep.nn.backward import take_part_at_the_end
-from lockstep.nn.engine import is_reached
 from lockstep.nn.micro_batches import count_micro_batch, has_begun_batch
+from lockstep.nn.reach import is_reached
 from lockstep.nn.replicas.enclosing import is_backward_of_replicas
 from lockstep.nn.replicas.meeting import (
     in_caller,
