@@ -21,6 +21,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.arguments import overlap
 from lockstep.comm.futures import Outcome
 from lockstep.comm.rank_threads import of_this_rank
 from lockstep.errors import CollectiveFailed
@@ -34,6 +35,11 @@ _LOOKS_IN_VAIN = 250
 # How long a thread waits for another one that is carrying out calls, before it looks whether its
 # own has been.
 _PATIENCE_SECONDS = 0.002
+
+# How many works are kept that only torch's C++ may have, and with results of how many bytes at
+# most. See GroupWork.__del__.
+_MAX_DROPPED = 16
+_MAX_DROPPED_BYTES = 4096
 
 # Carries out a call, waiting for other ranks at most the given number of seconds each time.
 Run = Callable[[float], None]
@@ -56,14 +62,28 @@ class GroupWork(dist.Work):
         self._results = list(results)
         self._error: Exception | None = None
         self._is_done = False
+        self._is_taken = False
         self._outcome: Outcome | None = None
         self._future_lock = threading.Lock()
+
+    def __del__(self) -> None:
+        # Torch's C++ may have this work still, as DDP's reducer has in torch's join(): without the
+        # Python object its wait() never returns, and it has no future. When C++ lets go of it
+        # can't be seen, so the last ones stay that Python has taken no result of.
+        # Shown by test_a_work_that_only_cpp_has_can_be_waited_for.
+        if not self._is_taken:
+            if (
+                sum(each.numel() * each.element_size() for each in self._results)
+                > _MAX_DROPPED_BYTES
+            ):
+                self._results = []
+            self._queue.dropped.append(self)
 
     @classmethod
     def done(cls, results: Sequence[torch.Tensor]) -> GroupWork:
         """A work that needs no waiting for."""
         work = cls(WorkQueue(timedelta(0)), lambda timeout: None, results, timedelta(0))
-        work._is_done = True
+        work._is_done = work._is_taken = True
         return work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -72,6 +92,8 @@ class GroupWork(dist.Work):
         Raises:
             CollectiveFailed: If the ranks could not carry it out.
         """
+        if timeout is None:  # C++ always gives one
+            self._is_taken = True
         if not self._is_done:
             self._queue.carry_out_until(self, timeout)
         if self._error is not None:
@@ -103,6 +125,7 @@ class GroupWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the tensors that hold the result."""
+        self._is_taken = True
         with self._future_lock:
             if self._outcome is None:
                 self._outcome = Outcome()
@@ -166,6 +189,7 @@ class WorkQueue:
         self._is_watched = False
         self._is_urgent = threading.Event()
         self._is_closed = False
+        self.dropped: deque[GroupWork] = deque(maxlen=_MAX_DROPPED)
 
     def submit(
         self,
@@ -176,7 +200,7 @@ class WorkQueue:
         timeout: timedelta | None = None,
     ) -> GroupWork:
         """Take a call; unless it ``is_async``, carry it out before returning."""
-        if timeout is None or timeout <= timedelta(0):  # not set
+        if timeout is None or timeout < timedelta(0):  # not set
             timeout = self.timeout
         if not is_async:
             self._check_thread()
@@ -295,6 +319,7 @@ class WorkQueue:
     def let_go(self) -> None:
         """Have the thread end soon. It takes no lock: a garbage collection may call it."""
         self._is_closed = True
+        self.dropped.clear()
 
     def close(self) -> None:
         """Have the thread end, and wait until it is through."""
@@ -314,5 +339,22 @@ def in_turn(runs: Sequence[Run]) -> Run:
     def run(timeout: float) -> None:
         for each in runs:
             each(timeout)
+
+    return run
+
+
+def reading_first(
+    tensors: Sequence[torch.Tensor], prepare: Callable[[Sequence[torch.Tensor]], Run]
+) -> Run:
+    """What ``prepare`` makes of ``tensors``; each is read before any that overlaps is written."""
+    direct = prepare(tensors)
+    if len(tensors) == 1 or not overlap(tensors):
+        return direct
+
+    def run(timeout: float) -> None:
+        copies = [tensor.clone() for tensor in tensors]
+        prepare(copies)(timeout)
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.data.copy_(copy)
 
     return run
