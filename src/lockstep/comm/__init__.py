@@ -13,6 +13,7 @@ from lockstep.comm.exchange import (
     sum_rows,
     zero_buffer,
 )
+from lockstep.comm.failures import Pending, explained, is_from_group
 from lockstep.comm.roll import (
     Answer,
     Roll,
@@ -27,6 +28,7 @@ from lockstep.comm.roll import (
 __all__ = [
     "Answer",
     "LoneGroup",
+    "Pending",
     "Roll",
     "Step",
     "TensorBroadcast",
@@ -35,8 +37,10 @@ __all__ = [
     "any_rank",
     "broadcast_tensors",
     "can_average",
+    "explained",
     "gather_in_step",
     "have_same",
+    "is_from_group",
     "num_counted",
     "roll_of",
     "set_roll",

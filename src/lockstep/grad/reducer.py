@@ -175,7 +175,7 @@ class Reducer:
         """
         if self._has_begun:
             for bucket in self._buckets:
-                self._wait(bucket)
+                bucket.wait(self.process_group)
             self._reset()
         self._has_begun = True
         self._turns = turns or Turns([self])
@@ -326,7 +326,7 @@ class Reducer:
         """Wait until no communication hook is at work."""
         with torch.no_grad():
             for bucket in self._buckets:
-                bucket.finish_hook()
+                bucket.finish_hook(self.process_group)
 
     def launch_last(self) -> None:
         """Send the last bucket, with what the others need to know.
@@ -352,7 +352,7 @@ class Reducer:
             self.launch_last()
             with torch.no_grad():
                 for bucket in self._buckets:
-                    self._wait(bucket)
+                    bucket.wait(self.process_group)
                 for place, gradient in self._sparse.items():
                     if self._arrivals.touched[place]:
                         gradient.adopt()
@@ -387,11 +387,11 @@ class Reducer:
         # in between none of another bucket may come, on some ranks only. Shown by
         # test_hooks_of_several_collectives_keep_their_order.
         if index:
-            self._buckets[index - 1].finish_hook()
+            self._buckets[index - 1].finish_hook(self.process_group)
         if bucket.parameter_names:
             bucket.launch_through(self.comm_hook, index, is_last=is_last)
         if is_last:
-            bucket.finish_hook()
+            bucket.finish_hook(self.process_group)
             bucket.launch_tail(self.process_group)
 
     def _hook_is_at_work(self) -> bool:
@@ -405,11 +405,6 @@ class Reducer:
     def _scale_of(self, bucket: Bucket) -> float:
         """What gradients are to be multiplied by on their way into ``bucket``."""
         return 1 if self.comm_hook is not None or self._averages(bucket) else self.share
-
-    def _wait(self, bucket: Bucket) -> None:
-        bucket.finish_hook()
-        with naming(bucket.names, self.process_group):
-            bucket.wait()
 
     def _adopt_what_others_used(self) -> None:
         """Take the mean for parameters that this rank left out and another one used."""
