@@ -403,7 +403,9 @@ def check_group() -> None:
     shared.fill_(1)
     dist.all_reduce(shared)
     assert torch.equal(shared, torch.full((3, 4), float(dist.get_world_size())))
+    number = group._get_sequence_number_for_group()
     work = dist.all_reduce(shared, async_op=True)
+    assert group._get_sequence_number_for_group() == number + 1
     assert work is not None
     assert work.get_future().wait()[0][0, 0] == dist.get_world_size() ** 2
 

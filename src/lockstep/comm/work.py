@@ -13,6 +13,7 @@ threads costs more than most collectives. So a call is carried out
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -167,6 +168,9 @@ class WorkQueue:
 
     Any thread may submit and wait. See Note [Who carries out a call].
 
+    Attributes:
+        num_submitted: How many calls there were.
+
     Args:
         timeout: How long a call may wait for other ranks, unless it says otherwise.
         give_up: What to do when a call ends halfway because of something that concerns this rank
@@ -179,6 +183,8 @@ class WorkQueue:
     ) -> None:
         self.timeout = timeout
         self.give_up = give_up
+        self.num_submitted = 0
+        self._numbers = itertools.count(1)
         # Held while a call is carried out. Reentrant for a signal handler's calls.
         self._carrying_out = threading.RLock()
         # The thread that is in the middle of a call, if one is.
@@ -204,6 +210,7 @@ class WorkQueue:
             timeout = self.timeout
         if not is_async:
             self._check_thread()
+        self.num_submitted = next(self._numbers)
         work = GroupWork(self, run, results, timeout)
         self._calls.append(work)
         if not is_async:
