@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check conformance bench format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
@@ -14,6 +14,10 @@ check: .venv/ready  ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+conformance: .venv/ready  ## Run torch's own tests of what we replace against ours
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt expecttest
+	$(BIN)/python -m tests.conformance.collectives
 
 bench: .venv/ready  ## Time collectives, steps and start-up, side by side with torch's
 	$(BIN)/lockstep bench collectives
