@@ -17,6 +17,7 @@ check: .venv/ready  ## Check style and types
 
 conformance: .venv/ready  ## Run torch's own tests of what we replace against ours
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt expecttest
+	$(BIN)/python -m tests.conformance.collectives
 	$(BIN)/python -m tests.conformance.ddp
 
 bench: .venv/ready  ## Time collectives, steps and start-up, side by side with torch's

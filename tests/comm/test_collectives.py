@@ -202,6 +202,27 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(backend: str, size: in
     run_on(backend, size, body)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tensor_given_twice_to_a_coalesced_all_reduce_is_reduced_once(backend: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        same = torch.full((3,), group.rank() + 1.0)
+        group.allreduce_coalesced([same, same]).wait()
+        assert same.tolist() == [3.0] * 3
+
+        # On one rank alone they share memory, and in part.
+        base = torch.full((4,), group.rank() + 1.0)
+        halves = [base[:3], base[1:]] if group.rank() else [base[:3].clone(), base[1:].clone()]
+        group.allreduce_coalesced(halves).wait()
+        assert [half.tolist() for half in halves] == [[3.0] * 3] * 2
+
+        # Side by side in one tensor they have no element in common.
+        first, second = torch.full((4,), group.rank() + 1.0).split(2)
+        group.allreduce_coalesced([first, second]).wait()
+        assert first.tolist() + second.tolist() == [3.0] * 4
+
+    run_on(backend, 2, body)
+
+
 @over_backends_and_sizes
 def test_coalesced_forms_do_as_their_parts(backend: str, size: int) -> None:
     shapes = ((3,), (2, 5), (300_001,))

@@ -211,7 +211,7 @@ def test_a_forked_child_is_told_that_the_group_is_not_its_own(tmp_path: Path):
     [
         ("RLIMIT_FSIZE", "1 << 20"),
         ("RLIMIT_AS", "pages * resource.getpagesize() + (1 << 20)"),
-        *(("RLIMIT_NOFILE", f"{used} + len(os.listdir('/proc/self/fd'))") for used in range(2)),
+        *(("RLIMIT_NOFILE", f"{used} + len(os.listdir('/proc/self/fd'))") for used in (-1, 0)),
     ],
 )
 def test_a_limit_is_an_error_that_says_so(tmp_path: Path, limit: str, most: str):
@@ -226,6 +226,7 @@ def test_a_limit_is_an_error_that_says_so(tmp_path: Path, limit: str, most: str)
         error = raised(lambda: ShmTeam(dist.HashStore(), 0, 1, 1))
         assert isinstance(error, (SharedMemoryFull, RendezvousFailed)), error
         assert "memory" in str(error), error
+        assert ("ulimit -n" in str(error)) == ("{limit}" == "RLIMIT_NOFILE"), error
         """,
         size=1,
     )
@@ -238,7 +239,7 @@ def test_a_limit_reached_later_is_told_to_all(tmp_path: Path, limit: str):
         f"""
         group = join(rank, seconds=5)
         tensor = group.empty(8_000_000)
-        assert total() == 2
+        dist.all_reduce(tensor)
         if rank == 0:
             pages = int(open("/proc/self/statm").read().split()[0])
             most = {{
@@ -247,9 +248,15 @@ def test_a_limit_reached_later_is_told_to_all(tmp_path: Path, limit: str):
                 "RLIMIT_NOFILE": max(map(int, os.listdir("/proc/self/fd"))) + 1,
             }}["{limit}"]
             resource.setrlimit(resource.{limit}, (most, most))
+            with contextlib.suppress(OSError):
+                while "{limit}" == "RLIMIT_NOFILE":
+                    os.dup(0)  # into gaps
             error = raised(lambda: group.empty(8_000_000))
             assert isinstance(error, SharedMemoryFull), error
-        # To reduce it, each must map the other's.
+            assert ("file descriptor" in str(error)) == ("{limit}" == "RLIMIT_NOFILE"), error
+        else:
+            tensor = group.empty(8_000_000)
+        # To reduce it, rank 0 must map rank 1's.
         began = time.monotonic()
         try:
             dist.all_reduce(tensor)
@@ -262,6 +269,39 @@ def test_a_limit_reached_later_is_told_to_all(tmp_path: Path, limit: str):
         else:
             assert "{limit}" == "RLIMIT_FSIZE"
         """,
+    )
+
+
+def test_memory_that_all_ranks_have_mapped_takes_no_descriptor(tmp_path: Path):
+    run(
+        tmp_path,
+        """
+        group = join(rank, size=3)
+        assert total() == 3
+        before = len(os.listdir("/proc/self/fd"))
+        most = max(map(int, os.listdir("/proc/self/fd"))) + 100
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        tensors = []
+        for _ in range(4):  # as gradients' buckets are: all made, then reduced for the first time
+            tensors += [group.empty(30_000).fill_(1) for _ in range(60)]
+            for tensor in tensors[-60:]:
+                dist.all_reduce(tensor)
+        assert all(tensor[-1] == 3 for tensor in tensors)
+        assert len(os.listdir("/proc/self/fd")) == before
+        def used():
+            rows = open("/proc/self/smaps").read().split("memfd:lockstep")[1:]
+            return sum(int(row.split("Pss:")[1].split()[0]) for row in rows)
+        # What is dropped is given back though the others have it mapped yet.
+        dist.barrier()
+        assert used() > 20_000, used()
+        dist.barrier()
+        del tensors[:], tensor
+        dist.barrier()
+        assert used() < 10_000, used()
+        dist.barrier()
+        dist.destroy_process_group()
+        """,
+        size=3,
     )
 
 

@@ -213,6 +213,24 @@ def test_powersgd_runs_over_it(ranks: Processes) -> None:
     ranks.run(check_powersgd, "shm", 2)
 
 
+def check_torchs_join() -> None:
+    rank = dist.get_rank()
+    model = TorchDDP(nn.Linear(2, 1, bias=False))
+    means = []
+    # torch's reducer keeps, in C++ alone, the work of the count of those who are still here.
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(2 + rank):
+            model.zero_grad()
+            model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+            assert model.module.weight.grad is not None
+            means.append(model.module.weight.grad[0, 0].item())
+    assert means == [1.5, 1.5, 2.0][: 2 + rank]
+
+
+def test_torchs_join_divides_by_those_that_are_still_here(ranks: Processes) -> None:
+    ranks.run(check_torchs_join, "shm", 2)
+
+
 def test_torchs_ddp_is_told_of_a_lost_rank() -> None:
     def train(world: lockstep.World) -> None:
         model = TorchDDP(nn.Linear(3, 3))
@@ -385,7 +403,9 @@ def check_group() -> None:
     shared.fill_(1)
     dist.all_reduce(shared)
     assert torch.equal(shared, torch.full((3, 4), float(dist.get_world_size())))
+    number = group._get_sequence_number_for_group()
     work = dist.all_reduce(shared, async_op=True)
+    assert group._get_sequence_number_for_group() == number + 1
     assert work is not None
     assert work.get_future().wait()[0][0, 0] == dist.get_world_size() ** 2
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.reduction import Reduction
+from lockstep.comm.work import GroupWork
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from tests.comm.groups import BACKENDS, OURS, run_on
 
@@ -325,6 +326,38 @@ def test_a_wait_ends_at_its_time_out(backend: str, how: str) -> None:
             assert 0.09 < time.monotonic() - started < 5
         finally:
             over.set()
+
+    run_on(backend, 2, body)
+
+
+@over_ours
+def test_a_monitored_barrier_of_no_time_waits_for_nobody(backend: str) -> None:
+    over = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        if group.rank():
+            assert over.wait(20)
+            return
+        try:
+            with pytest.raises(CollectiveTimeout, match=r"Rank 1 did not come .* within 0 s"):
+                group.monitored_barrier(timedelta(0))
+        finally:
+            over.set()
+
+    run_on(backend, 2, body, seconds=2)
+
+
+@over_ours
+def test_a_work_that_only_cpp_has_can_be_waited_for(backend: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        boxed = [group.allreduce(torch.full((n,), 1.0)).boxed() for n in (1, 100_000)]
+        group.barrier().wait()  # the calls before it are carried out, and no more Python's
+        for each, is_small in zip(boxed, (True, False), strict=True):
+            work = dist.Work.unbox(each)
+            assert isinstance(work, GroupWork)  # that of the base class would wait without end
+            assert work.wait(timedelta(0))
+            # What is large isn't kept in memory on suspicion.
+            assert [t.tolist() for t in work.get_future().wait()] == ([[2.0]] if is_small else [])
 
     run_on(backend, 2, body)
 

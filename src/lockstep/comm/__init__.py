@@ -14,6 +14,7 @@ from lockstep.comm.exchange import (
     without_repeats,
     zero_buffer,
 )
+from lockstep.comm.failures import Pending, explained, is_from_group
 from lockstep.comm.roll import (
     Answer,
     Roll,
@@ -28,6 +29,7 @@ from lockstep.comm.roll import (
 __all__ = [
     "Answer",
     "LoneGroup",
+    "Pending",
     "Roll",
     "Step",
     "TensorBroadcast",
@@ -36,8 +38,10 @@ __all__ = [
     "any_rank",
     "broadcast_tensors",
     "can_average",
+    "explained",
     "gather_in_step",
     "have_same",
+    "is_from_group",
     "num_counted",
     "roll_of",
     "set_roll",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -46,6 +47,19 @@ def put_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
             if stride == 0 and tensor.shape[dim] > 1:  # expanded: it has one element there
                 target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
         target.copy_(values)
+
+
+def overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether some of them share elements, or lie between each other's; a tensor may come twice."""
+    if len(set(map(id, tensors))) < len(tensors):
+        return True
+    dense = [t for t in tensors if t.layout is torch.strided and t.numel()]
+    last = [sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in dense]
+    extents = sorted(
+        (t.data_ptr(), t.data_ptr() + (index + 1) * t.element_size())
+        for t, index in zip(dense, last, strict=True)
+    )
+    return any(start < stop for (_, stop), (start, _) in itertools.pairwise(extents))
 
 
 def check_dtypes(operation: str, tensors: Sequence[torch.Tensor]) -> None:

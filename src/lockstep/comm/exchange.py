@@ -12,12 +12,13 @@ import logging
 import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.failures import Pending
 from lockstep.errors import CollectiveFailed, SharedMemoryFull
 
 _log = logging.getLogger(__name__)
@@ -33,17 +34,18 @@ def can_average(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def start_all_reduce(
     group: dist.ProcessGroup, tensor: torch.Tensor, *, average: bool = False
-) -> dist.Work:
+) -> Pending:
     """Start summing ``tensor`` over the ranks, in place, and return at once.
 
     Every rank of ``group`` must call it, in the same order; ``tensor`` may be read or written
-    again after the ``wait()`` of the Work that is returned. ``average`` only where the group
+    again after the ``wait()`` of what is returned. ``average`` only where the group
     :func:`can_average`.
     """
     options = dist.AllreduceOptions()
     if average:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-    return group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
+    tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor]
+    return Pending(group, "all_reduce", lambda: group.allreduce(tensors, options))
 
 
 def any_rank(group: dist.ProcessGroup, facts: Sequence[bool]) -> list[bool]:
@@ -73,7 +75,7 @@ def have_same(group: dist.ProcessGroup, payload: bytes, device: torch.device) ->
     there = here.to(device)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    group.allreduce([there], options).wait()
+    Pending(group, "all_reduce", lambda: group.allreduce([there], options)).wait()
     here.copy_(there)
     return extremes == mine
 
@@ -117,10 +119,11 @@ class TensorBroadcast:
         options.rootRank = source
         self._group = group
         self._source = source
-        self._transfers: list[tuple[list[torch.Tensor], torch.Tensor, dist.Work]] = []
+        self._transfers: list[tuple[list[torch.Tensor], torch.Tensor, Pending]] = []
         for chunk in _chunks(tensors):
             wire = torch.cat([_bytes_of(tensor) for tensor in chunk])
-            self._transfers.append((chunk, wire, group.broadcast([wire], options)))
+            start = partial(group.broadcast, [wire], options)
+            self._transfers.append((chunk, wire, Pending(group, "broadcast", start)))
 
     def finish(self, may_write: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
         """Wait, and write what came into the tensors, on every rank but the source.
@@ -137,11 +140,9 @@ class TensorBroadcast:
         for chunk, wire, work in self._transfers:
             try:
                 work.wait()
-            except RuntimeError as error:
-                raise CollectiveFailed(
-                    f"Rank {self._group.rank()} did not get the parameters or buffers of rank "
-                    f"{self._source}: {error}\nLook at what the other ranks wrote."
-                ) from error
+            except CollectiveFailed as error:
+                error.add_note(f"It was to bring what rank {self._source} holds to all ranks.")
+                raise
             if self._group.rank() == self._source:
                 continue
             stored = [without_repeats(tensor.data) for tensor in chunk]
@@ -214,7 +215,7 @@ def all_gather(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Ten
     All ranks must call it; it blocks, or on a GPU the current stream does.
     """
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
-    group.allgather([gathered], [tensor]).wait()
+    Pending(group, "all_gather", lambda: group.allgather([gathered], [tensor])).wait()
     return gathered
 
 

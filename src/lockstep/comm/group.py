@@ -45,7 +45,7 @@ from lockstep.comm.receipt import Receipt
 from lockstep.comm.reduction import reduction_for
 from lockstep.comm.sparse import all_reduce_sparse
 from lockstep.comm.team import Team
-from lockstep.comm.work import GroupWork, Run, in_turn
+from lockstep.comm.work import GroupWork, Run, in_turn, reading_first
 
 # What torch calls these options where they are given without the others.
 _OP = {"op": "reduceOp"}
@@ -122,8 +122,10 @@ class TeamGroup(NamedGroup):
     def _all_reduce_each(
         self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions | AllreduceCoalescedOptions
     ) -> GroupWork:
-        runs = [self._all_reduce(tensor, opts.reduceOp) for tensor in tensors]
-        return self._submit(in_turn(runs), list(tensors), opts)
+        def prepare(given: Sequence[torch.Tensor]) -> Run:
+            return in_turn([self._all_reduce(tensor, opts.reduceOp) for tensor in given])
+
+        return self._submit(reading_first(tensors, prepare), list(tensors), opts)
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> Run:
         if tensor.layout is not torch.strided:
@@ -187,7 +189,10 @@ class TeamGroup(NamedGroup):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier that tells who didn't come; here every barrier does, naming all of them."""
-        self.barrier(timeout or BarrierOptions()).wait()  # type: ignore[arg-type]
+        opts = BarrierOptions()
+        if timeout is not None:
+            opts.timeout = timeout
+        self.barrier(opts).wait()
 
     # One tensor of each rank.
 

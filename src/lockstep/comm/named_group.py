@@ -105,6 +105,12 @@ class NamedGroup(dist.ProcessGroup):
             return self  # type: ignore[return-value]
         return self._others.group(device.type)._get_backend(device)  # type: ignore[return-value]
 
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: collectives are counted from the group's first one."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._queue.num_submitted
+
     def set_timeout(self, timeout: timedelta) -> None:
         """How long calls that are made from now on wait for other ranks."""
         self._queue.timeout = timeout

@@ -13,6 +13,7 @@ threads costs more than most collectives. So a call is carried out
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.arguments import overlap
 from lockstep.comm.futures import Outcome
 from lockstep.comm.rank_threads import of_this_rank
 from lockstep.errors import CollectiveFailed
@@ -34,6 +36,11 @@ _LOOKS_IN_VAIN = 250
 # How long a thread waits for another one that is carrying out calls, before it looks whether its
 # own has been.
 _PATIENCE_SECONDS = 0.002
+
+# How many works are kept that only torch's C++ may have, and with results of how many bytes at
+# most. See GroupWork.__del__.
+_MAX_DROPPED = 16
+_MAX_DROPPED_BYTES = 4096
 
 # Carries out a call, waiting for other ranks at most the given number of seconds each time.
 Run = Callable[[float], None]
@@ -56,14 +63,28 @@ class GroupWork(dist.Work):
         self._results = list(results)
         self._error: Exception | None = None
         self._is_done = False
+        self._is_taken = False
         self._outcome: Outcome | None = None
         self._future_lock = threading.Lock()
+
+    def __del__(self) -> None:
+        # Torch's C++ may have this work still, as DDP's reducer has in torch's join(): without the
+        # Python object its wait() never returns, and it has no future. When C++ lets go of it
+        # can't be seen, so the last ones stay that Python has taken no result of.
+        # Shown by test_a_work_that_only_cpp_has_can_be_waited_for.
+        if not self._is_taken:
+            if (
+                sum(each.numel() * each.element_size() for each in self._results)
+                > _MAX_DROPPED_BYTES
+            ):
+                self._results = []
+            self._queue.dropped.append(self)
 
     @classmethod
     def done(cls, results: Sequence[torch.Tensor]) -> GroupWork:
         """A work that needs no waiting for."""
         work = cls(WorkQueue(timedelta(0)), lambda timeout: None, results, timedelta(0))
-        work._is_done = True
+        work._is_done = work._is_taken = True
         return work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -72,6 +93,8 @@ class GroupWork(dist.Work):
         Raises:
             CollectiveFailed: If the ranks could not carry it out.
         """
+        if timeout is None:  # C++ always gives one
+            self._is_taken = True
         if not self._is_done:
             self._queue.carry_out_until(self, timeout)
         if self._error is not None:
@@ -103,6 +126,7 @@ class GroupWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the tensors that hold the result."""
+        self._is_taken = True
         with self._future_lock:
             if self._outcome is None:
                 self._outcome = Outcome()
@@ -144,6 +168,9 @@ class WorkQueue:
 
     Any thread may submit and wait. See Note [Who carries out a call].
 
+    Attributes:
+        num_submitted: How many calls there were.
+
     Args:
         timeout: How long a call may wait for other ranks, unless it says otherwise.
         give_up: What to do when a call ends halfway because of something that concerns this rank
@@ -156,6 +183,8 @@ class WorkQueue:
     ) -> None:
         self.timeout = timeout
         self.give_up = give_up
+        self.num_submitted = 0
+        self._numbers = itertools.count(1)
         # Held while a call is carried out. Reentrant for a signal handler's calls.
         self._carrying_out = threading.RLock()
         # The thread that is in the middle of a call, if one is.
@@ -166,6 +195,7 @@ class WorkQueue:
         self._is_watched = False
         self._is_urgent = threading.Event()
         self._is_closed = False
+        self.dropped: deque[GroupWork] = deque(maxlen=_MAX_DROPPED)
 
     def submit(
         self,
@@ -176,10 +206,11 @@ class WorkQueue:
         timeout: timedelta | None = None,
     ) -> GroupWork:
         """Take a call; unless it ``is_async``, carry it out before returning."""
-        if timeout is None or timeout <= timedelta(0):  # not set
+        if timeout is None or timeout < timedelta(0):  # not set
             timeout = self.timeout
         if not is_async:
             self._check_thread()
+        self.num_submitted = next(self._numbers)
         work = GroupWork(self, run, results, timeout)
         self._calls.append(work)
         if not is_async:
@@ -295,6 +326,7 @@ class WorkQueue:
     def let_go(self) -> None:
         """Have the thread end soon. It takes no lock: a garbage collection may call it."""
         self._is_closed = True
+        self.dropped.clear()
 
     def close(self) -> None:
         """Have the thread end, and wait until it is through."""
@@ -314,5 +346,22 @@ def in_turn(runs: Sequence[Run]) -> Run:
     def run(timeout: float) -> None:
         for each in runs:
             each(timeout)
+
+    return run
+
+
+def reading_first(
+    tensors: Sequence[torch.Tensor], prepare: Callable[[Sequence[torch.Tensor]], Run]
+) -> Run:
+    """What ``prepare`` makes of ``tensors``; each is read before any that overlaps is written."""
+    direct = prepare(tensors)
+    if len(tensors) == 1 or not overlap(tensors):
+        return direct
+
+    def run(timeout: float) -> None:
+        copies = [tensor.clone() for tensor in tensors]
+        prepare(copies)(timeout)
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.data.copy_(copy)
 
     return run

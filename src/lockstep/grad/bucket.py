@@ -10,11 +10,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import can_average, start_all_reduce, zero_buffer
+from lockstep.comm import Pending, can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ParameterChanged
 from lockstep.grad.arrivals import TOUCHED_NOW
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.views import gradient_dtype, view_like
+from lockstep.grad.wording import naming
 
 T = TypeVar("T")
 
@@ -95,7 +96,7 @@ class Bucket:
         ]
         self._pointers = [view.data_ptr() for view in self._views]
         # What has been launched, and is waited for with wait().
-        self._work: dist.Work | None = None
+        self._work: Pending | None = None
         self._hooked: torch.futures.Future[torch.Tensor] | None = None
         self.forget()
 
@@ -333,12 +334,13 @@ class Bucket:
         """Whether no hook is at work on it."""
         return self._hooked is None or self._hooked.done()
 
-    def finish_hook(self) -> None:
+    def finish_hook(self, group: dist.ProcessGroup) -> None:
         """Wait for what a hook makes of it, and take that over."""
         if self._hooked is not None:
             hooked, self._hooked = self._hooked, None
             numel = self._offsets[-1]
-            reduced = reduced_buffer(hooked, numel)
+            with naming(self.names, group):
+                reduced = reduced_buffer(hooked, numel)
             if reduced.data_ptr() != self._gradients.data_ptr():
                 self._gradients[:numel].copy_(reduced.view(-1))
 
@@ -346,12 +348,17 @@ class Bucket:
         """Start summing the tail alone."""
         self._work = start_all_reduce(group, self.tail)
 
-    def wait(self) -> None:
-        """Wait for what was launched, on this device's stream if it is a GPU."""
-        self.finish_hook()
+    def wait(self, group: dist.ProcessGroup) -> None:
+        """Wait for what was launched, on this device's stream if it is a GPU.
+
+        Raises:
+            CollectiveFailed: If another rank is lost, or doesn't come in time.
+        """
+        self.finish_hook(group)
         if self._work is not None:
             work, self._work = self._work, None
-            work.wait()
+            with naming(self.names, group):
+                work.wait()
 
     def forget(self) -> None:
         """Get ready for the next backward, whatever became of this one."""

@@ -343,7 +343,7 @@ class Reducer:
         """Wait until no communication hook is at work."""
         with torch.no_grad():
             for bucket in self._buckets:
-                bucket.finish_hook()
+                bucket.finish_hook(self.process_group)
 
     def launch_last(self) -> None:
         """Send the last bucket, with what the others need to know; raises as before it."""
@@ -365,9 +365,7 @@ class Reducer:
             self.launch_last()
             with torch.no_grad():
                 for bucket in self._buckets:
-                    bucket.finish_hook()
-                    with naming(bucket.names, self.process_group):
-                        bucket.wait()
+                    bucket.wait(self.process_group)
                 if not self.has_failed:
                     self._take_what_came()
             self._left_out = self._arrivals.missing()
@@ -422,12 +420,12 @@ class Reducer:
             # and in between none of another bucket may come, on some ranks only. Shown by
             # test_hooks_of_several_collectives_keep_their_order.
             if index:
-                self._buckets[index - 1].finish_hook()
+                self._buckets[index - 1].finish_hook(self.process_group)
             if bucket.parameter_names and not bucket.has_left:
                 number = index + len(self._sparse) * is_last  # sparse ones come before the last
                 bucket.launch_through(self.comm_hook, number, is_last=is_last)
             if is_last:
-                bucket.finish_hook()
+                bucket.finish_hook(self.process_group)
                 bucket.launch_tail(self.process_group)
         self._next_launch += 1
 

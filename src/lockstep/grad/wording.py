@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from lockstep.comm import explained, is_from_group
 from lockstep.errors import CollectiveFailed, LateGradient
 
 _log = logging.getLogger(__name__)
@@ -18,15 +19,15 @@ def naming(names: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Say in errors that the gradients of ``names`` were to be reduced."""
     try:
         yield
-    except CollectiveFailed as error:
-        error.add_note(f"This was the all-reduce of the gradients of {names}.")
-        raise
     except RuntimeError as error:
-        raise CollectiveFailed(
-            f"Rank {group.rank()} could not all-reduce the gradients of {names}: {error}\n"
-            "Another rank has failed, or has run a backward that this one hasn't, or not run one "
-            "that it has. Look at what the others wrote."
-        ) from error
+        # What else a communication hook raises is its own.
+        if not is_from_group(error) and not isinstance(error, CollectiveFailed):
+            raise
+        failed = explained(group, "all_reduce", error)
+        failed.add_note(f"This was the all-reduce of the gradients of {names}.")
+        if failed is error:
+            raise
+        raise failed from error
 
 
 def late(name: str) -> LateGradient:

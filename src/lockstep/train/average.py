@@ -107,7 +107,7 @@ def _average(
         bucket.fill(share / total)
         bucket.launch(group)
     for bucket, indices in zip(buckets, groups, strict=True):
-        bucket.wait()
+        bucket.wait(group)
         for place, index in enumerate(indices):
             if used_by[index]:
                 bucket.adopt(place)

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import time
 import weakref
 from collections.abc import Callable
@@ -16,13 +17,31 @@ import torch
 
 from lockstep.errors import SharedMemoryFull
 
-# From <fcntl.h> and <linux/falloc.h>, where Python doesn't have them.
+# From <fcntl.h>, where Python doesn't have them.
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
-_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+# From <sys/mman.h> and Python's <memoryobject.h>.
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_WRITABLE = 0x200
 
 # This part of the memory that there is may be taken within so many seconds of looking.
 _SHARE = 16
 _LOOK_SECONDS = 0.5
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_memoryview_of = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+)(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
 class Segment:
@@ -65,18 +84,11 @@ class Segment:
             os.posix_fallocate(descriptor, 0, num_bytes)
             seals = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
             fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
-            memory = mmap.mmap(descriptor, num_bytes)
-        except (OSError, ValueError) as error:
+            tensor = _map(descriptor, num_bytes, when_unused)
+        except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
             raise _full(num_bytes, error) from error
-        # The tensor has the view. What is called when that goes has the memory until it is done:
-        # nothing else can be at this address before. Shown by
-        # test_tensors_are_dropped_by_any_thread_while_others_are_made.
-        view = memoryview(memory)
-        if when_unused is not None:
-            weakref.finalize(view, _call_with, when_unused, memory).atexit = False
-        tensor = torch.frombuffer(view, dtype=torch.uint8)
         return cls(descriptor, num_bytes, tensor.data_ptr()), tensor
 
     def close(self) -> None:
@@ -86,19 +98,41 @@ class Segment:
             self.descriptor = -1
 
     def free(self) -> None:
-        """Give the memory back although other processes may still map it, and close."""
-        if self.descriptor >= 0:
-            ctypes.CDLL(None).fallocate(
-                self.descriptor,
-                _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE,
-                ctypes.c_long(0),
-                ctypes.c_long(self._num_bytes),
-            )
-            self.close()
+        """Give the memory back although other processes may still map it, and close.
+
+        Only while this process has it mapped itself: until ``when_unused`` returns.
+        """
+        _libc.madvise(self.pointer, self._num_bytes, mmap.MADV_REMOVE)
+        self.close()
 
 
-def _call_with(call: Callable[[], None], memory: mmap.mmap) -> None:
-    call()
+def _map(
+    descriptor: int, num_bytes: int, when_unused: Callable[[], None] | None = None
+) -> torch.Tensor:
+    """Map memory, which is there as long as tensors use it, whatever becomes of ``descriptor``.
+
+    Not by mmap.mmap, which keeps a descriptor of its own for each that is mapped, and of those a
+    process may have few: a thousand by default. Shown by
+    test_memory_that_all_ranks_have_mapped_takes_no_descriptor.
+    """
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    pointer = _libc.mmap(None, num_bytes, access, mmap.MAP_SHARED, descriptor, 0)
+    if pointer == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    # The tensor has the view. When that goes, the memory stays until ``when_unused`` returns:
+    # nothing else can be at this address before. Shown by
+    # test_tensors_are_dropped_by_any_thread_while_others_are_made.
+    view = _memoryview_of(pointer, num_bytes, _WRITABLE)
+    weakref.finalize(view, _unmap, pointer, num_bytes, when_unused).atexit = False
+    return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _unmap(pointer: int, num_bytes: int, when_unused: Callable[[], None] | None) -> None:
+    try:
+        if when_unused is not None:
+            when_unused()
+    finally:
+        _libc.munmap(pointer, num_bytes)
 
 
 def map_segment(descriptor: int) -> torch.Tensor:
@@ -110,7 +144,7 @@ def map_segment(descriptor: int) -> torch.Tensor:
     size = 0
     try:
         size = os.fstat(descriptor).st_size
-        return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        return _map(descriptor, size)
     except OSError as error:
         raise _full(size, error) from error
     finally:
@@ -118,9 +152,16 @@ def map_segment(descriptor: int) -> torch.Tensor:
 
 
 def _full(num_bytes: int, error: Exception) -> SharedMemoryFull:
+    what = f"{_in_words(num_bytes)} of shared memory"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return SharedMemoryFull(
+            f"There is no file descriptor left for {what}: {error}. This process may have {limit} "
+            "open; raise that limit (ulimit -n), or close what it doesn't need."
+        )
     return SharedMemoryFull(
-        f"There is no room for {_in_words(num_bytes)} of shared memory: {error}. Use less of it, "
-        "raise this process's limits, or use the backend 'gloo', which needs none."
+        f"There is no room for {what}: {error}. Use less of it, raise this process's limits, or "
+        "use the backend 'gloo', which needs none."
     )
 
 

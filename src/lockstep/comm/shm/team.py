@@ -214,6 +214,8 @@ class ShmTeam(Team):
             except ConnectionError:
                 # It is gone, as the meeting will tell.
                 continue
+        # Who has mapped it needs no descriptor, and is all who ever will.
+        self._own[number].close()
         self._announced.add(number)
         self._announced.difference_update(retired)
 

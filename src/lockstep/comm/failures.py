@@ -1,0 +1,187 @@
+"""Whose fault it is that a collective of one of torch's own groups has failed.
+
+Gloo and NCCL raise a RuntimeError that names no rank. Ours name the culprit because every rank
+tells the others why it goes; for other groups that is done here, afterwards: each rank that meets
+with an error leaves a note in the group's store. Whoever's connection has ended without a note is
+gone; whoever leaves none although the others' time is up has not come.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import CollectiveFailed, CollectiveTimeout, LockstepError, PeerLost
+
+# How long to wait for the note of a rank whose connection has ended: it may be about to leave it.
+_GRACE_SECONDS = 0.3
+# How long to wait for notes where no connection has ended. Ranks whose time is up differ by what
+# they came apart.
+_PATIENCE_SECONDS = 2.0
+# After so long the store is taken to be stopped, and what is known by then has to do.
+_LIMIT_SECONDS = 5.0
+_POLL_SECONDS = 0.02
+# What errors say that come from Gloo, and ours.
+_KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
+# That of messages that nobody receives: to send one tells whether the connection stands.
+_TAG = 0x6C6F636B
+
+
+class Pending:
+    """A call of a group's that has been made, whose errors say who is to blame.
+
+    Args:
+        group: The group.
+        operation: What is called, as in ``torch.distributed``.
+        start: Makes the call.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, operation: str, start: Callable[[], dist.Work]
+    ) -> None:
+        self._group, self._operation = group, operation
+        try:
+            self._work = start()
+        except RuntimeError as error:
+            raise explained(group, operation, error) from error
+
+    def wait(self) -> None:
+        """Wait until the result is there, on this device's stream if it is a GPU.
+
+        Raises:
+            CollectiveFailed: If a rank is lost, or doesn't come in time.
+        """
+        try:
+            self._work.wait()
+        except LockstepError:
+            raise
+        except RuntimeError as error:
+            raise explained(self._group, self._operation, error) from error
+
+
+def is_from_group(error: RuntimeError) -> bool:
+    """Whether ``error`` is what torch's groups raise when ranks can't go on together."""
+    text = str(error)  # of what a future brings, only the text is left
+    return isinstance(error, dist.DistError) or any(kind in text for kind in _KINDS)
+
+
+def explained(group: dist.ProcessGroup, operation: str, error: RuntimeError) -> CollectiveFailed:
+    """Return what to raise in place of ``error``, which ``group`` has met with in ``operation``.
+
+    It takes up to some seconds, where it isn't plain who is to blame.
+    """
+    if isinstance(error, CollectiveFailed):
+        return error
+    try:
+        if (ours := getattr(group, "_team", None)) is not None:
+            ours.check_open()
+    except CollectiveFailed as fault:
+        return fault
+    mine = _Note(is_late="timed out" in str(error).lower(), gone=[])
+    found: dict[int, _Note] = {}
+    asking = threading.Thread(
+        target=_ask, args=(group, mine, found), name="lockstep-blame", daemon=True
+    )
+    asking.start()
+    asking.join(_LIMIT_SECONDS)
+    gone, late = _blame(range(group.size()), group.rank(), mine, dict(found))
+    rank, said = _name(group, group.rank()), f"Torch says: {error}"
+    names = [_name(group, each) for each in gone or late or []]
+    ranks = f"Rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"
+    if gone:
+        are, them = ("are", "them") if len(names) > 1 else ("is", "it")
+        return PeerLost(
+            f"{ranks} {are} gone; rank {rank} waited for {them} in {operation}. What was written "
+            f"there last tells why. {said}",
+            names,
+            operation,
+        )
+    if late is not None:
+        return CollectiveTimeout(
+            f"{ranks if names else 'Not every rank'} did{' not' if names else ''} come to "
+            f"{operation} in time: stopped, busy with something else, or ended without it. See "
+            f"what happens there. {said}",
+            names,
+            operation,
+        )
+    return CollectiveFailed(
+        f"Rank {rank} could not carry out {operation}: {error}\nAnother rank has failed, or has "
+        "called something else. Look at what the others wrote."
+    )
+
+
+class _Note(NamedTuple):
+    """What a rank knows that has met with an error.
+
+    Attributes:
+        is_late: Whether its time was up.
+        gone: The ranks to which its connections have ended.
+    """
+
+    is_late: bool
+    gone: list[int]
+
+
+def _blame(
+    ranks: range, own: int, mine: _Note, others: Mapping[int, _Note]
+) -> tuple[list[int], list[int] | None]:
+    """Return which ranks are gone, and, if time was up, which have not come (else None)."""
+    notes = {**others, own: mine}
+    gone = _without_a_word(notes)
+    is_late = not gone and any(note.is_late for note in notes.values())
+    return sorted(gone), sorted(set(ranks) - set(notes)) if is_late else None
+
+
+def _without_a_word(notes: Mapping[int, _Note]) -> Set[int]:
+    return {rank for note in notes.values() for rank in note.gone} - set(notes)
+
+
+def _ask(group: dist.ProcessGroup, mine: _Note, found: dict[int, _Note]) -> None:
+    """Find out to whom connections have ended, tell the others, and hear what they tell."""
+    own, others = group.rank(), [r for r in range(group.size()) if r != group.rank()]
+    mine.gone[:] = [rank for rank in others if _has_ended(group, rank)]
+    # The store may be gone with the rank that held it.
+    with suppress(RuntimeError, AttributeError):
+        store = dist.PrefixStore("lockstep/failed", group.get_group_store())
+        store.set(str(own), json.dumps(mine))
+        began = time.monotonic()
+        while len(found) < len(others):
+            for rank in others:
+                if rank not in found and store.check([str(rank)]):
+                    found[rank] = _Note(*json.loads(bytes(store.get(str(rank)))))
+            notes, waited = {**found, own: mine}, time.monotonic() - began
+            if _without_a_word(notes) and (waited > _GRACE_SECONDS or set(mine.gone) <= set(found)):
+                return
+            if waited > _PATIENCE_SECONDS:
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+def _has_ended(group: dist.ProcessGroup, rank: int) -> bool:
+    """Whether Gloo's connection to ``rank`` has ended, and not because this rank gave up on it."""
+    cpu = torch.device("cpu")
+    try:
+        if cpu not in group._device_types or group._get_backend(cpu).name() != "gloo":
+            return False
+    except RuntimeError:
+        return False
+    try:
+        group.send([torch.zeros(1, device=cpu)], rank, _TAG)
+    except RuntimeError as error:
+        return "timeout" not in str(error).lower()
+    return False
+
+
+def _name(group: dist.ProcessGroup, rank: int) -> int:
+    """What the whole run calls ``rank`` of ``group``."""
+    try:
+        return dist.get_global_rank(group, rank)
+    except (ValueError, RuntimeError):  # torch.distributed doesn't know the group
+        return rank
