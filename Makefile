@@ -1,14 +1,20 @@
 # Every target sets up what it needs: a virtual environment in .venv with pinned packages.
 PYTHON ?= python3
 BIN := .venv/bin
+# Which torch `make test-torch` takes. It has an environment of its own.
+TORCH ?= 2.15.0
+OTHER := .venv-torch-$(TORCH)
 
-.PHONY: demo test check conformance bench format clean
+.PHONY: demo test test-torch check conformance bench format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
 
 test: .venv/ready  ## Run the tests
 	$(BIN)/python -m pytest -q
+
+test-torch: $(OTHER)/ready  ## Run the tests with another torch: make test-torch TORCH=2.15.0
+	$(OTHER)/bin/python -m pytest -q
 
 check: .venv/ready  ## Check style and types
 	$(BIN)/ruff check .
@@ -30,13 +36,23 @@ format: .venv/ready  ## Put the code into the house's form
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-clean:  ## Remove the virtual environment
-	rm -rf .venv
+clean:  ## Remove the virtual environments
+	rm -rf .venv .venv-torch-*
+
+# Makes the virtual environment $(@D), with what the file $(1) pins.
+define make_environment
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo "lockstep needs Python 3.11 or newer, and $(PYTHON) is older. Try: make PYTHON=python3.11"; exit 1; }
+$(PYTHON) -m venv $(@D)
+$(2)
+$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+  --constraint $(1) --editable '.[demo,dev]'
+touch $@
+endef
 
 .venv/ready: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "lockstep needs Python 3.11 or newer, and $(PYTHON) is older. Try: make PYTHON=python3.11"; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[demo,dev]'
-	touch $@
+	$(call make_environment,constraints.txt)
+
+$(OTHER)/ready: pyproject.toml constraints.txt
+	$(call make_environment,$(@D)/constraints.txt,\
+	  sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(@D)/constraints.txt)

@@ -1,4 +1,4 @@
-"""What goes wrong in a sub-group is told with the ranks' numbers in the whole run."""
+"""What torch and a user know a group by: its devices, and its ranks' numbers in the whole run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ import torch.distributed as dist
 
 from lockstep.errors import CollectiveFailed
 from tests.comm.groups import OURS, run_on
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_a_group_has_devices_from_when_torch_has_registered_it(backend: str) -> None:
+    """Torch asks before, and attaches a recorder that needs C++ to a group that has some."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        assert group._device_types == []
+
+    run_on(backend, 2, body)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD._device_types == [torch.device("cpu")]
+    finally:
+        dist.destroy_process_group()
 
 
 def leaves(group: dist.ProcessGroup) -> None:

@@ -95,6 +95,7 @@ def test_everything_may_be_given_by_position() -> None:
         {"skip_all_reduce_unused_params": True},
         {"skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.0001},
         {"batched_grad_copy": True},
+        {"lazy_bucket_allocation": True},
         {"forward_sync_buffers": False},
         {"broadcast_buffers": False},
     ],

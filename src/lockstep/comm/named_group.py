@@ -98,7 +98,9 @@ class NamedGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *map(torch.device, self._others.backends())]
+        # None before torch has registered the group: to one that has some already, torch 2.15
+        # would attach its flight recorder, which fails for a group that is written in Python.
+        return [torch.device(device_type) for device_type in self._others.backends()]
 
     def _get_backend(self, device: torch.device) -> dist.Backend:
         if device.type == "cpu":

@@ -34,13 +34,12 @@ class OtherDevices:
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     def backends(self) -> dict[str, str]:
-        """For each other type of device, the backend that was asked for."""
+        """For each type of device, the backend asked for; none if the group isn't registered."""
         try:
             config = dist.get_backend_config(self._group)
-        except (ValueError, RuntimeError):
-            return {}  # it isn't registered
-        asked = dist.BackendConfig(dist.Backend(str(config))).get_device_backend_map()
-        return {device: name for device, name in asked.items() if device != "cpu"}
+        except TypeError:  # torch's way to say that it doesn't know the group
+            return {}
+        return dict(dist.BackendConfig(dist.Backend(str(config))).get_device_backend_map())
 
     def group(self, device_type: str) -> dist.ProcessGroup:
         """The group for tensors of this type of device.

@@ -57,7 +57,7 @@ class GroupWork(dist.Work):
         timeout: timedelta,
     ) -> None:
         super().__init__()
-        self.timeout = timeout
+        self._timeout = timeout
         self._queue = queue
         self._run = run
         self._results = list(results)
@@ -86,6 +86,11 @@ class GroupWork(dist.Work):
         work = cls(WorkQueue(timedelta(0)), lambda timeout: None, results, timedelta(0))
         work._is_done = work._is_taken = True
         return work
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long it may wait for other ranks."""
+        return self._timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the result is there; it is an error if that takes longer than ``timeout``.

@@ -110,6 +110,7 @@ class DistributedDataParallel(
         bucket_cap_mb_list: Only for compatibility: the last size is that of all buckets.
         batched_grad_copy: Not needed: gradients are copied together.
         forward_sync_buffers: torch's newer name for ``broadcast_buffers``, which it overrules.
+        lazy_bucket_allocation: Only for compatibility: buckets are kept from step to step.
 
     Attributes:
         module: The model.
@@ -144,6 +145,7 @@ class DistributedDataParallel(
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
