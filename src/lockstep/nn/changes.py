@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.comm.uncompiled import uncompiled
+
 if TYPE_CHECKING:
     from lockstep.nn.engine import Engine
 
@@ -77,6 +79,7 @@ def _watch_parts(engine: Engine, module: nn.Module) -> None:
         _watched.setdefault(part, weakref.WeakSet()).add(engine)
 
 
+@uncompiled
 def _is_put_into(module: nn.Module, name: str, value: object) -> None:
     if name in module._buffers:
         return  # a buffer that was there before, as many forwards set them
@@ -87,6 +90,7 @@ def _is_put_into(module: nn.Module, name: str, value: object) -> None:
             mark_stale(engine)
 
 
+@uncompiled
 def _before_forward(module: nn.Module, _: Any) -> None:
     with _lock:
         stale = [engine for engine in _watched.get(module, ()) if engine.is_stale]

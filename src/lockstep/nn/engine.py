@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import all_gather_bytes, broadcast_tensors
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import MIB, Phase, Reducer, Turns
 from lockstep.nn.agreement import check_same_model
@@ -189,25 +190,29 @@ class Engine:
         if not self.is_syncing:
             self.reducer.mark_accumulated(parameter)
             return
+        with self.conductor.lock:
+            self._take_gradient(parameter)
+        self.conductor.has_come(parameter)
+
+    def _take_gradient(self, parameter: torch.Tensor) -> None:
         conductor = self.conductor
-        with conductor.lock:
-            if self.reducer.phase is Phase.IDLE:
-                has_begun = conductor.has_begun(self)
-                # It may have taken up changes, and look after this one no more.
-                if id(parameter) not in self._trained:
-                    return
-                if not has_begun:
-                    self.reducer.mark_late(parameter)
-                    return
-            elif torch._C._current_graph_task_id() != conductor.task_id:
-                # A backward inside of a backward, as reentrant checkpoints have. What will come
-                # of it can't be foreseen: see is_reached.
-                self.sees_nested_tasks = True
-                self.reducer.takes_early = False
-                if not conductor.has_begun(self):
-                    return
-            self.take_notes()
-            self._notes.room = self.reducer.mark_ready([parameter])
+        if self.reducer.phase is Phase.IDLE:
+            has_begun = conductor.has_begun(self)
+            # It may have taken up changes, and look after this one no more.
+            if id(parameter) not in self._trained:
+                return
+            if not has_begun:
+                self.reducer.mark_late(parameter)
+                return
+        elif torch._C._current_graph_task_id() != conductor.task_id:
+            # A backward inside of a backward, as reentrant checkpoints have. What will come
+            # of it can't be foreseen: see is_reached.
+            self.sees_nested_tasks = True
+            self.reducer.takes_early = False
+            if not conductor.has_begun(self):
+                return
+        self.take_notes()
+        self._notes.room = self.reducer.mark_ready([parameter])
 
     def take_notes(self) -> None:
         """Tell the reducer which gradients have come, of those that it need not know at once."""
@@ -229,6 +234,11 @@ class Engine:
     def takes_part(self) -> bool:
         """Whether the backward that is running will reduce some of its gradients."""
         return self.is_syncing and is_any_reached(self._parameters)
+
+    def reached(self) -> list[int]:
+        """The ``id()`` of each parameter whose gradient comes in the backward that is running."""
+        hooked = [*self._parameters, *self._frozen] if self.is_syncing else []
+        return [id(parameter) for parameter in hooked if is_reached(parameter)]
 
     def adopt_changes(self) -> None:
         """See whether the module's parameters are other ones by now. All ranks must call it."""
@@ -444,6 +454,7 @@ def _gradient_hook(engine: weakref.ref[Engine], notes: _Notes) -> Callable[[torc
     # What every gradient of every step passes through has its names at hand.
     current_task, parameters = torch._C._current_graph_task_id, notes.parameters
 
+    @uncompiled
     def gradient_has_come(parameter: torch.Tensor) -> None:
         if notes.task == current_task():
             parameters.append(parameter)
@@ -461,6 +472,7 @@ def _gradient_hook(engine: weakref.ref[Engine], notes: _Notes) -> Callable[[torc
 
 
 def _thaw_hook(engine: weakref.ref[Engine]) -> Callable[[torch.Tensor], None]:
+    @uncompiled
     def gradient_has_thawed(parameter: torch.Tensor) -> None:
         alive = engine()
         if alive is not None:

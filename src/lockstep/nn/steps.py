@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.nn.changes import engines_with, num_watched
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def watch_steps() -> None:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
+@uncompiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # a closure, which runs the backward within the step

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.comm import gather_in_step, sum_in_step
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.nn.backward import begin_if_others_must_know
 
 
@@ -139,6 +140,7 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.mul_(1 - new).add_(variance, alpha=new)
 
 
+@uncompiled
 class _Normalize(torch.autograd.Function):
     """Normalise with the statistics of all ranks.
 

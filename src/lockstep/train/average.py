@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import start_all_reduce
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.grad import MIB, TOUCHED_EARLIER, Bucket, SparseGradient, assign_buckets
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.engine import with_sparse_gradients
@@ -22,6 +23,7 @@ _CAP_BYTES = 25 * MIB
 _compared: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
+@uncompiled
 def average_gradients(
     module: nn.Module,
     *,

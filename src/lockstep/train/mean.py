@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.rank_threads import this_thread
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn.backward import take_part_at_the_end
 from lockstep.nn.micro_batches import count_micro_batch, has_begun_batch
@@ -24,6 +25,7 @@ from lockstep.nn.replicas.meeting import (
 from lockstep.world import init
 
 
+@uncompiled
 def mean(
     values: torch.Tensor,
     *,
@@ -125,6 +127,7 @@ def _counts(values: torch.Tensor, weight: torch.Tensor | float | None) -> torch.
     return expanded
 
 
+@uncompiled
 class _Mean(torch.autograd.Function):
     """The mean that is known, as a function of this rank's values."""
 
