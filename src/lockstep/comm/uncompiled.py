@@ -26,8 +26,8 @@ _REASON = "it works with other ranks, or with autograd's state, neither of which
 def uncompiled(target: _T) -> _T:
     """Have torch.compile run a function, and all that it calls, as it is.
 
-    It does what ``torch.compiler.disable`` does, without its costs: an import of dynamo, which takes
-    seconds, and in every call a wrapper in Python.
+    It does what ``torch.compiler.disable`` does, without its costs: an import of dynamo, which
+    takes seconds, and in every call a wrapper in Python.
 
     Args:
         target: The function, or a class, for each of its methods.

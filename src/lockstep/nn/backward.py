@@ -18,6 +18,7 @@ from lockstep.comm import Answer, Step, any_rank, num_counted, roll_of
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import ModelError
 from lockstep.grad import Turns
+from lockstep.nn.reached import is_compiled_backward
 
 if TYPE_CHECKING:
     from lockstep.nn.engine import Engine
@@ -336,12 +337,6 @@ class _EndOfBackward:
 
     def __call__(self) -> None:
         self._conductor.end()
-
-
-def is_compiled_backward() -> bool:
-    """Whether the backward that is running is one of compiled autograd, which runs no nodes."""
-    is_running = torch._C._current_graph_task_id() != -1
-    return is_running and torch._C._current_autograd_node() is None
 
 
 def _queue(callback: Callable[[], None]) -> None:

@@ -15,16 +15,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import all_gather_bytes, broadcast_tensors
+from lockstep.comm import all_gather_bytes, any_rank, broadcast_tensors
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import MIB, Phase, Reducer, Turns
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import conductor_of
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
+from lockstep.nn.reached import is_any_reached, is_reached
 from lockstep.nn.sync_batch_norm import sums_in_backward
 
 # Autograd gives out other numbers.
@@ -288,9 +288,29 @@ class Engine:
         old_buffers = set(self.buffers.named())
         self.buffers.look(module, self._inner)
         more = [b for name, b in self.buffers.named().items() if name not in old_buffers]
-        broadcast_tensors(self._group, [*more, *(p.data for _, p in own if id(p) not in known)])
+        added = {name: p.detach() for name, p in own if id(p) not in known}
+        before = [p.clone() for p in added.values()] if self.conductor.task_id != -1 else []
+        broadcast_tensors(self._group, [*more, *added.values()])
         self._reduce_what_goes(set(trained))
         self._take(module, self.reducer)
+        if before:
+            self._check_same_before(added, before)
+
+    def _check_same_before(
+        self, added: dict[str, torch.Tensor], before: Sequence[torch.Tensor]
+    ) -> None:
+        """Raise, on every rank, if the forward that is over had other values than rank 0's.
+
+        Compiled code calls no hook before it, where it would have got them.
+        """
+        is_other = [not torch.equal(*both) for both in zip(added.values(), before, strict=True)]
+        for name, differs in zip(added, any_rank(self._group, is_other), strict=True):
+            if differs:
+                raise ParameterChanged(
+                    f"{name!r} was put in its place since compiled code was made of the forward, "
+                    "which therefore didn't wait for rank 0's values, and had other ones on some "
+                    "rank. Repeat the step: all ranks have the same ones now."
+                )
 
     def _reduce_what_goes(self, trained: Collection[int]) -> None:
         """Reduce gradients added up so far for parameters that are not trained any more."""
@@ -380,46 +400,6 @@ class Engine:
                     "module._parameters, as moving a model to another device does), so its "
                     "gradient was not reduced. Repeat the step: it is known from now on."
                 )
-
-
-def is_reached(parameter: nn.Parameter) -> bool:
-    """Whether the backward that is running will compute a gradient for ``parameter``.
-
-    It can't see into the segments of reentrant checkpoints, and then says no too often.
-    """
-    # The node is not kept. While somebody holds it autograd believes the shape that it was made
-    # with, and a parameter that has changed fails inside of autograd, without its name.
-    if not parameter.requires_grad:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # in autograd.grad(), which was asked for a leaf: nothing is added up
-        return False
-
-
-def is_any_reached(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether :func:`is_reached` is true of any; to ask for all at once takes a quarter."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained or is_reached(trained[0]):
-        return bool(trained)
-    with torch.enable_grad():
-        uses: torch.Tensor = _UsesAll.apply(*trained)  # type: ignore[no-untyped-call]
-    assert uses.grad_fn is not None
-    try:
-        return any(
-            torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
-            for node, _ in uses.grad_fn.next_functions
-        )
-    except RuntimeError:  # as above
-        return False
-
-
-class _UsesAll(torch.autograd.Function):
-    """Has what accumulates the gradient of each parameter behind it; it has no backward to run."""
-
-    @staticmethod
-    def forward(ctx: object, *parameters: torch.Tensor) -> torch.Tensor:
-        return parameters[0].new_empty(())
 
 
 def with_sparse_gradients(module: nn.Module) -> set[int]:

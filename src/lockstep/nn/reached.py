@@ -1,0 +1,55 @@
+"""What is known of the backward that is running."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+
+def is_reached(parameter: nn.Parameter) -> bool:
+    """Whether the backward that is running will compute a gradient for ``parameter``.
+
+    It can't see into the segments of reentrant checkpoints, and then says no too often.
+    """
+    # The node is not kept. While somebody holds it autograd believes the shape that it was made
+    # with, and a parameter that has changed fails inside of autograd, without its name.
+    if not parameter.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # in autograd.grad(), which was asked for a leaf: nothing is added up
+        return False
+
+
+def is_any_reached(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether :func:`is_reached` is true of any; to ask for all at once takes a quarter."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained or is_reached(trained[0]):
+        return bool(trained)
+    with torch.enable_grad():
+        uses: torch.Tensor = _UsesAll.apply(*trained)  # type: ignore[no-untyped-call]
+    assert uses.grad_fn is not None
+    try:
+        return any(
+            torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
+            for node, _ in uses.grad_fn.next_functions
+        )
+    except RuntimeError:  # as above
+        return False
+
+
+class _UsesAll(torch.autograd.Function):
+    """Has what accumulates the gradient of each parameter behind it; it has no backward to run."""
+
+    @staticmethod
+    def forward(ctx: object, *parameters: torch.Tensor) -> torch.Tensor:
+        return parameters[0].new_empty(())
+
+
+def is_compiled_backward() -> bool:
+    """Whether the backward that is running is one of compiled autograd, which runs no nodes."""
+    is_running = torch._C._current_graph_task_id() != -1
+    return is_running and torch._C._current_autograd_node() is None
