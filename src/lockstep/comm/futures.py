@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.uncompiled import uncompiled
+
 
 class Outcome:
     """What is to come, and a future that tells it to Python and to torch's C++ alike.
@@ -39,6 +41,7 @@ class Outcome:
         self._told.set_result(None)
 
 
+@uncompiled
 def _take(outcome: list[Any], _: object) -> Any:
     if isinstance(outcome[0], Exception):
         raise outcome.pop()

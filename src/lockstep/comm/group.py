@@ -45,6 +45,7 @@ from lockstep.comm.receipt import Receipt
 from lockstep.comm.reduction import reduction_for
 from lockstep.comm.sparse import all_reduce_sparse
 from lockstep.comm.team import Team
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.comm.work import GroupWork, Run, in_turn, reading_first
 
 # What torch calls these options where they are given without the others.
@@ -52,6 +53,7 @@ _OP = {"op": "reduceOp"}
 _ROOT = {"root": "rootRank"}
 
 
+@uncompiled
 class TeamGroup(NamedGroup):
     """The process group behind the backends ``"shm"`` and ``"threads"``, for CPU tensors.
 

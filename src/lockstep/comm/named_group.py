@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lockstep.comm.other_devices import OtherDevices
 from lockstep.comm.team import Ranks
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.comm.work import GroupWork, Run, WorkQueue
 
 _groups: weakref.WeakSet[NamedGroup] = weakref.WeakSet()
@@ -27,6 +28,7 @@ class _Options(Protocol):
     timeout: timedelta
 
 
+@uncompiled
 class NamedGroup(dist.ProcessGroup):
     """A group with a name, a queue of what it was called for, and an end.
 
@@ -162,6 +164,7 @@ def _renew_in_child() -> None:
 os.register_at_fork(after_in_child=_renew_in_child)
 
 
+@uncompiled
 def _let_go(queue: WorkQueue, team: Ranks) -> None:
     queue.let_go()
     team.leave()

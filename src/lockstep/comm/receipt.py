@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lockstep.comm.futures import Outcome
 from lockstep.comm.mail import Expected
 from lockstep.comm.rank_threads import of_this_rank
+from lockstep.comm.uncompiled import uncompiled
 
 
 class Receiver(Protocol):
@@ -28,6 +29,7 @@ class Receiver(Protocol):
         """Wait for that message, write it to its tensor, and return who sent it."""
 
 
+@uncompiled
 class Receipt(dist.Work):
     """What the next message of a rank is written to; ``wait()`` waits for it.
 

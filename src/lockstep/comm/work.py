@@ -25,6 +25,7 @@ import torch.distributed as dist
 from lockstep.comm.arguments import overlap
 from lockstep.comm.futures import Outcome
 from lockstep.comm.rank_threads import of_this_rank
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed
 
 # How often the group's own thread looks whether a call lies there that it found there last time.
@@ -46,6 +47,7 @@ _MAX_DROPPED_BYTES = 4096
 Run = Callable[[float], None]
 
 
+@uncompiled
 class GroupWork(dist.Work):
     """A call, as the Work that torch.distributed gives to who made it."""
 

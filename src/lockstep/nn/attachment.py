@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import cast
 
 import torch.distributed as dist
@@ -171,6 +172,19 @@ def attachment_of(module: nn.Module) -> Attachment:
         f"This {type(module).__name__} isn't parallel. Call parallelize() on it first, or pass the "
         "module that was given to parallelize()."
     )
+
+
+@contextlib.contextmanager
+def accumulating(engines: Sequence[Engine]) -> Iterator[None]:
+    """Let backwards in this context add up gradients on each rank, without reducing them."""
+    before = [engine.is_syncing for engine in engines]
+    for engine in engines:
+        engine.is_syncing = False
+    try:
+        yield
+    finally:
+        for engine, was_syncing in zip(engines, before, strict=True):
+            engine.is_syncing = was_syncing
 
 
 def _owner_of(parameter: nn.Parameter) -> Attachment | None:

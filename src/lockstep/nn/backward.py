@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,16 @@ import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.comm import Answer, Step, any_rank, num_counted, roll_of
-from lockstep.errors import CollectiveFailed, PeerLost
+from lockstep.comm.uncompiled import uncompiled
+from lockstep.errors import CollectiveFailed, ModelError, PeerLost
 from lockstep.grad import Turns
+from lockstep.nn.reached import is_compiled_backward
 
 if TYPE_CHECKING:
     from lockstep.nn.engine import Engine
 
 
+@uncompiled
 class Conductor:
     """Begins and ends the backwards of all engines of one group, on this rank.
 
@@ -35,12 +39,16 @@ class Conductor:
             one for each device, and a collective that one of them launches lets another one run.
         task_id: Which of autograd's tasks began the backward that runs; -1 between backwards.
         num_ended: How many backwards are over.
+        awaited: Under compiled autograd, which never calls back at the end of a backward: those
+            parameters, by their ``id()``, whose gradients are still to come. With the last of
+            them the backward is over. None otherwise.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.lock = threading.RLock()
         self.task_id = -1
         self.num_ended = 0
+        self.awaited: set[int] | None = None
         self._group = weakref.ref(group)
         self._num_engines = 0
         # The numbers of those that have been in a backward, and in one with others. The same on
@@ -117,12 +125,33 @@ class Conductor:
     def _begin(self, engine: Engine) -> None:
         engine.number = engine.number or self._next_number()
         self.task_id = torch._C._current_graph_task_id()
+        if is_compiled_backward():
+            self._refuse_compiled_backward_of_threads()
+            engines = {engine, *self.engines()}
+            self.awaited = {key for one in engines for key in one.reached()}
         self._call_at_the_end()
         engine.sees_nested_tasks |= self.is_nested
         reached = {engine}
         if self._num_engines > 1:
             reached.update(one for one in self.engines() if one is not engine and one.takes_part())
         self._begin_together(reached, asks=self._has_to_ask(reached))
+
+    def _refuse_compiled_backward_of_threads(self) -> None:
+        group = self._group()
+        if group is not None and group.size() > 1 and group.name() == "threads":
+            raise ModelError(
+                "Compiled autograd runs one backward at a time in a process, and here each rank is "
+                "a thread, whose backward waits for those of the others. Let ranks be processes "
+                "(lockstep run, or launch() without ranks='threads'), or leave compiled autograd "
+                "off."
+            )
+
+    def has_come(self, parameter: torch.Tensor) -> None:
+        """The gradient of ``parameter`` has come, in a backward that doesn't tell when it ends."""
+        if self.awaited:
+            self.awaited.discard(id(parameter))
+            if not self.awaited:
+                self.end()
 
     @property
     def is_nested(self) -> bool:
@@ -233,7 +262,7 @@ class Conductor:
             turns = Turns([] if waits else [engine.reducer for engine in engines])
             # Autograd has a thread for each accelerator.
             num_devices = len({device for engine in engines for device in engine.devices})
-            in_one_thread = self.task_id != -1 and num_devices == 1
+            in_one_thread = self.task_id != -1 and num_devices == 1 and self.awaited is None
             for engine in engines:
                 engine.begin_backward(turns, in_one_thread=in_one_thread)
         except BaseException:
@@ -256,9 +285,9 @@ class Conductor:
         else:
             # When that node is through, the outermost backward is the innermost.
             self._enclosing = weakref.ref(enclosing)
-            enclosing.register_hook(lambda *_: self._node_is_through(end))
+            enclosing.register_hook(partial(self._node_is_through, end))
 
-    def _node_is_through(self, end: _EndOfBackward) -> None:
+    def _node_is_through(self, end: _EndOfBackward, *_: object) -> None:
         if self._end is not None and self._end() is end:
             self._enclosing = None
             _queue(end)
@@ -277,7 +306,7 @@ class Conductor:
             engine.forget_backward()
         self._failed += [engine for engine in self._running if engine.reducer.has_failed]
         self._running, self._late = [], []
-        self.task_id, self._end, self._enclosing = -1, None, None
+        self.task_id, self._end, self._enclosing, self.awaited = -1, None, None, None
 
     def finish_failed(self) -> None:
         """Finish, with the other ranks, a backward that failed here, before anything else is said.
@@ -345,6 +374,7 @@ class Conductor:
             engine.reducer.finish_hooks()
 
 
+@uncompiled
 class _EndOfBackward:
     """What autograd calls at the end of a backward; only autograd holds it."""
 
@@ -404,8 +434,11 @@ def take_part_at_the_end(group: dist.ProcessGroup) -> None:
     """
     conductor = _conductors.get(group)
     if conductor is not None:
-        num_ended = conductor.num_ended
-        _queue(lambda: conductor.take_part_once(num_ended))
+        end = partial(conductor.take_part_once, conductor.num_ended)
+        if not is_compiled_backward():
+            _queue(end)
+        elif not any(engine.takes_part() for engine in conductor.engines()):
+            end()  # nobody calls back, and no gradient of a model is to come
 
 
 def finish_failed(group: dist.ProcessGroup) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.nn.distributed_autograd import refuse_distributed_autograd
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def _watch_parts(engine: Engine, module: nn.Module) -> None:
         _watched.setdefault(part, weakref.WeakSet()).add(engine)
 
 
+@uncompiled
 def _is_put_into(module: nn.Module, name: str, value: object) -> None:
     if name in module._buffers:
         return  # a buffer that was there before, as many forwards set them
@@ -122,6 +124,7 @@ def _is_put_into(module: nn.Module, name: str, value: object) -> None:
             mark_stale(engine)
 
 
+@uncompiled
 def _before_forward(module: nn.Module, _: Any) -> None:
     with _lock:
         stale = [engine for engine in _watched.get(module, ()) if engine.is_stale]

@@ -23,6 +23,7 @@ from lockstep.grad import MIB, CommHook
 from lockstep.nn import mixed_precision as precisely
 from lockstep.nn.arguments import Device, group_of, only_device
 from lockstep.nn.attachment import (
+    accumulating,
     attach,
     attach_lone_engine,
     check_bucket_cap,
@@ -31,7 +32,7 @@ from lockstep.nn.attachment import (
 )
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.changes import mark_stale
-from lockstep.nn.engine import Engine, Options, accumulating
+from lockstep.nn.engine import Engine, Options
 from lockstep.nn.join import DDPJoinHook, JoinedModels, join_models
 from lockstep.nn.logging_data import logging_data
 from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, join

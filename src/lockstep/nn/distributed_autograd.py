@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import ModelError
 
 
@@ -29,6 +30,7 @@ def refuse_distributed_autograd(is_parallel: Callable[[nn.Module], bool]) -> Rem
     if rpc is None or not rpc._is_current_rpc_agent_set():
         return None
 
+    @uncompiled
     def before_forward(module: nn.Module, _: object) -> None:
         if torch.is_grad_enabled() and is_parallel(module) and _is_in_context():
             raise ModelError(

@@ -7,23 +7,23 @@ parameter, and these fire whichever method made the loss. That is why any method
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import all_gather_bytes, broadcast_tensors
+from lockstep.comm import all_gather_bytes, any_rank, broadcast_tensors
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import MIB, Phase, Reducer, Turns, gradient_dtype
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import conductor_of
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
 from lockstep.nn.gradient_hooks import GradientHooks, Hook, hooks_of, take_over_optimizers
-from lockstep.nn.reach import is_any_reached, is_reached
+from lockstep.nn.reached import is_any_reached, is_reached
 from lockstep.nn.sync_batch_norm import sums_in_backward
 
 # Autograd gives out other numbers.
@@ -207,25 +207,29 @@ class Engine:
             self.reducer.mark_accumulated(parameter)
             hooks_of(parameter).call_others(parameter)
             return
+        with self.conductor.lock:
+            self._take_gradient(parameter)
+        self.conductor.has_come(parameter)
+
+    def _take_gradient(self, parameter: torch.Tensor) -> None:
         conductor = self.conductor
-        with conductor.lock:
-            if self.reducer.phase is Phase.IDLE:
-                has_begun = conductor.has_begun(self)
-                # It may have taken up changes, and look after this one no more.
-                if id(parameter) not in self._trained:
-                    return
-                if not has_begun:
-                    self.reducer.mark_late(parameter)
-                    return
-            elif torch._C._current_graph_task_id() != conductor.task_id:
-                # A backward inside of a backward, as reentrant checkpoints have. What will come
-                # of it can't be foreseen: see is_reached.
-                self.sees_nested_tasks = True
-                self.reducer.takes_early = False
-                if not conductor.has_begun(self):
-                    return
-            self.take_notes()
-            self._notes.room = self.reducer.mark_ready([parameter])
+        if self.reducer.phase is Phase.IDLE:
+            has_begun = conductor.has_begun(self)
+            # It may have taken up changes, and look after this one no more.
+            if id(parameter) not in self._trained:
+                return
+            if not has_begun:
+                self.reducer.mark_late(parameter)
+                return
+        elif torch._C._current_graph_task_id() != conductor.task_id:
+            # A backward inside of a backward, as reentrant checkpoints have. What will come
+            # of it can't be foreseen: see is_reached.
+            self.sees_nested_tasks = True
+            self.reducer.takes_early = False
+            if not conductor.has_begun(self):
+                return
+        self.take_notes()
+        self._notes.room = self.reducer.mark_ready([parameter])
 
     def take_notes(self) -> None:
         """Tell the reducer which gradients have come, of those that it need not know at once."""
@@ -248,6 +252,11 @@ class Engine:
     def takes_part(self) -> bool:
         """Whether the backward that is running will reduce some of its gradients."""
         return self.is_syncing and is_any_reached(self._parameters)
+
+    def reached(self) -> list[int]:
+        """The ``id()`` of each parameter whose gradient comes in the backward that is running."""
+        hooked = [*self._parameters, *self._frozen] if self.is_syncing else []
+        return [id(parameter) for parameter in hooked if is_reached(parameter)]
 
     def adopt_changes(self) -> None:
         """See whether the module's parameters are other ones by now. All ranks must call it."""
@@ -298,9 +307,29 @@ class Engine:
         old_buffers = set(self.buffers.named())
         self.buffers.look(module, self._inner)
         more = [b for name, b in self.buffers.named().items() if name not in old_buffers]
-        broadcast_tensors(self._group, [*more, *(p.data for _, p in own if id(p) not in known)])
+        added = {name: p.detach() for name, p in own if id(p) not in known}
+        before = [p.clone() for p in added.values()] if self.conductor.task_id != -1 else []
+        broadcast_tensors(self._group, [*more, *added.values()])
         self._reduce_what_goes(set(trained))
         self._take(module, self.reducer)
+        if before:
+            self._check_same_before(added, before)
+
+    def _check_same_before(
+        self, added: dict[str, torch.Tensor], before: Sequence[torch.Tensor]
+    ) -> None:
+        """Raise, on every rank, if the forward that is over had other values than rank 0's.
+
+        Compiled code calls no hook before it, where it would have got them.
+        """
+        is_other = [not torch.equal(*both) for both in zip(added.values(), before, strict=True)]
+        for name, differs in zip(added, any_rank(self._group, is_other), strict=True):
+            if differs:
+                raise ParameterChanged(
+                    f"{name!r} was put in its place since compiled code was made of the forward, "
+                    "which therefore didn't wait for rank 0's values, and had other ones on some "
+                    "rank. Repeat the step: all ranks have the same ones now."
+                )
 
     def _reduce_what_goes(self, trained: Collection[int]) -> None:
         """Reduce gradients added up so far for parameters that are not trained any more."""
@@ -424,6 +453,7 @@ def _gradient_hook(engine: weakref.ref[Engine], notes: _Notes) -> Callable[[torc
     # What every gradient of every step passes through has its names at hand.
     current_task, parameters = torch._C._current_graph_task_id, notes.parameters
 
+    @uncompiled
     def gradient_has_come(parameter: torch.Tensor) -> None:
         if notes.task == current_task():
             parameters.append(parameter)
@@ -443,6 +473,7 @@ def _gradient_hook(engine: weakref.ref[Engine], notes: _Notes) -> Callable[[torc
 
 
 def _thaw_hook(engine: weakref.ref[Engine]) -> Callable[[torch.Tensor], None]:
+    @uncompiled
     def gradient_has_thawed(parameter: torch.Tensor) -> None:
         alive = engine()
         if alive is not None:
@@ -457,16 +488,3 @@ def _engine_is_gone(parameter: torch.Tensor) -> None:
     hooks = hooks_of(parameter)
     hooks.release_all()
     hooks.call_others(parameter)
-
-
-@contextlib.contextmanager
-def accumulating(engines: Sequence[Engine]) -> Iterator[None]:
-    """Let backwards in this context add up gradients on each rank, without reducing them."""
-    before = [engine.is_syncing for engine in engines]
-    for engine in engines:
-        engine.is_syncing = False
-    try:
-        yield
-    finally:
-        for engine, was_syncing in zip(engines, before, strict=True):
-            engine.is_syncing = was_syncing

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.comm.uncompiled import uncompiled
+
 Hook = Callable[[torch.Tensor], object]
 
 
+@uncompiled
 class GradientHooks(OrderedDict[int, Hook]):
     """The hooks of one parameter that torch calls in the middle of a backward: only lockstep's.
 

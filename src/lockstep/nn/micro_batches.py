@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.comm.rank_threads import this_thread
 from lockstep.nn.attachment import Attachment
-from lockstep.nn.reach import is_any_reached
+from lockstep.nn.reached import is_any_reached
 from lockstep.nn.replicas.enclosing import current_task, is_backward_of_replicas
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.nn.attachment import attach, check_bucket_cap, engines_of
+from lockstep.nn.attachment import accumulating, attach, check_bucket_cap, engines_of
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
-from lockstep.nn.engine import Options, accumulating
+from lockstep.nn.engine import Options
 from lockstep.nn.join import UnevenLoop
 from lockstep.world import group_or_all
 

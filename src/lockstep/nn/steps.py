@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn.changes import engines_with, num_watched, parallel_model_like
 
@@ -59,6 +60,7 @@ def watch_steps() -> None:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
+@uncompiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # a closure, which runs the backward within the step
@@ -116,6 +118,13 @@ def _take_part(engine: Engine) -> None:
     # Who adds up gradients without reducing them and then steps means to do so.
     if not engine.is_syncing or engine.reducer.has_unreduced:
         return
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and getattr(dynamo.config, "trace_autograd_ops", False):
+        raise ModelError(
+            f"No backward of this {type(engine.module).__name__} was seen since the last step: "
+            "torch._dynamo.config.trace_autograd_ops makes backward() a part of compiled code, "
+            "which calls no hooks of parameters, and so nothing is reduced. Leave it off."
+        )
     before = engine.num_gradients()
     engine.take_part_without_gradients()
     if engine.num_gradients() > before:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from lockstep.comm import gather_in_step, sum_in_step
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.nn.backward import begin_if_others_must_know, finish_failed
 
 
@@ -245,6 +246,7 @@ def _normalize(
     return output
 
 
+@uncompiled
 class _Normalize(torch.autograd.Function):
     """Normalise with the statistics of all ranks.
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import start_all_reduce
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.grad import (
     MIB,
     TOUCHED_EARLIER,
@@ -30,6 +31,7 @@ _CAP_BYTES = 25 * MIB
 _compared: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
+@uncompiled
 def average_gradients(
     module: nn.Module,
     *,

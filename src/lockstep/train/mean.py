@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.rank_threads import this_thread
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn.backward import take_part_at_the_end
 from lockstep.nn.micro_batches import count_micro_batch, has_begun_batch
-from lockstep.nn.reach import is_reached
+from lockstep.nn.reached import is_reached
 from lockstep.nn.replicas.enclosing import is_backward_of_replicas
 from lockstep.nn.replicas.meeting import (
     in_caller,
@@ -25,6 +26,7 @@ from lockstep.nn.replicas.meeting import (
 from lockstep.world import group_or_all
 
 
+@uncompiled
 def mean(
     values: torch.Tensor,
     *,
@@ -142,6 +144,7 @@ def _counts(values: torch.Tensor, weight: torch.Tensor | float | None) -> torch.
     return expanded
 
 
+@uncompiled
 class _Mean(torch.autograd.Function):
     """The mean that is known, as a function of this rank's values."""
 

@@ -13,8 +13,10 @@ from lockstep.comm.call import Call
 from lockstep.comm.group import TeamGroup
 from lockstep.comm.hosts.collectives import HostsCollectives
 from lockstep.comm.hosts.team import HostsTeam
+from lockstep.comm.uncompiled import uncompiled
 
 
+@uncompiled
 class HostsGroup(TeamGroup):
     """A group on two levels: memory within a host, Gloo between one rank of each.
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.nn.micro_batches import remember_reached
 from lockstep.nn.replicas.enclosing import as_backward_of_replicas
 from lockstep.nn.replicas.meeting import is_one, mark_as_one
@@ -68,6 +69,7 @@ def call_replicas(call: Call) -> list[Any]:
     return [map_tensors(put_in, result) for result in results]
 
 
+@uncompiled
 class _Boundary(torch.autograd.Function):
     """All replicas, as one function of the parameters and of all their inputs."""
 

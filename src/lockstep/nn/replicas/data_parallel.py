@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lockstep.comm.uncompiled import uncompiled
 from lockstep.nn.arguments import Device
 from lockstep.nn.replicas.apply import parallel_apply
 from lockstep.nn.replicas.devices import as_device, as_devices, as_dim
@@ -161,11 +162,13 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         )
         return partial(self._call_method, name) if is_method else value
 
+    @uncompiled
     def _call_method(self, name: str, /, *inputs: Any, **kwargs: Any) -> Any:
         if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves((inputs, kwargs))):
             return getattr(self.module, name)(*inputs, **kwargs)
         return self._call(name, inputs, kwargs)
 
+    @uncompiled
     def _call(self, name: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_alone = len(self._devices) == 1
         if is_alone and self._devices[0].type == "cpu" and not self._overrides("scatter"):
@@ -252,6 +255,7 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         return self.__dict__ | {"_replicas": None}
 
 
+@uncompiled
 def data_parallel(
     module: nn.Module,
     inputs: Any,

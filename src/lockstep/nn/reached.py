@@ -1,4 +1,4 @@
-"""Which gradients the backward that is running will compute."""
+"""What is known of the backward that is running."""
 
 from __future__ import annotations
 
@@ -47,3 +47,9 @@ class _UsesAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, *parameters: torch.Tensor) -> torch.Tensor:
         return parameters[0].new_empty(())
+
+
+def is_compiled_backward() -> bool:
+    """Whether the backward that is running is one of compiled autograd, which runs no nodes."""
+    is_running = torch._C._current_graph_task_id() != -1
+    return is_running and torch._C._current_autograd_node() is None
