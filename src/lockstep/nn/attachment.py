@@ -17,6 +17,10 @@ from lockstep.nn.agreement import check_same_model
 from lockstep.nn.changes import watch
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.steps import watch_steps
+from lockstep.nn.wrapper import Wrapper
+
+# Bound early, as ours may be put in their place.
+_TORCHS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class Attachment:
@@ -146,7 +150,7 @@ def _refusal(
     if owner in _attachments:
         return AlreadyParallel(f"This {kind} is parallel already.")
     for name, part in module.named_modules():
-        if isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        if isinstance(part, _TORCHS) and not isinstance(part, Wrapper):
             where = f"its part {name!r}" if name else "it"
             return AlreadyParallel(
                 f"{kind} can't be made parallel: {where} is parallel already, through torch. Pass "

@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,45 @@ from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, join
 from lockstep.nn.wrapper import Wrapper
 from lockstep.world import init
 
+if TYPE_CHECKING:  # what is overridden takes and has other types
+    _TorchDDP = nn.Module
+else:
+    _TorchDDP = nn.parallel.DistributedDataParallel
 
-class DistributedDataParallel(Wrapper, Joinable):
+
+class _Prepared:
+    """What trainers call of torch's reducer before a forward or backward: nothing is needed here.
+
+    They do so if the backward whose gradients are to be reduced isn't of the last forward. Here
+    all depends on the backward. Other methods of torch's reducer are missing.
+    """
+
+    def prepare_for_forward(self) -> None:
+        pass
+
+    def prepare_for_backward(self, tensors: Collection[torch.Tensor]) -> None:
+        pass
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+class DistributedDataParallel(
+    Wrapper,
+    _TorchDDP,
+    Joinable,
+    inherits=(
+        "_active_ddp_module",
+        "_get_active_ddp_module",
+        "_get_data_parallel_params",
+        "_set_params_and_buffers_to_ignore_for_model",
+        "train",
+        "will_sync_module_buffers",
+    ),
+):
     """A drop-in for :class:`torch.nn.parallel.DistributedDataParallel`.
+
+    It is an instance of torch's class as well, for who asks, but has none of its reducer.
 
     The model is ``self.module``, and ``state_dict`` keys begin with ``module.``, as there; those
     without are loaded too. Other than there, every method and attribute of the model can be used
@@ -102,7 +138,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         Joinable.__init__(self)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError(
@@ -137,6 +173,8 @@ class DistributedDataParallel(Wrapper, Joinable):
             init_buffers=forward_sync_buffers is not None,
         )
         self.process_group = group_of(device_mesh, process_group)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self._attach()
 
     def _attach(self, *, is_copy: bool = False) -> None:
@@ -187,6 +225,10 @@ class DistributedDataParallel(Wrapper, Joinable):
     def require_backward_grad_sync(self, value: bool) -> None:
         for engine in self._engines:
             engine.is_syncing = value
+
+    # Trainers set it. Here no forward exchanges anything.
+    require_forward_param_sync = True
+    reducer = _Prepared()
 
     def _set_static_graph(self) -> None:
         self.static_graph = True
@@ -361,12 +403,6 @@ class DistributedDataParallel(Wrapper, Joinable):
         """How much makes a bucket full, in bytes."""
         return int(self._options.bucket_cap_mb * MIB)
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
-    ) -> None:
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {
             **logging_data(self.module, self._engines, self.process_group),
@@ -401,7 +437,7 @@ class DistributedDataParallel(Wrapper, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become parallel again, among the ranks of ``lockstep.init()``."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        nn.Module.__setstate__(self, state)
         self.process_group = init().process_group
         self._attach(is_copy=True)
 

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+
+
+class _Hidden:
+    """A name that a class doesn't have, although its base has it."""
+
+    def __get__(self, wrapper: object, owner: type) -> NoReturn:
+        raise AttributeError(  # on which Python asks __getattr__(), and so the model
+            f"torch has this name in the class that lockstep's {owner.__name__} is derived from, "
+            "for a mechanism which isn't used here."
+        )
 
 
 class Wrapper(nn.Module):
     """A module around ``self.module``, of which all methods and attributes are its own too.
 
     A subclass sets ``_is_ready`` when it has set all attributes that are the wrapper's.
+
+    It may be derived from torch's class, for ``isinstance`` alone. What it neither overrides nor
+    ``inherits`` by name is hidden, torch's internals and what later versions add: they would look
+    for a reducer that isn't there, and stand before methods of the model that are called the same.
     """
 
     module: nn.Module
+
+    def __init_subclass__(cls, inherits: Collection[str] = (), **kwargs: Any) -> None:
+        """Hide names of torch's class."""
+        super().__init_subclass__(**kwargs)
+        ours = {name for base in cls.__mro__ if issubclass(base, Wrapper) for name in vars(base)}
+        for base in cls.__bases__:
+            if issubclass(base, nn.Module) and not issubclass(base, Wrapper):
+                for name in {*vars(base)} - ours - {*inherits}:
+                    if not name.startswith("__"):
+                        setattr(cls, name, _Hidden())
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapper doesn't have is the model's."""
