@@ -32,4 +32,4 @@ def replace_torch_ddp() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.nn.parallel.DistributedDataParallel = theirs  # type: ignore[assignment, misc]
+        torch.nn.parallel.DistributedDataParallel = theirs  # type: ignore[misc]
