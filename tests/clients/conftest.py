@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.forks import Forks
+from tests.clients.forks import TIMEOUT_SECONDS, Forks
 
 # Nothing is fetched, and nothing is told to anybody.
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "LITNO_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 
@@ -25,6 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.clients)
+            item.add_marker(pytest.mark.timeout(4 * TIMEOUT_SECONDS))
 
 
 @pytest.fixture(scope="session", autouse=True)

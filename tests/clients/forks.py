@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT_SECONDS = 90
+TIMEOUT_SECONDS = 180
 _STACKS_SECONDS = 1.0
 
 
@@ -44,6 +44,8 @@ class Forks:
         # Now, lest the first test be the one that has left them.
         resource_tracker.ensure_running()
         forkserver.ensure_running()
+        with _store():  # whose library keeps a pipe
+            pass
 
     def run(self, body: Callable[..., Any], size: int, *args: object, **kwargs: Any) -> list[Any]:
         """Call ``body(*args)`` on ``size`` ranks; return what they return, in rank order.
@@ -99,8 +101,10 @@ def _store() -> Iterator[int]:
         timeout=timedelta(seconds=TIMEOUT_SECONDS),
         master_listen_fd=listener.detach(),
     )
-    yield port
-    del store
+    try:
+        yield port
+    finally:
+        del store
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:

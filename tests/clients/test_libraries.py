@@ -89,16 +89,10 @@ def run_engine(kind: Kind) -> Any:
     from ignite.engine import Engine, Events
     from ignite.metrics import Accuracy, RunningAverage
 
-    from lockstep.integrations import replace_torch_ddp
-
     make_group(kind)
     net = Net().double()
-    if kind == "wrapper":
-        with replace_torch_ddp():
-            model = idist.auto_model(net)
-        assert isinstance(model, lockstep.DistributedDataParallel)
-    else:
-        model = lockstep.parallelize(net) if kind == "in place" else idist.auto_model(net)
+    # Its auto_model() knows the backends by name, and wraps nothing over another one.
+    model = idist.auto_model(net) if kind == "torch" else wrap(kind, net)
     optimizer = idist.auto_optim(torch.optim.SGD(net.parameters(), 0.1))
 
     def step(engine: Engine, batch: Any) -> Any:

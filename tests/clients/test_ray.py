@@ -45,7 +45,7 @@ def train_under_ray(folder: str) -> Any:
         torch.save(results, Path(folder) / f"{rank}.pt")
 
     os.environ["PYTHONPATH"] = os.getcwd()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True)
     try:
         TorchTrainer(
             train_each,

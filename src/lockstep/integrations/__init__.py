@@ -4,7 +4,7 @@ Most need none: what they wrap in torch's DistributedDataParallel by name may be
 :class:`lockstep.DistributedDataParallel`, which is one, and they use the process group that
 :func:`lockstep.init` has made before them. Nothing of this package is imported unless asked for.
 
-- Accelerate, Transformers' Trainer, ignite's ``auto_model``: :func:`replace_torch_ddp`.
+- Accelerate, Transformers' Trainer: :func:`replace_torch_ddp`.
 - Lightning's Trainer: :class:`lockstep.integrations.lightning.LockstepStrategy`.
 - Fabric: :class:`lockstep.integrations.fabric.LockstepStrategy`.
 - Ray Train: ``TorchConfig(backend="shm")``, and our wrapper instead of

@@ -14,15 +14,17 @@ from lockstep.nn import DistributedDataParallel
 def replace_torch_ddp() -> Iterator[None]:
     """Let ``torch.nn.parallel.DistributedDataParallel`` be lockstep's for as long as this lasts.
 
-    For libraries that look the class up there when they wrap a model, as Accelerate, Transformers'
-    Trainer and ignite do. Models that they have wrapped remain as they are afterwards. ::
+    For libraries that look the class up there when they wrap a model, as Accelerate does, and with
+    it Transformers' Trainer. Models that they have wrapped remain as they are afterwards. ::
 
-        lockstep.init()  # before them, for them to use its process group
+        from lockstep.integrations import replace_torch_ddp
+
+        lockstep.init()  # before Accelerator() or TrainingArguments(), to use its process group
         accelerator = Accelerator()
-        with lockstep.integrations.replace_torch_ddp():
+        with replace_torch_ddp():
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-        with lockstep.integrations.replace_torch_ddp():
+        with replace_torch_ddp():
             trainer.train()
 
     It holds for all threads of the process.

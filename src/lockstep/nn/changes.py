@@ -107,9 +107,8 @@ def _refuse_second_reduction(value: object) -> None:
             f"This {type(value).__name__} is parallel already, through lockstep, and torch's "
             "DistributedDataParallel is about to be put around it: gradients would be averaged "
             "twice, and come out wrong. If a library does so (Accelerate, Trainer, Lightning), "
-            "give it the bare model, and say `with lockstep.integrations.replace_torch_ddp():` "
-            "around the call, or take a strategy of lockstep.integrations; or don't give it the "
-            "model."
+            "give it the bare model, with a strategy of lockstep.integrations or within `with "
+            "lockstep.integrations.replace_torch_ddp():`; or keep the parallel model from it."
         )
 
 
