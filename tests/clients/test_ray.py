@@ -45,7 +45,8 @@ def train_under_ray(folder: str) -> Any:
         torch.save(results, Path(folder) / f"{rank}.pt")
 
     os.environ["PYTHONPATH"] = os.getcwd()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True)
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "120"  # instead of starting them anew
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         TorchTrainer(
             train_each,
