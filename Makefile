@@ -5,7 +5,7 @@ BIN := .venv/bin
 TORCH ?= 2.15.0
 OTHER := .venv-torch-$(TORCH)
 
-.PHONY: demo test test-torch check conformance bench format clean
+.PHONY: demo test test-torch test-clients check conformance bench format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
@@ -15,6 +15,9 @@ test: .venv/ready  ## Run the tests
 
 test-torch: $(OTHER)/ready  ## Run the tests with another torch: make test-torch TORCH=2.15.0
 	$(OTHER)/bin/python -m pytest -q
+
+test-clients: .venv-clients/ready  ## Run trainers and libraries that people use over lockstep
+	.venv-clients/bin/python -m pytest -q -m clients tests/clients
 
 check: .venv/ready  ## Check style and types
 	$(BIN)/ruff check .
@@ -37,22 +40,33 @@ format: .venv/ready  ## Put the code into the house's form
 	$(BIN)/ruff format .
 
 clean:  ## Remove the virtual environments
-	rm -rf .venv .venv-torch-*
+	rm -rf .venv .venv-clients .venv-torch-*
 
-# Makes the virtual environment $(@D), with what the file $(1) pins.
+# Makes the virtual environment $(@D) of the extras $(1), with what the files $(2) pin.
 define make_environment
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "lockstep needs Python 3.11 or newer, and $(PYTHON) is older. Try: make PYTHON=python3.11"; exit 1; }
 $(PYTHON) -m venv $(@D)
-$(2)
+$(3)
 $(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
-  --constraint $(1) --editable '.[demo,dev]'
-touch $@
+  $(addprefix --constraint ,$(2)) --editable '.[$(strip $(1))]'
 endef
 
+comma := ,
+
 .venv/ready: pyproject.toml constraints.txt
-	$(call make_environment,constraints.txt)
+	$(call make_environment,demo$(comma)dev,constraints.txt)
+	touch $@
 
 $(OTHER)/ready: pyproject.toml constraints.txt
-	$(call make_environment,$(@D)/constraints.txt,\
+	$(call make_environment,demo$(comma)dev,$(@D)/constraints.txt,\
 	  sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(@D)/constraints.txt)
+	touch $@
+
+# Of a gigabyte. timm asks for torchvision, which isn't there for every build of torch, and of which
+# its models need nothing: the tests have a stand-in.
+.venv-clients/ready: pyproject.toml constraints.txt constraints-clients.txt
+	$(call make_environment,clients$(comma)dev,constraints.txt constraints-clients.txt)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --constraint constraints-clients.txt timm
+	touch $@

@@ -80,6 +80,30 @@ def test_making_parallel_what_is_parallel_is_refused(parallel) -> None:
     run_ranks(2, body)
 
 
+@BOTH
+def test_torchs_wrapper_around_a_parallel_model_is_refused(parallel) -> None:
+    """Both would reduce in the memory of the gradients, which then are divided twice."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = parallel(net(), group)
+        for outer in (model, nn.Sequential(model, nn.Linear(2, 2))):
+            with pytest.raises(errors.AlreadyParallel, match="replace_torch_ddp"):
+                nn.parallel.DistributedDataParallel(outer, process_group=group)
+
+    run_ranks(2, body)
+
+
+def test_torchs_wrapper_may_leave_out_what_is_parallel() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        outer = nn.Sequential(lockstep.parallelize(nn.Linear(3, 3), process_group=group), net())
+        names = [name for name, _ in outer[0].named_parameters(prefix="0")]
+        wrapper = nn.parallel.DistributedDataParallel
+        wrapper._set_params_and_buffers_to_ignore_for_model(outer, names)
+        wrapper(outer, process_group=group)
+
+    run_ranks(2, body)
+
+
 def test_a_refused_model_can_be_mended_and_tried_again() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = nn.Linear(2, 2).requires_grad_(False)

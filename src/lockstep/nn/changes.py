@@ -19,11 +19,15 @@ from torch.nn.modules import module as hooks
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.uncompiled import uncompiled
+from lockstep.errors import AlreadyParallel
 from lockstep.nn.distributed_autograd import refuse_distributed_autograd
+from lockstep.nn.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from lockstep.nn.engine import Engine
 
+# Bound early, as ours may be put in its place.
+_TorchDDP = nn.parallel.DistributedDataParallel
 # Ranks may be threads, and a set that another thread changes can't be gone through.
 _lock = threading.RLock()
 # In the order in which they were made.
@@ -117,11 +121,31 @@ def _watch_parts(engine: Engine, module: nn.Module) -> None:
 def _is_put_into(module: nn.Module, name: str, value: object) -> None:
     if name in module._buffers:
         return  # a buffer that was there before, as many forwards set them
+    if isinstance(module, _TorchDDP) and not isinstance(module, Wrapper):
+        _refuse_second_reduction(value)
     with _lock:
         for engine in list(_watched.get(module, ())):
             if isinstance(value, nn.Module):
                 _watch_parts(engine, value)
             mark_stale(engine)
+
+
+def _refuse_second_reduction(value: object) -> None:
+    """Raise if torch's wrapper, which is being constructed, would reduce what engines reduce.
+
+    Both reduce in the memory of ``.grad``, so that gradients are divided twice, or some are.
+    """
+    if not isinstance(value, nn.Module):
+        return
+    ignored = getattr(value, "_ddp_params_and_buffers_to_ignore", ())
+    if engines_with(p for name, p in value.named_parameters() if name not in ignored):
+        raise AlreadyParallel(
+            f"This {type(value).__name__} is parallel already, through lockstep, and torch's "
+            "DistributedDataParallel is about to be put around it: gradients would be averaged "
+            "twice, and come out wrong. If a library does so (Accelerate, Trainer, Lightning), "
+            "give it the bare model, with a strategy of lockstep.integrations or within `with "
+            "lockstep.integrations.replace_torch_ddp():`; or keep the parallel model from it."
+        )
 
 
 @uncompiled

@@ -46,7 +46,7 @@ else:
 
 
 class _Prepared:
-    """What trainers call of torch's reducer before a forward or backward: nothing is needed here.
+    """What trainers call of torch's reducer around a forward or backward: nothing is needed here.
 
     They do so if the backward whose gradients are to be reduced isn't of the last forward. Here
     all depends on the backward. Other methods of torch's reducer are missing.
@@ -60,6 +60,9 @@ class _Prepared:
 
     def _rebuild_buckets(self) -> bool:
         return False
+
+    def _delay_all_reduce(self) -> None:
+        pass
 
 
 class DistributedDataParallel(

@@ -1,0 +1,30 @@
+"""A strategy for Lightning's Trainer. To import it takes ``pip install lightning``."""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from lockstep.nn import DistributedDataParallel
+from lockstep.world.device import choose_backend
+
+
+class LockstepStrategy(DDPStrategy):  # type: ignore[misc]
+    """Lightning's ``"ddp"``, with lockstep's wrapper and process group in place of torch's.
+
+    ``Trainer(strategy=LockstepStrategy(), devices=2)``
+
+    Args:
+        args: As those of Lightning's ``DDPStrategy``.
+        kwargs: The same; what it doesn't know itself goes to
+            :class:`lockstep.DistributedDataParallel`. Where ``process_group_backend`` isn't given,
+            it is that of :func:`lockstep.init`: shared memory on CPUs, NCCL on GPUs.
+    """
+
+    def _get_process_group_backend(self) -> str:
+        return self._process_group_backend or choose_backend(self.root_device)
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(
+            model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs
+        )

@@ -1,0 +1,122 @@
+"""Accelerate, with torch's wrapper, with ours in its place, and with a model parallel in place."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import lockstep
+from lockstep.errors import AlreadyParallel
+from tests.clients.forks import Forks
+from tests.clients.toy import Kind, Net, assert_same, dataset, loader, parameters_of
+
+
+def train(kind: Kind, **options: Any) -> Any:
+    """Two micro-batches a step, clipped."""
+    import accelerate
+    from accelerate.utils import extract_model_from_parallel
+
+    from lockstep.integrations import replace_torch_ddp
+
+    if kind in ("wrapper", "in place"):
+        lockstep.init()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+    net = Net().double()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    # It would divide them anew: those of one process are twice as large.
+    batches = loader(dataset())
+    if kind == "wrapper":
+        with replace_torch_ddp():
+            model, optimizer = accelerator.prepare(net, optimizer)
+        wrapper = getattr(model, "_orig_mod", model)
+        assert isinstance(wrapper, lockstep.DistributedDataParallel)
+    elif kind == "in place":
+        model, optimizer = lockstep.parallelize(net), accelerator.prepare(optimizer)
+    else:
+        model, optimizer = accelerator.prepare(net, optimizer)
+    for x, y in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(x), y))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+    # Several forwards before their backwards, of which the last is reduced.
+    (x, y), (more_x, more_y) = list(batches)[:2]
+    with accelerator.no_sync(model):
+        first, second = F.cross_entropy(model(x), y), F.cross_entropy(model(more_x), more_y)
+        accelerator.backward(first)
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(second)
+    optimizer.step()
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is net
+    assert extract_model_from_parallel(model, keep_torch_compile=False) is net
+    assert list(accelerator.get_state_dict(model)) == list(net.state_dict())
+    if kind in ("wrapper", "in place"):
+        assert dist.get_backend() == "shm"
+    return parameters_of(net)
+
+
+@pytest.fixture(scope="module")
+def alone(forks: Forks) -> Any:
+    return forks.run(train, 1, "alone")[0]
+
+
+@pytest.mark.parametrize("kind", ["torch", "wrapper", "in place"])
+def test_accelerate_gives_what_one_process_gives(forks: Forks, alone: Any, kind: Kind) -> None:
+    assert_same(forks.run(train, 2, kind), alone)
+
+
+def test_a_compiled_model_gives_what_one_process_gives(forks: Forks, alone: Any) -> None:
+    assert_same(forks.run(train, 2, "wrapper", dynamo_backend="aot_eager"), alone)
+
+
+def prepare_twice() -> list[str]:
+    import accelerate
+
+    lockstep.init()
+    accelerator = accelerate.Accelerator(cpu=True)
+    texts = []
+    for parallel in (lockstep.parallelize(Net()), lockstep.DistributedDataParallel(Net())):
+        with pytest.raises(AlreadyParallel, match="replace_torch_ddp") as caught:
+            accelerator.prepare(parallel)
+        texts.append(str(caught.value))
+    ignored = Net()
+    lockstep.parallelize(ignored.inner)
+    names = [name for name, _ in ignored.named_parameters() if name.startswith("inner.")]
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        ignored, names
+    )
+    accelerator.prepare(ignored)
+    return texts
+
+
+def test_a_model_that_is_parallel_is_not_wrapped_in_torchs_as_well(forks: Forks) -> None:
+    for texts in forks.run(prepare_twice, 2):
+        assert [text.split()[1] for text in texts] == ["Net", "DistributedDataParallel"]
+
+
+def launch_by_accelerate() -> None:
+    import accelerate
+
+    accelerate.debug_launcher(launched_by_accelerate, num_processes=2)
+
+
+def launched_by_accelerate() -> None:
+    import accelerate
+
+    accelerator = accelerate.Accelerator()
+    world = lockstep.init(timeout=timedelta(seconds=30))
+    assert (world.rank, world.world_size) == (accelerator.process_index, 2)
+    net = lockstep.parallelize(Net())
+    net(torch.full((2, 6), float(world.rank))).sum().backward()
+    assert float(net.outer.bias.grad.sum()) == 6.0
+
+
+def test_init_finds_the_group_of_debug_launcher(forks: Forks) -> None:
+    forks.run(launch_by_accelerate, 1)

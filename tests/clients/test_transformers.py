@@ -1,0 +1,107 @@
+"""Transformers' Trainer, with torch's wrapper and with ours in its place."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+import lockstep
+from tests.clients.forks import Forks
+from tests.clients.toy import GLOBAL_BATCH, assert_same, parameters_of, place
+
+
+class Tokens(Dataset[Any]):
+    """Sequences of random tokens, of which some count for no loss: more in some than in others."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(32, (48, 8), generator=generator)
+        self.labels = self.ids.clone()
+        for index, row in enumerate(self.labels):
+            row[: index % 6] = -100
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(place()[0])
+    config = GPT2Config(
+        vocab_size=32,
+        n_positions=8,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config).double()
+
+
+def train(kind: str, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from lockstep.integrations import replace_torch_ddp
+
+    if kind == "wrapper":
+        lockstep.init()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=True,
+            per_device_train_batch_size=GLOBAL_BATCH // 2 // place()[1],
+            gradient_accumulation_steps=2,
+            max_steps=3,
+            learning_rate=0.1,
+            max_grad_norm=0.5,
+            optim="sgd",
+            lr_scheduler_type="constant",
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **options,
+        )
+        net = gpt2()
+        trainer = Trainer(net, arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+        if kind == "wrapper":
+            with replace_torch_ddp():
+                trainer.train()
+            assert isinstance(
+                trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False),
+                type(net),
+            )
+            assert dist.get_backend() == "shm"
+        else:
+            trainer.train()
+        trainer.evaluate()
+        trainer.save_model(folder)
+    return parameters_of(net)
+
+
+@pytest.fixture(scope="module")
+def alone(forks: Forks) -> Any:
+    return forks.run(train, 1, "alone")[0]
+
+
+@pytest.mark.parametrize("kind", ["torch", "wrapper"])
+def test_the_trainer_gives_what_one_process_gives(forks: Forks, alone: Any, kind: str) -> None:
+    assert_same(forks.run(train, 2, kind), alone)
+
+
+def test_the_trainer_compiles(forks: Forks, alone: Any) -> None:
+    how = {"torch_compile": True, "torch_compile_backend": "eager"}
+    assert_same(forks.run(train, 2, "wrapper", **how), alone)
