@@ -55,6 +55,16 @@ def test_users_lines_are_shown_and_the_last_is_what_went_wrong(bench: Bench) -> 
     assert "good order" not in logged
 
 
+@pytest.mark.parametrize("name", ["no_sync", "join"])
+def test_what_torchs_wrapper_has_is_pointed_out_for_models_in_place(
+    name: str, bench: Bench
+) -> None:
+    script = bench.script(TRAIN.format(step=f"model.{name}()"))
+    done = bench.run("run", "-n", 2, script)
+    assert f"AttributeError: 'Net' object has no attribute '{name}'" in done.stderr
+    assert f"write 'with lockstep.{name}(model):'" in done.stderr.splitlines()[-1]
+
+
 def test_full_traceback_shows_all_frames(bench: Bench) -> None:
     script = bench.script(TRAIN.format(step=FORWARD))
     done = bench.run("run", "-n", 2, "--full-traceback", script)

@@ -138,6 +138,12 @@ def _run(program: Program, start: RankStart) -> Report:
     except BaseException as error:  # whatever ends the program has to be reported
         if not start.stdin and _wanted_input(error):
             error.add_note(_no_input(start.rank, program))
+        if isinstance(error, AttributeError) and error.name in ("no_sync", "join"):
+            error.add_note(
+                "A model that was given to lockstep.parallelize() has no methods but its own: "
+                f"write 'with lockstep.{error.name}(model):'. Those of torch's wrapper are in "
+                "lockstep.DistributedDataParallel(model)."
+            )
         return _report_of_exception(error, program)
     return _report(0, result=result)
 
