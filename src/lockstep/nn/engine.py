@@ -174,7 +174,6 @@ class Engine:
 
     def _hang_hooks(self) -> None:
         self.detach()
-        take_over_optimizers(self._parameters)
         me = weakref.ref(self)
         # The same for all, and so at hand when the next gradient comes.
         hook, thaw_hook = _gradient_hook(me, self._notes), _thaw_hook(me)
@@ -357,6 +356,7 @@ class Engine:
             in_one_thread: Whether all their gradients come from one thread. Several need the lock.
         """
         self.num_backwards += 1
+        take_over_optimizers(self._parameters)
         takes_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
         self.reducer.begin(turns, takes_early=takes_early)
         if in_one_thread:

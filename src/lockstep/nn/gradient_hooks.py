@@ -90,7 +90,8 @@ def hooks_of(parameter: torch.Tensor) -> GradientHooks:
 def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
     """Let optimizers step as hooks that torch's ``_apply_optimizer_in_backward`` has hung.
 
-    It hangs them on the nodes that accumulate gradients, where they come too early.
+    It hangs them on the nodes that accumulate gradients, where they come too early, but not before
+    the first hook of a parameter in a backward.
     """
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     if module is None:
