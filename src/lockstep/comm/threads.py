@@ -177,8 +177,8 @@ class Room:
     def _report_overdue(self, rank: int, call: Call, meeting: _Meeting, timeout: float) -> None:
         absent = self._names(set(range(self.size)) - set(meeting.arrivals))
         text = (
-            f"{_named(absent)} did not come to {call} within {timeout:g} s: busy with something "
-            "else, or ended without it. See what it does there."
+            f"{_named(absent)} did not come to {call} within the timeout of {timeout:g} s: busy "
+            "with something else, or ended without it. See what it does there."
         )
         self.break_off(_Fault(CollectiveTimeout, text, absent, self.members[rank]))
         raise CollectiveTimeout(text, absent, call.operation)

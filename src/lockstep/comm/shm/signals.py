@@ -212,8 +212,8 @@ class Signals:
 
     def _report_overdue(self, call: Call, ranks: list[int], timeout: float) -> None:
         text = (
-            f"{_named(ranks)} did not come to {call} within {timeout:g} s: stopped, busy with "
-            "something else, or ended without it. See what it does there."
+            f"{_named(ranks)} did not come to {call} within the timeout of {timeout:g} s: stopped, "
+            "busy with something else, or ended without it. See what it does there."
         )
         self.announce(Note(kind="CollectiveTimeout", text=text, ranks=ranks))
         raise CollectiveTimeout(text, ranks, call.operation)
