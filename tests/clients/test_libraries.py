@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import sys
 import types
@@ -163,7 +164,7 @@ class _StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = type(name, (nn.Module,), {"BILINEAR": "", "BICUBIC": "", "NEAREST": ""})
+        value = type(name, (nn.Module,), {})
         setattr(self, name, value)
         return value
 
@@ -184,6 +185,9 @@ def learn_images(kind: Kind) -> Any:
             parent, _, child = name.rpartition(".")
             if parent:
                 setattr(sys.modules[parent], child, sys.modules[name])
+        modes = "NEAREST BILINEAR BICUBIC BOX HAMMING LANCZOS"
+        functional = sys.modules["torchvision.transforms.functional"]
+        functional.InterpolationMode = enum.Enum("InterpolationMode", modes)
     import timm
     from timm.utils import ModelEmaV3, distribute_bn, unwrap_model
 

@@ -64,7 +64,8 @@ def main() -> None:
     data = TensorDataset(images, torch.randint(5, (40,), generator=generator))
     # A sampler of one rank too, so that one process takes the same batches.
     sampler = DistributedSampler(data, size, rank)
-    loader = DataLoader(data, global_batch // size, sampler=sampler, num_workers=1)
+    workers = {"num_workers": 1, "persistent_workers": True}
+    loader = DataLoader(data, global_batch // size, sampler=sampler, **workers)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         model.train()
