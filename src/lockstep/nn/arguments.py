@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.arguments import as_device, check_type
 from lockstep.world import group_or_all
 
 Device = int | str | torch.device
@@ -17,6 +18,7 @@ def group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.P
     """The ranks that a mesh or a group names; by default all of ``lockstep.init()``."""
     if mesh is None:
         return group_or_all(group)
+    check_type("device_mesh", mesh, DeviceMesh, "a DeviceMesh, as init_device_mesh() makes it")
     if group is not None:
         raise RuntimeError("Give a process_group or a device_mesh, not both.")
     if mesh.ndim != 1:
@@ -29,6 +31,7 @@ def group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.P
 
 def only_device(device_ids: Sequence[Device] | None) -> torch.device | None:
     """The device that ``device_ids`` names, if it does."""
+    check_type("device_ids", device_ids, Sequence | None, "a list of the one device of this rank")
     if not device_ids:
         return None
     if len(device_ids) > 1:
@@ -37,4 +40,5 @@ def only_device(device_ids: Sequence[Device] | None) -> torch.device | None:
             "each, with 'lockstep run -n', or leave device_ids out."
         )
     device = device_ids[0]
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    return as_device("device_ids[0]", f"cuda:{device}" if is_number else device)
