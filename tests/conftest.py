@@ -9,9 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import psutil
 import pytest
 import torch
+
+# How long an example takes is a matter of what else the machine does.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # torch sets the second when an optimizer's first step loads its compiler.
 _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")

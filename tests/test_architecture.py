@@ -14,6 +14,7 @@ import lockstep
 SOURCE = Path(lockstep.__file__).parent
 
 FLOORS = {
+    "arguments": 0,
     "errors": 0,
     "trace": 1,
     "comm": 2,

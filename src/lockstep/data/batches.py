@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.arguments import as_whole_number
 from lockstep.errors import SplitError
 
 
@@ -19,6 +20,7 @@ def batch_share(batch_size: int, rank: int, world_size: int) -> int:
 
     Raises:
         SplitError: If a rank would go without, or there is no such rank.
+        TypeError: If one is not a whole number.
     """
     share = batch_slice(batch_size, rank, world_size)
     return int(share.stop - share.start)
@@ -39,7 +41,10 @@ def batch_slice(batch_size: int, rank: int, world_size: int) -> slice:
 
     Raises:
         SplitError: If a rank would go without, or there is no such rank.
+        TypeError: If one is not a whole number.
     """
+    batch_size = as_whole_number("batch_size", batch_size)
+    rank, world_size = as_whole_number("rank", rank), as_whole_number("world_size", world_size)
     if not 0 <= rank < world_size:
         raise SplitError(
             f"There is no rank {rank} in a world of {world_size}: "
@@ -74,8 +79,17 @@ def epoch_shares(num_samples: int, batch_size: int, world_size: int) -> list[int
 
     Raises:
         SplitError: If a batch, or what is left for the last one, has fewer samples than there
-            are ranks.
+            are ranks; or if there is no rank, or less than no sample.
+        TypeError: If one is not a whole number.
     """
+    num_samples = as_whole_number("num_samples", num_samples)
+    batch_size = as_whole_number("batch_size", batch_size)
+    world_size = as_whole_number("world_size", world_size)
+    if num_samples < 0 or world_size < 1:
+        raise SplitError(
+            f"num_samples is {num_samples} and world_size is {world_size}, but a dataset has 0 "
+            "samples or more, and there is one rank at least. Take the ranks from lockstep.init()."
+        )
     num_full, last = divmod(num_samples, batch_size) if batch_size > 0 else (1, 0)
     if 0 < last < world_size:
         raise SplitError(

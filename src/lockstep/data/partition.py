@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
+from lockstep.arguments import as_whole_number, refusal
 from lockstep.errors import SplitError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -41,11 +42,18 @@ class Partition(Dataset[T_co]):
         data: The whole dataset.
         indices: Which of its elements, in which order.
 
+    Raises:
+        TypeError: If one of them can't be indexed.
+
     Source:
         ``Partition`` of the PyTorch tutorial "Writing Distributed Applications with PyTorch".
     """
 
     def __init__(self, data: SizedDataset[T_co], indices: Sequence[int]) -> None:
+        if not hasattr(data, "__getitem__"):
+            raise TypeError(refusal("data", data, "a dataset that can be indexed"))
+        if not _is_sized_and_indexed(indices):
+            raise TypeError(refusal("indices", indices, "a sequence of indices"))
         self.data = data
         self.indices = indices
 
@@ -55,6 +63,7 @@ class Partition(Dataset[T_co]):
 
     def __getitem__(self, index: int) -> T_co:
         """The element at ``index`` of this part; negative indices count from its end."""
+        index = as_whole_number("index", index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for a part of {len(self)} elements")
         return self.data[self.indices[index]]
@@ -85,7 +94,7 @@ class DataPartitioner(Generic[T_co]):
 
     Raises:
         SplitError: If ``data`` can't be divided so.
-        TypeError: If ``data`` has no length, or a size is not a number.
+        TypeError: If ``data`` has no length, a size is not a number, or the seed not a whole one.
 
     Source:
         ``DataPartitioner`` of the PyTorch tutorial "Writing Distributed Applications with
@@ -112,6 +121,7 @@ class DataPartitioner(Generic[T_co]):
             IndexError: If there is no such part. Negative numbers don't count from the end:
                 no rank is negative.
         """
+        part = as_whole_number("part", part)
         if not 0 <= part < len(self.partitions):
             raise IndexError(
                 f"There is no part {part} of {len(self.partitions)}, numbered from 0. "
@@ -139,9 +149,10 @@ def partition(
 
     Raises:
         SplitError: If the sizes are none, negative, not finite, more than the data or less.
-        TypeError: If ``dataset`` has no length, or a size is not a number.
+        TypeError: If ``dataset`` has no length, a size is not a number, or the seed not a whole
+            one. (Python would take NaN for another seed in each process.)
     """
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+    if isinstance(dataset, IterableDataset) or not _is_sized_and_indexed(dataset):
         raise TypeError(
             f"{type(dataset).__name__} is not a dataset of known length, so it can't be divided "
             "beforehand. Give a map-style dataset, with __len__ and __getitem__."
@@ -149,6 +160,7 @@ def partition(
     counts = _counts(_checked_numbers(sizes), len(dataset))
     order: Sequence[int] = range(len(dataset))
     if seed is not None:
+        seed = as_whole_number("seed", seed, "a whole number, or None to keep the order")
         order = list(order)
         random.Random(seed).shuffle(order)
     parts, start = [], 0
@@ -158,8 +170,13 @@ def partition(
     return parts
 
 
+def _is_sized_and_indexed(value: object) -> bool:
+    has_both = isinstance(value, Sized) and hasattr(value, "__getitem__")
+    return has_both and getattr(value, "ndim", 1) != 0  # tensors and arrays have both, and no use
+
+
 def _checked_numbers(sizes: Iterable[object]) -> list[int | float]:
-    if not isinstance(sizes, Iterable):
+    if not isinstance(sizes, Iterable) or getattr(sizes, "ndim", 1) == 0:
         raise TypeError(f"sizes is {sizes!r}, not one size for each part, such as [0.5, 0.5].")
     checked: list[int | float] = []
     for part, size in enumerate(sizes):

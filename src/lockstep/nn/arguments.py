@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.arguments import as_device, check_type
 from lockstep.world import group_or_all
 
 Device = int | str | torch.device
@@ -18,6 +19,7 @@ def group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.P
     """The ranks that a mesh or a group names; by default all of ``lockstep.init()``."""
     if mesh is None:
         return group_or_all(group)
+    check_type("device_mesh", mesh, DeviceMesh, "a DeviceMesh, as init_device_mesh() makes it")
     if group is not None:
         raise RuntimeError("Give a process_group or a device_mesh, not both.")
     if mesh.ndim != 1:
@@ -32,6 +34,7 @@ def only_device(
     module: nn.Module, device_ids: Sequence[Device] | None, output_device: Device | None
 ) -> torch.device | None:
     """The device that ``device_ids`` names, if it does: that of ``module``."""
+    check_type("device_ids", device_ids, Sequence | None, "a list of the one device of this rank")
     if output_device is not None:
         _device_of(module, "output_device", output_device)
     if not device_ids:
@@ -46,7 +49,9 @@ def only_device(
 
 def _device_of(module: nn.Module, name: str, named: Device) -> torch.device:
     devices = {parameter.device for parameter in module.parameters()}
-    device = torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
+    is_number = isinstance(named, int) and not isinstance(named, bool)
+    argument = f"{name}[0]" if name == "device_ids" else name
+    device = as_device(argument, f"cuda:{named}" if is_number else named)
     for other in devices:
         if other.type != device.type or device.index not in (None, other.index):
             raise ValueError(

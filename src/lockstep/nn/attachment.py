@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lockstep.arguments import check_module
 from lockstep.comm import LoneGroup, broadcast_tensors
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
 from lockstep.nn.agreement import check_same_model
@@ -66,11 +67,8 @@ def attach(
     in a wrapper already, ``owner`` takes that one's place.
 
     Raises:
-        TypeError: If ``module`` is no module.
         ModelError: If the module can't be made parallel, on this rank or on another.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.")
     group = group if group is not None and group.size() > 1 else None
     inner = [part for part in module.modules() if part in _attachments]
     previous = _wrapped[module]() if module in _wrapped and owner is not module else None
@@ -160,14 +158,15 @@ def attachment_of(module: nn.Module) -> Attachment:
         module: As given to parallelize(), a wrapper, or what is in one.
 
     Raises:
+        TypeError: If it is no module.
         ModelError: If the module isn't parallel.
     """
-    if isinstance(module, nn.Module):
-        attachment = _attachments.get(module)
-        if attachment is None and module in _wrapped:
-            attachment = _wrapped[module]()
-        if attachment is not None:
-            return attachment
+    check_module(module)
+    attachment = _attachments.get(module)
+    if attachment is None and module in _wrapped:
+        attachment = _wrapped[module]()
+    if attachment is not None:
+        return attachment
     raise ModelError(
         f"This {type(module).__name__} isn't parallel. Call parallelize() on it first, or pass the "
         "module that was given to parallelize()."

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lockstep.arguments import check_flag, check_type
 from lockstep.comm import TensorBroadcast, start_all_reduce, without_repeats
 
 _log = logging.getLogger(__name__)
@@ -30,7 +31,12 @@ BroadcastBuffers = bool | Mapping[str, BufferPolicy]
 
 def check_policies(broadcast_buffers: BroadcastBuffers) -> None:
     """Refuse policies that don't exist."""
-    for pattern, policy in () if isinstance(broadcast_buffers, bool) else broadcast_buffers.items():
+    if not isinstance(broadcast_buffers, Mapping):
+        wanted = "True, False or a dict with a policy for each pattern of names"
+        check_flag("broadcast_buffers", broadcast_buffers, wanted)
+        return
+    for pattern, policy in broadcast_buffers.items():
+        check_type("A pattern of names in broadcast_buffers", pattern, str, "a str")
         if policy not in get_args(BufferPolicy):
             known = ", ".join(map(repr, get_args(BufferPolicy)))
             raise ValueError(
@@ -40,7 +46,7 @@ def check_policies(broadcast_buffers: BroadcastBuffers) -> None:
 
 def policy_of(name: str, broadcast_buffers: BroadcastBuffers) -> str:
     """What to do with the buffer of that name."""
-    if isinstance(broadcast_buffers, bool):
+    if not isinstance(broadcast_buffers, Mapping):
         return "rank0" if broadcast_buffers else "local"
     fitting = (p for pattern, p in broadcast_buffers.items() if fnmatchcase(name, pattern))
     return next(fitting, "rank0")

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._pytree import tree_map_only
 
+from lockstep.arguments import check_flag, check_module, check_type, refusal
 from lockstep.comm import broadcast_tensors
 from lockstep.grad import MIB, CommHook
 from lockstep.nn import mixed_precision as precisely
@@ -125,6 +126,8 @@ class DistributedDataParallel(
         ModelMismatch: If the ranks' models or options differ; it names the first difference.
         NothingToTrain: If no parameter requires a gradient.
         AlreadyParallel: If it shares parameters with a model that is parallel already.
+        TypeError: If an argument is of a wrong type; it says which.
+        ValueError: If ``bucket_cap_mb`` is no size, or ``device_ids`` names no device, or several.
     """
 
     def __init__(
@@ -153,12 +156,18 @@ class DistributedDataParallel(
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        check_module(module)
+        check_flag("init_sync", init_sync)
+        check_flag("skip_all_reduce_unused_params", skip_all_reduce_unused_params)
+        precisely.check_precision(mixed_precision)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce go together: give "
                 "both, or none."
             )
         if bucket_cap_mb is None:
+            sizes = "a list of numbers of MiB"
+            check_type("bucket_cap_mb_list", bucket_cap_mb_list, Sequence | None, sizes)
             bucket_cap_mb = [DEFAULT_BUCKET_CAP_MB, *(bucket_cap_mb_list or ())][-1]
         check_bucket_cap(bucket_cap_mb)
         follow = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
@@ -236,6 +245,7 @@ class DistributedDataParallel(
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
+        check_flag("require_backward_grad_sync", value)
         for engine in self._engines:
             engine.is_syncing = value
 
@@ -297,10 +307,16 @@ class DistributedDataParallel(
         comm_hook_location: object = None,
     ) -> None:
         """Let ``hook`` exchange buffers, when gradients are reduced, wherever torch would."""
+        if not callable(hook):
+            raise TypeError(refusal("hook", hook, "a function of a state and a dict of buffers"))
         for engine in self._engines:
             engine.buffers.hook = functools.partial(hook, state)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        kind = dist.BuiltinCommHookType
+        check_type(
+            "comm_hook_type", comm_hook_type, kind, "a torch.distributed.BuiltinCommHookType"
+        )
         hooks = {
             dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
@@ -340,6 +356,7 @@ class DistributedDataParallel(
             enable: Whether to do this at all.
             throw_on_early_termination: As there.
         """
+        check_flag("enable", enable)
         if not enable:
             return nullcontext()
         return join(

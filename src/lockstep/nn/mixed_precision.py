@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,12 @@ from torch.func import functional_call
 from torch.futures import Future
 from torch.utils._pytree import tree_map_only
 
+from lockstep.arguments import check_type
 from lockstep.comm import num_counted
 from lockstep.grad import CommHook, GradBucket
 
 
+@runtime_checkable
 class MixedPrecision(Protocol):
     """What torch's ``_MixedPrecision`` says; None leaves a dtype as it is.
 
@@ -28,6 +30,17 @@ class MixedPrecision(Protocol):
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     buffer_dtype: torch.dtype | None
+
+
+def check_precision(precision: MixedPrecision | None) -> None:
+    """Raise TypeError unless all that ``precision`` has are dtypes."""
+    if precision is None:
+        return
+    wanted = "an object with a param_dtype, a reduce_dtype and a buffer_dtype"
+    check_type("mixed_precision", precision, MixedPrecision, wanted)
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(precision, name)
+        check_type(f"mixed_precision.{name}", dtype, torch.dtype | None, "a torch.dtype or None")
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype, ignored: Collection[str]) -> None:

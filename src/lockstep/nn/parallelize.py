@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.arguments import check_flag, check_module
 from lockstep.nn.attachment import accumulating, attach, check_bucket_cap, engines_of
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.engine import Options
@@ -78,10 +79,14 @@ def parallelize(
         ModelMismatch: If the ranks' models or options differ; it names the first difference.
         NothingToTrain: If no parameter requires a gradient.
         AlreadyParallel: If it is parallel already, or shares parameters with a model that is.
-        TypeError: If there are other arguments; of torch's it says what is done instead.
+        TypeError: If an argument is of a wrong type, or there are others: of torch's it says what
+            is done instead.
+        ValueError: If ``bucket_cap_mb`` is no size, or a policy none of those above.
     """
     if others:
         raise TypeError(_others_are_refused(others))
+    check_module(module)
+    check_flag("init_sync", init_sync)
     check_bucket_cap(bucket_cap_mb)
     check_policies(broadcast_buffers)
     options = Options(bucket_cap_mb, broadcast_buffers, init_sync)
@@ -147,6 +152,8 @@ def join(
     """
     if not modules:
         raise TypeError("join() takes the models that are trained in the loop, and got none.")
+    check_flag("divide_by_initial_world_size", divide_by_initial_world_size)
+    check_flag("throw_on_early_termination", throw_on_early_termination)
     engines = [*dict.fromkeys(engine for module in modules for engine in engines_of(module))]
     groups = [engine.reducer.process_group for engine in engines]
     return UnevenLoop(

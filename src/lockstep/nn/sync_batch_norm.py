@@ -13,6 +13,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from lockstep.arguments import (
+    as_device,
+    as_finite_number,
+    as_whole_number,
+    check_flag,
+    check_module,
+    check_process_group,
+    check_type,
+)
 from lockstep.comm import gather_in_step, sum_in_step
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.nn.backward import begin_if_others_must_know, finish_failed
@@ -43,7 +52,9 @@ class SyncBatchNorm(_BatchNorm):
         dtype: Of parameters and running statistics.
 
     Raises:
-        ValueError: In forward, if the input has fewer than two dimensions or another number of
+        TypeError: If an argument is of a wrong type; it says which.
+        ValueError: If ``num_features`` or ``eps`` is negative, ``eps`` or ``momentum`` not finite.
+            In forward, if the input has fewer than two dimensions or another number of
             channels, or if all ranks together have one value per channel in training.
     """
 
@@ -58,8 +69,18 @@ class SyncBatchNorm(_BatchNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_flag("affine", affine)
+        check_flag("track_running_stats", track_running_stats)
+        check_type("dtype", dtype, torch.dtype | None, "a torch.dtype")
+        check_process_group(process_group)
         super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+            as_whole_number("num_features", num_features, "a number of channels", at_least=0),
+            as_finite_number("eps", eps, "a finite number, 0 or more", at_least=0),
+            None if momentum is None else as_finite_number("momentum", momentum),
+            affine,
+            track_running_stats,
+            device=None if device is None else as_device("device", device),
+            dtype=dtype,
         )
         self.process_group = process_group
 
@@ -86,6 +107,7 @@ class SyncBatchNorm(_BatchNorm):
         Raises:
             ValueError: If a BatchNorm has no shape yet.
         """
+        check_module(module)
         made: dict[nn.Module, nn.Module] = {}
         for parent in list(module.modules()):
             for name, child in parent._modules.items():
@@ -120,6 +142,7 @@ class SyncBatchNorm(_BatchNorm):
         return new
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
+        check_type("input", input, torch.Tensor, "a tensor of shape (N, C, *)")
         if input.dim() < 2:
             raise ValueError(
                 f"SyncBatchNorm takes inputs of shape (N, C, *), and got {tuple(input.shape)}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Collection
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.arguments import as_finite_number, check_module
 from lockstep.comm import start_all_reduce
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.grad import (
@@ -55,15 +55,14 @@ def average_gradients(
 
     Raises:
         ModelMismatch: If the ranks' models differ, which is looked at in the first call.
+        TypeError: If ``module`` isn't a module, or ``weight`` not a number.
         ValueError: If a weight is negative or not finite, or all are zero.
 
     Source: the function of this name in PyTorch's tutorial "Writing Distributed Applications".
     """
-    share = 1.0 if weight is None else float(weight)
-    if not (math.isfinite(share) and share >= 0):
-        raise ValueError(f"weight is {weight}, but must be a finite number of samples, 0 or more.")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.")
+    check_module(module)
+    wanted = "a finite number of samples, 0 or more"
+    share = 1.0 if weight is None else as_finite_number("weight", weight, wanted, at_least=0)
     group = group_or_all(process_group)
     if group is None or group.size() == 1:
         return

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.arguments import refusal
 from lockstep.comm.rank_threads import this_thread
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import ModelError
@@ -67,8 +68,9 @@ def mean(
         nothing.
 
     Raises:
-        TypeError: If ``values`` isn't a floating-point tensor.
-        ValueError: If the weights require a gradient, or ``values`` is a number without a weight.
+        TypeError: If ``values`` isn't a floating-point tensor, or ``weight`` not of numbers.
+        ValueError: If the weights can't be broadcast to the shape of ``values``, or require a
+            gradient, or ``values`` is a number without a weight.
             On every rank, if the weights of one are infinite or NaN; if they are on a GPU, the mean
             is NaN instead, as to look at them would wait for it.
     """
@@ -139,8 +141,15 @@ def _counts(values: torch.Tensor, weight: torch.Tensor | float | None) -> torch.
         )
     if weight is None:
         weight = 1.0
-    counts = torch.as_tensor(weight, dtype=torch.float64, device=values.device)
-    expanded: torch.Tensor = counts.expand(values.shape)
+    try:
+        counts = torch.as_tensor(weight, dtype=torch.float64, device=values.device)
+        expanded: torch.Tensor = counts.expand(values.shape)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        wanted = (
+            f"a number or a tensor that can be broadcast to {tuple(values.shape)}, as values is"
+        )
+        kind = ValueError if isinstance(weight, torch.Tensor) else TypeError
+        raise kind(refusal("weight", weight, wanted)) from error
     return expanded
 
 

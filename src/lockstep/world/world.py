@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lockstep.arguments import as_device, check_process_group, check_type
 from lockstep.comm.backends import THREADS, register_backends
 from lockstep.errors import (
     BackendUnavailable,
@@ -87,13 +88,14 @@ def init(
 
     Raises:
         RendezvousFailed: If the others can't be reached, or don't come, within ``timeout``.
-        ValueError: If ``timeout`` isn't more than 0.
+        ValueError: If ``timeout`` isn't more than 0, or torch knows no such ``device``.
         BackendUnavailable: If the ``backend`` asked for can't be used here.
         ContradictoryInit: If ``init()`` was called before, for something else.
         InitError: If the starter's environment variables make no sense.
     """
     global _current
-    wanted = torch.device(device) if device is not None else None
+    wanted = as_device("device", device) if device is not None else None
+    check_type("backend", backend, str | None, "the name of a backend, such as 'gloo'")
     register_backends()
     _check_backend(backend)
     timeout = _checked_timeout(timeout)
@@ -124,25 +126,14 @@ def group_or_all(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup |
     """
     if process_group is None:
         return init().process_group
-    if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise TypeError(
-            "process_group is what new_group() returns on a rank that isn't one of the group's. "
-            "Call this on the ranks of the group alone."
-        )
-    if not callable(getattr(process_group, "allreduce", None)):
-        raise TypeError(
-            f"process_group is {process_group!r}, of type {type(process_group).__name__}. Give a "
-            "process group, as torch.distributed.new_group() makes it, or leave it out for all "
-            "ranks."
-        )
+    check_process_group(process_group)
     return process_group
 
 
 def _checked_timeout(timeout: timedelta | None) -> timedelta:
     if timeout is None:
         return DEFAULT_TIMEOUT
-    if not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout is {timeout!r}; give a timedelta, as timedelta(seconds=60).")
+    check_type("timeout", timeout, timedelta, "a timedelta, such as timedelta(seconds=60)")
     if timeout <= timedelta(0):
         raise ValueError(
             f"timeout is {timeout!r}, but no rank can join in no time. Give a timedelta of more "

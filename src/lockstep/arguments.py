@@ -1,0 +1,112 @@
+"""Checks of arguments at the entrance of public functions.
+
+A wrong argument that gets into torch or Python fails there, in words that don't name it. Each check
+says which argument it is, what it was and what is wanted; ``wanted`` is that in words.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import reprlib
+from types import UnionType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def refusal(name: str, value: object, wanted: str) -> str:
+    """What an error says of an argument."""
+    return f"{name} is {reprlib.repr(value)} ({type(value).__name__}), not {wanted}."
+
+
+def check_type(name: str, value: object, kind: type | UnionType, wanted: str) -> None:
+    """Raise TypeError unless ``value`` is an instance of ``kind``."""
+    if not isinstance(value, kind):
+        raise TypeError(refusal(name, value, wanted))
+
+
+def check_module(module: object) -> None:
+    """Raise TypeError unless ``module`` is one."""
+    check_type("module", module, nn.Module, "a torch.nn.Module")
+
+
+def check_flag(name: str, value: object, wanted: str = "True or False") -> None:
+    """Raise TypeError unless ``value`` is True or False, or equal to one, as 0 and 1 are."""
+    try:
+        is_flag = value in (False, True)
+    except (RuntimeError, ValueError):  # tensors and arrays of several numbers
+        is_flag = False
+    if not is_flag:
+        raise TypeError(refusal(name, value, wanted))
+
+
+def check_process_group(process_group: object) -> None:
+    """Raise TypeError unless ``process_group`` is None or a group with this rank in it."""
+    if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            "process_group is what new_group() returns on a rank that isn't one of the group's. "
+            "Call this on the ranks of the group alone."
+        )
+    if process_group is not None and not callable(getattr(process_group, "allreduce", None)):
+        wanted = "a process group, as torch.distributed.new_group() makes it, or None for all ranks"
+        raise TypeError(refusal("process_group", process_group, wanted))
+
+
+def as_whole_number(
+    name: str, value: object, wanted: str = "a whole number", at_least: int | None = None
+) -> int:
+    """``value`` as an int.
+
+    Raises:
+        TypeError: If it isn't an integer of Python's, NumPy's or torch's; a bool isn't either.
+        ValueError: If it is less than ``at_least``.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        number = None
+    if number is None:
+        raise TypeError(refusal(name, value, wanted))
+    if at_least is not None and number < at_least:
+        raise ValueError(refusal(name, value, wanted))
+    return number
+
+
+def as_finite_number(
+    name: str, value: object, wanted: str = "a finite number", at_least: float = -math.inf
+) -> float:
+    """``value`` as a float.
+
+    Raises:
+        TypeError: If it isn't a number, which a tensor of one element is too.
+        ValueError: If it is NaN, infinite, or less than ``at_least``.
+    """
+    try:
+        number = None if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None:
+        raise TypeError(refusal(name, value, wanted))
+    if not (math.isfinite(number) and number >= at_least):
+        raise ValueError(refusal(name, value, wanted))
+    return number
+
+
+def as_device(name: str, value: object) -> torch.device:
+    """``value`` as a device.
+
+    Raises:
+        TypeError: If it is neither a device nor the name or number of one.
+        ValueError: If there is no such device in torch.
+    """
+    wanted = "a device, such as 'cpu' or 'cuda:0'"
+    if isinstance(value, bool) or not isinstance(value, torch.device | str | int):
+        raise TypeError(refusal(name, value, wanted))
+    try:
+        return torch.device(value)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(refusal(name, value, wanted)) from error
