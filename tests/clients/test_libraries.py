@@ -189,6 +189,7 @@ def learn_images(kind: Kind) -> Any:
         functional = sys.modules["torchvision.transforms.functional"]
         functional.InterpolationMode = enum.Enum("InterpolationMode", modes)
     import timm
+    from timm.optim import create_optimizer_v2
     from timm.utils import ModelEmaV3, distribute_bn, unwrap_model
 
     make_group(kind)
@@ -200,7 +201,7 @@ def learn_images(kind: Kind) -> Any:
     model = wrap(kind, net)
     average.set(net)
     assert unwrap_model(model) is net
-    optimizer = timm.optim.create_optimizer_v2(net, opt="sgd", lr=0.1, weight_decay=0.1)
+    optimizer = create_optimizer_v2(net, opt="sgd", lr=0.1, weight_decay=0.1)
     x, y = dataset().tensors
     images = torch.nn.functional.interpolate(x.reshape(-1, 1, 2, 3), (32, 32)).expand(-1, 3, -1, -1)
     for images_, y_ in loader(torch.utils.data.TensorDataset(images, y)):
