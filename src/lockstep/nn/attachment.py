@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import cast
@@ -65,7 +66,7 @@ def attach(
         raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.")
     group = group if group is not None and group.size() > 1 else None
     inner = [part for part in module.modules() if part in _attachments]
-    refusal = _refusal(owner, module, inner, options)
+    refusal = _refusal(owner, module, inner, options) or _refusal_of_threads(group)
     init_sync = group is not None and options.init_sync and not is_copy
     left_alone = options.left_alone(module)
     if group is not None and init_sync:
@@ -136,6 +137,20 @@ def attachment_of(module: nn.Module) -> Attachment:
 def _owner_of(parameter: nn.Parameter) -> nn.Module | None:
     attachment = reference() if (reference := _owners.get(parameter)) is not None else None
     return attachment.owner() if attachment is not None else None
+
+
+def _refusal_of_threads(group: dist.ProcessGroup | None) -> ModelError | None:
+    """Why ranks that are threads can't train, if they can't: torch would crash."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if group is None or dynamo is None or not dynamo.config.compiled_autograd:
+        return None
+    if group.name() != "threads":
+        return None
+    return ModelError(
+        "torch._dynamo.config.compiled_autograd is on. It runs one backward at a time in a "
+        "process, and here each rank is a thread, whose backward waits for those of the others. "
+        "Let ranks be processes, or leave it off."
+    )
 
 
 def _refusal(

@@ -115,10 +115,7 @@ class SyncBatchNorm(_BatchNorm):
         if group is None or not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        output, mean, square, count = cast(
-            tuple[torch.Tensor, ...],
-            _Normalize.apply(input, self.weight, self.bias, self.eps, group),  # type: ignore[no-untyped-call]
-        )
+        output, mean, square, count = _normalize(input, self.weight, self.bias, self.eps, group)
         if self.track_running_stats and self.running_mean is not None:
             self._track(mean, square / (count - 1))
         return output
@@ -138,6 +135,11 @@ class SyncBatchNorm(_BatchNorm):
         new = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         self.running_mean.mul_(1 - new).add_(mean, alpha=new)
         self.running_var.mul_(1 - new).add_(variance, alpha=new)
+
+
+@uncompiled
+def _normalize(*arguments: object) -> tuple[torch.Tensor, ...]:
+    return cast(tuple[torch.Tensor, ...], _Normalize.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
 @uncompiled
