@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -72,7 +73,7 @@ def attach(
     group = group if group is not None and group.size() > 1 else None
     inner = [part for part in module.modules() if part in _attachments]
     previous = _wrapped[module]() if module in _wrapped and owner is not module else None
-    refusal = _refusal(owner, module, inner, previous, options)
+    refusal = _refusal(owner, module, inner, previous, options) or _refusal_of_threads(group)
     init_sync = group is not None and options.init_sync and not is_copy
     left_alone = options.left_alone(module)
     if group is not None:
@@ -189,6 +190,20 @@ def accumulating(engines: Sequence[Engine]) -> Iterator[None]:
 def _owner_of(parameter: nn.Parameter) -> Attachment | None:
     reference: weakref.ref[Attachment] | None = _owners.get(parameter)
     return reference() if reference is not None else None
+
+
+def _refusal_of_threads(group: dist.ProcessGroup | None) -> ModelError | None:
+    """Why ranks that are threads can't train, if they can't: torch would crash."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if group is None or dynamo is None or not dynamo.config.compiled_autograd:
+        return None
+    if group.name() != "threads":
+        return None
+    return ModelError(
+        "torch._dynamo.config.compiled_autograd is on. It runs one backward at a time in a "
+        "process, and here each rank is a thread, whose backward waits for those of the others. "
+        "Let ranks be processes, or leave it off."
+    )
 
 
 def _refusal(

@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 
 from lockstep.comm import Answer, Step, any_rank, num_counted, roll_of
 from lockstep.comm.uncompiled import uncompiled
-from lockstep.errors import CollectiveFailed, ModelError, PeerLost
+from lockstep.errors import CollectiveFailed, PeerLost
 from lockstep.grad import Turns
 from lockstep.nn.reached import is_compiled_backward
 
@@ -126,7 +126,6 @@ class Conductor:
         engine.number = engine.number or self._next_number()
         self.task_id = torch._C._current_graph_task_id()
         if is_compiled_backward():
-            self._refuse_compiled_backward_of_threads()
             engines = {engine, *self.engines()}
             self.awaited = {key for one in engines for key in one.reached()}
         self._call_at_the_end()
@@ -135,16 +134,6 @@ class Conductor:
         if self._num_engines > 1:
             reached.update(one for one in self.engines() if one is not engine and one.takes_part())
         self._begin_together(reached, asks=self._has_to_ask(reached))
-
-    def _refuse_compiled_backward_of_threads(self) -> None:
-        group = self._group()
-        if group is not None and group.size() > 1 and group.name() == "threads":
-            raise ModelError(
-                "Compiled autograd runs one backward at a time in a process, and here each rank is "
-                "a thread, whose backward waits for those of the others. Let ranks be processes "
-                "(lockstep run, or launch() without ranks='threads'), or leave compiled autograd "
-                "off."
-            )
 
     def has_come(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` has come, in a backward that doesn't tell when it ends."""

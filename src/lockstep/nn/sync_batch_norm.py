@@ -246,6 +246,7 @@ class _OverAllRanks(TorchFunctionMode):
         return _normalize(input, running_mean, running_var, weight, bias, momentum, eps, self.group)
 
 
+@uncompiled
 def _normalize(
     input: torch.Tensor,
     running_mean: torch.Tensor | None,
