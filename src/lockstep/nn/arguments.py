@@ -31,7 +31,9 @@ def group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.P
 
 def only_device(device_ids: Sequence[Device] | None) -> torch.device | None:
     """The device that ``device_ids`` names, if it does."""
-    check_type("device_ids", device_ids, Sequence | None, "a list of the one device of this rank")
+    check_type(
+        "device_ids", device_ids, list | tuple | None, "a list of the one device of this rank"
+    )
     if not device_ids:
         return None
     if len(device_ids) > 1:
