@@ -34,7 +34,9 @@ def only_device(
     module: nn.Module, device_ids: Sequence[Device] | None, output_device: Device | None
 ) -> torch.device | None:
     """The device that ``device_ids`` names, if it does: that of ``module``."""
-    check_type("device_ids", device_ids, Sequence | None, "a list of the one device of this rank")
+    check_type(
+        "device_ids", device_ids, list | tuple | None, "a list of the one device of this rank"
+    )
     if output_device is not None:
         _device_of(module, "output_device", output_device)
     if not device_ids:

@@ -139,12 +139,10 @@ def attach_lone_engine(
     _attachments[owner].engines.append(Engine(module, lone, options))
 
 
-def check_bucket_cap(bucket_cap_mb: float) -> None:
+def check_bucket_cap(bucket_cap_mb: float, name: str = "bucket_cap_mb") -> None:
     """Refuse a bucket size that holds nothing, or that is no size."""
     if not isinstance(bucket_cap_mb, int | float) or not 0 < bucket_cap_mb < 2**40:
-        raise ValueError(
-            f"bucket_cap_mb is {bucket_cap_mb!r}, but must be a number of MiB, more than 0."
-        )
+        raise ValueError(f"{name} is {bucket_cap_mb!r}, but must be a number of MiB, more than 0.")
 
 
 def engines_of(module: nn.Module) -> list[Engine]:

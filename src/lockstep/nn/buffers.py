@@ -29,18 +29,18 @@ BufferHook = Callable[[dict[str, torch.Tensor]], Sequence[torch.futures.Future[A
 BroadcastBuffers = bool | Mapping[str, BufferPolicy]
 
 
-def check_policies(broadcast_buffers: BroadcastBuffers) -> None:
+def check_policies(broadcast_buffers: BroadcastBuffers, name: str = "broadcast_buffers") -> None:
     """Refuse policies that don't exist."""
     if not isinstance(broadcast_buffers, Mapping):
         wanted = "True, False or a dict with a policy for each pattern of names"
-        check_flag("broadcast_buffers", broadcast_buffers, wanted)
+        check_flag(name, broadcast_buffers, wanted)
         return
     for pattern, policy in broadcast_buffers.items():
-        check_type("A pattern of names in broadcast_buffers", pattern, str, "a str")
+        check_type(f"A pattern of names in {name}", pattern, str, "a str")
         if policy not in get_args(BufferPolicy):
             known = ", ".join(map(repr, get_args(BufferPolicy)))
             raise ValueError(
-                f"broadcast_buffers has {policy!r} for {pattern!r}, but must have one of {known}."
+                f"{name} has {policy!r} for {pattern!r}, but must have one of {known}."
             )
 
 

@@ -165,14 +165,17 @@ class DistributedDataParallel(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce go together: give "
                 "both, or none."
             )
+        sizes = "a list of numbers of MiB"
+        check_type("bucket_cap_mb_list", bucket_cap_mb_list, list | tuple | None, sizes)
         if bucket_cap_mb is None:
-            sizes = "a list of numbers of MiB"
-            check_type("bucket_cap_mb_list", bucket_cap_mb_list, Sequence | None, sizes)
             bucket_cap_mb = [DEFAULT_BUCKET_CAP_MB, *(bucket_cap_mb_list or ())][-1]
+            check_bucket_cap(bucket_cap_mb, "bucket_cap_mb_list[-1]")
         check_bucket_cap(bucket_cap_mb)
-        follow = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        name, follow = "broadcast_buffers", broadcast_buffers
+        if forward_sync_buffers is not None:
+            name, follow = "forward_sync_buffers", forward_sync_buffers
         follow = True if follow is None else follow
-        check_policies(follow)
+        check_policies(follow, name)
         self._input_device = only_device(module, device_ids, output_device)
         self.module = module
         self.device_ids = [self._input_device] if self._input_device else None
