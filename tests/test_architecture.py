@@ -16,6 +16,7 @@ SOURCE = Path(lockstep.__file__).parent
 FLOORS = {
     "arguments": 0,
     "errors": 0,
+    "torch_private": 0,
     "trace": 1,
     "comm": 2,
     "world": 3,

@@ -31,6 +31,10 @@ SIZES = (1, 2, 3, 4)
 
 TIMEOUT_SECONDS = 60
 
+# Before 2.13 torch knows them by their older names alone, which newer ones warn of.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)

@@ -17,8 +17,10 @@ from tests.comm.groups import (
     OURS,
     SHAPES,
     SIZES,
+    all_gather_single,
     assert_same_bits,
     laid_out,
+    reduce_scatter_single,
     run_on,
     values,
 )
@@ -70,7 +72,7 @@ def test_all_gather_gives_everyone_everything(backend: str, size: int) -> None:
             dist.all_gather(outputs, tensor, group=group)
             assert_all_same(outputs, expected)
             single = torch.empty((size, *shape), dtype=dtype)
-            dist.all_gather_single(single, tensor[None], group=group)
+            all_gather_single(single, tensor[None], group=group)
             assert_all_same(list(single), expected)
 
     run_on(backend, size, body)
@@ -254,7 +256,7 @@ def test_coalesced_forms_do_as_their_parts(backend: str, size: int) -> None:
             outputs = [torch.empty(size, *shape) for shape in shapes]
             with dist.distributed_c10d._coalescing_manager(group, None, is_async) as manager:
                 for output, tensor in zip(outputs, mine, strict=True):
-                    dist.all_gather_single(output, tensor[None], group=group)
+                    all_gather_single(output, tensor[None], group=group)
             if is_async:
                 manager.wait()
             for i, output in enumerate(outputs):
@@ -264,7 +266,7 @@ def test_coalesced_forms_do_as_their_parts(backend: str, size: int) -> None:
             with dist.distributed_c10d._coalescing_manager(group, None, is_async) as manager:
                 for output, tensor in zip(outputs, mine, strict=True):
                     whole = torch.stack([tensor] * size)
-                    dist.reduce_scatter_single(output, whole, group=group)
+                    reduce_scatter_single(output, whole, group=group)
             if is_async:
                 manager.wait()
             torch.testing.assert_close([output[0] for output in outputs], sums)

@@ -186,6 +186,9 @@ def _check(group: dist.ProcessGroup, forms: dict[str, Form], kind: str) -> None:
     ],
 )
 def test_every_form_of_a_call(backend: str, kind: str, forms: dict[str, Form]) -> None:
+    if backend not in OURS:  # torch's own groups have got some of these names with 2.13
+        forms = {k: f for k, f in forms.items() if hasattr(dist.ProcessGroup, k.split("(")[0])}
+        assert forms
     run_on(backend, 2, lambda group: _check(group, forms, kind))
 
 

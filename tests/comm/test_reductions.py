@@ -22,6 +22,7 @@ from tests.comm.groups import (
     assert_reduced,
     assert_same_bits,
     laid_out,
+    reduce_scatter_single,
     reduced,
     run_on,
     values,
@@ -129,7 +130,7 @@ def test_reduce_scatter_gives_each_rank_its_part(backend: str, size: int, op: st
             assert_reduced(backend, output, op, [theirs[rank] for theirs in parts])
             single = torch.empty(shape, dtype=dtype)
             whole = torch.cat(parts[rank]) if shape else torch.stack(parts[rank])
-            dist.reduce_scatter_single(single, whole, kind, group=group)
+            reduce_scatter_single(single, whole, kind, group=group)
             assert_reduced(backend, single, op, [theirs[rank] for theirs in parts])
 
     run_on(backend, size, body)

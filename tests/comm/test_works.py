@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lockstep.comm.reduction import Reduction
 from lockstep.comm.work import GroupWork
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
-from tests.comm.groups import BACKENDS, OURS, run_on
+from tests.comm.groups import BACKENDS, OURS, all_gather_single, run_on
 
 over_backends = pytest.mark.parametrize("backend", BACKENDS)
 over_ours = pytest.mark.parametrize("backend", OURS)
@@ -167,7 +167,7 @@ def test_all_calls_may_be_asynchronous(backend: str) -> None:
             dist.reduce(reduced, group_dst=1, **kwargs),
             dist.broadcast(broadcast, group_src=1, **kwargs),
             dist.scatter(scattered, scatter_list, group_src=1, **kwargs),
-            dist.all_gather_single(single, mine, **kwargs),
+            all_gather_single(single, mine, **kwargs),
             dist.all_to_all_single(exchanged_single, mine.repeat(size), **kwargs),
             dist.barrier(**kwargs),
         ]

@@ -18,6 +18,8 @@ from tests.nn.test_parallelize import net, parts
 from tests.ranks import run_ranks
 
 OurDDP = lockstep.DistributedDataParallel
+# torch before 2.13 has broadcast_buffers alone, which is True where it has become None since.
+HAS_NEWER_NAME = "forward_sync_buffers" in inspect.signature(TorchDDP).parameters
 
 
 def launch(body: Any, world_size: int = 2) -> list[Any]:
@@ -62,7 +64,9 @@ def test_parameters_begin_with_those_of_torch_in_the_same_order() -> None:
     assert list(ours)[: len(theirs)] == list(theirs)
     for name in theirs:
         assert ours[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        if name != "gradient_as_bucket_view":  # documented: it makes no difference here
+        if name == "broadcast_buffers" and not HAS_NEWER_NAME:
+            assert (ours[name].default, theirs[name].default) == (None, True)
+        elif name != "gradient_as_bucket_view":  # documented: it makes no difference here
             assert ours[name].default == theirs[name].default
 
 
@@ -146,12 +150,15 @@ def test_without_init_sync_every_rank_keeps_its_parameters() -> None:
         {},
         {"broadcast_buffers": True},
         {"broadcast_buffers": False},
+        {"broadcast_buffers": False, "init_sync": False},
+    ]
+    + [
         {"forward_sync_buffers": True},
         {"forward_sync_buffers": False},
         {"broadcast_buffers": False, "forward_sync_buffers": True},
         {"broadcast_buffers": True, "forward_sync_buffers": False},
-        {"broadcast_buffers": False, "init_sync": False},
-    ],
+    ]
+    * HAS_NEWER_NAME,
     ids=str,
 )
 def test_buffers_start_and_follow_as_torchs_do(options: dict[str, Any]) -> None:
@@ -161,7 +168,8 @@ def test_buffers_start_and_follow_as_torchs_do(options: dict[str, Any]) -> None:
         models = [wrap(Counting(10.0 * world.rank), **options) for wrap in (OurDDP, TorchDDP)]
         ours, theirs = models
         assert ours.broadcast_buffers == theirs.broadcast_buffers
-        assert ours.forward_sync_buffers == theirs.forward_sync_buffers
+        newer_name = "forward_sync_buffers" if HAS_NEWER_NAME else "broadcast_buffers"
+        assert ours.forward_sync_buffers == getattr(theirs, newer_name)
         for _ in range(2):
             assert ours.module.seen == theirs.module.seen
             assert ours.module.own == theirs.module.own
@@ -202,7 +210,7 @@ def test_attributes_are_those_of_torchs() -> None:
         "dim",
         "process_group",
         "broadcast_buffers",
-        "forward_sync_buffers",
+        *["forward_sync_buffers"] * HAS_NEWER_NAME,
         "find_unused_parameters",
         "static_graph",
         "mixed_precision",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions
+from torch.distributed import AllreduceOptions
 
 from lockstep.bench.figures import Part, SmallCall
 from lockstep.bench.turns import Contender, Ranks, take_turns

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from lockstep.torch_private import _DistributedBackendOptions
 
 SHM = "shm"
 THREADS = "threads"
@@ -19,7 +24,7 @@ def register_backends() -> None:
             dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
-def _own_store(options: dist.distributed_c10d._DistributedBackendOptions) -> dist.Store:
+def _own_store(options: _DistributedBackendOptions) -> dist.Store:
     """A part of the store that no earlier group has used.
 
     After destroy_process_group() torch gives out the same names anew, and a store may outlive
@@ -30,9 +35,7 @@ def _own_store(options: dist.distributed_c10d._DistributedBackendOptions) -> dis
     return dist.PrefixStore(f"{times}/", options.store)
 
 
-def _create_shm(
-    options: dist.distributed_c10d._DistributedBackendOptions, _: object
-) -> dist.ProcessGroup:
+def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:
     from lockstep.comm.group import TeamGroup
     from lockstep.comm.hosts.census import take_census
     from lockstep.comm.hosts.group import HostsGroup
@@ -53,9 +56,7 @@ def _create_shm(
     return HostsGroup(team, SHM, options.timeout, store)
 
 
-def _create_threads(
-    options: dist.distributed_c10d._DistributedBackendOptions, _: object
-) -> dist.ProcessGroup:
+def _create_threads(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:
     from lockstep.comm.group import TeamGroup
     from lockstep.comm.threads import join
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
+from torch.distributed import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
     AllToAllOptions,
@@ -47,6 +46,7 @@ from lockstep.comm.sparse import all_reduce_sparse
 from lockstep.comm.team import Team
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.comm.work import GroupWork, Run, in_turn, reading_first
+from lockstep.torch_private import AllgatherOptions
 
 # What torch calls these options where they are given without the others.
 _OP = {"op": "reduceOp"}

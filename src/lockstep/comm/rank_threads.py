@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed.distributed_c10d as c10d
-from torch._C import _distributed_c10d
+
+from lockstep.torch_private import _set_thread_isolation_mode, _World
 
 T = TypeVar("T")
 
@@ -70,7 +71,7 @@ class Crowd:
             gathering.close(reason)
 
 
-class _RanksWorld(c10d._World):
+class _RanksWorld(_World):
     """torch.distributed's record of the groups that one rank is in."""
 
     # In the base class these are properties that lead to the module's own.
@@ -91,7 +92,7 @@ class _RanksWorld(c10d._World):
 class _EachThreadsWorld:
     """In a rank's thread that rank's record, in any other that of the process."""
 
-    def __init__(self, of_process: c10d._World) -> None:
+    def __init__(self, of_process: _World) -> None:
         self.__dict__["_of_process"] = of_process
 
     def _present(self) -> object:
@@ -156,7 +157,7 @@ def _install() -> None:
             # init_process_group puts a hook of its own before the one that it finds.
             _before = c10d._world, sys.excepthook
             c10d._world = _EachThreadsWorld(c10d._world)  # type: ignore[assignment]
-            _distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+            _set_thread_isolation_mode(True)
         _num_ranks += 1
 
 
@@ -168,4 +169,4 @@ def _uninstall() -> None:
             assert _before is not None
             c10d._world, sys.excepthook = _before
             _before = None
-            _distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+            _set_thread_isolation_mode(False)

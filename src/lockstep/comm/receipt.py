@@ -14,6 +14,7 @@ from lockstep.comm.futures import Outcome
 from lockstep.comm.mail import Expected
 from lockstep.comm.rank_threads import of_this_rank
 from lockstep.comm.uncompiled import uncompiled
+from lockstep.torch_private import _InferenceMode
 
 
 class Receiver(Protocol):
@@ -81,7 +82,7 @@ class Receipt(dist.Work):
     def _receive(self, timeout: timedelta) -> None:
         seconds = (timeout if timeout > timedelta(0) else self._timeout).total_seconds()
         try:
-            with torch._C._InferenceMode(True):
+            with _InferenceMode(True):
                 sender = self._mailbox.receive(self._expected, seconds)
                 self._deliver(self._expected.tensor, self._tensor)
                 self._sender = sender

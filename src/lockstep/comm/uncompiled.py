@@ -11,11 +11,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
 
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
+from lockstep.torch_private import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 _T = TypeVar("_T", bound=Callable[..., Any])
 

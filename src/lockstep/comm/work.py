@@ -27,6 +27,7 @@ from lockstep.comm.futures import Outcome
 from lockstep.comm.rank_threads import of_this_rank
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed
+from lockstep.torch_private import _InferenceMode
 
 # How often the group's own thread looks whether a call lies there that it found there last time.
 # It isn't woken for each: that takes 50 us, and most calls are waited for sooner than this.
@@ -147,7 +148,7 @@ class GroupWork(dist.Work):
         """Do what was called for, with the queue's lock held; :meth:`tell` is to follow."""
         try:
             # Results are written, and memory of others is read, whatever the thread's own mode.
-            with torch._C._InferenceMode(True):
+            with _InferenceMode(True):
                 self._run(timeout)
         except CollectiveFailed as error:
             self._error = error

@@ -16,6 +16,7 @@ from lockstep.grad.arrivals import TOUCHED_NOW
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.views import gradient_dtype, view_like
 from lockstep.grad.wording import naming
+from lockstep.torch_private import _foreach_copy_, _foreach_div_, _foreach_mul_, _foreach_zero_
 
 T = TypeVar("T")
 
@@ -162,7 +163,7 @@ class Bucket:
                     self._drop(place)
         elif self._take_scale != 1:
             if taken := self._taken_views():
-                torch._foreach_div_(taken, self._take_scale)
+                _foreach_div_(taken, self._take_scale)
             self._is_taken[:] = bytes(len(self._parameters))
 
     def drop_all(self) -> None:
@@ -206,7 +207,7 @@ class Bucket:
         if changed:
             self._bring(changed, 1)
         if self._take_scale != scale and (taken := self._taken_views()):
-            torch._foreach_mul_(taken, scale)
+            _foreach_mul_(taken, scale)
 
     def _bring(self, places: Sequence[int], scale: float) -> None:
         """Bring the gradients at ``places`` here; large ones are scaled on the way.
@@ -223,19 +224,19 @@ class Bucket:
         else:
             here, views, sources, lacking = self._sort(places)
         if lacking:
-            torch._foreach_zero_(lacking)
+            _foreach_zero_(lacking)
         if self.scales_on_the_way:
             for view, source in zip([*here, *views], [*here, *sources], strict=True):
                 torch.mul(source, scale, out=view)
             return
         if views:
-            torch._foreach_copy_(views, sources)
+            _foreach_copy_(views, sources)
         if scale != 1:
             if isinstance(places, range):
                 first, last = self._offsets[places.start], self._offsets[places.stop]
                 self._gradients[first:last].mul_(scale)
             else:
-                torch._foreach_mul_(_at(places, self._views), scale)
+                _foreach_mul_(_at(places, self._views), scale)
 
     def _touched_at(self, places: Sequence[int]) -> bytes:
         if isinstance(places, range):

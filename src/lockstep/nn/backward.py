@@ -19,6 +19,7 @@ from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed, PeerLost
 from lockstep.grad import Turns
 from lockstep.nn.reached import is_compiled_backward
+from lockstep.torch_private import _current_graph_task_id, _execution_engine
 
 if TYPE_CHECKING:
     from lockstep.nn.engine import Engine
@@ -124,7 +125,7 @@ class Conductor:
 
     def _begin(self, engine: Engine) -> None:
         engine.number = engine.number or self._next_number()
-        self.task_id = torch._C._current_graph_task_id()
+        self.task_id = _current_graph_task_id()
         if is_compiled_backward():
             engines = {engine, *self.engines()}
             self.awaited = {key for one in engines for key in one.reached()}
@@ -375,7 +376,7 @@ class _EndOfBackward:
 
 
 def _queue(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    _execution_engine.queue_callback(callback)
 
 
 def _outermost_running_node(frame: FrameType | None) -> BackwardCFunction | None:

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
-from torch.utils._pytree import tree_map_only
 
 from lockstep.arguments import check_flag, check_module, check_type, refusal
 from lockstep.comm import broadcast_tensors
@@ -38,6 +37,7 @@ from lockstep.nn.join import DDPJoinHook, JoinedModels, join_models
 from lockstep.nn.logging_data import logging_data
 from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, join
 from lockstep.nn.wrapper import Wrapper
+from lockstep.torch_private import _as_overlapped_optim, _JoinConfig, tree_map_only
 from lockstep.world import init
 
 if TYPE_CHECKING:  # what is overridden takes and has other types
@@ -329,9 +329,7 @@ class DistributedDataParallel(
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
-        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
-
-        _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
+        _as_overlapped_optim(optim, optim_params, args, kwargs).register_ddp(self)
 
     def _default_broadcast_coalesced(
         self,

@@ -44,8 +44,10 @@ def refuse_distributed_autograd(is_parallel: Callable[[nn.Module], bool]) -> Rem
 
 
 def _is_in_context() -> bool:
+    from torch.distributed import autograd  # which RPC has imported
+
     try:
-        torch._C._distributed_autograd._current_context()
+        autograd._current_context()
     except RuntimeError:
         return False
     return True

@@ -25,6 +25,7 @@ from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
 from lockstep.nn.gradient_hooks import GradientHooks, Hook, hooks_of, take_over_optimizers
 from lockstep.nn.reached import is_any_reached, is_reached
 from lockstep.nn.sync_batch_norm import sums_in_backward
+from lockstep.torch_private import _current_graph_task_id
 
 # Autograd gives out other numbers.
 _NO_TASK = -2
@@ -198,7 +199,7 @@ class Engine:
 
     def is_in_backward(self) -> bool:
         """Whether a backward runs that will reduce its gradients, and hasn't."""
-        return self.conductor.runs(self) and torch._C._current_graph_task_id() != -1
+        return self.conductor.runs(self) and _current_graph_task_id() != -1
 
     def gradient_has_come(self, parameter: torch.Tensor) -> None:
         """The backward that runs has added to the gradient of ``parameter``."""
@@ -220,7 +221,7 @@ class Engine:
             if not has_begun:
                 self.reducer.mark_late(parameter)
                 return
-        elif torch._C._current_graph_task_id() != conductor.task_id:
+        elif _current_graph_task_id() != conductor.task_id:
             # A backward inside of a backward, as reentrant checkpoints have. What will come
             # of it can't be foreseen: see is_reached.
             self.sees_nested_tasks = True
@@ -451,7 +452,7 @@ class _Notes:
 
 def _gradient_hook(engine: weakref.ref[Engine], notes: _Notes) -> Callable[[torch.Tensor], None]:
     # What every gradient of every step passes through has its names at hand.
-    current_task, parameters = torch._C._current_graph_task_id, notes.parameters
+    current_task, parameters = _current_graph_task_id, notes.parameters
 
     @uncompiled
     def gradient_has_come(parameter: torch.Tensor) -> None:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 from torch.futures import Future
-from torch.utils._pytree import tree_map_only
 
 from lockstep.arguments import check_type
 from lockstep.comm import num_counted
 from lockstep.grad import CommHook, GradBucket
+from lockstep.torch_private import tree_map_only
 
 
 @runtime_checkable

@@ -8,6 +8,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from lockstep.torch_private import (
+    _current_autograd_node,
+    _current_graph_task_id,
+    _will_engine_execute_node,
+)
+
 
 def is_reached(parameter: torch.Tensor) -> bool:
     """Whether the backward that is running will add to the gradient of ``parameter``, a leaf.
@@ -19,7 +25,7 @@ def is_reached(parameter: torch.Tensor) -> bool:
     if not parameter.requires_grad:
         return False
     try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+        return _will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:  # in autograd.grad(), which was asked for a leaf: nothing is added up
         return False
 
@@ -34,7 +40,7 @@ def is_any_reached(parameters: Sequence[nn.Parameter]) -> bool:
     assert uses.grad_fn is not None
     try:
         return any(
-            torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
+            _will_engine_execute_node(node)  # type: ignore[arg-type]
             for node, _ in uses.grad_fn.next_functions
         )
     except RuntimeError:  # as above
@@ -51,5 +57,5 @@ class _UsesAll(torch.autograd.Function):
 
 def is_compiled_backward() -> bool:
     """Whether the backward that is running is one of compiled autograd, which runs no nodes."""
-    is_running = torch._C._current_graph_task_id() != -1
-    return is_running and torch._C._current_autograd_node() is None
+    is_running = _current_graph_task_id() != -1
+    return is_running and _current_autograd_node() is None

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -25,6 +24,7 @@ from lockstep.arguments import (
 from lockstep.comm import gather_in_step, sum_in_step
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.nn.backward import begin_if_others_must_know, finish_failed
+from lockstep.torch_private import _BatchNorm
 
 
 class SyncBatchNorm(_BatchNorm):

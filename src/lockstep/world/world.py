@@ -22,6 +22,7 @@ from lockstep.errors import (
     InitError,
     SharedMemoryFull,
 )
+from lockstep.torch_private import _get_default_store
 from lockstep.world.device import GLOO, choose_backend, choose_device
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
 from lockstep.world.rendezvous import interface_towards, meet, roll_call
@@ -323,7 +324,7 @@ def _from_existing_group(device: torch.device | None, timeout: timedelta) -> Wor
     # counts if all were told.
     local = f"{told.local_rank}/{told.local_world_size}"
     note = f"{local if 'None' not in local else ''} {socket.gethostname()}"
-    store = dist.distributed_c10d._get_default_store()
+    store = _get_default_store()
     number = store.add(f"lockstep/inits/{place.rank}", 1)  # the store may outlive the group
     notes = roll_call(dist.PrefixStore(f"lockstep/roll/{number}", store), place, timeout, note)
     if all(note.partition(" ")[0] for note in notes):

@@ -10,16 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ScatterOptions,
-)
+from torch.distributed import AllToAllOptions, BroadcastOptions, GatherOptions, ScatterOptions
 
 from lockstep.comm.call import Call, fingerprint
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerLost
+from lockstep.torch_private import AllgatherOptions
 
 _FAULT = "fault"
 _FAULTS = {kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, CollectiveMismatch)}

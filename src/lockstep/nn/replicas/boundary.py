@@ -18,6 +18,7 @@ from lockstep.nn.micro_batches import remember_reached
 from lockstep.nn.replicas.enclosing import as_backward_of_replicas
 from lockstep.nn.replicas.meeting import is_one, mark_as_one
 from lockstep.nn.replicas.tensors import map_tensors
+from lockstep.torch_private import _foreach_add_, _get_current_graph_task_keep_graph
 
 Gradients = list[torch.Tensor | None]
 
@@ -83,7 +84,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: torch.Tensor | None) -> tuple[Any, ...]:
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep_graph = _get_current_graph_task_keep_graph()
         remember_reached()
         run = ctx.call.derivative if torch.is_grad_enabled() else ctx.call.backward
         with as_backward_of_replicas():
@@ -117,7 +118,7 @@ def add_up(of_replicas: Sequence[Gradients], homes: Sequence[torch.device]) -> G
             else:
                 total[index] = sum_of_two(so_far, gradient)
         if sums:
-            torch._foreach_add_(sums, more)
+            _foreach_add_(sums, more)
     return total
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import torch
+from lockstep.torch_private import _current_graph_task_id
 
 _task: ContextVar[int | None] = ContextVar("lockstep_task", default=None)
 
@@ -29,4 +29,4 @@ def is_backward_of_replicas() -> bool:
 def current_task() -> int:
     """Autograd's number for the backward that is running: in replicas for the caller's."""
     task = _task.get()
-    return torch._C._current_graph_task_id() if task is None else task
+    return _current_graph_task_id() if task is None else task

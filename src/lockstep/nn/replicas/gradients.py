@@ -18,6 +18,7 @@ import torch
 
 from lockstep.nn.replicas.boundary import Gradients
 from lockstep.nn.replicas.shared import SharedTensors
+from lockstep.torch_private import _foreach_add_
 
 
 class LeftGradients:
@@ -105,7 +106,7 @@ class GradientsElsewhere:
                 indices = self._next_of(number, total)
                 if indices:
                     sums = [gradient for index in indices if (gradient := total[index]) is not None]
-                    torch._foreach_add_(sums, [places.here[index] for index in indices])
+                    _foreach_add_(sums, [places.here[index] for index in indices])
                     is_any = True
 
     def _next_of(self, number: int, total: Gradients) -> list[int]:

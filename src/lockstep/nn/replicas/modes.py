@@ -8,10 +8,9 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from lockstep.comm.rank_threads import of_this_rank
+from lockstep.torch_private import DeviceContext, _get_current_function_mode_stack
 from lockstep.world.threads import of_this_place
 
 T = TypeVar("T")

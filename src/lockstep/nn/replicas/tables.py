@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.nn.replicas.meeting import this_seat
+from lockstep.torch_private import DisableTorchFunctionSubclass
 
 
 class Table(nn.Parameter):
@@ -32,7 +33,7 @@ class Table(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return _TOGETHER.get(func, func)(*args, **(kwargs or {}))
 
 

@@ -8,8 +8,9 @@ from types import MethodType
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+
+from lockstep.torch_private import _NormBase
 
 
 class Twin:

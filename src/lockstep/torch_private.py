@@ -1,0 +1,149 @@
+"""Every private name of torch that lockstep uses, and what for.
+
+Private is a name that begins with an underscore, or is in a module whose name does: any release of
+torch may rename it. Other modules import such names from here, and may use only those attributes
+of torch's objects that :data:`ATTRIBUTES` lists; tests/test_torch_private.py holds that, and names
+what a release of torch no longer has.
+
+Importing torch must not import this module: it imports lockstep.comm.backends, and would fail
+where a name is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.algorithms.join
+import torch.distributed.distributed_c10d
+import torch.nn.modules.batchnorm
+import torch.overrides
+import torch.utils._device
+import torch.utils._pytree
+
+# Autograd. The number of the backward that runs in this thread; -1 if none does.
+_current_graph_task_id = torch._C._current_graph_task_id
+# The node that runs in this thread; None in a backward of compiled autograd, which runs no nodes.
+_current_autograd_node = torch._C._current_autograd_node
+# Whether the backward that runs here will reach a parameter: which gradients to wait for.
+_will_engine_execute_node = torch._C._will_engine_execute_node
+# Whether that backward was called with retain_graph=True: DataParallel's replicas do the same.
+_get_current_graph_task_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
+# Has queue_callback: what is to be done when the backward that runs here ends.
+_execution_engine = torch.autograd.Variable._execution_engine
+# A node that raises in a backward: of a gradient that can't be differentiated again.
+DelayedError = torch._C._functions.DelayedError
+
+# Dynamo. Has it leave a function alone, without an import of torch._dynamo and a wrapper.
+_FrameAction = torch._C._dynamo.eval_frame._FrameAction
+_FrameExecStrategy = torch._C._dynamo.eval_frame._FrameExecStrategy
+set_code_exec_strategy = torch._C._dynamo.eval_frame.set_code_exec_strategy
+
+# Tensors. Inference mode as a guard, without the cost of torch.inference_mode().
+_InferenceMode = torch._C._InferenceMode
+# Lets a subclass of Tensor call torch's functions without being asked about them again.
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+# Arithmetic on the gradients of a bucket in one call.
+_foreach_add_ = torch._foreach_add_
+_foreach_copy_ = torch._foreach_copy_
+_foreach_div_ = torch._foreach_div_
+_foreach_mul_ = torch._foreach_mul_
+_foreach_zero_ = torch._foreach_zero_
+# A default device that was set, to be set in the replicas' threads too.
+DeviceContext = torch.utils._device.DeviceContext
+_get_current_function_mode_stack: Callable[[], list[Any]] = (
+    torch.overrides._get_current_function_mode_stack
+)
+# Moves and casts the tensors among a forward's arguments, as torch's DDP does.
+tree_map_only = torch.utils._pytree.tree_map_only
+
+# Modules. The base of BatchNorm and its kin, that of SyncBatchNorm, and what join() looks at.
+_NormBase = torch.nn.modules.batchnorm._NormBase
+_BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+_JoinConfig = torch.distributed.algorithms.join._JoinConfig
+
+# Process groups. What all_gather is called with: the one of its kind that isn't exported.
+AllgatherOptions = torch._C._distributed_c10d.AllgatherOptions
+# What torch gives to the function that creates a group of a registered backend.
+_DistributedBackendOptions = torch.distributed.distributed_c10d._DistributedBackendOptions
+# The store of a group that exists already, for ranks to tell each other their hosts.
+_get_default_store = torch.distributed.distributed_c10d._get_default_store
+# The record of the groups that a process is in; a rank that is a thread has one of its own.
+_World = torch.distributed.distributed_c10d._World
+# The same for the record that functional collectives look into.
+_set_thread_isolation_mode = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
+
+
+def _as_overlapped_optim(optim: type, params: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """What DDP's _register_fused_optim takes; imported when called, as it imports FSDP."""
+    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+
+    return _as_overlapped_optim(optim, params, *args, **kwargs)
+
+
+# Attributes of torch's modules and objects that are read, written, called or overridden.
+ATTRIBUTES: dict[str, dict[str, str]] = {
+    "torch.distributed.distributed_c10d": {
+        "_world": "the record of groups, which is replaced while ranks are threads",
+    },
+    "torch.Tensor": {
+        "_make_subclass": "a parameter of an embedding that replicas look up together",
+        "_post_accumulate_grad_hooks": "whether somebody else wants to see a new gradient as it is",
+        "_use_count": "whether a graph still needs a buffer that is to be overwritten",
+        "_version": "whether a tensor was written to since the replicas were told its values",
+    },
+    "torch.nn.Module": {
+        "_apply": "conversions of a wrapper's module, after which it is looked at anew",
+        "_buffers": "buffers by name, of which None is one too",
+        "_load_from_state_dict": "loads state dicts without the wrapper's prefix",
+        "_modules": "children by name, which SyncBatchNorm replaces",
+        "_parameters": "parameters by name, which a replica has its own of",
+    },
+    "torch.nn.RNN": {
+        "_flat_weights": "a recurrent module's second list of its parameters",
+        "_flat_weights_names": "their names",
+    },
+    "torch.nn.BatchNorm1d": {
+        "_check_input_dim": "SyncBatchNorm takes any number of dimensions",
+    },
+    "torch.nn.Module.state_dict": {
+        "_metadata": "versions of modules, in a state dict",
+    },
+    "torch.distributed.autograd": {
+        "_current_context": "whether a forward runs where gradients are kept from the parameters",
+    },
+    "torch.distributed.rpc.api": {
+        "_is_current_rpc_agent_set": "whether there may be such contexts in this program",
+    },
+    "torch.distributed.optim.apply_optimizer_in_backward": {
+        "_in_backward_optimizers": "optimizers that torch lets step in a parameter's backward",
+    },
+    "torch.nn.parallel.DistributedDataParallel": {
+        "_active_ddp_module": "asked for by dynamo; ours is never active",
+        "_get_active_ddp_module": "the same",
+        "_get_data_parallel_params": "inherited: the parameters that are reduced",
+        "_set_params_and_buffers_to_ignore_for_model": "inherited: sets the following",
+        "_ddp_params_and_buffers_to_ignore": "what a model asks DDP to leave alone",
+    },
+    "torch.distributed.ProcessGroup": {
+        "_allgather_base": "an older name of all_gather_single, which torch calls still",
+        "_device_types": "the devices of a group",
+        "_get_backend": "the backend for a device",
+        "_reduce_scatter_base": "an older name of reduce_scatter_single",
+        "_register_backend": "makes a group of Gloo's or NCCL's backend",
+        "_set_default_backend": "the same",
+        "_set_group_desc": "torch tells a group its description",
+        "_set_group_name": "torch tells a group its name",
+    },
+    "torch._C._distributed_c10d.Backend.Options": {
+        "_timeout": "how long NCCL waits",
+    },
+    "torch.distributed.ProcessGroupGloo": {
+        "_set_default_timeout": "by this name torch sets a group's timeout",
+        "_set_sequence_number_for_group": "what torch does with a backend before its first call",
+    },
+    "torch.distributed.Work": {
+        "_source_rank": "whose message was received",
+    },
+}
