@@ -248,6 +248,8 @@ class Engine:
                 self.conductor.has_begun(self)
         if id(parameter) in self._trained:
             self.gradient_has_come(parameter)
+        else:
+            self.conductor.has_come(parameter)
 
     def takes_part(self) -> bool:
         """Whether the backward that is running will reduce some of its gradients."""
