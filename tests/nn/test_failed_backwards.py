@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -33,6 +34,9 @@ class Layers(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(size, size, dtype=torch.float64) for _ in range(6))
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
 
     def forward(self, x, fails_at=None, without=()):
         for index, layer in enumerate(self.layers):
@@ -123,6 +127,63 @@ def test_a_backward_that_fails_on_one_rank_is_an_error_on_the_others(backend: Ba
 
     first, second = run_ranks(2, body, backend=backend)
     assert all(map(torch.equal, first, second))
+
+
+@WHERE
+@pytest.mark.parametrize("fails_on", [(0, 1), (1,)], ids=["both", "one"])
+@pytest.mark.parametrize("around", ["two models", "join", "entered later", "unused are skipped"])
+def test_a_backward_that_fails_beside_others(
+    around: str, fails_on: tuple[int, ...], backend: Backend
+) -> None:
+    skips = around == "unused are skipped"
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        models = [Layers(4) for _ in range(2 if around == "two models" else 1)]
+        parallel = [
+            lockstep.DistributedDataParallel(
+                model,
+                process_group=group,
+                bucket_cap_mb=1e-6,
+                skip_all_reduce_unused_params=skips,
+            )
+            for model in models
+        ]
+
+        def loss(fails_at: int | None = None) -> torch.Tensor:
+            without = (4,) if skips else ()
+            return sum(model(batch(rank, 4), fails_at, without) for model in parallel)
+
+        def step(fails: bool = False) -> None:
+            for model in models:
+                model.zero_grad()
+            if not fails:
+                loss().backward()
+            elif rank in fails_on:
+                with pytest.raises(ArithmeticError):
+                    loss(fails_at=2 + rank).backward()
+            else:
+                with pytest.raises(CollectiveFailed, match="failed on rank 1"):
+                    loss().backward()
+
+        joined = lockstep.join(*parallel) if around in ("join", "entered later") else None
+        for _ in range(2):
+            step()
+        if around == "entered later":
+            step(fails=True)
+        with joined or contextlib.nullcontext():
+            for _ in range(2):
+                if around != "entered later":
+                    step(fails=True)
+                step()
+                step()
+        return [gradient for model in models for gradient in gradients(model)]
+
+    first, second = run_ranks(2, body, backend=backend)
+    assert all(map(torch.equal, first, second))
+    alone = Layers(4)
+    sum(alone(batch(rank, 4), None, (4,) if skips else ()) / 2 for rank in range(2)).backward()
+    for own, expected in zip(first, gradients(alone) * 2, strict=False):
+        torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_backward_that_fails_with_a_gradient_from_before() -> None:

@@ -174,3 +174,14 @@ def test_hooks_of_others_outlive_the_wrapper() -> None:
         assert len(seen) == 3
 
     run_ranks(2, body)
+
+
+def test_a_handle_that_a_model_holds_can_be_copied() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = in_place(net(), group)
+        model.handle = model.first.weight.register_post_accumulate_grad_hook(print)
+        for copied in (copy.deepcopy(model), copy.copy(model)):
+            assert copied.first.weight.shape == model.first.weight.shape
+        model.handle.remove()
+
+    run_ranks(2, body)

@@ -166,7 +166,7 @@ class TestWrapper:
         assert gc.collect() == 0
 
     def test_a_subclass_may_scatter_and_gather_in_another_way(self) -> None:
-        """In torch's, replicate() and parallel_apply(), too, which ours doesn't call itself."""
+        """And replicate, and apply in parallel."""
         called = []
 
         class Other(DataParallel):
@@ -181,13 +181,15 @@ class TestWrapper:
 
             def replicate(self, module, device_ids):
                 called.append("replicate")
+                return super().replicate(module, device_ids)
 
             def parallel_apply(self, replicas, inputs, kwargs):
                 called.append("parallel_apply")
+                return super().parallel_apply(replicas, inputs, kwargs)
 
         outputs = Other(nn.Identity(), TWO)(torch.arange(4))
         assert [output.tolist() for output in outputs] == [[0], [1, 2, 3]]
-        assert called == ["scatter", "gather"]
+        assert called == ["scatter", "replicate", "parallel_apply", "gather"]
 
     def test_its_own_parts_put_together_are_the_function(self) -> None:
         model, x = DataParallel(nn.Linear(2, 1), TWO), torch.randn(5, 2)

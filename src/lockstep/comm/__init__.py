@@ -14,7 +14,7 @@ from lockstep.comm.exchange import (
     without_repeats,
     zero_buffer,
 )
-from lockstep.comm.failures import Pending, explained, is_from_group
+from lockstep.comm.failures import Pending, explained, global_rank, is_from_group
 from lockstep.comm.roll import (
     Answer,
     Roll,
@@ -40,6 +40,7 @@ __all__ = [
     "can_average",
     "explained",
     "gather_in_step",
+    "global_rank",
     "have_same",
     "is_from_group",
     "num_counted",

@@ -92,8 +92,8 @@ def explained(group: dist.ProcessGroup, operation: str, error: RuntimeError) -> 
     asking.start()
     asking.join(_LIMIT_SECONDS)
     gone, late = _blame(range(group.size()), group.rank(), mine, dict(found))
-    rank, said = _name(group, group.rank()), f"Torch says: {error}"
-    names = [_name(group, each) for each in gone or late or []]
+    rank, said = global_rank(group, group.rank()), f"Torch says: {error}"
+    names = [global_rank(group, each) for each in gone or late or []]
     ranks = f"Rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"
     if gone:
         are, them = ("are", "them") if len(names) > 1 else ("is", "it")
@@ -179,7 +179,7 @@ def _has_ended(group: dist.ProcessGroup, rank: int) -> bool:
     return False
 
 
-def _name(group: dist.ProcessGroup, rank: int) -> int:
+def global_rank(group: dist.ProcessGroup, rank: int) -> int:
     """What the whole run calls ``rank`` of ``group``."""
     try:
         return dist.get_global_rank(group, rank)

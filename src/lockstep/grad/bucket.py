@@ -166,7 +166,7 @@ class Bucket:
                 _foreach_div_(taken, self._take_scale)
             self._is_taken[:] = bytes(len(self._parameters))
 
-    def drop_all(self) -> None:
+    def drop(self) -> None:
         """Gradients that are here are lost, as another rank had none to add."""
         for place in range(len(self._parameters)):
             self._drop(place)

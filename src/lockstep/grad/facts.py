@@ -41,7 +41,8 @@ def used_by_any(tail: torch.Tensor) -> list[float]:
 def failed_ranks(tail: torch.Tensor, factor: int) -> tuple[int, int]:
     """On how many ranks the backward failed, and their numbers added up; unknown on a GPU.
 
-    To read it would wait for one. There, what a rank sends whose backward has failed is NaN.
+    To read it would wait for one. There, what a rank sends whose backward has failed is NaN or, to
+    a communication hook, which may remember it, 0.
 
     Args:
         tail: The facts of all ranks.
@@ -49,5 +50,6 @@ def failed_ranks(tail: torch.Tensor, factor: int) -> tuple[int, int]:
     """
     if tail.device.type != "cpu":
         return 0, 0
-    number, ranks = tail[-_NUM_FAILURE_FACTS:].tolist()
+    facts = tail[-_NUM_FAILURE_FACTS:]
+    number, ranks = (facts.real if facts.is_complex() else facts).tolist()
     return round(number * factor), round(ranks * factor)

@@ -104,6 +104,7 @@ class Reducer:
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
         self._has_reduced = False
+        self._skipped: set[int] = set()
         self.is_rearranged = False
         self._launches_early = False
         self._gets_gradients_twice = False
@@ -127,10 +128,7 @@ class Reducer:
 
     @property
     def buckets(self) -> Sequence[Sequence[str]]:
-        """The names of the parameters in each bucket, in the order in which buckets launch.
-
-        There are none before the first backward.
-        """
+        """The names of the parameters in each bucket, in launch order, after the first backward."""
         return [bucket.parameter_names for bucket in self._buckets]
 
     @property
@@ -170,9 +168,7 @@ class Reducer:
         self._arrivals.take_over(previous._arrivals)
 
     def begin(self, turns: Turns | None = None, *, takes_early: bool = False) -> None:
-        """A backward has begun whose gradients are to be reduced.
-
-        Every rank must begin. An earlier backward that failed is finished first.
+        """A backward has begun on every rank; an earlier one that failed is finished first.
 
         Args:
             turns: The reducers of the same group that the backward runs through, this one too.
@@ -221,8 +217,7 @@ class Reducer:
         """The gradients of ``parameters`` have come; buckets leave when they are full.
 
         Returns:
-            How many more may come before there is something to do. Until then nobody need say so,
-            but of all that have come before the backward's end.
+            How many more may come before there is something to do, and this has to be called again.
         """
         arrivals = self._arrivals
         places = arrivals.next_places(parameters)
@@ -262,8 +257,7 @@ class Reducer:
     def _num_until_next(self) -> int:
         """After how many gradients there is something to do, if they come as they did before.
 
-        That is for the next bucket that isn't full. The one behind it is looked at too, as others
-        may come first; what comes to further ones can wait, as they launch later.
+        That is for the next bucket that isn't full, and the one behind it: others may come first.
         """
         behind = itertools.islice(self._buckets, self._next_launch, None)
         filling = itertools.islice((bucket for bucket in behind if bucket.num_missing), 2)
@@ -295,6 +289,7 @@ class Reducer:
         self._turns = None
         self._arrivals.forget()
         self.has_failed = self._has_begun
+        self._same_data.drop()
         with torch.no_grad():
             for bucket in self._buckets:
                 bucket.give_back()
@@ -330,7 +325,7 @@ class Reducer:
         arrivals, hook = self._arrivals, self.comm_hook
         for index, (place, gradient) in enumerate(self._sparse.items(), len(self._buckets) - 1):
             arrivals.touched[place] *= gradient.is_there  # as Bucket.fill() does
-            if self._skip_unused and not arrivals.touched[place]:
+            if self._skips(index + len(self._bucket_at), bool(arrivals.touched[place])):
                 continue
             with naming(self._name_at(place), self.process_group):
                 if hook is None:
@@ -389,8 +384,9 @@ class Reducer:
         factor = self._size if self._averages(last) else 1
         self._failed_ranks = failed_ranks(last.tail, factor)
         if self._failed_ranks[0]:
-            for bucket in self._buckets:
-                bucket.drop_all()
+            lost: Iterable[Bucket | SparseGradient] = (*self._buckets, *self._sparse.values())
+            for one in lost:
+                one.drop()
             return
         for place, gradient in self._sparse.items():
             if self._arrivals.touched[place]:
@@ -403,9 +399,8 @@ class Reducer:
         """Launch the next bucket."""
         index, bucket = self._next_launch, self._buckets[self._next_launch]
         is_last = index == len(self._buckets) - 1
-        if self._skip_unused and not is_last and not any(bucket.touched):
-            bucket.has_left = True
-            self._next_launch += 1
+        if not is_last and self._skips(index, any(bucket.touched)):
+            bucket.has_left, self._next_launch = True, index + 1
             return
         if not bucket.has_left:  # as it may, if its hook has failed
             self._fill(bucket)
@@ -429,18 +424,27 @@ class Reducer:
                 bucket.launch_tail(self.process_group)
         self._next_launch += 1
 
+    def _skips(self, number: int, is_used: bool) -> bool:
+        """Whether a bucket, or sparse gradient, of that number is not to be sent."""
+        if not self._skip_unused:
+            return False
+        # What a backward that failed would have used, the one before it tells.
+        if not self.has_failed:
+            (self._skipped.discard if is_used else self._skipped.add)(number)
+        return number in self._skipped
+
     def _fill(self, bucket: Bucket) -> None:
         """Bring into ``bucket`` what this rank adds to the sum."""
         if self.has_failed:  # a hook may remember what it is given
             bucket.fill_with(math.nan if self.comm_hook is None else 0)
             return
         bucket.fill(self._scale_of(bucket))
-        if self._same_data.is_looking and self.comm_hook is None and self.share * self._size == 1:
+        if self._same_data.is_looking and self.comm_hook is None and self.share == 1 / self._size:
             self._same_data.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
 
     def _averages(self, bucket: Bucket) -> bool:
         """Whether the group is to average ``bucket``, and not to add it up."""
-        return bucket.averages and self.comm_hook is None and self.share * self._size == 1
+        return bucket.averages and self.comm_hook is None and self.share == 1 / self._size
 
     def _scale_of(self, bucket: Bucket) -> float:
         """What gradients are to be multiplied by on their way into ``bucket``."""
@@ -469,12 +473,10 @@ class Reducer:
             tell_of_unused([self._names[index] for index in sorted(unused)])
 
     def _arrange(self, order: Sequence[int]) -> None:
-        """Make buckets for gradients that become ready in ``order``.
-
-        Gradients in the old buckets, which are gone then, move over with the next backward.
-        """
+        """Make buckets for gradients that become ready in ``order``; old ones move over."""
         # Before others are made: they are as large as all gradients.
         self._buckets, self._bucket_at = [], []
+        self._skipped.clear()
         self._buckets = make_buckets(
             self._names,
             self._arrivals,

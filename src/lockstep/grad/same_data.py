@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 # In how many first backwards gradients have to be equal on all ranks. Once may be a coincidence,
 # such as a loss that doesn't depend on the input.
 _NUM_BACKWARDS = 3
-# How many numbers of each bucket are compared.
+# How many numbers of each bucket are compared, about.
 _SAMPLE_NUMEL = 1024
 
 
@@ -38,13 +38,17 @@ class SameData:
             factor: How many times these they are then, if they are the same on all ranks.
         """
         if gradients.numel():
-            sample = gradients[:_SAMPLE_NUMEL]
+            sample = gradients[:: max(1, gradients.numel() // _SAMPLE_NUMEL)]
             self._samples.append((sample, sample * factor))
+
+    def drop(self) -> None:
+        """Forget what was kept: the backward has failed."""
+        self._samples = []
 
     def compare(self, *, is_rank_0: bool) -> None:
         """The gradients are reduced; rank 0 warns if all ranks have had the same ones."""
         samples, self._samples = self._samples, []
-        samples = [(reduced, expected) for reduced, expected in samples if expected.any()]
+        samples = [(reduced, expected) for reduced, expected in samples if _tells(expected)]
         if not samples:
             return
         # Scaling by a third, and adding up, rounds.
@@ -63,3 +67,8 @@ class SameData:
                     "is said once.)",
                     _NUM_BACKWARDS,
                 )
+
+
+def _tells(gradients: torch.Tensor) -> bool:
+    """Whether it means something that these are the same on all ranks."""
+    return bool(gradients.any()) and bool(gradients.isfinite().all())

@@ -54,6 +54,10 @@ class SparseGradient:
         bucket = GradBucket(index, gradient, [self._parameter], is_last=is_last)
         self._sum = reduced_buffer(hook(bucket), gradient.numel())
 
+    def drop(self) -> None:
+        """The gradient, and the sum, are lost."""
+        self._parameter.grad = self._sum = None
+
     def adopt(self) -> None:
         """Make the sum the gradient: a dense one where it was dense."""
         gradient, total, self._sum = self._parameter.grad, self._sum, None

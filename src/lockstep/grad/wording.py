@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from lockstep.comm import explained, is_from_group
+from lockstep.comm import explained, global_rank, is_from_group
 from lockstep.errors import CollectiveFailed, LateGradient
 
 _log = logging.getLogger(__name__)
@@ -48,11 +48,12 @@ def failed_elsewhere(num_failed: int, ranks: int, group: dist.ProcessGroup) -> C
         ranks: The sum of their numbers in ``group``.
         group: The ranks.
     """
-    who = f"rank {ranks}" if num_failed == 1 else f"{num_failed} other ranks"
+    who = f"rank {global_rank(group, ranks)}" if num_failed == 1 else f"{num_failed} other ranks"
+    here = global_rank(group, group.rank())
     return CollectiveFailed(
-        f"A backward failed on {who}, so that the gradients of this step, on rank {group.rank()}, "
-        "would lack a part: they are None now. Look at what that rank wrote. To go on without the "
-        "step, catch the error on every rank."
+        f"A backward failed on {who}, so that the gradients of this step, on rank {here}, would "
+        "lack a part, and are lost. Look at what that rank wrote. To go on without the step, catch "
+        "the error on every rank."
     )
 
 

@@ -78,6 +78,8 @@ def attach(
     left_alone = options.left_alone(module)
     if group is not None:
         finish_failed(group)
+    for engine in previous.engines if previous is not None else ():
+        engine.conductor.finish_failed()
     if group is not None and init_sync:
         # Also where there is a refusal: the other ranks would wait for this one.
         check_same_model(module, group, options._asdict(), refusal, left_alone)
@@ -112,6 +114,8 @@ def attach(
 def release(wrapper: nn.Module) -> None:
     """Let the model in ``wrapper`` be parallel no more: gradients are this rank's own."""
     attachment = attachment_of(wrapper)
+    for engine in attachment.engines:
+        engine.conductor.finish_failed()
     _replace(list(attachment.engines), ())
     for parameter in wrapper.parameters():
         if _owner_of(parameter) is attachment:

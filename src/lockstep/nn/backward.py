@@ -62,7 +62,8 @@ class Conductor:
         self._running: list[Engine] = []
         self._late: list[Engine] = []
         self._tells_late = False
-        # Those in a backward that failed on this rank, whose end the others may wait for.
+        # Those in a backward that failed on this rank, whose end the others may wait for. They are
+        # held, even if their model is gone.
         self._failed: list[Engine] = []
         self._end: weakref.ref[_EndOfBackward] | None = None
         # What must be through before the end of the backward can be waited for.
@@ -82,6 +83,7 @@ class Conductor:
         if engine in self._running:
             self._backward_is_gone()
         self._engines = [one for one in self._engines if one() is not engine]
+        self._seen.add(engine.number)  # or ranks would ask for it for ever
 
     def _next_number(self) -> int:
         self._num_engines += 1
@@ -124,6 +126,7 @@ class Conductor:
                     self._begin(reached[0])
 
     def _begin(self, engine: Engine) -> None:
+        self.finish_failed()  # which forgets what is known of a backward, so before any of it is
         engine.number = engine.number or self._next_number()
         self.task_id = _current_graph_task_id()
         if is_compiled_backward():
@@ -156,6 +159,7 @@ class Conductor:
         Returns:
             Whether there was any.
         """
+        self.finish_failed()
         asks = self._has_to_ask([engine])
         self._begin_together([] if asks else [engine], asks=asks)
         was_any = bool(self._running)
@@ -184,7 +188,6 @@ class Conductor:
 
     def _begin_together(self, reached: Collection[Engine], *, asks: bool) -> None:
         """Begin all that any rank reaches, of which this rank reaches some."""
-        self.finish_failed()
         self._announce(Step.BEGIN, reached)
         engines, self._tells_late = set(reached), False
         group = self._group()

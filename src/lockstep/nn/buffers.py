@@ -142,6 +142,9 @@ class Buffers:
         """
         num_holders = _num_holders(tensor)
         if num_holders == 1:
+            # Who held it from the start is gone: from here on, one more is a graph.
+            self._num_holders.pop(tensor, None)
+            self._num_left_alone.pop(tensor, None)
             return True
         usual = self._num_holders.get(tensor, 1)
         if num_holders <= usual:

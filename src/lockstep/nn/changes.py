@@ -58,7 +58,7 @@ def watch(engine: Engine) -> None:
             ):
                 _registration_hooks.append(register(_is_put_into))
         if _refusal is None:
-            _refusal = refuse_distributed_autograd(_watched.__contains__)
+            _refusal = refuse_distributed_autograd(lambda module: bool(_watched.get(module)))
         _engines[engine] = None
         _num_watched += 1
         if engine.module is not None:
@@ -71,6 +71,7 @@ def unwatch(engine: Engine) -> None:
     global _num_watched
     with _lock:
         _engines.pop(engine, None)
+        _names_by_form.pop(_form_of(engine.parameters), None)
         _stale.discard(engine)
         _num_watched += 1
         for engines in _watched.values():

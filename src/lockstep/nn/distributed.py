@@ -301,6 +301,7 @@ class DistributedDataParallel(
 
     def _set_comm_hook(self, hook: CommHook | None) -> None:
         for engine in self._engines:
+            engine.conductor.finish_failed()
             engine.reducer.comm_hook = hook
 
     def _register_buffer_comm_hook(
@@ -392,6 +393,8 @@ class DistributedDataParallel(
         return self.process_group
 
     def _begin_joined_iteration(self) -> None:
+        for engine in self._engines:
+            engine.conductor.finish_failed()
         joined = self._joined() if self._joined is not None else None
         if joined is None and self._engines:
             self._leave_join()  # the context was left with an error
@@ -399,8 +402,6 @@ class DistributedDataParallel(
         if joined is not None and self._join_config.is_first_joinable:
             joined.begin_iteration()
         Join.notify_join_context(self)
-
-    # What it is made of
 
     @property
     def _engines(self) -> list[Engine]:

@@ -76,6 +76,12 @@ class GradientHooks(OrderedDict[int, Hook]):
 
     def __delitem__(self, key: int) -> None:
         del self.others[key]
+        if not self.others:
+            self.with_others.discard(self._key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, which a handle may hold, is a plain dictionary: no parameter calls it."""
+        return OrderedDict, (list(self.others.items()),)
 
 
 def hooks_of(parameter: torch.Tensor) -> GradientHooks:
@@ -94,9 +100,9 @@ def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
     the first hook of a parameter in a backward.
     """
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    if module is None:
+    handles: Any = getattr(module, "param_to_optim_hook_handle_map", None)
+    if not handles:
         return
-    handles: Any = module.param_to_optim_hook_handle_map
     for parameter in parameters:
         if parameter in handles and hasattr(parameter, "_in_backward_optimizers"):
             for handle in handles.pop(parameter):

@@ -55,6 +55,7 @@ class UnevenLoop:
     def __enter__(self) -> None:
         """From here on call the roll."""
         if self._group is not None:
+            finish_failed(self._group)
             set_roll(self._group, self._roll)
 
     def __exit__(
