@@ -406,7 +406,9 @@ def test_rooms_are_forgotten() -> None:
 
     store = dist.HashStore()
     outcomes(2, lambda rank, _: join(store, rank, 2, LATER).leave())
-    gc.collect()
+    # Those of other tests too: a work that torch's C++ may have is kept at its first collection.
+    for _ in range(3):
+        gc.collect()
     assert not list(threads._rooms)
 
 

@@ -62,9 +62,9 @@ class Conductor:
         self._running: list[Engine] = []
         self._late: list[Engine] = []
         self._tells_late = False
-        # Those in a backward that failed on this rank, whose end the others may wait for. They are
-        # held, even if their model is gone.
-        self._failed: list[Engine] = []
+        # Those in a backward that failed here, whose end the others may wait for. Weakly, as
+        # engines hold the group, which takes this with it when it is gone.
+        self._failed: list[weakref.ref[Engine]] = []
         self._end: weakref.ref[_EndOfBackward] | None = None
         # What must be through before the end of the backward can be waited for.
         self._enclosing: weakref.ref[BackwardCFunction] | None = None
@@ -297,7 +297,7 @@ class Conductor:
     def _backward_is_gone(self, _: object = None) -> None:
         for engine in [*self._running, *self._late]:
             engine.forget_backward()
-        self._failed += [engine for engine in self._running if engine.reducer.has_failed]
+        self._failed += [weakref.ref(one) for one in self._running if one.reducer.has_failed]
         self._running, self._late = [], []
         self.task_id, self._end, self._enclosing, self.awaited = -1, None, None, None
 
@@ -307,7 +307,8 @@ class Conductor:
         The other ranks wait in its end, or have failed too. Then all have sent the same once more,
         and those whose backward went well have been told.
         """
-        failed, self._failed = self._failed, []
+        failed = [engine for reference in self._failed if (engine := reference())]
+        self._failed = []
         if failed:
             self._running = failed
             self._finish()
