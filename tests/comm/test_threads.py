@@ -404,12 +404,11 @@ def test_nobody_waits_for_a_rank_that_failed_before_it_came() -> None:
 def test_rooms_are_forgotten() -> None:
     from lockstep.comm import threads
 
+    before = set(threads._rooms)  # which a failure in another test may have left
     store = dist.HashStore()
     outcomes(2, lambda rank, _: join(store, rank, 2, LATER).leave())
-    # Those of other tests too: a work that torch's C++ may have is kept at its first collection.
-    for _ in range(3):
-        gc.collect()
-    assert not list(threads._rooms)
+    gc.collect()
+    assert set(threads._rooms) <= before
 
 
 # As a backend of torch.distributed.
