@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.group import TeamGroup
+from lockstep.comm.group import SharedMemoryGroup
 
 _SIZES = (1, 7, 300, 5_000, 40_000, 300_000, 700_000)
 _DTYPES = (torch.float32, torch.float64, torch.int64)
@@ -45,7 +45,7 @@ class _Draw:
 
     def mine(self) -> torch.Tensor:
         group = dist.group.WORLD
-        if self.in_place and isinstance(group, TeamGroup):
+        if self.in_place and isinstance(group, SharedMemoryGroup):
             return group.empty(self.numel, dtype=self.dtype).copy_(self.of(self.rank))
         return self.of(self.rank)
 

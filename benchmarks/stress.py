@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import threads
-from lockstep.comm.group import TeamGroup
-from lockstep.comm.shm.team import ShmTeam
+from lockstep.comm.group import SharedMemoryGroup
+from lockstep.comm.shm.transport import ShmTransport
 
 SIZE = 4
 MEMBERS = ((0, 1, 2, 3), (0, 1), (1, 2, 3), (2, 3), (0, 3), (0, 2, 3))
@@ -65,7 +65,7 @@ def values(call: Draw, rank: int, numel: int) -> torch.Tensor:
     return row.to(call.dtype)
 
 
-def _memory(group: TeamGroup, call: Draw, filled_with: torch.Tensor) -> torch.Tensor:
+def _memory(group: SharedMemoryGroup, call: Draw, filled_with: torch.Tensor) -> torch.Tensor:
     if not call.is_shared:
         return filled_with
     return group.empty(filled_with.numel(), dtype=call.dtype).copy_(filled_with)
@@ -76,7 +76,7 @@ def _memory(group: TeamGroup, call: Draw, filled_with: torch.Tensor) -> torch.Te
 Started = tuple[dist.Work, Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]]
 
 
-def _all_reduce(group: TeamGroup, call: Draw) -> Started:
+def _all_reduce(group: SharedMemoryGroup, call: Draw) -> Started:
     tensor = _memory(group, call, values(call, group.rank(), call.numel))
 
     def check() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -85,13 +85,13 @@ def _all_reduce(group: TeamGroup, call: Draw) -> Started:
     return group.allreduce(tensor), check
 
 
-def _broadcast(group: TeamGroup, call: Draw) -> Started:
+def _broadcast(group: SharedMemoryGroup, call: Draw) -> Started:
     tensor = _memory(group, call, values(call, group.rank(), call.numel))
     work = group.broadcast(tensor, call.root)
     return work, lambda: [(tensor, values(call, call.root, call.numel))]
 
 
-def _reduce(group: TeamGroup, call: Draw) -> Started:
+def _reduce(group: SharedMemoryGroup, call: Draw) -> Started:
     rank, size = group.rank(), group.size()
     tensor = values(call, rank, call.numel)
 
@@ -102,7 +102,7 @@ def _reduce(group: TeamGroup, call: Draw) -> Started:
     return group.reduce(tensor, call.root), check
 
 
-def _all_gather(group: TeamGroup, call: Draw) -> Started:
+def _all_gather(group: SharedMemoryGroup, call: Draw) -> Started:
     size = group.size()
     numels = [call.numel // (1 + (r + call.seed) % 3) for r in range(size)]
     outputs = [torch.empty(n, dtype=call.dtype) for n in numels]
@@ -110,7 +110,7 @@ def _all_gather(group: TeamGroup, call: Draw) -> Started:
     return work, lambda: [(outputs[r], values(call, r, numels[r])) for r in range(size)]
 
 
-def _reduce_scatter(group: TeamGroup, call: Draw) -> Started:
+def _reduce_scatter(group: SharedMemoryGroup, call: Draw) -> Started:
     rank, size = group.rank(), group.size()
     numel = call.numel // size
     output = torch.empty(numel, dtype=call.dtype)
@@ -123,7 +123,7 @@ def _reduce_scatter(group: TeamGroup, call: Draw) -> Started:
     return work, check
 
 
-def _all_to_all(group: TeamGroup, call: Draw) -> Started:
+def _all_to_all(group: SharedMemoryGroup, call: Draw) -> Started:
     rank, size = group.rank(), group.size()
     # What rank i has for rank j.
     rows = [
@@ -142,7 +142,7 @@ def _all_to_all(group: TeamGroup, call: Draw) -> Started:
     return work, check
 
 
-def _gather(group: TeamGroup, call: Draw) -> Started:
+def _gather(group: SharedMemoryGroup, call: Draw) -> Started:
     rank, size = group.rank(), group.size()
     count = size if rank == call.root else 0
     outputs = [torch.empty(call.numel, dtype=call.dtype) for _ in range(count)]
@@ -150,7 +150,7 @@ def _gather(group: TeamGroup, call: Draw) -> Started:
     return work, lambda: [(outputs[r], values(call, r, call.numel)) for r in range(count)]
 
 
-def _scatter(group: TeamGroup, call: Draw) -> Started:
+def _scatter(group: SharedMemoryGroup, call: Draw) -> Started:
     rank, size = group.rank(), group.size()
     count = size if rank == call.root else 0
     output = torch.empty(call.numel, dtype=call.dtype)
@@ -158,7 +158,7 @@ def _scatter(group: TeamGroup, call: Draw) -> Started:
     return work, lambda: [(output, values(call, rank, call.numel))]
 
 
-def _ring(group: TeamGroup, call: Draw) -> Started:
+def _ring(group: SharedMemoryGroup, call: Draw) -> Started:
     rank, size = group.rank(), group.size()
     received = torch.empty(call.numel, dtype=call.dtype)
     tag = call.seed % 5
@@ -167,11 +167,11 @@ def _ring(group: TeamGroup, call: Draw) -> Started:
     return work, lambda: [(received, values(call, (rank - 1) % size, call.numel))]
 
 
-def _barrier(group: TeamGroup, call: Draw) -> Started:
+def _barrier(group: SharedMemoryGroup, call: Draw) -> Started:
     return group.barrier(), list
 
 
-OPERATIONS: dict[str, Callable[[TeamGroup, Draw], Started]] = {
+OPERATIONS: dict[str, Callable[[SharedMemoryGroup, Draw], Started]] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "reduce": _reduce,
@@ -189,7 +189,7 @@ def _sum(tensors: list[torch.Tensor]) -> torch.Tensor:
     return reduce(torch.add, tensors)
 
 
-def stress_group(group: TeamGroup, calls: int, seed: int) -> None:
+def stress_group(group: SharedMemoryGroup, calls: int, seed: int) -> None:
     """Make ``calls`` calls that ``seed`` decides, some of them under way at once.
 
     Raises:
@@ -214,7 +214,7 @@ def stress_group(group: TeamGroup, calls: int, seed: int) -> None:
 
 
 def stress_rank(
-    make_group: Callable[[str, int, int], TeamGroup], rank: int, calls: int, seed: int
+    make_group: Callable[[str, int, int], SharedMemoryGroup], rank: int, calls: int, seed: int
 ) -> None:
     """Be one of :data:`SIZE` ranks: a thread for each group that it is in.
 
@@ -255,11 +255,11 @@ def stress_process(path: str, rank: int, size: int, calls: int, seed: int) -> No
     """Be one rank, that is a process."""
     torch.set_num_threads(1)
 
-    def make_group(name: str, position: int, count: int) -> TeamGroup:
+    def make_group(name: str, position: int, count: int) -> SharedMemoryGroup:
         # A store isn't for several threads at once.
         store = dist.FileStore(f"{path}-{name}", count)
-        team = ShmTeam(store, position, count, TIMEOUT.total_seconds())
-        return TeamGroup(team, "shm", TIMEOUT)
+        team = ShmTransport(store, position, count, TIMEOUT.total_seconds())
+        return SharedMemoryGroup(team, "shm", TIMEOUT)
 
     stress_rank(make_group, rank, calls, seed)
 
@@ -271,9 +271,9 @@ def stress_threads(calls: int, seed: int) -> None:
     }
     failures: list[BaseException] = []
 
-    def make_group(name: str, position: int, count: int) -> TeamGroup:
+    def make_group(name: str, position: int, count: int) -> SharedMemoryGroup:
         team = threads.join(stores[name], position, count, TIMEOUT.total_seconds())
-        return TeamGroup(team, "threads", TIMEOUT)
+        return SharedMemoryGroup(team, "threads", TIMEOUT)
 
     def run(rank: int) -> None:
         try:

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.group import TeamGroup
+from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.threads import join
 
 Backend = Literal["threads", "gloo"]
@@ -48,7 +48,7 @@ def thread_group(
 ) -> dist.ProcessGroup:
     """A process group as ``init_process_group("threads")`` makes it, but known to nobody."""
     team = join(store, rank, world_size, timeout_seconds)
-    return TeamGroup(team, "threads", timedelta(seconds=timeout_seconds), store)
+    return SharedMemoryGroup(team, "threads", timedelta(seconds=timeout_seconds), store)
 
 
 def run_ranks(

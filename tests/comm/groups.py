@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import threads
-from lockstep.comm.group import TeamGroup
-from lockstep.comm.shm.team import ShmTeam
+from lockstep.comm.group import SharedMemoryGroup
+from lockstep.comm.shm.transport import ShmTransport
 from tests.ranks import gloo_group
 
 T = TypeVar("T")
@@ -59,9 +59,9 @@ def make_group(
     """A group that torch.distributed knows nothing of."""
     if backend == "gloo":
         return gloo_group(store, rank, size, seconds)
-    join = ShmTeam if backend == "shm" else threads.join
+    join = ShmTransport if backend == "shm" else threads.join
     team = join(store, rank, size, seconds, members)
-    return TeamGroup(team, backend, timedelta(seconds=seconds), store)
+    return SharedMemoryGroup(team, backend, timedelta(seconds=seconds), store)
 
 
 def run_on(

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.hosts.group import HostsGroup
-from lockstep.comm.hosts.team import HostsTeam
-from lockstep.comm.shm.team import ShmTeam
+from lockstep.comm.hosts.transport import HostsTransport
+from lockstep.comm.shm.transport import ShmTransport
 from lockstep.errors import CollectiveMismatch, PeerLost
 from tests.ranks import run_ranks
 
@@ -31,8 +31,8 @@ def hosts_group(
 ) -> HostsGroup:
     number, ranks = next((n, ranks) for n, ranks in enumerate(hosts) if rank in ranks)
     own_store = dist.PrefixStore(f"{number}/", store)
-    local = ShmTeam(own_store, ranks.index(rank), len(ranks), seconds, ranks)
-    team = HostsTeam(store, rank, hosts, local, seconds)
+    local = ShmTransport(own_store, ranks.index(rank), len(ranks), seconds, ranks)
+    team = HostsTransport(store, rank, hosts, local, seconds)
     return HostsGroup(team, "shm", timedelta(seconds=seconds), store)
 
 

@@ -18,7 +18,7 @@ from lockstep.comm.call import Call, fingerprint
 from lockstep.comm.shm.joining import _Door
 from lockstep.comm.shm.lines import send_message
 from lockstep.comm.shm.memory import Segment
-from lockstep.comm.shm.team import ShmTeam
+from lockstep.comm.shm.transport import ShmTransport
 from lockstep.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -38,15 +38,17 @@ def run_each(*calls: Callable[[], object]) -> list[object]:
         return [future.exception() or future.result() for future in futures]
 
 
-def join_all(size: int) -> list[ShmTeam]:
+def join_all(size: int) -> list[ShmTransport]:
     store = dist.HashStore()
-    teams = run_each(*(lambda rank=rank: ShmTeam(store, rank, size, 10) for rank in range(size)))
-    assert all(isinstance(team, ShmTeam) for team in teams), teams
+    teams = run_each(
+        *(lambda rank=rank: ShmTransport(store, rank, size, 10) for rank in range(size))
+    )
+    assert all(isinstance(team, ShmTransport) for team in teams), teams
     return teams  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
-def joined(size: int) -> Iterator[list[ShmTeam]]:
+def joined(size: int) -> Iterator[list[ShmTransport]]:
     teams = join_all(size)
     try:
         yield teams
@@ -56,12 +58,12 @@ def joined(size: int) -> Iterator[list[ShmTeam]]:
         gc.collect()
 
 
-def die(team: ShmTeam) -> None:
+def die(team: ShmTransport) -> None:
     """What the others see of a rank when its process is killed."""
     team.close()
 
 
-def meet_all(teams: list[ShmTeam], call: Call = A, timeout: float = 5) -> list[object]:
+def meet_all(teams: list[ShmTransport], call: Call = A, timeout: float = 5) -> list[object]:
     return run_each(*(lambda team=team: team.meet(call, 0, timeout) for team in teams))
 
 
@@ -84,7 +86,7 @@ def _stranger(address: str, message: bytes | None, descriptors: int = 0) -> sock
 def test_strangers_are_turned_away_and_the_ranks_meet_at_once():
     store, before = dist.HashStore(), len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(ShmTeam, store, 0, 2, 20)
+        first = pool.submit(ShmTransport, store, 0, 2, 20)
         address = _address(store, 0)
         strangers = [
             _stranger(address, None),
@@ -96,7 +98,7 @@ def test_strangers_are_turned_away_and_the_ranks_meet_at_once():
             *(_stranger(address, None) for _ in range(30)),
         ]
         began = time.monotonic()
-        second = pool.submit(ShmTeam, store, 1, 2, 20)
+        second = pool.submit(ShmTransport, store, 1, 2, 20)
         teams = [first.result(), second.result()]
     assert time.monotonic() - began < 2
     assert meet_all(teams) == [[0, 0], [0, 0]]
@@ -115,10 +117,10 @@ def test_strangers_are_turned_away_and_the_ranks_meet_at_once():
 def test_more_strangers_than_a_rank_listens_to_only_delay():
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(ShmTeam, store, 0, 2, 20)
+        first = pool.submit(ShmTransport, store, 0, 2, 20)
         address = _address(store, 0)
         strangers = [_stranger(address, None) for _ in range(150)]
-        second = pool.submit(ShmTeam, store, 1, 2, 20)
+        second = pool.submit(ShmTransport, store, 1, 2, 20)
         for team in (first.result(), second.result()):
             team.leave()
     for line in strangers:
@@ -129,7 +131,7 @@ def test_more_strangers_than_a_rank_listens_to_only_delay():
 def test_another_user_is_turned_away_although_it_knows_the_secret():
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(ShmTeam, store, 0, 2, 20)
+        first = pool.submit(ShmTransport, store, 0, 2, 20)
         address, secret = _address(store, 0), bytes.fromhex(store.get("secret").decode())
         child = os.fork()
         if child == 0:
@@ -147,14 +149,14 @@ def test_another_user_is_turned_away_although_it_knows_the_secret():
             finally:
                 os._exit(2)
         assert os.waitpid(child, 0)[1] == 0
-        second = pool.submit(ShmTeam, store, 1, 2, 20)
+        second = pool.submit(ShmTransport, store, 1, 2, 20)
         for team in (first.result(), second.result()):
             team.leave()
 
 
 def test_a_rank_that_never_comes_is_named():
     with pytest.raises(RendezvousFailed, match="for rank 1 to share memory"):
-        ShmTeam(dist.HashStore(), 0, 2, 0.2)
+        ShmTransport(dist.HashStore(), 0, 2, 0.2)
     gc.collect()
 
 
@@ -175,7 +177,7 @@ def test_a_rank_that_cannot_join_keeps_nobody_waiting(
 
     monkeypatch.setattr(_Door, "_introduce", run_out_of_descriptors)
     began = time.monotonic()
-    errors = run_each(*(lambda rank=rank: ShmTeam(store, rank, 3, 60) for rank in range(3)))
+    errors = run_each(*(lambda rank=rank: ShmTransport(store, rank, 3, 60) for rank in range(3)))
     assert time.monotonic() - began < 10
     assert all(isinstance(error, RendezvousFailed) for error in errors), errors
     assert "ulimit -n" in str(errors[failing])
@@ -193,9 +195,9 @@ def test_a_rank_that_has_no_memory_keeps_nobody_waiting(monkeypatch: pytest.Monk
     monkeypatch.setattr(Segment, "create", run_out)
     first = threading.current_thread()
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(ShmTeam, store, 1, 2, 60)
+        other = pool.submit(ShmTransport, store, 1, 2, 60)
         with pytest.raises(SharedMemoryFull):
-            ShmTeam(store, 0, 2, 60)
+            ShmTransport(store, 0, 2, 60)
         with pytest.raises(RendezvousFailed, match="rank 0 could not join: There is no room"):
             other.result(10)
 

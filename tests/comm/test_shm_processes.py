@@ -132,11 +132,11 @@ def test_a_group_that_is_dropped_closes_what_it_had(tmp_path: Path):
     run(
         tmp_path,
         """
-        from lockstep.comm.group import TeamGroup
-        from lockstep.comm.shm.team import ShmTeam
+        from lockstep.comm.group import SharedMemoryGroup
+        from lockstep.comm.shm.transport import ShmTransport
         before = len(os.listdir("/proc/self/fd"))
         store = dist.FileStore(f"{folder}/store", 2)
-        group = TeamGroup(ShmTeam(store, rank, 2, 10), "shm", timedelta(seconds=10))
+        group = SharedMemoryGroup(ShmTransport(store, rank, 2, 10), "shm", timedelta(seconds=10))
         tensor = group.empty(10).fill_(1)
         group.allreduce([tensor]).wait()
         assert tensor[0] == 2
@@ -219,11 +219,11 @@ def test_a_limit_is_an_error_that_says_so(tmp_path: Path, limit: str, most: str)
         tmp_path,
         f"""
         pages = int(open("/proc/self/statm").read().split()[0])
-        from lockstep.comm.shm.team import ShmTeam
-        ShmTeam(dist.HashStore(), 0, 1, 1).leave()  # imports what it needs
+        from lockstep.comm.shm.transport import ShmTransport
+        ShmTransport(dist.HashStore(), 0, 1, 1).leave()  # imports what it needs
         most = {most}
         resource.setrlimit(resource.{limit}, (most, most))
-        error = raised(lambda: ShmTeam(dist.HashStore(), 0, 1, 1))
+        error = raised(lambda: ShmTransport(dist.HashStore(), 0, 1, 1))
         assert isinstance(error, (SharedMemoryFull, RendezvousFailed)), error
         assert "memory" in str(error), error
         assert ("ulimit -n" in str(error)) == ("{limit}" == "RLIMIT_NOFILE"), error

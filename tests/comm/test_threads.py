@@ -18,9 +18,9 @@ import torch.distributed as dist
 import lockstep
 from lockstep.comm.backends import THREADS, register_backends
 from lockstep.comm.call import Call
-from lockstep.comm.group import TeamGroup
-from lockstep.comm.rank_threads import Crowd, a_rank_of
-from lockstep.comm.threads import Room, ThreadTeam, join
+from lockstep.comm.group import SharedMemoryGroup
+from lockstep.comm.rank_threads import RankThreads, a_rank_of
+from lockstep.comm.threads import ThreadTransport, ThreadTransportState, join
 from lockstep.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -33,15 +33,19 @@ SOON, LATER = 0.3, 20.0
 LARGE = 300_000  # elements, more than a rank puts into a slot for all to sum
 
 
-def outcomes(size: int, body: Callable[[int, TeamGroup], Any], timeout: float = LATER) -> list[Any]:
+def outcomes(
+    size: int, body: Callable[[int, SharedMemoryGroup], Any], timeout: float = LATER
+) -> list[Any]:
     """What ``body`` returns on each rank, or raises."""
-    room = Room(size)
+    room = ThreadTransportState(size)
     found: dict[int, Any] = {}
-    groups: list[weakref.ref[TeamGroup]] = []
+    groups: list[weakref.ref[SharedMemoryGroup]] = []
 
     def run(rank: int) -> None:
         try:
-            group = TeamGroup(ThreadTeam(room, rank), THREADS, timedelta(seconds=timeout))
+            group = SharedMemoryGroup(
+                ThreadTransport(room, rank), THREADS, timedelta(seconds=timeout)
+            )
             groups.append(weakref.ref(group))
             found[rank] = body(rank, group)
         except Exception as error:
@@ -59,7 +63,7 @@ def outcomes(size: int, body: Callable[[int, TeamGroup], Any], timeout: float = 
     return [found[rank] for rank in range(size)]
 
 
-def all_reduce(group: TeamGroup, numel: int = 1) -> torch.Tensor:
+def all_reduce(group: SharedMemoryGroup, numel: int = 1) -> torch.Tensor:
     tensor = torch.ones(numel)
     group.allreduce([tensor]).wait()
     return tensor
@@ -68,7 +72,7 @@ def all_reduce(group: TeamGroup, numel: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("numel", [0, 1, LARGE])
 @pytest.mark.parametrize("born", ["anywhere", "in the group"])
 def test_all_reduce_sums_in_place(numel: int, born: str) -> None:
-    def body(rank: int, group: TeamGroup) -> torch.Tensor:
+    def body(rank: int, group: SharedMemoryGroup) -> torch.Tensor:
         tensor = group.empty(numel) if born == "in the group" else torch.empty(numel)
         tensor.fill_(2.0**rank)
         group.allreduce([tensor]).wait()
@@ -81,7 +85,7 @@ def test_all_reduce_sums_in_place(numel: int, born: str) -> None:
 def test_all_ranks_hold_the_same_bits_and_in_every_run() -> None:
     inputs = torch.randn(4, LARGE) * torch.logspace(-6, 6, 4).unsqueeze(1)
 
-    def body(rank: int, group: TeamGroup) -> torch.Tensor:
+    def body(rank: int, group: SharedMemoryGroup) -> torch.Tensor:
         tensor = inputs[rank].clone()
         group.allreduce([tensor]).wait()
         return tensor
@@ -92,7 +96,7 @@ def test_all_ranks_hold_the_same_bits_and_in_every_run() -> None:
 
 
 def test_an_all_reduce_is_no_change_that_autograd_counts() -> None:
-    def body(rank: int, group: TeamGroup) -> int:
+    def body(rank: int, group: SharedMemoryGroup) -> int:
         tensor = torch.ones(LARGE)
         before = tensor._version
         group.allreduce([tensor]).wait()
@@ -104,7 +108,7 @@ def test_an_all_reduce_is_no_change_that_autograd_counts() -> None:
 def test_successive_meetings_dont_mix() -> None:
     """A rank that is fast comes to the next meeting before the slow have woken from the last."""
 
-    def body(rank: int, room: Room, wrong: list[object]) -> None:
+    def body(rank: int, room: ThreadTransportState, wrong: list[object]) -> None:
         for number in range(2000):
             mine = torch.tensor([rank, number])
             places = room.meet(rank, Call("test", root=number), mine, LATER)
@@ -112,7 +116,7 @@ def test_successive_meetings_dont_mix() -> None:
             if seen != [[peer, number] for peer in range(room.size)]:
                 wrong.append((rank, number, seen))
 
-    room, wrong = Room(4), []
+    room, wrong = ThreadTransportState(4), []
     threads = [threading.Thread(target=body, args=(rank, room, wrong)) for rank in range(4)]
     for thread in threads:
         thread.start()
@@ -122,7 +126,7 @@ def test_successive_meetings_dont_mix() -> None:
 
 
 def test_a_waiting_rank_sleeps() -> None:
-    def body(rank: int, group: TeamGroup) -> float:
+    def body(rank: int, group: SharedMemoryGroup) -> float:
         if rank == 1:
             time.sleep(1)
         start = time.thread_time()
@@ -133,7 +137,7 @@ def test_a_waiting_rank_sleeps() -> None:
 
 
 def test_mismatch_on_every_rank_with_both_sides() -> None:
-    def body(rank: int, group: TeamGroup) -> None:
+    def body(rank: int, group: SharedMemoryGroup) -> None:
         if rank == 2:
             time.sleep(0.2)  # finds the other two at odds already
         all_reduce(group, 4 if rank == 1 else 3)
@@ -149,7 +153,7 @@ def test_mismatch_on_every_rank_with_both_sides() -> None:
 def test_timeout_names_who_did_not_come_on_every_rank() -> None:
     waited: dict[int, float] = {}
 
-    def body(rank: int, group: TeamGroup) -> None:
+    def body(rank: int, group: SharedMemoryGroup) -> None:
         if rank == 1:
             time.sleep(2 * SOON)
         start = time.monotonic()
@@ -168,7 +172,7 @@ def test_timeout_names_who_did_not_come_on_every_rank() -> None:
 
 
 def test_late_rank_within_the_timeout_is_waited_for() -> None:
-    def body(rank: int, group: TeamGroup) -> float:
+    def body(rank: int, group: SharedMemoryGroup) -> float:
         if rank == 1:
             time.sleep(SOON)
         return all_reduce(group).item()
@@ -183,9 +187,9 @@ def raise_here() -> None:
 @pytest.mark.parametrize("end", [lambda: None, raise_here], ids=["returns", "raises"])
 @pytest.mark.parametrize("kept", [True, False], ids=["group kept", "group dropped"])
 def test_thread_that_ends_is_lost_at_once(end: Callable[[], None], kept: bool) -> None:
-    groups: list[TeamGroup] = []
+    groups: list[SharedMemoryGroup] = []
 
-    def body(rank: int, group: TeamGroup) -> float:
+    def body(rank: int, group: SharedMemoryGroup) -> float:
         all_reduce(group)
         if kept:
             groups.append(group)
@@ -207,7 +211,7 @@ def test_thread_that_ends_is_lost_at_once(end: Callable[[], None], kept: bool) -
 
 
 def test_rank_that_left_is_named_and_what_was_begun_is_ended() -> None:
-    def body(rank: int, group: TeamGroup) -> float:
+    def body(rank: int, group: SharedMemoryGroup) -> float:
         total = all_reduce(group).item()
         if rank == 0:
             group.shutdown()
@@ -223,7 +227,7 @@ def test_rank_that_left_is_named_and_what_was_begun_is_ended() -> None:
 
 
 def test_abort_ends_the_waits_of_all_ranks() -> None:
-    def body(rank: int, group: TeamGroup) -> None:
+    def body(rank: int, group: SharedMemoryGroup) -> None:
         if rank == 1:
             time.sleep(SOON)
             group.abort()
@@ -237,7 +241,7 @@ def test_abort_ends_the_waits_of_all_ranks() -> None:
 
 
 def test_what_happens_after_a_meeting_does_not_undo_it() -> None:
-    def body(rank: int, group: TeamGroup) -> float:
+    def body(rank: int, group: SharedMemoryGroup) -> float:
         if rank == 1:
             time.sleep(0.02)  # so that it is the last to come, and goes on while 0 wakes up
         total = all_reduce(group).item()
@@ -250,7 +254,7 @@ def test_what_happens_after_a_meeting_does_not_undo_it() -> None:
 
 
 def test_letters_come_in_order_and_before_the_news_of_their_senders_end() -> None:
-    def body(rank: int, group: TeamGroup) -> list[float]:
+    def body(rank: int, group: SharedMemoryGroup) -> list[float]:
         if rank == 0:
             for number in range(5):
                 tensor = torch.full((3,), float(number))
@@ -270,7 +274,7 @@ def test_letters_come_in_order_and_before_the_news_of_their_senders_end() -> Non
 
 
 def test_each_of_several_waiting_threads_learns_that_its_sender_is_gone() -> None:
-    def body(rank: int, group: TeamGroup) -> list[str]:
+    def body(rank: int, group: SharedMemoryGroup) -> list[str]:
         errors: list[str] = []
 
         def wait(source: int) -> None:
@@ -295,7 +299,7 @@ def test_each_of_several_waiting_threads_learns_that_its_sender_is_gone() -> Non
 
 
 def test_letter_that_does_not_come_is_overdue() -> None:
-    def body(rank: int, group: TeamGroup) -> None:
+    def body(rank: int, group: SharedMemoryGroup) -> None:
         all_reduce(group)
         if rank == 1:
             time.sleep(2 * SOON)
@@ -307,17 +311,17 @@ def test_letter_that_does_not_come_is_overdue() -> None:
 
 
 def test_a_rank_is_there_once() -> None:
-    room = Room(2)
-    team = ThreadTeam(room, 0)
+    room = ThreadTransportState(2)
+    team = ThreadTransport(room, 0)
     for rank in (0, 2, -1):
         with pytest.raises(ValueError, match=f"Rank {rank} can't join a group of 2"):
-            ThreadTeam(room, rank)
+            ThreadTransport(room, rank)
     team.leave()
 
 
 def test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on() -> None:
-    room = Room(2)
-    teams = [ThreadTeam(room, rank) for rank in range(2)]
+    room = ThreadTransportState(2)
+    teams = [ThreadTransport(room, rank) for rank in range(2)]
     for team in teams:
         team.stage(torch.float32, 3)[1].fill_(1)
     both = [threading.Thread(target=t.meet, args=(Call("barrier"), 0, LATER)) for t in teams]
@@ -339,7 +343,7 @@ def test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_cannot_use_the_group() -> None:
-    team = ThreadTeam(Room(2), 0)
+    team = ThreadTransport(ThreadTransportState(2), 0)
     child = os.fork()
     if child == 0:
         try:
@@ -357,11 +361,11 @@ def test_a_forked_child_cannot_use_the_group() -> None:
 def test_ranks_find_each_other_through_a_store() -> None:
     store = dist.HashStore()
 
-    def body(rank: int, _: TeamGroup) -> list[float]:
+    def body(rank: int, _: SharedMemoryGroup) -> list[float]:
         sums = []
         for name in ("first", "second"):  # each prefix is a group of its own
             team = join(dist.PrefixStore(name, store), rank, 3, LATER)
-            group = TeamGroup(team, THREADS, timedelta(seconds=LATER))
+            group = SharedMemoryGroup(team, THREADS, timedelta(seconds=LATER))
             sums.append(all_reduce(group).item())
             group.shutdown()
         return sums
@@ -382,7 +386,7 @@ def test_join_refuses_a_rank_of_another_process() -> None:
 
 
 def test_nobody_waits_for_a_rank_that_failed_before_it_came() -> None:
-    crowd = Crowd()
+    crowd = RankThreads()
     errors = []
 
     def wait() -> None:
@@ -416,10 +420,10 @@ def test_rooms_are_forgotten() -> None:
 
 def test_torch_distributed_knows_each_ranks_groups_only_in_its_thread() -> None:
     register_backends()
-    store, crowd = dist.HashStore(), Crowd()
+    store, crowd = dist.HashStore(), RankThreads()
     worlds_before = dist.distributed_c10d._world
 
-    def body(rank: int, _: TeamGroup) -> tuple[Any, ...]:
+    def body(rank: int, _: SharedMemoryGroup) -> tuple[Any, ...]:
         with a_rank_of(crowd):
             assert not dist.is_initialized()
             dist.init_process_group(THREADS, store=store, rank=rank, world_size=4)
@@ -451,9 +455,9 @@ def test_functional_collectives_find_each_ranks_group_by_name() -> None:
     from torch.distributed import _functional_collectives as functional
 
     register_backends()
-    store, crowd = dist.HashStore(), Crowd()
+    store, crowd = dist.HashStore(), RankThreads()
 
-    def body(rank: int, _: TeamGroup) -> float:
+    def body(rank: int, _: SharedMemoryGroup) -> float:
         with a_rank_of(crowd):
             dist.init_process_group(THREADS, store=store, rank=rank, world_size=2)
             total = functional.all_reduce(torch.tensor(rank + 1.0), "sum", dist.group.WORLD)
@@ -469,14 +473,14 @@ def test_the_process_keeps_its_own_group_meanwhile() -> None:
     try:
         of_process = dist.group.WORLD
 
-        def body(rank: int, _: TeamGroup) -> bool:
-            with a_rank_of(Crowd()):
+        def body(rank: int, _: SharedMemoryGroup) -> bool:
+            with a_rank_of(RankThreads()):
                 return dist.is_initialized()
 
         with_rank = threading.Event(), threading.Event()
 
         def stay() -> None:
-            with a_rank_of(Crowd()):
+            with a_rank_of(RankThreads()):
                 with_rank[0].set()
                 with_rank[1].wait(10)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lockstep.bench.figures import BOUND, GLOO, IN_PLACE, SHM
 from lockstep.bench.turns import Contender
 from lockstep.comm.call import Call
-from lockstep.comm.group import TeamGroup
+from lockstep.comm.group import SharedMemoryGroup
 
 # From here on memory decides, and the bound is measured.
 BOUND_FROM_BYTES = 2**20
@@ -21,7 +21,7 @@ _TIMEOUT_SECONDS = 300.0
 
 
 def contenders(
-    operation: str, shared: torch.Tensor, gloo: dist.ProcessGroup, shm: TeamGroup
+    operation: str, shared: torch.Tensor, gloo: dist.ProcessGroup, shm: SharedMemoryGroup
 ) -> list[Contender]:
     """Return all that do ``operation`` on float32 tensors.
 
@@ -62,7 +62,7 @@ def _contender(
     return Contender(name, partial(written.fill_, 1.0), call)
 
 
-def _passes(shared: torch.Tensor, shm: TeamGroup) -> Callable[[], None]:
+def _passes(shared: torch.Tensor, shm: SharedMemoryGroup) -> Callable[[], None]:
     """The passes of an all-reduce in place, without a word to the other ranks.
 
     Each rank reads its share of the elements from every rank's buffer, and writes it to every

@@ -15,7 +15,7 @@ from lockstep.bench.plan import Plan, format_size
 from lockstep.bench.small_call import take_apart
 from lockstep.bench.turns import Ranks, take_turns
 from lockstep.comm.backends import SHM, register_backends
-from lockstep.comm.group import TeamGroup
+from lockstep.comm.group import SharedMemoryGroup
 from lockstep.errors import SharedMemoryFull
 from lockstep.world import World
 
@@ -48,7 +48,7 @@ def measure(world: World, plan: Plan) -> Outcome:
     gloo = dist.new_group(backend="gloo")
     shm = dist.new_group(backend=SHM)
     assert isinstance(gloo, dist.ProcessGroup)
-    assert isinstance(shm, TeamGroup)
+    assert isinstance(shm, SharedMemoryGroup)
     ranks = GroupRanks(shm)
     outcome = Outcome([])
     for operation in plan.operations:
@@ -70,7 +70,9 @@ def measure(world: World, plan: Plan) -> Outcome:
     return Outcome(outcome.cases, outcome.skipped, take_apart(ranks, shm, plan.rounds))
 
 
-def _room_or_reason(num_bytes: int, gloo: dist.ProcessGroup, shm: TeamGroup) -> torch.Tensor | str:
+def _room_or_reason(
+    num_bytes: int, gloo: dist.ProcessGroup, shm: SharedMemoryGroup
+) -> torch.Tensor | str:
     """Memory that the ranks share, or why there is none: on all ranks one or the other."""
     reasons = [""] * shm.size()
     try:

@@ -17,7 +17,7 @@ from lockstep.bench.figures import Part, SmallCall
 from lockstep.bench.turns import Contender, Ranks, take_turns
 from lockstep.comm.algorithms import Collectives
 from lockstep.comm.call import Call
-from lockstep.comm.group import TeamGroup
+from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.reduction import reduction_for
 
 NUM_BYTES = 1024
@@ -28,7 +28,7 @@ _WHOLE, _GROUP, _ALGORITHM = "dist.all_reduce", "group.allreduce", "algorithm"
 _MEETING, _SOCKETS, _STAGING, _SUM = "meeting", "sockets", "staging", "sum"
 
 
-def take_apart(ranks: Ranks, shm: TeamGroup, rounds: int) -> SmallCall:
+def take_apart(ranks: Ranks, shm: SharedMemoryGroup, rounds: int) -> SmallCall:
     """Measure a call and its parts; all ranks must call it."""
     tensor = torch.ones(NUM_BYTES // 4)
     with contextlib.ExitStack() as stack:
@@ -61,13 +61,13 @@ def _minus(values: list[float], *others: list[float]) -> list[float]:
     return [value - sum(rest) for value, *rest in zip(values, *others, strict=True)]
 
 
-def _group_call(tensor: torch.Tensor, shm: TeamGroup) -> Callable[[], object]:
+def _group_call(tensor: torch.Tensor, shm: SharedMemoryGroup) -> Callable[[], object]:
     options = AllreduceOptions()
     options.asyncOp = False
     return lambda: shm.allreduce([tensor], options).wait()
 
 
-def _parts(tensor: torch.Tensor, shm: TeamGroup) -> dict[str, Callable[[], object]]:
+def _parts(tensor: torch.Tensor, shm: SharedMemoryGroup) -> dict[str, Callable[[], object]]:
     team = shm._team
     reduction = reduction_for(dist.ReduceOp.SUM, tensor.dtype)
     call = Call("all_reduce", tensor.dtype, tensor.shape, reduction.name)

@@ -1,6 +1,5 @@
 """Communication between ranks, always through a process group that is passed in."""
 
-from lockstep.comm.alone import LoneGroup
 from lockstep.comm.exchange import (
     TensorBroadcast,
     all_gather,
@@ -15,22 +14,23 @@ from lockstep.comm.exchange import (
     zero_buffer,
 )
 from lockstep.comm.failures import Pending, explained, global_rank, is_from_group
-from lockstep.comm.roll import (
-    Answer,
-    Roll,
+from lockstep.comm.join_state import (
+    Announcement,
+    JoinState,
     Step,
     gather_in_step,
-    num_counted,
-    roll_of,
-    set_roll,
+    join_state_of,
+    mean_divisor,
+    set_join_state,
     sum_in_step,
 )
+from lockstep.comm.single_rank import SingleRankGroup
 
 __all__ = [
-    "Answer",
-    "LoneGroup",
+    "Announcement",
+    "JoinState",
     "Pending",
-    "Roll",
+    "SingleRankGroup",
     "Step",
     "TensorBroadcast",
     "all_gather",
@@ -43,9 +43,9 @@ __all__ = [
     "global_rank",
     "have_same",
     "is_from_group",
-    "num_counted",
-    "roll_of",
-    "set_roll",
+    "join_state_of",
+    "mean_divisor",
+    "set_join_state",
     "start_all_reduce",
     "sum_in_step",
     "sum_rows",

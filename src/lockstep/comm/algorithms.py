@@ -13,7 +13,7 @@ import torch
 
 from lockstep.comm.call import Call
 from lockstep.comm.reduction import Reduction
-from lockstep.comm.team import Place, Team
+from lockstep.comm.transport import Place, Transport
 from lockstep.errors import CollectiveMismatch
 
 # Up to here every rank sums everything itself: a second meeting would cost more than the sum.
@@ -29,7 +29,7 @@ class Collectives:
         timeout: How many seconds a rank waits for the others, each time that it does.
     """
 
-    def __init__(self, team: Team, call: Call, timeout: float) -> None:
+    def __init__(self, team: Transport, call: Call, timeout: float) -> None:
         self._team = team
         self._call = call
         self._timeout = timeout

@@ -36,31 +36,33 @@ def _own_store(options: _DistributedBackendOptions) -> dist.Store:
 
 
 def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:
-    from lockstep.comm.group import TeamGroup
+    from lockstep.comm.group import SharedMemoryGroup
     from lockstep.comm.hosts.census import take_census
     from lockstep.comm.hosts.group import HostsGroup
-    from lockstep.comm.hosts.team import HostsTeam
-    from lockstep.comm.shm.team import ShmTeam
+    from lockstep.comm.hosts.transport import HostsTransport
+    from lockstep.comm.shm.transport import ShmTransport
 
     rank, size, store = options.group_rank, options.group_size, _own_store(options)
     seconds = options.timeout.total_seconds()
     members = options.global_ranks_in_group
     hosts = take_census(store, rank, size, seconds)
     if len(hosts) == 1:
-        return TeamGroup(ShmTeam(store, rank, size, seconds, members), SHM, options.timeout, store)
+        return SharedMemoryGroup(
+            ShmTransport(store, rank, size, seconds, members), SHM, options.timeout, store
+        )
     number, ranks = next((n, ranks) for n, ranks in enumerate(hosts) if rank in ranks)
     own_store = dist.PrefixStore(f"{number}/", store)
     own_members = [members[r] for r in ranks] if members else ranks
-    local = ShmTeam(own_store, ranks.index(rank), len(ranks), seconds, own_members)
-    team = HostsTeam(store, rank, hosts, local, seconds, members)
+    local = ShmTransport(own_store, ranks.index(rank), len(ranks), seconds, own_members)
+    team = HostsTransport(store, rank, hosts, local, seconds, members)
     return HostsGroup(team, SHM, options.timeout, store)
 
 
 def _create_threads(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:
-    from lockstep.comm.group import TeamGroup
+    from lockstep.comm.group import SharedMemoryGroup
     from lockstep.comm.threads import join
 
     rank, size, store = options.group_rank, options.group_size, _own_store(options)
     seconds = options.timeout.total_seconds()
     team = join(store, rank, size, seconds, options.global_ranks_in_group)
-    return TeamGroup(team, THREADS, options.timeout, store)
+    return SharedMemoryGroup(team, THREADS, options.timeout, store)

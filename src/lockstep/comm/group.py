@@ -40,10 +40,10 @@ from lockstep.comm.call import Call
 from lockstep.comm.hosts.collectives import HostsCollectives
 from lockstep.comm.named_group import NamedGroup
 from lockstep.comm.operation import of_any_device, operation
-from lockstep.comm.receipt import Receipt
+from lockstep.comm.recv_work import RecvWork
 from lockstep.comm.reduction import reduction_for
 from lockstep.comm.sparse import all_reduce_sparse
-from lockstep.comm.team import Team
+from lockstep.comm.transport import Transport
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.comm.work import GroupWork, Run, in_turn, reading_first
 from lockstep.torch_private import AllgatherOptions
@@ -54,7 +54,7 @@ _ROOT = {"root": "rootRank"}
 
 
 @uncompiled
-class TeamGroup(NamedGroup):
+class SharedMemoryGroup(NamedGroup):
     """The process group behind the backends ``"shm"`` and ``"threads"``, for CPU tensors.
 
     It offers what :class:`torch.distributed.ProcessGroup` does, under the names that torch calls
@@ -72,7 +72,7 @@ class TeamGroup(NamedGroup):
         store: What the ranks met through, if others may want it.
     """
 
-    _team: Team
+    _team: Transport
 
     def _collectives(self, call: Call, timeout: float) -> Collectives | HostsCollectives:
         return Collectives(self._team, call, timeout)
@@ -487,7 +487,7 @@ class TeamGroup(NamedGroup):
         return self._receive(tensor, None, tag)
 
     def _receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> dist.Work:
-        return Receipt(
+        return RecvWork(
             self._team.mailbox,
             flattened(tensor),
             tensor,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.other_devices import OtherDevices
-from lockstep.comm.team import Ranks
+from lockstep.comm.transport import Ranks
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.comm.work import GroupWork, Run, WorkQueue
 

@@ -38,7 +38,7 @@ class _Gathering(Protocol):
         """Wait no longer for anything."""
 
 
-class Crowd:
+class RankThreads:
     """The rank threads of one launch."""
 
     def __init__(self) -> None:
@@ -105,13 +105,13 @@ class _EachThreadsWorld:
         setattr(self._present(), name, value)
 
 
-def this_crowd() -> Crowd | None:
+def this_crowd() -> RankThreads | None:
     """The crowd that this thread is a rank of, if it is one."""
     return getattr(_of_thread, "crowd", None)
 
 
 @contextmanager
-def a_rank_of(crowd: Crowd) -> Iterator[None]:
+def a_rank_of(crowd: RankThreads) -> Iterator[None]:
     """Be a rank in this thread: torch.distributed knows its groups only, and it alone knows them.
 
     See Note [Worlds of threads].

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lockstep.comm.call import Call
 from lockstep.comm.mail import Expected, Letter, Mailbox
 from lockstep.comm.rank_threads import this_crowd
-from lockstep.comm.team import Place, Team
+from lockstep.comm.transport import Place, Transport
 from lockstep.errors import (
     CollectiveFailed,
     CollectiveMismatch,
@@ -38,7 +38,7 @@ _SLOT_BYTES = 1024 * 1024
 _lock = threading.RLock()
 
 # By the word that the first rank leaves in the store, the room in which the others find it.
-_rooms: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
+_rooms: weakref.WeakValueDictionary[str, ThreadTransportState] = weakref.WeakValueDictionary()
 
 
 class _Meeting:
@@ -58,7 +58,7 @@ class _Fault(NamedTuple):
     by: int | None
 
 
-class Room:
+class ThreadTransportState:
     """What the ranks of one group share: their slots, their letters, and where they meet.
 
     Args:
@@ -232,7 +232,7 @@ class ThreadMailbox(Mailbox):
         rank: Whose it is.
     """
 
-    def __init__(self, room: Room, rank: int) -> None:
+    def __init__(self, room: ThreadTransportState, rank: int) -> None:
         super().__init__(rank, room.members)
         self._room = room
         self._is_closed = False
@@ -297,7 +297,7 @@ class ThreadMailbox(Mailbox):
     close = interrupt
 
 
-class ThreadTeam(Team):
+class ThreadTransport(Transport):
     """A rank that is a thread, among others of this process.
 
     Args:
@@ -305,7 +305,7 @@ class ThreadTeam(Team):
         rank: Which of them it is.
     """
 
-    def __init__(self, room: Room, rank: int) -> None:
+    def __init__(self, room: ThreadTransportState, rank: int) -> None:
         room.come_in(rank, torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device="cpu"))
         self.rank = rank
         self.size = room.size
@@ -399,7 +399,7 @@ class _TeamsOfThread:
     """The teams of the ranks that a thread is. It is collected when the thread ends."""
 
     def __init__(self) -> None:
-        self.teams: weakref.WeakSet[ThreadTeam] = weakref.WeakSet()
+        self.teams: weakref.WeakSet[ThreadTransport] = weakref.WeakSet()
 
     def __del__(self) -> None:
         for team in list(self.teams):
@@ -409,7 +409,7 @@ class _TeamsOfThread:
 _of_thread = threading.local()
 
 
-def _teams_of_this_thread() -> weakref.WeakSet[ThreadTeam]:
+def _teams_of_this_thread() -> weakref.WeakSet[ThreadTransport]:
     if not hasattr(_of_thread, "own"):
         _of_thread.own = _TeamsOfThread()
     own: _TeamsOfThread = _of_thread.own
@@ -424,7 +424,7 @@ def end_this_rank() -> None:
 
 def join(
     store: dist.Store, rank: int, size: int, timeout: float, members: Sequence[int] | None = None
-) -> ThreadTeam:
+) -> ThreadTransport:
     """Join the other ranks of a group, which are other threads; every one of them calls it.
 
     Args:
@@ -437,7 +437,7 @@ def join(
     Raises:
         RendezvousFailed: If they don't all come, or one is in another process.
     """
-    room = Room(size, members)
+    room = ThreadTransportState(size, members)
     # The first one's word stays in the store, and leads all others to its room.
     word = f"{os.getpid()}/{uuid.uuid4().hex}"
     _rooms[word] = room
@@ -450,7 +450,7 @@ def join(
             "ranks of the backend 'threads' are threads of one process; use 'shm' or 'gloo' for "
             "several."
         )
-    team = ThreadTeam(found, rank)
+    team = ThreadTransport(found, rank)
     crowd = this_crowd()
     if crowd is not None:
         crowd.watch(found)

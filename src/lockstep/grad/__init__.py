@@ -1,12 +1,12 @@
 """Gradients: which of them travel together, and their way through the all-reduce."""
 
-from lockstep.grad.arrivals import TOUCHED_EARLIER
 from lockstep.grad.assignment import MIB, assign_buckets
 from lockstep.grad.bucket import Bucket
 from lockstep.grad.comm_hook import CommHook, GradBucket
+from lockstep.grad.launch_order import LaunchOrder
+from lockstep.grad.ready_state import TOUCHED_EARLIER
 from lockstep.grad.reducer import Phase, Reducer
 from lockstep.grad.sparse import SparseGradient
-from lockstep.grad.turns import Turns
 from lockstep.grad.views import gradient_dtype
 
 __all__ = [
@@ -15,10 +15,10 @@ __all__ = [
     "Bucket",
     "CommHook",
     "GradBucket",
+    "LaunchOrder",
     "Phase",
     "Reducer",
     "SparseGradient",
-    "Turns",
     "assign_buckets",
     "gradient_dtype",
 ]

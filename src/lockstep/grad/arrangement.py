@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import broadcast_tensors
-from lockstep.grad.arrivals import Arrivals
 from lockstep.grad.assignment import assign_buckets
 from lockstep.grad.bucket import Bucket
 from lockstep.grad.facts import num_facts
+from lockstep.grad.ready_state import ReadyState
 from lockstep.grad.views import gradient_dtype
 
 
-def agreed_order(arrivals: Arrivals, group: dist.ProcessGroup) -> list[int]:
+def agreed_order(arrivals: ReadyState, group: dist.ProcessGroup) -> list[int]:
     """Rank 0's order of arrival on every rank; what it never saw comes last."""
     order = torch.tensor(arrivals.order_seen(), device=arrivals.in_order[0].device)
     broadcast_tensors(group, [order])
@@ -25,7 +25,7 @@ def agreed_order(arrivals: Arrivals, group: dist.ProcessGroup) -> list[int]:
 
 def make_buckets(
     names: Sequence[str],
-    arrivals: Arrivals,
+    arrivals: ReadyState,
     order: Sequence[int],
     *,
     cap_bytes: int,

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lockstep.comm import Pending, can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ParameterChanged
-from lockstep.grad.arrivals import TOUCHED_NOW
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
+from lockstep.grad.ready_state import TOUCHED_NOW
 from lockstep.grad.views import gradient_dtype, view_like
 from lockstep.grad.wording import naming
 from lockstep.torch_private import _foreach_copy_, _foreach_div_, _foreach_mul_, _foreach_zero_
@@ -50,7 +50,7 @@ class Bucket:
         touched: As given.
         start: As given.
         stop: The same for the bucket behind this one.
-        tail: Room at the end of the buffer for facts that travel with the gradients.
+        tail: Space at the end of the buffer for facts that travel with the gradients.
         num_missing: How many gradients of this backward have yet to come.
         takes_at: At how many missing ones to take some that have come; 0 if that is not wanted.
             Till then the reducer need not look at it.

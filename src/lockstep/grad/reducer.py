@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from lockstep.grad.arrangement import agreed_order, make_buckets
-from lockstep.grad.arrivals import COME, EXCUSED, TOUCHED_EARLIER, TOUCHED_NOW, Arrivals
 from lockstep.grad.assignment import FIRST_BUCKET_BYTES
 from lockstep.grad.bucket import Bucket
 from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.facts import failed_ranks, used_by_any, write_facts
+from lockstep.grad.launch_order import LaunchOrder
+from lockstep.grad.ready_state import COME, EXCUSED, TOUCHED_EARLIER, TOUCHED_NOW, ReadyState
 from lockstep.grad.same_data import SameData
 from lockstep.grad.sparse import SparseGradient
-from lockstep.grad.turns import Turns
 from lockstep.grad.wording import failed_elsewhere, late, naming, tell_of_unused
 
 
@@ -93,7 +93,7 @@ class Reducer:
         self._cap_bytes = cap_bytes
         self._first_cap_bytes = first_cap_bytes
         self._skip_unused = skip_unused
-        arrivals = self._arrivals = Arrivals(self._parameters, sparse)
+        arrivals = self._arrivals = ReadyState(self._parameters, sparse)
         self._sparse = {
             place: SparseGradient(arrivals.in_order[place])
             for place in range(arrivals.num_dense, len(self._parameters))
@@ -111,7 +111,7 @@ class Reducer:
         self._has_told_of_unused = False
         self._next_launch = 0
         # Of the backward that runs; not longer, as it holds this reducer.
-        self._turns: Turns | None = None
+        self._turns: LaunchOrder | None = None
         self._has_begun = self.has_failed = False
         self._failed_ranks = 0, 0  # how many, and their numbers added up
         self._same_data = SameData()
@@ -167,7 +167,7 @@ class Reducer:
         self._gets_gradients_twice = previous._gets_gradients_twice
         self._arrivals.take_over(previous._arrivals)
 
-    def begin(self, turns: Turns | None = None, *, takes_early: bool = False) -> None:
+    def begin(self, turns: LaunchOrder | None = None, *, takes_early: bool = False) -> None:
         """A backward has begun on every rank; an earlier one that failed is finished first.
 
         Args:
@@ -177,7 +177,7 @@ class Reducer:
         if self.has_failed:
             self.finish()
         self._has_begun = True
-        self._turns = turns or Turns([self])
+        self._turns = turns or LaunchOrder([self])
         if self._has_reduced and not self.is_rearranged:
             self.is_rearranged = True
             self._arrange(agreed_order(self._arrivals, self.process_group))

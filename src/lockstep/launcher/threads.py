@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.rank_threads import Crowd, a_rank_of
+from lockstep.comm.rank_threads import RankThreads, a_rank_of
 from lockstep.comm.threads import end_this_rank
 from lockstep.errors import RankFailed
 from lockstep.launcher.tracebacks import tell
@@ -40,7 +40,7 @@ class _Run(Generic[Result]):
         self._num_ranks = num_ranks
         self._num_threads = num_threads
         self._store = dist.HashStore()
-        self._crowd = Crowd()
+        self._crowd = RankThreads()
         self.results: dict[int, Result] = {}
         self.endings: queue.SimpleQueue[Ending] = queue.SimpleQueue()
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
-from lockstep.comm import Answer, Step, any_rank, num_counted, roll_of
+from lockstep.comm import Announcement, Step, any_rank, join_state_of, mean_divisor
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed, PeerLost
-from lockstep.grad import Turns
+from lockstep.grad import LaunchOrder
 from lockstep.nn.reached import is_compiled_backward
 from lockstep.torch_private import _current_graph_task_id, _execution_engine
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @uncompiled
-class Conductor:
+class BackwardSync:
     """Begins and ends the backwards of all engines of one group, on this rank.
 
     A backward may run through several models, and through other ones on each rank. Then ranks
@@ -178,7 +178,7 @@ class Conductor:
         if len(engines) == 1 or all(engine.number in self._kin for engine in engines):
             self.run_empty(engines[0])
 
-    def follow(self, engines: Sequence[Engine], answer: Answer) -> None:
+    def follow(self, engines: Sequence[Engine], answer: Announcement) -> None:
         """Take part in a backward of ranks that still have data, when this one has none."""
         self._heed(engines, answer)
         if answer.step is Step.BEGIN:
@@ -210,7 +210,7 @@ class Conductor:
     def _has_to_ask(self, reached: Iterable[Engine]) -> bool:
         """Whether other ranks may reach other models than ``reached``."""
         group = self._group()
-        if self._num_engines == 1 or group is None or roll_of(group) is not None:
+        if self._num_engines == 1 or group is None or join_state_of(group) is not None:
             # In join(), all that have data reach the same ones, and the others have been told.
             return False
         return len(self._seen) < self._num_engines or any(
@@ -230,14 +230,14 @@ class Conductor:
     def _announce(self, step: Step, engines: Iterable[Engine]) -> None:
         """Tell ranks that have no data any more what comes, if there may be such ranks."""
         group = self._group()
-        roll = roll_of(group) if group is not None else None
+        roll = join_state_of(group) if group is not None else None
         if roll is not None and roll.is_active:
             engines = list(engines)
             self._heed(engines, roll.call(step, roll.mask([engine.number for engine in engines])))
 
-    def _heed(self, engines: Sequence[Engine], answer: Answer) -> None:
+    def _heed(self, engines: Sequence[Engine], answer: Announcement) -> None:
         for engine in engines:
-            engine.reducer.share = 1 / num_counted(engine.reducer.process_group)
+            engine.reducer.share = 1 / mean_divisor(engine.reducer.process_group)
             engine.buffers.source = answer.active[0]
 
     def _begin_all(self, engines: Sequence[Engine]) -> None:
@@ -245,14 +245,14 @@ class Conductor:
         group = self._group()
         # In join() the end is announced, and nothing may be launched before. And no hook of one
         # model may find its collectives between those of another one's.
-        waits = (group is not None and roll_of(group) is not None) or (
+        waits = (group is not None and join_state_of(group) is not None) or (
             len(engines) > 1 and any(engine.reducer.comm_hook for engine in engines)
         )
         waits = waits or any(engine.sums_in_backward for engine in engines)
         try:
             for engine in engines:
                 engine.adopt_changes()
-            turns = Turns([] if waits else [engine.reducer for engine in engines])
+            turns = LaunchOrder([] if waits else [engine.reducer for engine in engines])
             # Autograd has a thread for each accelerator.
             num_devices = len({device for engine in engines for device in engine.devices})
             in_one_thread = self.task_id != -1 and num_devices == 1 and self.awaited is None
@@ -336,7 +336,7 @@ class Conductor:
             late = self._late_on_any_rank()
             for engine in late:
                 engine.adopt_changes()
-                engine.begin_backward(Turns([]), in_one_thread=False)
+                engine.begin_backward(LaunchOrder([]), in_one_thread=False)
             self._launch_all_but_last(late)
             engines = [*self._running, *late]
             self._remember(engines)
@@ -372,7 +372,7 @@ class Conductor:
 class _EndOfBackward:
     """What autograd calls at the end of a backward; only autograd holds it."""
 
-    def __init__(self, conductor: Conductor) -> None:
+    def __init__(self, conductor: BackwardSync) -> None:
         self._conductor = conductor
 
     def __call__(self) -> None:
@@ -402,12 +402,14 @@ def _outermost_running_node(frame: FrameType | None) -> BackwardCFunction | None
 
 
 # Weakly: a group that is gone takes its conductor with it.
-_conductors: weakref.WeakKeyDictionary[dist.ProcessGroup, Conductor] = weakref.WeakKeyDictionary()
+_conductors: weakref.WeakKeyDictionary[dist.ProcessGroup, BackwardSync] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def conductor_of(group: dist.ProcessGroup) -> Conductor:
+def conductor_of(group: dist.ProcessGroup) -> BackwardSync:
     """The conductor of ``group``, the same one every time."""
-    return _conductors.setdefault(group, Conductor(group))
+    return _conductors.setdefault(group, BackwardSync(group))
 
 
 def begin_if_others_must_know(group: dist.ProcessGroup) -> None:

@@ -22,7 +22,12 @@ from lockstep.comm import broadcast_tensors
 from lockstep.grad import MIB, CommHook
 from lockstep.nn import mixed_precision as precisely
 from lockstep.nn.arguments import Device, group_of, only_device
-from lockstep.nn.attachment import (
+from lockstep.nn.buffers import BroadcastBuffers, check_policies
+from lockstep.nn.changes import mark_stale
+from lockstep.nn.engine import Engine, Options
+from lockstep.nn.join import DDPJoinHook, JoinedModels, join_models
+from lockstep.nn.logging_data import logging_data
+from lockstep.nn.parallel_state import (
     accumulating,
     attach,
     attach_lone_engine,
@@ -30,11 +35,6 @@ from lockstep.nn.attachment import (
     engines_of,
     release,
 )
-from lockstep.nn.buffers import BroadcastBuffers, check_policies
-from lockstep.nn.changes import mark_stale
-from lockstep.nn.engine import Engine, Options
-from lockstep.nn.join import DDPJoinHook, JoinedModels, join_models
-from lockstep.nn.logging_data import logging_data
 from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, join
 from lockstep.nn.wrapper import Wrapper
 from lockstep.torch_private import _as_overlapped_optim, _JoinConfig, tree_map_only

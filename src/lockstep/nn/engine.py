@@ -18,7 +18,7 @@ from torch import nn
 from lockstep.comm import all_gather_bytes, any_rank, broadcast_tensors
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
-from lockstep.grad import MIB, Phase, Reducer, Turns, gradient_dtype
+from lockstep.grad import MIB, LaunchOrder, Phase, Reducer, gradient_dtype
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import conductor_of
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
@@ -351,7 +351,7 @@ class Engine:
             last.begin()
             last.finish()
 
-    def begin_backward(self, turns: Turns, *, in_one_thread: bool) -> None:
+    def begin_backward(self, turns: LaunchOrder, *, in_one_thread: bool) -> None:
         """A backward begins whose gradients are to be reduced.
 
         Args:

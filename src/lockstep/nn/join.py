@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
-from lockstep.comm import Answer, Roll, Step, broadcast_tensors, set_roll
+from lockstep.comm import Announcement, JoinState, Step, broadcast_tensors, set_join_state
 from lockstep.errors import ModelError
 from lockstep.nn.backward import finish_failed
 
@@ -49,14 +49,14 @@ class UnevenLoop:
         self._group = group
         self._roll = None
         if group is not None and group.size() > 1:
-            self._roll = Roll(group, device, divide_by_active=divide_by_active, throws=throws)
+            self._roll = JoinState(group, device, divide_by_active=divide_by_active, throws=throws)
         self.add(engines)
 
     def __enter__(self) -> None:
         """From here on call the roll."""
         if self._group is not None:
             finish_failed(self._group)
-            set_roll(self._group, self._roll)
+            set_join_state(self._group, self._roll)
 
     def __exit__(
         self,
@@ -116,7 +116,7 @@ class UnevenLoop:
             done.update(engines)
         return answer.step
 
-    def _reduce(self, engines: Sequence[Engine], answer: Answer) -> None:
+    def _reduce(self, engines: Sequence[Engine], answer: Announcement) -> None:
         if answer.step is Step.BEGIN:
             if not self._own_gradients:
                 self._own_gradients = [OwnGradients(engine) for engine in self._engines]
@@ -130,7 +130,7 @@ class UnevenLoop:
             own.put_back()
         self._own_gradients = []
         if self._group is not None:
-            set_roll(self._group, None)
+            set_join_state(self._group, None)
         for engine in self._engines:
             engine.reducer.share = 1 / engine.reducer.process_group.size()
             engine.buffers.source = 0
@@ -236,7 +236,7 @@ def join_models(
     """Let a model join along with those of the same group that have joined just now."""
     models = _joined.get(group)
     if models is None or models.has(engines):  # what has it already was left with an error
-        set_roll(group, None)
+        set_join_state(group, None)
         loop = UnevenLoop([], group, device, divide_by_active=divide_by_active, throws=False)
         models = _joined[group] = JoinedModels(group, loop)
     models.add(engines)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from lockstep.comm.rank_threads import this_thread
-from lockstep.nn.attachment import Attachment
+from lockstep.nn.parallel_state import ParallelState
 from lockstep.nn.reached import is_any_reached
 from lockstep.nn.replicas.enclosing import current_task, is_backward_of_replicas
 
 
-def batch_of(module: nn.Module, attachment: Attachment) -> Batch:
+def batch_of(module: nn.Module, attachment: ParallelState) -> Batch:
     """The batch of ``module``, which this thread accumulates."""
     with _lock:
         batch = _batches.setdefault(attachment, Batch(module))
@@ -176,7 +176,7 @@ class Batch:
 # Ranks may be threads, and a dictionary that another thread changes can't be gone through.
 _lock = threading.Lock()
 _counting = threading.Lock()
-_batches: weakref.WeakKeyDictionary[Attachment, Batch] = weakref.WeakKeyDictionary()
+_batches: weakref.WeakKeyDictionary[ParallelState, Batch] = weakref.WeakKeyDictionary()
 
 
 def _batches_of(rank: int) -> list[Batch]:

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.futures import Future
 
 from lockstep.arguments import check_type
-from lockstep.comm import num_counted
+from lockstep.comm import mean_divisor
 from lockstep.grad import CommHook, GradBucket
 from lockstep.torch_private import tree_map_only
 
@@ -81,7 +81,7 @@ def reducing_in(
     """A communication hook that averages in ``dtype``; its state is the process group."""
 
     def reduce(group: dist.ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
-        narrow = bucket.buffer().div(num_counted(group)).to(dtype)
+        narrow = bucket.buffer().div(mean_divisor(group)).to(dtype)
         return group.allreduce([narrow], dist.AllreduceOptions()).get_future()
 
     return reduce

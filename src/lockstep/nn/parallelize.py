@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.arguments import check_flag, check_module
-from lockstep.nn.attachment import accumulating, attach, check_bucket_cap, engines_of
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.engine import Options
 from lockstep.nn.join import UnevenLoop
+from lockstep.nn.parallel_state import accumulating, attach, check_bucket_cap, engines_of
 from lockstep.world import group_or_all
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

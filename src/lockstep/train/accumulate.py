@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from lockstep.nn import no_sync
-from lockstep.nn.attachment import attachment_of
 from lockstep.nn.micro_batches import batch_of
+from lockstep.nn.parallel_state import attachment_of
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lockstep.comm.algorithms import Collectives, check_exchanged, check_gathered, pieces
 from lockstep.comm.call import Call
 from lockstep.comm.hosts.network import Network
-from lockstep.comm.hosts.team import HostsTeam
+from lockstep.comm.hosts.transport import HostsTransport
 from lockstep.comm.reduction import Reduction, reduction_for
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerLost
 
@@ -61,7 +61,7 @@ class HostsCollectives:
         timeout: How many seconds a rank waits for the others, each time that it does.
     """
 
-    def __init__(self, team: HostsTeam, call: Call, timeout: float) -> None:
+    def __init__(self, team: HostsTransport, call: Call, timeout: float) -> None:
         self.team = team
         self._call = call
         self._timeout = timeout

@@ -10,20 +10,20 @@ import torch.distributed as dist
 
 from lockstep.comm.arguments import flattened
 from lockstep.comm.call import Call
-from lockstep.comm.group import TeamGroup
+from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.hosts.collectives import HostsCollectives
-from lockstep.comm.hosts.team import HostsTeam
+from lockstep.comm.hosts.transport import HostsTransport
 from lockstep.comm.uncompiled import uncompiled
 
 
 @uncompiled
-class HostsGroup(TeamGroup):
+class HostsGroup(SharedMemoryGroup):
     """A group on two levels: memory within a host, Gloo between one rank of each.
 
     What single ranks send to single ranks goes through Gloo.
     """
 
-    _team: HostsTeam
+    _team: HostsTransport
 
     def _collectives(self, call: Call, timeout: float) -> HostsCollectives:
         return HostsCollectives(self._team, call, timeout)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import num_counted, sum_in_step
+from lockstep.comm import mean_divisor, sum_in_step
 from lockstep.nn.backward import refresh_stale
 from lockstep.world import group_or_all
 
@@ -243,7 +243,7 @@ def sum_over_ranks(
     if group is not None and group.size() > 1:
         refresh_stale(group)
         sum_in_step(group, own)
-        num_ranks = num_counted(group)
+        num_ranks = mean_divisor(group)
     return torch.cat([own, own.new_full((1,), num_ranks)])
 
 

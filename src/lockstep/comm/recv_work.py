@@ -31,7 +31,7 @@ class Receiver(Protocol):
 
 
 @uncompiled
-class Receipt(dist.Work):
+class RecvWork(dist.Work):
     """What the next message of a rank is written to; ``wait()`` waits for it.
 
     Args:

@@ -43,7 +43,7 @@ class Ranks(ABC):
         """Tell the others that this rank takes no further part, and let go of everything."""
 
 
-class Team(Ranks):
+class Transport(Ranks):
     """Ranks that reach each other's memory.
 
     Note [Two slots]: each rank has two slots of ``slot_bytes``, and stages in them by turns.

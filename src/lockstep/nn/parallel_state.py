@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.arguments import check_module
-from lockstep.comm import LoneGroup, broadcast_tensors
+from lockstep.comm import SingleRankGroup, broadcast_tensors
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
 from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import finish_failed
@@ -28,7 +28,7 @@ from lockstep.nn.wrapper import Wrapper
 _TORCHS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-class Attachment:
+class ParallelState:
     """That a module is parallel, and through which engines; none where the rank is alone.
 
     Attributes:
@@ -43,9 +43,9 @@ class Attachment:
 _lock = threading.Lock()
 # Who is parallel: the module given to parallelize(), or the wrapper around it. They are left as
 # they were, so that they pickle and copy as before; here their entries go when they do.
-_attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+_attachments: weakref.WeakKeyDictionary[nn.Module, ParallelState] = weakref.WeakKeyDictionary()
 # What is in a wrapper. Weakly: a wrapper that is gone leaves its model free.
-_wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = (
+_wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ParallelState]] = (
     weakref.WeakKeyDictionary()
 )
 # Whose each trained parameter is. Weakly, for the same reason.
@@ -96,7 +96,7 @@ def attach(
             own.append(engine)
             watch(engine)
             watch_steps()
-    attachment = Attachment([*theirs, *own])
+    attachment = ParallelState([*theirs, *own])
     with _lock:
         _attachments[owner] = attachment
     if previous is not None:
@@ -139,7 +139,7 @@ def attach_lone_engine(
     owner: nn.Module, module: nn.Module, group: dist.ProcessGroup | None, options: Options
 ) -> None:
     """Give a rank that is alone an engine too, for a hook that wants its gradients."""
-    lone = group if group is not None else cast(dist.ProcessGroup, LoneGroup())
+    lone = group if group is not None else cast(dist.ProcessGroup, SingleRankGroup())
     _attachments[owner].engines.append(Engine(module, lone, options))
 
 
@@ -154,7 +154,7 @@ def engines_of(module: nn.Module) -> list[Engine]:
     return attachment_of(module).engines
 
 
-def attachment_of(module: nn.Module) -> Attachment:
+def attachment_of(module: nn.Module) -> ParallelState:
     """How a module is parallel.
 
     Args:
@@ -189,8 +189,8 @@ def accumulating(engines: Sequence[Engine]) -> Iterator[None]:
             engine.is_syncing = was_syncing
 
 
-def _owner_of(parameter: nn.Parameter) -> Attachment | None:
-    reference: weakref.ref[Attachment] | None = _owners.get(parameter)
+def _owner_of(parameter: nn.Parameter) -> ParallelState | None:
+    reference: weakref.ref[ParallelState] | None = _owners.get(parameter)
     return reference() if reference is not None else None
 
 
@@ -212,7 +212,7 @@ def _refusal(
     owner: nn.Module,
     module: nn.Module,
     inner: Sequence[nn.Module],
-    previous: Attachment | None,
+    previous: ParallelState | None,
     options: Options,
 ) -> ModelError | None:
     """Why ``module`` can't be made parallel, if it can't."""

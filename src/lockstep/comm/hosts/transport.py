@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from lockstep.comm.hosts.messages import NetworkMailbox
 from lockstep.comm.hosts.network import Network
-from lockstep.comm.shm.team import ShmTeam
-from lockstep.comm.team import Ranks
+from lockstep.comm.shm.transport import ShmTransport
+from lockstep.comm.transport import Ranks
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 
 
-class HostsTeam(Ranks):
+class HostsTransport(Ranks):
     """Ranks of several hosts; those of one host reach each other's memory.
 
     Args:
@@ -31,7 +31,7 @@ class HostsTeam(Ranks):
         store: dist.Store,
         rank: int,
         hosts: Sequence[Sequence[int]],
-        local: ShmTeam,
+        local: ShmTransport,
         timeout: float,
         members: Sequence[int] | None = None,
     ) -> None:

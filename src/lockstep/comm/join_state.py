@@ -30,7 +30,7 @@ class Step(IntEnum):
     NOTHING = 5  # go on to the next forward, without having reduced anything
 
 
-class Answer(NamedTuple):
+class Announcement(NamedTuple):
     """What the roll call brought.
 
     Attributes:
@@ -44,12 +44,12 @@ class Answer(NamedTuple):
     detail: int
 
 
-class Roll:
+class JoinState:
     """The roll of one group, while its ranks' loops may end at different times.
 
     Attributes:
         is_active: Whether this rank still has data.
-        num_counted: By how many ranks sums are divided to get means.
+        mean_divisor: By how many ranks sums are divided to get means.
         last_active: Those ranks that weren't through when the roll was last called, or that were
             the last not to be.
 
@@ -69,7 +69,7 @@ class Roll:
         throws: bool = False,
     ) -> None:
         self.is_active = True
-        self.num_counted = group.size()
+        self.mean_divisor = group.size()
         self.last_active: Sequence[int] = range(group.size())
         self._group = group
         self._device = device
@@ -98,7 +98,7 @@ class Roll:
         """The numbers of the engines that ``mask`` stands for."""
         return [number for place, number in enumerate(self._members) if mask >> place & 1]
 
-    def call(self, step: Step, detail: int = 0) -> Answer:
+    def call(self, step: Step, detail: int = 0) -> Announcement:
         """Say what this rank is about to do, and hear what all are. Every rank must call it.
 
         Raises:
@@ -110,7 +110,7 @@ class Roll:
         heard = [tuple(row.tolist()) for row in all_gather(self._group, said)]
         active = [rank for rank, row in enumerate(heard) if row[0] != Step.THROUGH]
         if not active:
-            return Answer(active, Step.THROUGH, 0)
+            return Announcement(active, Step.THROUGH, 0)
         self.last_active = active
         if self._throws and len(active) < len(heard):
             through = [rank for rank in range(len(heard)) if rank not in active]
@@ -124,11 +124,11 @@ class Roll:
                 f"{steps}. They must run the same model in the same way."
             )
         if self._divide_by_active:
-            self.num_counted = len(active)
+            self.mean_divisor = len(active)
         kind, agreed = heard[active[0]]
-        return Answer(active, Step(kind), agreed)
+        return Announcement(active, Step(kind), agreed)
 
-    def follow(self, answer: Answer) -> None:
+    def follow(self, answer: Announcement) -> None:
         """Take part, with zeros, in a collective that the others are about to run."""
         zeros = torch.zeros(answer.detail, dtype=torch.float64, device=self._device)
         if answer.step is Step.GATHER:
@@ -138,22 +138,22 @@ class Roll:
 
 
 # The rolls that are being called. They belong to whom joins, and are gone when that is.
-_rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[Roll]] = (
+_rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[JoinState]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def roll_of(group: dist.ProcessGroup) -> Roll | None:
+def join_state_of(group: dist.ProcessGroup) -> JoinState | None:
     """The roll to call before a step of ``group``; None outside of join()."""
     reference = _rolls.get(group)
     return reference() if reference is not None else None
 
 
-def set_roll(group: dist.ProcessGroup, roll: Roll | None) -> None:
+def set_join_state(group: dist.ProcessGroup, roll: JoinState | None) -> None:
     """Call ``roll`` from now on before each step of ``group``, or no more."""
     if roll is None:
         _rolls.pop(group, None)
-    elif roll_of(group) is not None:
+    elif join_state_of(group) is not None:
         raise CollectiveFailed(
             "join() is entered in another join() over the same ranks. Let all models join at once: "
             "with lockstep.join(first, second), or torch.distributed.algorithms.Join([...])."
@@ -164,19 +164,19 @@ def set_roll(group: dist.ProcessGroup, roll: Roll | None) -> None:
 
 def gather_in_step(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return each rank's ``tensor``, of float64, in rank order; zeros of those that are through."""
-    if (roll := roll_of(group)) is not None:
+    if (roll := join_state_of(group)) is not None:
         roll.call(Step.GATHER, tensor.numel())
     return all_gather(group, tensor)
 
 
 def sum_in_step(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
     """Add up ``tensor``, of float64, over the ranks, in place; who is through adds nothing."""
-    if (roll := roll_of(group)) is not None:
+    if (roll := join_state_of(group)) is not None:
         roll.call(Step.SUM, tensor.numel())
     start_all_reduce(group, tensor.view(-1)).wait()
 
 
-def num_counted(group: dist.ProcessGroup) -> int:
+def mean_divisor(group: dist.ProcessGroup) -> int:
     """By how many ranks sums over ``group`` are divided to get means."""
-    roll = roll_of(group)
-    return group.size() if roll is None else roll.num_counted
+    roll = join_state_of(group)
+    return group.size() if roll is None else roll.mean_divisor

@@ -14,7 +14,7 @@ class Launches(Protocol):
         ...
 
 
-class Turns:
+class LaunchOrder:
     """An order that doesn't depend on which gradients come first, which differs among ranks.
 
     A reducer launches before the end of the backward only when the one before it has nothing left

@@ -18,7 +18,7 @@ from lockstep.comm.shm.letters import Letters
 from lockstep.comm.shm.lines import receive_message, send_message
 from lockstep.comm.shm.memory import Segment, map_segment
 from lockstep.comm.shm.signals import Note, Signals, fault_told, leaving, why_it_left
-from lockstep.comm.team import Place, Team
+from lockstep.comm.transport import Place, Transport
 from lockstep.errors import (
     CollectiveFailed,
     CollectiveMismatch,
@@ -40,10 +40,10 @@ _MAX_RETIRED = 512
 
 _Fault = PeerLost | CollectiveTimeout | CollectiveMismatch
 
-_teams: weakref.WeakSet[ShmTeam] = weakref.WeakSet()
+_teams: weakref.WeakSet[ShmTransport] = weakref.WeakSet()
 
 
-class ShmTeam(Team):
+class ShmTransport(Transport):
     """Processes of one Linux host that have mapped each other's memory.
 
     Every rank of the group creates it. Its slots are memory of each rank that all others map

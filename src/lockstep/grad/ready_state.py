@@ -16,7 +16,7 @@ TOUCHED_EARLIER, TOUCHED_NOW = 1, 2
 EXCUSED, COME = 1, 2
 
 
-class Arrivals:
+class ReadyState:
     """What is known of each gradient, at its place in the order in which they launch.
 
     Most come in that order, too, and then many can be dealt with at once. Last are the sparse ones,
@@ -61,7 +61,7 @@ class Arrivals:
         self.touched[:] = bytes(touched[index] for index in self.order)
         self._look_up()
 
-    def take_over(self, previous: Arrivals) -> None:
+    def take_over(self, previous: ReadyState) -> None:
         """Go on where those of other parameters stop, of which some are here too."""
         for place, parameter in enumerate(self.in_order):
             if id(parameter) in previous.places:

@@ -14,7 +14,7 @@ class _Done:
         return True
 
 
-class LoneGroup:
+class SingleRankGroup:
     """A group of one rank, for what goes through a group whether there are others or not."""
 
     def rank(self) -> int:
