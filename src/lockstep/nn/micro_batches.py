@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.comm.rank_threads import this_thread
 from lockstep.nn.parallel_state import ParallelState
 from lockstep.nn.reached import is_any_reached
-from lockstep.nn.replicas.enclosing import current_task, is_backward_of_replicas
+from lockstep.nn.replicas.group import current_task, is_backward_of_replicas
 
 
 def batch_of(module: nn.Module, attachment: ParallelState) -> Batch:
