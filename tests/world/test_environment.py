@@ -7,8 +7,14 @@ from functools import partial
 import pytest
 
 from lockstep.errors import InitError
-from lockstep.world import Placement, Starter, detect, rank_environment
-from lockstep.world.device import choose_backend, choose_device
+from lockstep.world import (
+    Placement,
+    Starter,
+    choose_backend,
+    choose_device,
+    detect,
+    rank_environment,
+)
 from lockstep.world.environment import STORE, num_visible_gpus
 
 TORCHRUN = {

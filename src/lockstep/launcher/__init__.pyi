@@ -1,1 +1,1 @@
-from .calling import launch as launch
+from .launch import launch as launch
