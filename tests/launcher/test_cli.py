@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import cli
+from lockstep import cli, launcher
 from lockstep.launcher.job import Job, Meeting, Module, Script
 
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read(monkeypatch: pytest.MonkeyPatch, *argv: str) -> Job:
     """What ``lockstep run argv...`` would start."""
     started: list[Job] = []
-    monkeypatch.setattr(cli, "run", started.append)
+    monkeypatch.setattr(launcher, "run_job", started.append)
     monkeypatch.setattr(sys, "argv", ["lockstep", "run", *argv])
     cli.main()
     return started[0]

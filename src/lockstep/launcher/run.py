@@ -33,7 +33,7 @@ sys.exit(main())
 """
 
 
-def run(job: Job) -> NoReturn:
+def run_job(job: Job) -> NoReturn:
     """Replace this process by the supervisor of ``job``; it keeps the process id.
 
     Raises:

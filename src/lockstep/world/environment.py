@@ -42,18 +42,8 @@ class Starter(Enum):
 class Placement:
     """This process's rank and where it meets the others, as its starter gave them.
 
-    Attributes:
-        starter: What started this process.
-        rank: Its number among all ranks.
-        world_size: The number of ranks.
-        local_rank: Its number among the ranks of its host, or None if the starter doesn't tell:
-            then the ranks compare the names of their hosts.
-        local_world_size: The number of ranks on its host, or None likewise.
-        master: Host and port of the store; None where the ranks of one host find it otherwise.
-        job_id: The starter's name for the run, by which the ranks of one host find rank 0.
-        store_path: The file with the store, if it is in a file.
-        agent_hosts_store: Whether the starter's agent, rather than rank 0, holds the store open.
-        one_device_per_task: Whether each rank was given a GPU of its own and sees no other.
+    The local rank and world size are None if the starter doesn't tell them: then the ranks
+    compare the names of their hosts.
     """
 
     starter: Starter
@@ -61,11 +51,11 @@ class Placement:
     world_size: int = 1
     local_rank: int | None = 0
     local_world_size: int | None = 1
-    master: tuple[str, int] | None = None
-    job_id: str | None = None
-    store_path: str | None = None
-    agent_hosts_store: bool = False
-    one_device_per_task: bool = False
+    master: tuple[str, int] | None = None  # host and port of the store, if it is at a port
+    job_id: str | None = None  # the run's name, by which the ranks of one host find rank 0
+    store_path: str | None = None  # the file with the store, if it is in a file
+    agent_hosts_store: bool = False  # the starter's agent holds the store open, not rank 0
+    one_device_per_task: bool = False  # each rank was given a GPU of its own and sees no other
 
     @property
     def on_one_host(self) -> bool:

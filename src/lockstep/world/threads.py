@@ -20,19 +20,12 @@ T = TypeVar("T")
 
 @dataclass
 class RankContext:
-    """What ``init()`` knows of a rank.
+    """What ``init()`` knows of a rank."""
 
-    Attributes:
-        placement: Which rank it is; None for a process, whose environment says that.
-        store: Where the threads of a launch meet; None for a process.
-        num_inits: How often it has joined the others.
-        world: The last result of ``init()``, valid as long as its process group is the default.
-    """
-
-    placement: Placement | None = None
-    store: dist.Store | None = None
-    num_inits: int = 0
-    world: World | None = None
+    placement: Placement | None = None  # None for a process, whose environment tells it
+    store: dist.Store | None = None  # where the threads of a launch meet
+    num_inits: int = 0  # how often it has joined the others
+    world: World | None = None  # the last result of init(), of the group that was default then
 
     def new_prefix(self) -> str:
         """A prefix for keys in a store, which outlives the groups whose ranks meet there."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,14 @@ class World:
     starter: Starter
 
 
+class _Wanted(NamedTuple):
+    """The arguments of ``init()``."""
+
+    backend: str | None
+    device: torch.device | None
+    timeout: timedelta
+
+
 def init(
     *,
     backend: str | None = None,
@@ -85,29 +94,27 @@ def init(
         ContradictoryInit: If ``init()`` was called before, for something else.
         InitError: If the starter's environment variables make no sense.
     """
-    wanted = as_device("device", device) if device is not None else None
+    checked_device = as_device("device", device) if device is not None else None
     check_type("backend", backend, str | None, "the name of a backend, such as 'gloo'")
     register_backends()
     _check_backend(backend)
-    timeout = _checked_timeout(timeout)
+    wanted = _Wanted(backend, checked_device, _checked_timeout(timeout))
     rank = this_rank()
     if rank.world is None or not _still_current(rank.world):
-        rank.world = _new_world(rank, backend, wanted, timeout)
-    _check_same(rank.world, backend, wanted)
+        rank.world = _new_world(rank, wanted)
+    _check_same(rank.world, wanted)
     return rank.world
 
 
-def _new_world(
-    rank: RankContext, backend: str | None, device: torch.device | None, timeout: timedelta
-) -> World:
+def _new_world(rank: RankContext, wanted: _Wanted) -> World:
     if rank.placement is not None:
-        return _join_threads(rank, rank.placement, backend, device, timeout)
+        return _join_threads(rank, rank.placement, wanted)
     if dist.is_initialized():
-        return _from_existing_group(device, timeout)
+        return _from_existing_group(wanted)
     place = detect(os.environ)
     if place.starter is not Starter.NOTHING:
-        return _join(rank, place, backend, device, timeout)
-    device = device or choose_device(0, 1, _num_cuda_devices(), False)
+        return _join(rank, place, wanted)
+    device = wanted.device or choose_device(0, 1, _num_cuda_devices(), False)
     _use(device)
     return _world(place, 0, 1, device)
 
@@ -189,24 +196,24 @@ def _still_current(world: World) -> bool:
     return dist.is_initialized() and dist.group.WORLD is world.process_group
 
 
-def _check_same(world: World, backend: str | None, device: torch.device | None) -> None:
-    if device is not None and not _same_device(device, world.device):
+def _check_same(world: World, wanted: _Wanted) -> None:
+    backend, device, _ = wanted
+    there = world.device
+    if device is not None and (
+        device.type != there.type or device.index not in (None, there.index)
+    ):
         raise ContradictoryInit(
             f"init(device={str(device)!r}) was called on rank {world.rank}, but this rank already "
-            f"computes on {world.device}. Call init() once, with all you want of it."
+            f"computes on {there}. Call init() once, with all you want of it."
         )
     if backend is None or world.process_group is None:
         return
-    there = dist.get_backend_config(world.process_group)
-    if _backend_map(backend) != _backend_map(str(there)):
+    used = str(dist.get_backend_config(world.process_group))
+    if _backend_map(backend) != _backend_map(used):
         raise ContradictoryInit(
             f"init(backend={backend!r}) was called on rank {world.rank}, but its process group "
-            f"already uses {str(there)!r}. Call init() once, with all you want of it."
+            f"already uses {used!r}. Call init() once, with all you want of it."
         )
-
-
-def _same_device(asked: torch.device, there: torch.device) -> bool:
-    return asked.type == there.type and asked.index in (None, there.index)
 
 
 def _backend_map(backend: str) -> dict[str, str]:
@@ -217,50 +224,36 @@ def _num_cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _join_threads(
-    rank: RankContext,
-    place: Placement,
-    backend: str | None,
-    device: torch.device | None,
-    timeout: timedelta,
-) -> World:
-    device = device or torch.device("cpu")
+def _join_threads(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
+    device = wanted.device or torch.device("cpu")
     if not dist.is_initialized():
         assert rank.store is not None
         store = dist.PrefixStore(rank.new_prefix(), rank.store)
-        _create_group(backend or THREADS, store, place, device, timeout)
+        _create_group(wanted.backend or THREADS, store, place, device, wanted.timeout)
     return _world(place, place.rank, place.world_size, device)
 
 
-def _join(
-    rank: RankContext,
-    place: Placement,
-    backend: str | None,
-    device: torch.device | None,
-    timeout: timedelta,
-) -> World:
+def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
+    backend, device, timeout = wanted
+    variables: dict[str, str] = {}
+    if place.on_one_host:
+        variables = gloo_environment()
+    elif place.master is not None:
+        variables = gloo_environment(interface_towards(place.master[0]))
     # In the environment for the children too, which are on the same host.
-    for name, value in _gloo_environment(place).items():
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
     store = dist.PrefixStore(rank.new_prefix(), meet(place, timeout))
     hosts = roll_call(store, place, timeout, note=socket.gethostname())
-    local_rank, local_world_size = _place_on_host(place, hosts)
-    device = device or choose_device(
-        local_rank, local_world_size, _num_cuda_devices(), place.one_device_per_task
-    )
+    local = _place_on_host(place, hosts)
+    device = device or choose_device(*local, _num_cuda_devices(), place.one_device_per_task)
     _use(device)
     if backend is None:
         _create_default_group(store, place, device, timeout)
     else:
         _create_group(backend, store, place, device, timeout)
     atexit.register(_leave)
-    return _world(place, local_rank, local_world_size, device)
-
-
-def _gloo_environment(place: Placement) -> dict[str, str]:
-    if place.on_one_host:
-        return gloo_environment()
-    return gloo_environment(interface_towards(place.master[0])) if place.master else {}
+    return _world(place, *local, device)
 
 
 def _place_on_host(place: Placement, hosts: Sequence[str]) -> tuple[int, int]:
@@ -321,7 +314,7 @@ def _create_group(
         ) from error
 
 
-def _from_existing_group(device: torch.device | None, timeout: timedelta) -> World:
+def _from_existing_group(wanted: _Wanted) -> World:
     group = dist.group.WORLD
     assert group is not None
     told = _told_of(group)
@@ -332,17 +325,15 @@ def _from_existing_group(device: torch.device | None, timeout: timedelta) -> Wor
     note = f"{local if 'None' not in local else ''} {socket.gethostname()}"
     store = _get_default_store()
     number = store.add(f"lockstep/inits/{place.rank}", 1)  # the store may outlive the group
-    notes = roll_call(dist.PrefixStore(f"lockstep/roll/{number}", store), place, timeout, note)
+    store = dist.PrefixStore(f"lockstep/roll/{number}", store)
+    notes = roll_call(store, place, wanted.timeout, note)
     if all(note.partition(" ")[0] for note in notes):
         place = replace(place, local_rank=told.local_rank, local_world_size=told.local_world_size)
-    hosts = [note.partition(" ")[2] for note in notes]
-    local_rank, local_world_size = _place_on_host(place, hosts)
+    local_place = _place_on_host(place, [note.partition(" ")[2] for note in notes])
     carries_cuda = "cuda" in _backend_map(str(dist.get_backend_config(group)))
     num_devices = _num_cuda_devices() if carries_cuda else 0
-    device = device or choose_device(
-        local_rank, local_world_size, num_devices, told.one_device_per_task
-    )
-    return _world(place, local_rank, local_world_size, device)
+    device = wanted.device or choose_device(*local_place, num_devices, told.one_device_per_task)
+    return _world(place, *local_place, device)
 
 
 def _told_of(group: dist.ProcessGroup) -> Placement:

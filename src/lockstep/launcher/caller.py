@@ -1,4 +1,7 @@
-"""``launch(fn)``: call a function on new ranks, from a script, a notebook or a test."""
+"""``launch(fn)``: call a function on new ranks, from a script, a notebook or a test.
+
+The file isn't called ``launch``: once imported, it would hide the function in the package.
+"""
 
 from __future__ import annotations
 
