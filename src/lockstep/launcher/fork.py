@@ -13,20 +13,10 @@ from dataclasses import dataclass, field
 from lockstep.errors import LaunchError
 from lockstep.launcher.failures import Ending
 from lockstep.launcher.job import Call, Job
-from lockstep.launcher.output import LineSplitter
 from lockstep.launcher.processes import exit_of, flush_standard_streams, fork, reap, send_signal
 from lockstep.launcher.rank import REPORT_LENGTH_BYTES, RankStart
 
 _LAST_WORDS_BYTES = 8192
-
-
-@dataclass
-class Stream:
-    """One of a rank's output streams, as the supervisor reads it."""
-
-    descriptor: int
-    destination: int  # 1 or 2
-    splitter: LineSplitter = field(default_factory=LineSplitter)
 
 
 @dataclass(kw_only=True)
@@ -34,7 +24,7 @@ class RankProcess(Ending):
     """A rank, as the supervisor sees it; ``exit_code`` and ``signal`` are None until it ends."""
 
     pid: int
-    streams: tuple[Stream, ...]
+    outputs: Sequence[int]  # descriptors of its stdout and stderr; empty if not labelled
     report_descriptor: int
     wants_result: bool  # whether it runs a function
     # Whether it reads from the terminal. It then is in the supervisor's process group, to which
@@ -50,7 +40,7 @@ class RankProcess(Ending):
 
     def descriptors(self) -> list[int]:
         """The supervisor's ends of its pipes."""
-        return [self.report_descriptor, *(stream.descriptor for stream in self.streams)]
+        return [self.report_descriptor, *self.outputs]
 
     def send(self, number: int) -> None:
         """Send the signal ``number`` to it and the processes that it has started."""
@@ -104,20 +94,12 @@ def fork_ranks(
     private: Sequence[int],
     signal_mask: Collection[int],
 ) -> list[RankProcess] | RankStart:
-    """Fork a process for each of ``ranks``.
+    """Fork a process for each of ``ranks``, of this host, with its ``environments``.
 
-    It returns once in the supervisor and once in each rank. In a rank the caller has to return
-    all the way to the interpreter, without any ``finally`` of the supervisor's in between.
-
-    Args:
-        job: The job of this host.
-        ranks: The numbers of the ranks.
-        environments: The variables to add to each rank's environment.
-        private: Descriptors of the supervisor that ranks must not hold open.
-        signal_mask: The signals that a rank blocks, once it has handlers of its own.
-
-    Returns:
-        In the supervisor the ranks; in a rank its start.
+    It returns the ranks in the supervisor, and a RankStart in each rank. There the caller has to
+    return all the way to the interpreter, without any ``finally`` of the supervisor's in between.
+    ``private`` are descriptors of the supervisor that ranks must not hold open; ``signal_mask``
+    are the signals that a rank blocks, once it has handlers of its own.
 
     Raises:
         LaunchError: If there can't be so many processes or pipes. None is left behind.
@@ -152,11 +134,10 @@ def fork_ranks(
             os.close(descriptor)
         # It is read when the rank has ended, too: then there may be nothing to read.
         os.set_blocking(report, False)
-        streams = tuple(Stream(fd, number) for number, fd in enumerate(outputs, start=1))
         process = RankProcess(
             rank,
             pid=pid,
-            streams=streams,
+            outputs=outputs,
             report_descriptor=report,
             wants_result=isinstance(job.program, Call),
             has_terminal=has_terminal,

@@ -28,7 +28,7 @@ from lockstep.errors import LaunchError
 from lockstep.launcher.failures import Outcome
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
 from lockstep.launcher.processes import Helper
-from lockstep.world.environment import STORE, rank_environment
+from lockstep.world import Placement, Starter, rank_environment
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -50,22 +50,13 @@ class Host:
     helpers: list[int]  # process ids of the launcher's own processes
     notice: int | None = None  # a descriptor that becomes readable when another host has failed
 
-    def __init__(
-        self, job: Job, run_id: str, master: tuple[str, int], first_rank: int, world_size: int
-    ) -> None:
-        self.world_size = world_size  # of all hosts
-        self.ranks = range(first_rank, first_rank + job.num_ranks)
+    def __init__(self, job: Job, first: Placement) -> None:
+        """Prepare the environments of this host's ranks, of which ``first`` is the first."""
+        self.world_size = first.world_size
+        self.ranks = range(first.rank, first.rank + job.num_ranks)
         self.environments = [  # the variables to add for each of these ranks
-            rank_environment(
-                run_id=run_id,
-                rank=rank,
-                world_size=world_size,
-                local_rank=rank - first_rank,
-                local_world_size=job.num_ranks,
-                master=master,
-                num_threads=job.num_threads,
-            )
-            for rank in self.ranks
+            rank_environment(replace(first, rank=rank, local_rank=local_rank), job.num_threads)
+            for local_rank, rank in enumerate(self.ranks)
         ]
 
     def start_threads(self) -> None:
@@ -89,16 +80,16 @@ class LoneHost(Host):
     def __init__(self, job: Job) -> None:
         # Port 0: the kernel finds a free one, so that two runs never collide.
         listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
-        port = listener.getsockname()[1]
+        master, size = listener.getsockname(), job.num_ranks
         self._listener = listener.detach()
         self.private, self.helpers = [self._listener], []
-        super().__init__(job, uuid.uuid4().hex, ("127.0.0.1", port), 0, job.num_ranks)
         # Any user of this host can write to a store on loopback, which is for programs that
         # expect one there. lockstep.init() uses a nameless file, open in this process alone.
+        path = None
         if sys.platform == "linux":
             path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
-            for environment in self.environments:
-                environment[STORE] = f"{port}:{path}"
+        first = Placement(Starter.LOCKSTEP, 0, size, 0, size, master, uuid.uuid4().hex, path)
+        super().__init__(job, first)
 
     def start_threads(self) -> None:
         """Open the store."""
@@ -135,8 +126,9 @@ class HostOfSeveral(Host):
                 "has given up, or something else than 'lockstep run' uses that port."
             ) from error
         self._num_hosts = len(sizes)
-        master = (meeting.address, meeting.port)
-        super().__init__(job, meeting.run_id, master, sum(sizes[: self._number]), sum(sizes))
+        rank, master = sum(sizes[: self._number]), (meeting.address, meeting.port)
+        start = (rank, sum(sizes), 0, job.num_ranks, master, meeting.run_id)
+        super().__init__(job, Placement(Starter.LOCKSTEP, *start))
         of_host = {"GROUP_RANK": str(self._number), "GROUP_WORLD_SIZE": str(self._num_hosts)}
         for environment in self.environments:
             environment.update(of_host)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import BadLaunch
-from lockstep.world.environment import num_visible_gpus
+from lockstep.world import num_visible_gpus
 
 _DEFAULT_NUM_RANKS = 2
 # More than any host has cores or GPUs for. Beyond some 10,000 threads OpenMP crashes, and the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 
@@ -116,14 +117,30 @@ class Console:
     def __init__(self, log_files: dict[int, int], signals: SignalPipe) -> None:
         self._log_files = log_files
         self._signals = signals
+        self._splitters: defaultdict[tuple[int, int], LineSplitter] = defaultdict(LineSplitter)
         self._mute = False
         self.broken = False  # whether nobody can read the output any more
         out = Labeller()
         # On a terminal both streams share the cursor.
         self._labellers = {1: out, 2: out if os.path.sameopenfile(1, 2) else Labeller()}
 
-    def show(self, rank: int, destination: int, pieces: list[bytes]) -> None:
-        """Write ``pieces`` of a rank's stdout (1) or stderr (2); the last may be a prompt."""
+    def feed(self, rank: int, destination: int, data: bytes, *, show_prompt: bool) -> None:
+        """Write the lines that ``data``, of a rank's stdout (1) or stderr (2), completes.
+
+        No data is the stream's end. A prompt, which is a line without an end, is shown on request.
+        """
+        splitter = self._splitters[rank, destination]
+        pieces = splitter.feed(data) if data else splitter.finish()
+        if data and show_prompt:
+            pieces += [rest[:-1] for rest in splitter.finish()]
+        self._show(rank, destination, pieces)
+
+    def end_streams(self) -> None:
+        """Write the unfinished lines of all ranks."""
+        for (rank, destination), splitter in self._splitters.items():
+            self._show(rank, destination, splitter.finish())
+
+    def _show(self, rank: int, destination: int, pieces: list[bytes]) -> None:
         if pieces:
             source, label = (rank, destination), b"[rank %d] " % rank
             labelled = self._labellers[destination].label(source, label, pieces)
@@ -141,7 +158,7 @@ class Console:
             words = f"lockstep: the log of rank {rank} ends here: {error.strerror}.\n"
             self._write(2, self._labellers[2].finish() + words.encode())
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """End the last line of each stream and close the log files."""
         for destination, labeller in self._labellers.items():
             self._write(destination, labeller.finish())

@@ -16,7 +16,7 @@ from typing import NoReturn
 from lockstep.errors import LaunchError
 from lockstep.launcher.job import Job
 from lockstep.launcher.processes import MARK, fill_standard_descriptors, flush_standard_streams
-from lockstep.world.environment import allocator_environment
+from lockstep.world import allocator_environment
 
 _FLAGS = {
     "safe_path": "-P",

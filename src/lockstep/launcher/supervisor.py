@@ -22,7 +22,7 @@ from typing import NoReturn
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
 from lockstep.launcher.failures import Outcome, failure_outcome, first_failure, signal_name
-from lockstep.launcher.fork import RankProcess, Stream, fork_ranks
+from lockstep.launcher.fork import RankProcess, fork_ranks
 from lockstep.launcher.hosts import Host, HostOfSeveral, LoneHost
 from lockstep.launcher.job import Job
 from lockstep.launcher.output import Console, open_log_files
@@ -123,8 +123,8 @@ class Watch:
         self._when_readable(signals.fileno(), signals.pull)
         for rank in ranks:
             self._when_readable(rank.report_descriptor, partial(self._read_report, rank))
-            for stream in rank.streams:
-                self._when_readable(stream.descriptor, partial(self._copy, rank, stream))
+            for destination, output in enumerate(rank.outputs, start=1):
+                self._when_readable(output, partial(self._copy, rank, output, destination))
 
     def run(self, host: Host, signal_mask: Collection[int]) -> None:
         """Watch the ranks until all have ended. However it ends, the ranks do, too."""
@@ -194,18 +194,14 @@ class Watch:
     def _when_readable(self, descriptor: int, act: Callable[[], None]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, act)
 
-    def _copy(self, rank: RankProcess, stream: Stream) -> None:
-        data = os.read(stream.descriptor, _READ_BYTES)
+    def _copy(self, rank: RankProcess, output: int, destination: int) -> None:
+        data = os.read(output, _READ_BYTES)
         if not data:
-            self._selector.unregister(stream.descriptor)
-            os.close(stream.descriptor)
-        pieces = stream.splitter.feed(data) if data else stream.splitter.finish()
-        if data and rank.has_terminal:
-            # A prompt has no end of line, and is to be seen.
-            pieces += [rest[:-1] for rest in stream.splitter.finish()]
-        if stream.destination == 2:
+            self._selector.unregister(output)
+            os.close(output)
+        if destination == 2:
             rank.keep_last_words(data)
-        self._console.show(rank.rank, stream.destination, pieces)
+        self._console.feed(rank.rank, destination, data, show_prompt=rank.has_terminal)
 
     def _read_report(self, rank: RankProcess) -> None:
         if not rank.read_report():
@@ -259,10 +255,8 @@ class Watch:
         deadline = time.monotonic() + _DRAIN_SECONDS
         while time.monotonic() < deadline and self._serve(0.0):
             pass
+        self._console.end_streams()
         for rank in self._ranks:
-            for stream in rank.streams:
-                self._console.show(rank.rank, stream.destination, stream.splitter.finish())
-            if rank.report is not None and rank.report.told is not None:
-                text = rank.report.told.full
-                self._console.log(rank.rank, text.encode(errors="backslashreplace"))
-        self._console.finish()
+            if rank.told is not None:
+                self._console.log(rank.rank, rank.told.full.encode(errors="backslashreplace"))
+        self._console.close()

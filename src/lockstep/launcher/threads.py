@@ -17,8 +17,7 @@ from lockstep.comm.rank_threads import RankThreads, a_rank_of
 from lockstep.comm.threads import end_this_rank
 from lockstep.errors import RankFailed
 from lockstep.launcher.failures import Ending, Report, describe, exit_code_of, first_failure, tell
-from lockstep.world import Placement, Starter, init
-from lockstep.world.threads import in_place
+from lockstep.world import Placement, Starter, as_rank, init
 
 Result = TypeVar("Result")
 
@@ -42,7 +41,7 @@ def run_threads(
     def run_rank(rank: int) -> None:
         placement = Placement(Starter.THREADS, rank, num_ranks, rank, num_ranks)
         ending = Ending(rank, 0.0, exit_code=0)
-        with a_rank_of(rank_threads), in_place(placement, store):
+        with a_rank_of(rank_threads), as_rank(placement, store):
             try:
                 torch.set_num_threads(num_threads)
                 results[rank] = fn(init(), *args)

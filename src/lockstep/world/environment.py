@@ -1,7 +1,7 @@
 """From a starter's environment variables to a rank's placement, and back.
 
 :func:`detect` reads the variables of any starter; :func:`rank_environment` makes those of
-``lockstep run``. Both are pure, so every starter is tested without one.
+``lockstep run``. Both are pure functions, tested without a starter.
 """
 
 from __future__ import annotations
@@ -105,35 +105,30 @@ def _detect(environ: Mapping[str, str]) -> Placement:
     return Placement(Starter.NOTHING)
 
 
-def rank_environment(
-    *,
-    run_id: str,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    local_world_size: int,
-    master: tuple[str, int],
-    num_threads: int,
-) -> dict[str, str]:
-    """The variables that ``lockstep run`` sets for one rank.
+def rank_environment(place: Placement, num_threads: int) -> dict[str, str]:
+    """The variables that ``lockstep run`` sets for one rank; :func:`detect` reverses it.
 
-    They are those of torchrun, so that scripts written for it run unchanged, and one by which
-    :func:`detect` recognises ``lockstep run``. ``TORCHELASTIC_USE_AGENT_STORE`` tells torch that
-    no rank has to open the store at ``master``, since the launcher holds it.
+    They are those of torchrun, so that scripts written for it run unchanged, and two of our own.
+    ``TORCHELASTIC_USE_AGENT_STORE`` tells torch that no rank has to open the store at
+    ``place.master``, since the launcher holds it.
     """
+    assert place.master is not None
+    assert place.job_id is not None
+    host, port = place.master
     return {
-        RUN_ID: run_id,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
+        RUN_ID: place.job_id,
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "GROUP_RANK": "0",
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": str(master[1]),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RUN_ID": place.job_id,
         "OMP_NUM_THREADS": str(num_threads),
-        **(gloo_environment() if local_world_size == world_size else {}),
+        **({} if place.store_path is None else {STORE: f"{port}:{place.store_path}"}),
+        **(gloo_environment() if place.on_one_host else {}),
     }
 
 

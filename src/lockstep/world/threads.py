@@ -43,7 +43,7 @@ def this_rank() -> RankContext:
 
 
 @contextmanager
-def in_place(placement: Placement, store: dist.Store) -> Iterator[None]:
+def as_rank(placement: Placement, store: dist.Store) -> Iterator[None]:
     """Let ``init()`` in this thread join the others at ``store`` as the rank of ``placement``."""
     with _using(RankContext(placement, store)):
         yield
