@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.launcher.peers import _told
+from lockstep.launcher.hosts import _outcome_of_peer
 from tests.launcher.bench import Bench, lines_of, until
 
 ALL_REDUCE = """
@@ -224,7 +224,7 @@ def test_host_that_is_not_of_the_run_says_why(
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"exit_status": "x"}', "\udcff"])
 def test_failure_of_another_host_that_cannot_be_read_is_a_failure(text: str) -> None:
-    assert _told(text).exit_status == 1
+    assert _outcome_of_peer(text).exit_status == 1
 
 
 def test_hosts_without_numbers_get_all_of_them(bench: Bench) -> None:

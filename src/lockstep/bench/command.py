@@ -16,8 +16,7 @@ from lockstep.bench.mpi import measure_with_mpi
 from lockstep.bench.plan import Plan, check_operations, format_size, parse_sizes
 from lockstep.bench.report import PLAIN_WIDTH, Report, print_report, with_mpi
 from lockstep.errors import BackendUnavailable, BadLaunch
-from lockstep.launcher import launch
-from lockstep.launcher.job import check_num_ranks, whole_number
+from lockstep.launcher import check_num_ranks, launch, whole_number
 
 
 def collectives(

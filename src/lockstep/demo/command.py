@@ -13,8 +13,7 @@ from lockstep.demo.training import (
     train_exactly,
 )
 from lockstep.errors import BadLaunch
-from lockstep.launcher import launch
-from lockstep.launcher.job import check_num_ranks, whole_number
+from lockstep.launcher import check_num_ranks, launch, whole_number
 from lockstep.world import init
 
 # What rounding in another order may make of float64 parameters in an epoch, with a wide margin;
