@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.demo.convnet import ConvNet
+from lockstep.demo.training import ConvNet
 
 
 class Workload(NamedTuple):
