@@ -1,4 +1,6 @@
-"""Who am I, and who are the others? This is the only place that reads environment variables.
+"""The rank, world size, device and process group of this process.
+
+What environment variables tell of ranks is read here and nowhere else.
 
 The names are listed in ``__init__.pyi`` and imported when first used: the launcher reads the
 environment before torch is loaded.

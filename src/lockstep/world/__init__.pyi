@@ -1,3 +1,4 @@
+from .device import choose_backend as choose_backend
 from .environment import Placement as Placement
 from .environment import Starter as Starter
 from .environment import detect as detect
