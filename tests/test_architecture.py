@@ -36,8 +36,8 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 24_000
-MAX_FILES = 163
+MAX_LINES = 23_700
+MAX_FILES = 154
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
