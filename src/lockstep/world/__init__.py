@@ -1,6 +1,4 @@
-"""The rank, world size, device and process group of this process.
-
-What environment variables tell of ranks is read here and nowhere else.
+"""Who am I, and who are the others? This is the only place that reads environment variables.
 
 The names are listed in ``__init__.pyi`` and imported when first used: the launcher reads the
 environment before torch is loaded.
