@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.bench import command, machine
+from lockstep.bench import command
 from lockstep.bench.mpi import measure_with_mpi
 from lockstep.bench.plan import Plan
 from lockstep.errors import BackendUnavailable, SharedMemoryFull
@@ -81,8 +81,8 @@ def test_bench_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_without_room_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.reason_to_skip(1024, 2) == ""
-    assert "no room" in machine.reason_to_skip(2**50, 2)
+    assert command.reason_to_skip(1024, 2) == ""
+    assert "no room" in command.reason_to_skip(2**50, 2)
 
     def no_room(num_bytes: int, num_ranks: int) -> str:
         return "there is no room" if num_bytes > 1024 else ""

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.demo import command, training
-from lockstep.demo.convnet import ConvNet
 from lockstep.demo.datasets import Digits
-from lockstep.demo.training import State, largest_difference, train_exactly
+from lockstep.demo.training import ConvNet, State, largest_difference, train_exactly
 from lockstep.world import Starter, World
 from tests.ranks import run_ranks
 
