@@ -23,8 +23,8 @@ from lockstep.grad import MIB, CommHook
 from lockstep.nn import mixed_precision as precisely
 from lockstep.nn.arguments import Device, group_of, only_device
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
-from lockstep.nn.changes import mark_stale
 from lockstep.nn.engine import Engine, Options
+from lockstep.nn.global_hooks import mark_stale
 from lockstep.nn.join import DDPJoinHook, JoinedModels, join_models
 from lockstep.nn.logging_data import logging_data
 from lockstep.nn.parallel_state import (
@@ -301,7 +301,7 @@ class DistributedDataParallel(
 
     def _set_comm_hook(self, hook: CommHook | None) -> None:
         for engine in self._engines:
-            engine.conductor.finish_failed()
+            engine.backward_sync.finish_failed()
             engine.reducer.comm_hook = hook
 
     def _register_buffer_comm_hook(
@@ -394,7 +394,7 @@ class DistributedDataParallel(
 
     def _begin_joined_iteration(self) -> None:
         for engine in self._engines:
-            engine.conductor.finish_failed()
+            engine.backward_sync.finish_failed()
         joined = self._joined() if self._joined is not None else None
         if joined is None and self._engines:
             self._leave_join()  # the context was left with an error

@@ -122,7 +122,7 @@ class UnevenLoop:
                 self._own_gradients = [OwnGradients(engine) for engine in self._engines]
             for own in self._own_gradients:
                 own.engine.drop_reduced_gradients()
-        engines[0].conductor.follow(engines, answer)
+        engines[0].backward_sync.follow(engines, answer)
 
     def close(self) -> None:
         """Call the roll no more; gradients are those of this rank's last step again."""
@@ -132,7 +132,7 @@ class UnevenLoop:
         if self._group is not None:
             set_join_state(self._group, None)
         for engine in self._engines:
-            engine.reducer.share = 1 / engine.reducer.process_group.size()
+            engine.reducer.scale = 1 / engine.reducer.process_group.size()
             engine.buffers.source = 0
 
     def take_the_last_model(self, engines: Sequence[Engine]) -> None:

@@ -18,10 +18,9 @@ from lockstep.arguments import check_module
 from lockstep.comm import SingleRankGroup, broadcast_tensors
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
 from lockstep.nn.agreement import check_same_model
-from lockstep.nn.backward import finish_failed
-from lockstep.nn.changes import unwatch, watch
+from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.engine import Engine, Options
-from lockstep.nn.steps import watch_steps
+from lockstep.nn.global_hooks import unwatch, watch
 from lockstep.nn.wrapper import Wrapper
 
 # Bound early, as ours may be put in their place.
@@ -79,7 +78,7 @@ def attach(
     if group is not None:
         finish_failed(group)
     for engine in previous.engines if previous is not None else ():
-        engine.conductor.finish_failed()
+        engine.backward_sync.finish_failed()
     if group is not None and init_sync:
         # Also where there is a refusal: the other ranks would wait for this one.
         check_same_model(module, group, options._asdict(), refusal, left_alone)
@@ -91,11 +90,17 @@ def attach(
         if init_sync:
             named = [*module.named_parameters(), *module.named_buffers()]
             broadcast_tensors(group, [t.detach() for name, t in named if name not in left_alone])
-        engine = Engine(module, group, options, inner, is_copy=is_copy)
+        engine = Engine(
+            module,
+            group,
+            options,
+            inner,
+            backward_sync=backward_sync_of(group),
+            is_copy=is_copy,
+        )
         if engine.parameters:
             own.append(engine)
             watch(engine)
-            watch_steps()
     attachment = ParallelState([*theirs, *own])
     with _lock:
         _attachments[owner] = attachment
@@ -115,7 +120,7 @@ def release(wrapper: nn.Module) -> None:
     """Let the model in ``wrapper`` be parallel no more: gradients are this rank's own."""
     attachment = attachment_of(wrapper)
     for engine in attachment.engines:
-        engine.conductor.finish_failed()
+        engine.backward_sync.finish_failed()
     _replace(list(attachment.engines), ())
     for parameter in wrapper.parameters():
         if _owner_of(parameter) is attachment:
@@ -126,7 +131,7 @@ def _replace(engines: Collection[Engine], instead: Sequence[Engine]) -> None:
     """Let ``engines`` do nothing any more, and those that are ``instead`` be in their place."""
     for engine in engines:
         engine.detach()
-        engine.conductor.remove(engine)
+        engine.backward_sync.remove(engine)
         unwatch(engine)
     with _lock:
         for other in _attachments.values():
@@ -140,7 +145,9 @@ def attach_lone_engine(
 ) -> None:
     """Give a rank that is alone an engine too, for a hook that wants its gradients."""
     lone = group if group is not None else cast(dist.ProcessGroup, SingleRankGroup())
-    _attachments[owner].engines.append(Engine(module, lone, options))
+    _attachments[owner].engines.append(
+        Engine(module, lone, options, backward_sync=backward_sync_of(lone))
+    )
 
 
 def check_bucket_cap(bucket_cap_mb: float, name: str = "bucket_cap_mb") -> None:

@@ -177,5 +177,5 @@ def sync_buffers(module: nn.Module) -> None:
         ModelError: If ``module`` isn't parallel.
     """
     for engine in engines_of(module):
-        engine.conductor.finish_failed()
+        engine.backward_sync.finish_failed()
         engine.buffers.start(late=True).finish()
