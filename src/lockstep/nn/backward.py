@@ -345,10 +345,10 @@ class BackwardSync:
             # Now rather than before the next forward: they travel with the last gradients, and no
             # forward waits for them, whichever method that will be. After the launch of all
             # buckets, of which some ranks may have sent more by now than others.
-            on_their_way = [engine.buffers.start() for engine in engines]
-            for engine, buffers in zip(engines, on_their_way, strict=True):
+            exchanges = [engine.buffers.start() for engine in engines]
+            for engine, finish_buffers in zip(engines, exchanges, strict=True):
                 engine.finish_backward()
-                buffers.finish()
+                finish_buffers()
             return engines
         except CollectiveFailed as error:
             if not isinstance(error, PeerLost):

@@ -19,12 +19,12 @@ from lockstep.comm import all_gather_bytes, any_rank, broadcast_tensors
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import MIB, LaunchOrder, Phase, Reducer, gradient_dtype
-from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import conductor_of
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
 from lockstep.nn.gradient_hooks import GradientHooks, Hook, hooks_of, take_over_optimizers
 from lockstep.nn.reached import is_any_reached, is_reached
 from lockstep.nn.sync_batch_norm import sums_in_backward
+from lockstep.nn.verify import check_same_model
 from lockstep.torch_private import _current_graph_task_id
 
 # Autograd gives out other numbers.
