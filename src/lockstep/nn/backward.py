@@ -395,12 +395,12 @@ class BackwardSync:
             # Now rather than before the next forward: buffers travel with the last gradients, and
             # no forward waits for them, whichever method that will be. After the launch of all
             # buckets, of which some ranks may have launched more by now than others.
-            on_their_way = [engine.buffers.start() for engine in engines]
+            exchanges = [engine.buffers.start() for engine in engines]
             failed_elsewhere = None
-            for engine, buffers in zip(engines, on_their_way, strict=True):
+            for engine, finish_buffers in zip(engines, exchanges, strict=True):
                 error = engine.finish_backward()
                 failed_elsewhere = failed_elsewhere or error
-                buffers.finish()
+                finish_buffers()
             return engines, failed_elsewhere
         except CollectiveFailed as error:
             if not isinstance(error, PeerLost):

@@ -19,10 +19,10 @@ from lockstep.comm import Announcement, all_gather_bytes, any_rank, broadcast_te
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import MIB, Reducer, gradient_dtype
-from lockstep.nn.agreement import check_same_model
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
 from lockstep.nn.gradient_hooks import GradientHooks, Hook, hooks_of, take_over_optimizers
 from lockstep.nn.reached import is_any_reached, is_reached
+from lockstep.nn.verify import check_same_model
 from lockstep.torch_private import _BatchNorm, _current_graph_task_id
 
 
@@ -312,8 +312,8 @@ class Engine:
                     "rank. Repeat the step: all ranks have the same ones now."
                 )
 
-    def _reduce_what_goes(self, trained: Collection[int]) -> None:
-        """Reduce gradients added up so far for parameters that are not trained any more."""
+    def _reduce_removed(self, trained: Collection[int]) -> None:
+        """Reduce accumulated gradients of parameters that are not trained any more."""
         going = [(self._names[key], key) for key in self._trained if key not in trained]
         mine = bytes(self.reducer.is_unreduced(self._trained[key]) for _, key in going)
         if not going:
