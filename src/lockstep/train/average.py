@@ -14,15 +14,14 @@ from lockstep.comm import start_all_reduce
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.grad import (
     MIB,
-    TOUCHED_EARLIER,
     Bucket,
-    SparseGradient,
     assign_buckets,
     gradient_dtype,
+    reduce_sparse,
 )
-from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import finish_failed
 from lockstep.nn.engine import with_sparse_gradients
+from lockstep.nn.verify import check_same_model
 from lockstep.world import group_or_all
 
 _CAP_BYTES = 25 * MIB
@@ -102,18 +101,16 @@ def _average(
     buckets = []
     for indices in groups:
         own = [named[index] for index in indices]
-        touched = memoryview(bytearray([TOUCHED_EARLIER]) * len(own))
-        buckets.append(Bucket([name for name, _ in own], [p for _, p in own], touched))
+        accumulated = memoryview(bytearray(b"\1" * len(own)))
+        buckets.append(Bucket([name for name, _ in own], [p for _, p in own], accumulated))
     for bucket in buckets:
         bucket.fill(share / total)
         bucket.launch(group)
     for bucket, indices in zip(buckets, groups, strict=True):
         bucket.wait(group)
-        for place, index in enumerate(indices):
+        for position, index in enumerate(indices):
             if used_by[index]:
-                bucket.adopt(place)
+                bucket.use_as_grad(position)
     for parameter, was_used in zip(parameters, used_by, strict=True):
         if was_used and id(parameter) in sparse:
-            gradient = SparseGradient(parameter)
-            gradient.reduce(group, share / total)
-            gradient.adopt()
+            parameter.grad = reduce_sparse(parameter, group, share / total)
