@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.shortened
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ONE_RANK = [sys.executable]
 TWO_RANKS = [sys.executable, "-m", "lockstep", "run", "-n", "2"]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.shortened
+
 # Forks the ranks after torch is imported: that takes longer than most of what is tested.
 _PRELUDE = """
 import contextlib, gc, os, resource, signal, sys, threading, time
@@ -64,6 +66,7 @@ def run(folder: Path, body: str, size: int = 2, prefix: tuple[str, ...] = ()) ->
 # Processes that end, or fork.
 
 
+@pytest.mark.true_start
 def test_exit_without_destroy_is_clean_and_disturbs_nobody(tmp_path: Path):
     run(
         tmp_path,

@@ -17,6 +17,8 @@ from lockstep.demo.training import State, largest_difference, train_exactly
 from lockstep.world import Starter, World
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.shortened
+
 CPU = torch.device("cpu")
 
 

@@ -18,6 +18,8 @@ from lockstep.launcher import launch
 from lockstep.world import World
 from tests.launcher.bench import Bench, until
 
+pytestmark = pytest.mark.shortened
+
 
 def add_up(world: World, start: float) -> tuple[int, float]:
     total = torch.tensor(start + world.rank)
@@ -25,6 +27,7 @@ def add_up(world: World, start: float) -> tuple[int, float]:
     return world.rank, total.item()
 
 
+@pytest.mark.true_start
 def test_launch_returns_results_in_the_order_of_ranks(bench: Bench) -> None:
     assert launch(add_up, nprocs=3, args=(1.0,)) == [(0, 6.0), (1, 6.0), (2, 6.0)]
 

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from lockstep.launcher.peers import _told
 from tests.launcher.bench import Bench, lines_of, until
 
+pytestmark = pytest.mark.shortened
+
 ALL_REDUCE = """
     import os, sys
     import torch
@@ -77,6 +79,7 @@ def is_open(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.true_start
 def test_hosts_number_their_ranks_one_after_the_other(bench: Bench) -> None:
     first, second = start_hosts(bench, ALL_REDUCE, ranks=(1, 2))
     out, err = first.communicate(timeout=60)
