@@ -110,7 +110,7 @@ def demo(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("nprocs", ["1", "3"])
+@pytest.mark.parametrize("nprocs", [pytest.param("1", marks=pytest.mark.long), "3"])
 def test_demo_command(nprocs: str) -> None:
     run = demo("--nprocs", nprocs, "--epochs", "2", "--seed", "5")
     assert run.returncode == 0, run.stderr

@@ -169,6 +169,7 @@ def test_launch_from_a_script_pickles_what_is_in_main(bench: Bench) -> None:
     assert done.stdout == "[5, 6] [5, 5]\n", done.stderr
 
 
+@pytest.mark.long
 def test_processes_that_a_rank_spawns_have_what_the_callers_main_has(bench: Bench) -> None:
     """As in a notebook, whose cells are ``__main__``."""
     script = bench.script(
@@ -256,6 +257,7 @@ def test_killed_supervisor_is_an_error(bench: Bench) -> None:
     assert until(lambda: not bench.processes(), 5)
 
 
+@pytest.mark.long
 def test_launch_within_a_rank(bench: Bench) -> None:
     def outer(world: World) -> list[int]:
         tens = 10 * world.rank

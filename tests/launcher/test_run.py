@@ -74,7 +74,6 @@ def test_run_gives_each_rank_its_place_and_the_script_its_own_sys(bench: Bench) 
         }
 
 
-@pytest.mark.true_start
 def test_run_module_is_python_m(bench: Bench) -> None:
     bench.script("", "package/__init__.py")
     module = bench.script(WHO_AM_I, "package/train.py")
@@ -165,6 +164,7 @@ def test_runs_at_once_dont_collide(bench: Bench) -> None:
         assert lines_of(out, 0) == lines_of(out, 1) == ["sum 3.0"]
 
 
+@pytest.mark.long
 def test_the_same_script_runs_under_torchrun(bench: Bench) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
     done = subprocess.run(

@@ -348,6 +348,7 @@ COUNT_BYTES = """
     """
 
 
+@pytest.mark.long
 def test_a_host_sends_each_byte_once(bench: Bench, two_hosts: list[list[str]]) -> None:
     """Of four ranks on two hosts; with Gloo alone, more crosses the cable."""
     for number, run in enumerate(start_on(two_hosts, bench.script(COUNT_BYTES))):
