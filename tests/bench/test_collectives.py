@@ -17,6 +17,8 @@ from lockstep.bench.mpi import measure_with_mpi
 from lockstep.bench.plan import Plan
 from lockstep.errors import BackendUnavailable, SharedMemoryFull
 
+pytestmark = pytest.mark.shortened
+
 LOCKSTEP = [sys.executable, "-m", "lockstep", "bench", "collectives"]
 CONTENDERS = {"gloo", "shm", "shm in place"}
 
@@ -43,6 +45,7 @@ def test_bench_measures_every_size_in_every_round() -> None:
     assert "measuring all_reduce, 2 ranks, 64 KiB" in done.stderr
 
 
+@pytest.mark.true_start
 def test_bench_prints_tables_and_writes_a_file(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     operations = ["broadcast", "all_gather", "reduce_scatter"]

@@ -16,6 +16,8 @@ from lockstep.demo.training import ConvNet, State, largest_difference, train_exa
 from lockstep.world import Starter, World
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.shortened
+
 CPU = torch.device("cpu")
 
 
@@ -107,7 +109,7 @@ def demo(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("nprocs", ["1", "3"])
+@pytest.mark.parametrize("nprocs", [pytest.param("1", marks=pytest.mark.long), "3"])
 def test_demo_command(nprocs: str) -> None:
     run = demo("--nprocs", nprocs, "--epochs", "2", "--seed", "5")
     assert run.returncode == 0, run.stderr
