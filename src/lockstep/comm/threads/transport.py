@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.mail import Expected, Letter, Mailbox
@@ -68,7 +69,7 @@ class ThreadTransportState:
     def __init__(self, size: int, members: Sequence[int] | None = None) -> None:
         self.size = size
         self.members = list(members or range(size))
-        self.slots: dict[int, torch.Tensor] = {}
+        self.slots: dict[int, Tensor] = {}
         self.letters: dict[int, deque[Letter]] = {rank: deque() for rank in range(size)}
         # Notified of every change to this object.
         self.changed = threading.Condition(_lock)
@@ -80,7 +81,7 @@ class ThreadTransportState:
         self._fault: _Fault | None = None
         self._given_up: str | None = None
 
-    def come_in(self, rank: int, slots: torch.Tensor) -> None:
+    def come_in(self, rank: int, slots: Tensor) -> None:
         """Join as ``rank``.
 
         Raises:
@@ -234,7 +235,7 @@ class ThreadMailbox(Mailbox):
         # Those who were gone when all that had come was sorted.
         self._seen_gone: set[int] = set()
 
-    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
+    def send(self, tensor: Tensor, destination: int, tag: int) -> None:
         """Send a flat tensor; it is copied, and may be written to again."""
         letter = Letter(self._rank, tag, str(tensor.dtype), tensor.view(torch.uint8).clone())
         room = self._room
@@ -314,7 +315,7 @@ class ThreadTransport(Transport):
         self._is_closed = False
         context().memberships.add(self)
 
-    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, torch.Tensor]:
+    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, Tensor]:
         """Return the next slot's address, which is its number, and the slot as a flat tensor."""
         # After an exchange that failed, others may still read the slot. Shown by
         # test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on.
@@ -331,13 +332,13 @@ class ThreadTransport(Transport):
             self._fault = self._fault or error
             raise
 
-    def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:
         """Return, as a flat tensor, the data that ``rank`` announced at ``address``."""
         if isinstance(address, int):
             return self._state.slots[rank][address, : numel * dtype.itemsize].view(dtype)
         return address[:numel]
 
-    def find(self, tensor: torch.Tensor) -> Address | None:
+    def find(self, tensor: Tensor) -> Address | None:
         """Return ``tensor`` itself: every thread reaches it."""
         return tensor.data
 
@@ -345,7 +346,7 @@ class ThreadTransport(Transport):
         """Whether ``address``, of any rank, is in a slot."""
         return isinstance(address, int)
 
-    def empty(self, num_bytes: int) -> torch.Tensor:
+    def empty(self, num_bytes: int) -> Tensor:
         """Return new memory, as uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
