@@ -40,7 +40,6 @@ from lockstep.comm.call import Call
 from lockstep.comm.hosts.collectives import HostsCollectives
 from lockstep.comm.named_group import NamedGroup
 from lockstep.comm.operation import of_any_device, operation
-from lockstep.comm.recv_work import RecvWork
 from lockstep.comm.reduction import reduction_for
 from lockstep.comm.sparse import all_reduce_sparse
 from lockstep.comm.transport import Transport
@@ -465,11 +464,7 @@ class SharedMemoryGroup(NamedGroup):
         (tensor,) = listed(tensors)
         check_rank(self._team.size, dst, "send to")
         self._team.check_open()
-        return self._send(tensor, dst, tag)
-
-    def _send(self, tensor: torch.Tensor, destination: int, tag: int) -> dist.Work:
-        self._team.mailbox.send(flattened(tensor), destination, tag)
-        return GroupWork.done([])
+        return self._team.mailbox.start_send(tensor, dst, tag, self._queue.timeout)
 
     @of_any_device
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
@@ -477,22 +472,11 @@ class SharedMemoryGroup(NamedGroup):
         (tensor,) = listed(tensors)
         check_rank(self._team.size, src, "receive from")
         self._team.check_open()
-        return self._receive(tensor, src, tag)
+        return self._team.mailbox.start_receive(tensor, src, tag, self._queue.timeout)
 
     @of_any_device
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> dist.Work:
         """Receive what the first rank sends with this tag, and tell which that was."""
         (tensor,) = listed(tensors)
         self._team.check_open()
-        return self._receive(tensor, None, tag)
-
-    def _receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> dist.Work:
-        return RecvWork(
-            self._team.mailbox,
-            flattened(tensor),
-            tensor,
-            put_back,
-            source=source,
-            tag=tag,
-            timeout=self._queue.timeout,
-        )
+        return self._team.mailbox.start_receive(tensor, None, tag, self._queue.timeout)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.comm.call import Call
-from lockstep.comm.mail import Mailbox
+from lockstep.comm.messages import Mailbox
 
 # Where a rank has put something, in words that its peers understand: a number for processes, the
 # memory itself for threads.

@@ -5,10 +5,6 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-
-from lockstep.comm.arguments import flattened
 from lockstep.comm.call import Call
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.hosts.collectives import HostsCollectives
@@ -18,16 +14,9 @@ from lockstep.comm.uncompiled import uncompiled
 
 @uncompiled
 class HostsGroup(SharedMemoryGroup):
-    """A group on two levels: memory within a host, Gloo between one rank of each.
-
-    What single ranks send to single ranks goes through Gloo.
-    """
+    """A group on two levels: memory within a host, Gloo between one rank of each."""
 
     _team: HostsTransport
 
     def _collectives(self, call: Call, timeout: float) -> HostsCollectives:
         return HostsCollectives(self._team, call, timeout)
-
-    def _send(self, tensor: torch.Tensor, destination: int, tag: int) -> dist.Work:
-        seconds = self._queue.timeout.total_seconds()
-        return self._team.mailbox.send(flattened(tensor), destination, tag, seconds)
