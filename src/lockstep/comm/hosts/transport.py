@@ -61,7 +61,9 @@ class HostsTransport(Ranks):
         self.leaders: Network | None = None
         if self.is_leader:
             leaders = [members[ranks[0]] for ranks in hosts]
-            self.leaders = Network(dist.PrefixStore("leaders/", store), leaders, self._name, timeout)
+            self.leaders = Network(
+                dist.PrefixStore("leaders/", store), leaders, self._name, timeout
+            )
 
     def position_of(self, rank: int) -> tuple[int, int]:
         """The index of the host of ``rank``, and the index of ``rank`` among its ranks."""
