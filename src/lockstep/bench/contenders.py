@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from lockstep.bench.figures import BOUND, GLOO, IN_PLACE, SHM
 from lockstep.bench.turns import Contender
-from lockstep.comm.call import Call
-from lockstep.comm.group import SharedMemoryGroup
+from lockstep.comm import SharedMemoryGroup, Signature
 
 # From here on memory decides, and the bound is measured.
 BOUND_FROM_BYTES = 2**20
@@ -68,10 +67,10 @@ def _passes(shared: torch.Tensor, shm: SharedMemoryGroup) -> Callable[[], None]:
     Each rank reads its share of the elements from every rank's buffer, and writes it to every
     rank's buffer: less is impossible for an all-reduce in which each element is summed once.
     """
-    team = shm._team
+    team = shm._transport
     place = team.find(shared)
     assert place is not None
-    places = team.meet(Call("bound"), place, _TIMEOUT_SECONDS)
+    places = team.exchange(Signature("bound"), place, _TIMEOUT_SECONDS)
     with torch.inference_mode():
         buffers = [
             shared if rank == team.rank else team.at(rank, place, shared.dtype, shared.numel())

@@ -15,10 +15,7 @@ from torch.distributed import AllreduceOptions
 
 from lockstep.bench.figures import Part, SmallCall
 from lockstep.bench.turns import Contender, Ranks, take_turns
-from lockstep.comm.algorithms import Collectives
-from lockstep.comm.call import Call
-from lockstep.comm.group import SharedMemoryGroup
-from lockstep.comm.reduction import reduction_for
+from lockstep.comm import Collectives, SharedMemoryGroup, Signature, reduction_for
 
 NUM_BYTES = 1024
 _TIMEOUT_SECONDS = 300.0
@@ -68,12 +65,12 @@ def _group_call(tensor: torch.Tensor, shm: SharedMemoryGroup) -> Callable[[], ob
 
 
 def _parts(tensor: torch.Tensor, shm: SharedMemoryGroup) -> dict[str, Callable[[], object]]:
-    team = shm._team
+    team = shm._transport
     reduction = reduction_for(dist.ReduceOp.SUM, tensor.dtype)
-    call = Call("all_reduce", tensor.dtype, tensor.shape, reduction.name)
+    call = Signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
     with torch.inference_mode():
         place, slot = team.stage(tensor.dtype, tensor.numel())
-        places = team.meet(call, place, _TIMEOUT_SECONDS)
+        places = team.exchange(call, place, _TIMEOUT_SECONDS)
 
     def algorithm() -> None:
         with torch.inference_mode():
@@ -95,7 +92,7 @@ def _parts(tensor: torch.Tensor, shm: SharedMemoryGroup) -> dict[str, Callable[[
     return {
         _ALGORITHM: algorithm,
         _STAGING: staging,
-        _MEETING: lambda: team.meet(call, 0, _TIMEOUT_SECONDS),
+        _MEETING: lambda: team.exchange(call, 0, _TIMEOUT_SECONDS),
         _SUM: add_up,
     }
 

@@ -16,10 +16,9 @@ import torch.distributed as dist
 
 from lockstep.comm.arguments import flattened, put_back
 from lockstep.comm.deadline import Deadline
-from lockstep.comm.futures import Outcome
-from lockstep.comm.rank_threads import of_this_rank
+from lockstep.comm.threads.ranks import of_this_rank
 from lockstep.comm.uncompiled import uncompiled
-from lockstep.comm.work import GroupWork
+from lockstep.comm.work import GroupWork, Outcome
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
 from lockstep.torch_private import _InferenceMode
 

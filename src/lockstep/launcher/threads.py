@@ -14,8 +14,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.rank_threads import RankThreads, a_rank_of
-from lockstep.comm.threads import end_this_rank
+from lockstep.comm import RankThreads, a_rank_of, end_this_rank
 from lockstep.errors import RankFailed
 from lockstep.launcher.tracebacks import tell
 from lockstep.launcher.verdict import Ending, Report, describe, first_failure

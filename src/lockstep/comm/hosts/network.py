@@ -1,4 +1,4 @@
-"""Bytes between hosts, through Gloo: their dtypes, and what is done with them, are ours."""
+"""Collectives and messages between hosts, as bytes through Gloo: their dtypes are ours."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.call import Call, fingerprint
+from lockstep.comm.arguments import flattened
+from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
 from lockstep.comm.shm.barrier import Failure, Fault
+from lockstep.comm.transport import Signature, fingerprint
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerLost
 from lockstep.torch_private import AllgatherOptions
 
@@ -21,7 +23,7 @@ _DESCRIPTION_BYTES = 512
 
 
 class Network:
-    """A Gloo group, which carries flat tensors as bytes.
+    """A Gloo group, which carries flat tensors, and messages between two ranks, as bytes.
 
     Args:
         store: A store that is this group's alone.
@@ -44,17 +46,17 @@ class Network:
         group._register_backend(torch.device("cpu"), kind, backend)
         self._group: dist.ProcessGroup | None = group
 
-    def agree(self, call: Call, timeout: float) -> None:
+    def agree(self, signature: Signature, timeout: float) -> None:
         """Make sure that all ranks make the same call.
 
         Raises:
             CollectiveMismatch: On all of them, if they don't.
         """
-        mine = fingerprint(call)
-        if all(theirs == mine for theirs in self._gather_bytes(mine, call, timeout)):
+        mine = fingerprint(signature)
+        if all(theirs == mine for theirs in self._gather_bytes(mine, signature, timeout)):
             return
-        text = str(call).encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
-        gathered = self._gather_bytes(text, call, timeout)
+        text = str(signature).encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
+        gathered = self._gather_bytes(text, signature, timeout)
         calls = {
             rank: theirs.decode(errors="replace").strip()
             for rank, theirs in zip(self._ranks, gathered, strict=True)
@@ -63,36 +65,75 @@ class Network:
         raise CollectiveMismatch(
             f"{accounts}. All ranks must make the same calls in the same order: look "
             "for a branch that only some of them take.",
-            [rank for rank, theirs in calls.items() if theirs != str(call)],
-            call.operation,
+            [rank for rank, theirs in calls.items() if theirs != str(signature)],
+            signature.operation,
         )
 
-    def _gather_bytes(self, own: bytes, call: Call, timeout: float) -> list[bytes]:
+    def _gather_bytes(self, own: bytes, signature: Signature, timeout: float) -> list[bytes]:
         everyone = torch.empty(self.size, len(own), dtype=torch.uint8, device="cpu")
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         arguments = (everyone.view(-1), mine, AllgatherOptions())
-        self.run("_allgather_base", *arguments, call=call, timeout=timeout)
+        self.run("_allgather_base", *arguments, signature=signature, timeout=timeout)
         return [bytes(row) for row in everyone.tolist()]
 
-    def run(self, method: str, *arguments: Any, call: Call, timeout: float) -> None:
+    def run(self, method: str, *arguments: Any, signature: Signature, timeout: float) -> None:
         """Carry out a collective of Gloo's, whose last argument is its options.
 
         Every rank of this network must call it.
 
         Raises:
-            CollectiveFailed: If the others don't do their part of ``call`` in time.
+            CollectiveFailed: If the others don't do their part of ``signature`` in time.
         """
         arguments[-1].timeout = timedelta(seconds=timeout)
-        self.finish(lambda: getattr(self.group, method)(*arguments), call, timeout)
+        self.finish(lambda: getattr(self.group, method)(*arguments), signature, timeout)
 
-    def name_of(self, rank: int) -> int:
-        """What the whole run calls this group's ``rank``."""
-        return self._ranks[rank]
+    def start_send(
+        self, tensor: torch.Tensor, destination: int, tag: int, timeout: timedelta
+    ) -> dist.Work:
+        """Start sending ``tensor``, which may be written to again at once.
+
+        Gloo takes the message when the other side expects it.
+        """
+        flat = flattened(tensor)
+        header = torch.frombuffer(bytearray(header_of(flat, tag)), dtype=torch.uint8)
+        message = torch.cat([header, flat.view(torch.uint8)])
+        work = self.group.send([message], destination, tag)
+        signature = Signature("send", flat.dtype, flat.shape)
+
+        # Gloo reads the message until it is taken, so the work keeps it.
+        def complete(seconds: float, message: torch.Tensor = message) -> int:
+            self.finish(lambda: work, signature, seconds, [destination])
+            return destination
+
+        return MessageWork(complete, lambda: False, [], timeout)
+
+    def start_receive(
+        self, tensor: torch.Tensor, source: int | None, tag: int, timeout: timedelta
+    ) -> dist.Work:
+        """Receive the next message of ``source``, or of any rank, into ``tensor``."""
+        # Gloo matches messages with receives itself, and accepts one that is too short.
+        message = torch.empty(HEADER.size + tensor.nbytes, dtype=torch.uint8, device="cpu")
+        if source is None:
+            work = self.group.recv_anysource([message], tag)
+        else:
+            work = self.group.recv([message], source, tag)
+        signature = Signature("recv", tensor.dtype, (tensor.numel(),))
+
+        def complete(seconds: float) -> int:
+            self.finish(lambda: work, signature, seconds, None if source is None else [source])
+            sender = int(work._source_rank()) if source is None else source
+            _, num_bytes, dtype = HEADER.unpack(bytes(message[: HEADER.size].tolist()))
+            contents = message[HEADER.size :][:num_bytes]
+            received = Message(sender, tag, dtype.rstrip(b"\0").decode(), contents)
+            received.copy_to(tensor, self._ranks[sender], "recv")
+            return sender
+
+        return MessageWork(complete, work.is_completed, [tensor], timeout)
 
     def finish(
         self,
         start: Callable[[], dist.Work],
-        call: Call,
+        signature: Signature,
         timeout: float,
         others: Sequence[int] | None = None,
     ) -> None:
@@ -107,21 +148,21 @@ class Network:
             # The rank that failed first has said why before it closed its connections.
             told = self._told_fault()
             if told is not None:
-                raise told.error(call.operation) from error
+                raise told.error(signature.operation) from error
             ranks = range(self.size) if others is None else others
             names = [self._ranks[rank] for rank in ranks if rank != self.rank]
             if "timed out" in str(error).lower():
                 raise CollectiveTimeout(
-                    f"Not all of the ranks {names}, on other hosts, came to {call} within "
+                    f"Not all of the ranks {names}, on other hosts, came to {signature} within "
                     f"{timeout:g} s. See what they do there. Gloo says: {error}",
                     names,
-                    call.operation,
+                    signature.operation,
                 ) from error
             raise PeerLost(
-                f"One of the ranks {names}, on other hosts, was lost in {call}: what it wrote "
+                f"One of the ranks {names}, on other hosts, was lost in {signature}: what it wrote "
                 f"last tells why. Gloo says: {error}",
                 names,
-                call.operation,
+                signature.operation,
             ) from error
 
     def break_off(self, error: Failure) -> None:

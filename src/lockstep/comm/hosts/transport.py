@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.hosts.mailbox import NetworkMailbox
 from lockstep.comm.hosts.network import Network
 from lockstep.comm.shm.barrier import Failure
 from lockstep.comm.shm.transport import ShmTransport
@@ -57,7 +56,7 @@ class HostsTransport(Ranks):
         self.is_leader = index == 0
         everyone = dist.PrefixStore("everyone/", store)
         self.everyone = Network(everyone, members, self._name, timeout)
-        self.mailbox = NetworkMailbox(self.everyone)
+        self.mailbox = self.everyone
         self.leaders: Network | None = None
         if self.is_leader:
             leaders = [members[ranks[0]] for ranks in hosts]

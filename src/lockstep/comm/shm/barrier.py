@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
-from lockstep.comm.call import FINGERPRINT_BYTES, Call, fingerprint
 from lockstep.comm.deadline import Deadline
+from lockstep.comm.transport import FINGERPRINT_BYTES, Signature, fingerprint
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 
 # A rank polls this often before it sleeps. Being woken costs 35 us, a poll 0.5 us and one that
@@ -29,8 +29,8 @@ _POLLS = 200
 # there are more ranks than cores, that is so from the start.
 _POLLS_BEFORE_YIELDING = 20
 
-_PLACE = struct.Struct("<q")
-_ARRIVAL_BYTES = FINGERPRINT_BYTES + _PLACE.size
+_ADDRESS = struct.Struct("<q")
+_ARRIVAL_BYTES = FINGERPRINT_BYTES + _ADDRESS.size
 # Longer than any fault, which is cut to fit.
 _MESSAGE_BYTES = 8192
 
@@ -98,30 +98,30 @@ class SocketBarrier:
         ]
         self._received = bytearray(_MESSAGE_BYTES)
         self._fingerprint = memoryview(self._received)[:FINGERPRINT_BYTES]
-        self._places = [0] * len(members)
+        self._addresses = [0] * len(members)
         # Why peers send nothing more, if they have told.
         self._farewells: dict[int, Fault] = {}
         has_core_each = len(os.sched_getaffinity(0)) > len(sockets)
         self._yields_from = _POLLS_BEFORE_YIELDING if has_core_each else 0
 
-    def exchange(self, call: Call, place: int, timeout: float) -> list[int]:
-        """Tell all peers ``place``, and return every rank's, once all have made the same call.
+    def exchange(self, signature: Signature, address: int, timeout: float) -> list[int]:
+        """Tell all peers ``address``, and return every rank's, once all have made the same call.
 
         Raises:
             PeerLost: If a rank is gone.
             CollectiveTimeout: If one doesn't arrive within ``timeout`` seconds.
             CollectiveMismatch: If one makes another call.
         """
-        mine = fingerprint(call)
-        arrival = mine + _PLACE.pack(place)
+        mine = fingerprint(signature)
+        arrival = mine + _ADDRESS.pack(address)
         for send in self._sends:
             try:
                 send(arrival)
             except OSError:
                 # The peer is gone. What it sent before, read below, may tell why.
                 continue
-        places = self._places.copy()
-        places[self._index[self._rank]] = place
+        addresses = self._addresses.copy()
+        addresses[self._index[self._rank]] = address
         pending: dict[int, socket.socket] = {}
         polls = 0
         for peer, index, receive in self._receives:
@@ -136,38 +136,46 @@ class SocketBarrier:
                 except OSError:
                     count = self._read(peer)
                 if count != _ARRIVAL_BYTES or self._fingerprint != mine:
-                    self._fail(call, peer, count)
-                places[index] = _PLACE.unpack_from(self._received, FINGERPRINT_BYTES)[0]
+                    self._fail(signature, peer, count)
+                addresses[index] = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
                 break
             else:
                 pending[peer] = self._sockets[peer]
         if pending:
-            self._sleep(call, pending, places, timeout)
-        return places
+            self._sleep(signature, pending, addresses, timeout)
+        return addresses
 
     def _sleep(
-        self, call: Call, pending: dict[int, socket.socket], places: list[int], timeout: float
+        self,
+        signature: Signature,
+        pending: dict[int, socket.socket],
+        addresses: list[int],
+        timeout: float,
     ) -> None:
         """Wait, without using a core, until every peer in ``pending`` has arrived."""
         poll = select.poll()
         peers = {connection.fileno(): peer for peer, connection in self._sockets.items()}
         if -1 in peers:
-            raise PeerLost("The group was closed meanwhile.", [self._rank], call.operation)
+            raise PeerLost("The group was closed meanwhile.", [self._rank], signature.operation)
         for descriptor, peer in peers.items():
             # Of peers that have arrived only end-of-file matters: other messages are for later.
             poll.register(descriptor, select.POLLIN if peer in pending else 0)
         dead: list[int] = []
-        mine, deadline = fingerprint(call), Deadline(timeout)
+        mine, deadline = fingerprint(signature), Deadline(timeout)
         while pending:
             left = deadline.left()
             ready = poll.poll(min(left, _LONGEST_WAIT_SECONDS) * 1000)
             if not ready and not left:
-                raise self._loss(call, dead) if dead else _overdue(call, sorted(pending), timeout)
+                raise (
+                    self._loss(signature, dead)
+                    if dead
+                    else _overdue(signature, sorted(pending), timeout)
+                )
             for descriptor, _ in ready:
                 peer = peers[descriptor]
                 if peer not in pending:
                     poll.unregister(descriptor)
-                    if self._died(call, peer):
+                    if self._died(signature, peer):
                         dead.append(peer)
                         deadline = Deadline(min(deadline.left(), _LAST_COMER_SECONDS))
                     continue
@@ -175,9 +183,9 @@ class SocketBarrier:
                 if count < 0:
                     continue
                 if count != _ARRIVAL_BYTES or self._fingerprint != mine:
-                    self._fail(call, peer, count)
-                place = _PLACE.unpack_from(self._received, FINGERPRINT_BYTES)[0]
-                places[self._index[peer]] = place
+                    self._fail(signature, peer, count)
+                address = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
+                addresses[self._index[peer]] = address
                 del pending[peer]
                 poll.modify(descriptor, 0)
 
@@ -196,47 +204,51 @@ class SocketBarrier:
                 break
         return 0
 
-    def _died(self, call: Call, peer: int) -> bool:
+    def _died(self, signature: Signature, peer: int) -> bool:
         """Read ``peer``'s socket to its end; return whether that came without a farewell."""
         while (count := self._read(peer)) > 0:
             if count != _ARRIVAL_BYTES:
                 fault = self._fault(count)
                 if fault.kind in FAILURES:
-                    self._raise_told(call, peer, fault)
+                    self._raise_told(signature, peer, fault)
                 # It left, or found a mismatch with a rank whose call is still to be read here.
                 self._farewells[peer] = fault
         return count == 0 and peer not in self._farewells
 
-    def _fail(self, call: Call, peer: int, count: int) -> NoReturn:
-        """Raise the meaning of a message from ``peer`` that isn't its arrival at ``call``."""
+    def _fail(self, signature: Signature, peer: int, count: int) -> NoReturn:
+        """Raise the meaning of a message from ``peer`` that isn't its arrival at ``signature``."""
         if count == _ARRIVAL_BYTES:
-            self._raise_mismatch(call, peer)
+            self._raise_mismatch(signature, peer)
         if count > 0:
             fault = self._fault(count)
             if fault.kind == "called":
                 # The peer found the mismatch first.
-                self._raise_mismatch(call, peer, fault.text)
+                self._raise_mismatch(signature, peer, fault.text)
             if fault.kind != "left":
-                self._raise_told(call, peer, fault)
+                self._raise_told(signature, peer, fault)
             self._farewells[peer] = fault
         # A peer that is gone may have gone because of another one, which is to be named then.
-        dead = [other for other in self._sockets if self._died(call, other)]
+        dead = [other for other in self._sockets if self._died(signature, other)]
         if dead:
-            raise self._loss(call, dead)
-        raise self._loss(call, [peer], self._farewells.get(peer))
+            raise self._loss(signature, dead)
+        raise self._loss(signature, [peer], self._farewells.get(peer))
 
-    def _loss(self, call: Call, ranks: list[int], left: Fault | None = None) -> PeerLost:
-        return PeerLost(loss_in_words(ranks, self._rank, str(call), left), ranks, call.operation)
+    def _loss(self, signature: Signature, ranks: list[int], left: Fault | None = None) -> PeerLost:
+        return PeerLost(
+            loss_in_words(ranks, self._rank, str(signature), left), ranks, signature.operation
+        )
 
-    def _raise_told(self, call: Call, peer: int, fault: Fault) -> NoReturn:
+    def _raise_told(self, signature: Signature, peer: int, fault: Fault) -> NoReturn:
         if fault.kind == CollectiveMismatch.__name__:
             # Another rank may compare its call with this rank's, and wait for a description.
-            self.announce(Fault("called", str(call), [self._rank]))
-        raise fault.error(call.operation, peer)
+            self.announce(Fault("called", str(signature), [self._rank]))
+        raise fault.error(signature.operation, peer)
 
-    def _raise_mismatch(self, call: Call, peer: int, theirs: str | None = None) -> NoReturn:
+    def _raise_mismatch(
+        self, signature: Signature, peer: int, theirs: str | None = None
+    ) -> NoReturn:
         """Raise the difference from ``theirs``, which ``peer`` is still to describe if None."""
-        self.announce(Fault("called", str(call), [self._rank]))
+        self.announce(Fault("called", str(signature), [self._rank]))
         poll = select.poll()
         poll.register(self._sockets[peer], select.POLLIN)
         deadline = Deadline(_DESCRIPTION_SECONDS)
@@ -249,11 +261,11 @@ class SocketBarrier:
                 fault = self._fault(count)
                 theirs = fault.text if fault.kind == "called" else "something else"
         raise CollectiveMismatch(
-            f"Rank {self._rank} called {call}; rank {peer} called {theirs or 'something else'}. "
-            "All ranks must make the same calls in the same order: look for a branch that only "
-            "some of them take.",
+            f"Rank {self._rank} called {signature}; rank {peer} called "
+            f"{theirs or 'something else'}. All ranks must make the same calls in the same order: "
+            "look for a branch that only some of them take.",
             [peer],
-            call.operation,
+            signature.operation,
         )
 
     def announce(self, fault: Fault) -> None:
@@ -275,12 +287,12 @@ def farewell(rank: int) -> Fault:
     return Fault("left", text, [rank])
 
 
-def _overdue(call: Call, ranks: list[int], timeout: float) -> CollectiveTimeout:
+def _overdue(signature: Signature, ranks: list[int], timeout: float) -> CollectiveTimeout:
     return CollectiveTimeout(
-        f"{_named(ranks)} did not come to {call} within the timeout of {timeout:g} s: stopped, "
-        "busy with something else, or ended without it. See what it does there.",
+        f"{_named(ranks)} did not come to {signature} within the timeout of {timeout:g} s: "
+        "stopped, busy with something else, or ended without it. See what it does there.",
         ranks,
-        call.operation,
+        signature.operation,
     )
 
 

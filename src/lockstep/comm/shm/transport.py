@@ -14,7 +14,6 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.call import Call
 from lockstep.comm.shm.barrier import (
     FAILURES,
     Failure,
@@ -27,7 +26,7 @@ from lockstep.comm.shm.connect import connect, give_up
 from lockstep.comm.shm.mailbox import SocketMailbox
 from lockstep.comm.shm.memory import Segment, map_segment
 from lockstep.comm.shm.sockets import receive_message, send_message
-from lockstep.comm.transport import Place, Transport
+from lockstep.comm.transport import Address, Signature, Transport
 from lockstep.errors import (
     CollectiveFailed,
     CollectiveMismatch,
@@ -39,7 +38,7 @@ from lockstep.errors import (
 
 # Large enough that a barrier costs little beside the copy, small enough to stay in the cache.
 _SLOT_BYTES = 1024 * 1024
-# A place is the number of a segment and an offset in it. The slots are segment 0.
+# An address is the number of a segment and an offset in it. The slots are segment 0.
 _OFFSET_BITS = 40
 _MAX_VIEWS = 512
 # The most segments that a message reports as no longer used.
@@ -113,44 +112,44 @@ class ShmTransport(Transport):
         self._is_broken = False
         _transports.add(self)
 
-    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Place, torch.Tensor]:
-        """Return the next slot's place, and the slot as a flat tensor to write to."""
+    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, torch.Tensor]:
+        """Return the next slot's address, and the slot as a flat tensor to write to."""
         # After a failure, others may still be reading what a slot holds, however late they are.
         # Shown by test_a_rank_that_was_stopped_gets_no_wrong_sum.
         if self._is_broken:
             self.check_open()
         self._turn = 1 - self._turn
-        place = self._turn * _SLOT_BYTES
-        return place, self.at(self.rank, place, dtype, numel)
+        address = self._turn * _SLOT_BYTES
+        return address, self.at(self.rank, address, dtype, numel)
 
-    def meet(self, call: Call, place: Place, timeout: float) -> Sequence[Place]:
-        """Wait until every rank has made the same call; return the places they announce."""
-        assert isinstance(place, int)
+    def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:
+        """Wait until every rank has made the same call; return the addresses they announce."""
+        assert isinstance(address, int)
         if self._is_broken:
             self.check_open()
         try:
-            number = place >> _OFFSET_BITS
+            number = address >> _OFFSET_BITS
             if number and number not in self._announced:
                 self._hand_out(number)
-            return self._barrier.exchange(call, place, timeout)
+            return self._barrier.exchange(signature, address, timeout)
         except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
             raise self.break_off(error) from None
         except BaseException as error:
             # This rank leaves the barrier before its end (at Ctrl-C, say). Its next arrival would
             # be taken for the one at this barrier.
-            self._give_up(call.operation, error)
+            self._give_up(signature.operation, error)
             raise
 
-    def at(self, rank: int, place: Place, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return, as a flat tensor, what ``rank`` announced to have at ``place``.
+    def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return, as a flat tensor, what ``rank`` announced to have at ``address``.
 
         Of this rank itself, only slots: other memory is the caller's, who has it at hand.
         """
-        assert isinstance(place, int)
-        key = (rank, place, dtype, numel)
+        assert isinstance(address, int)
+        key = (rank, address, dtype, numel)
         view = self._views.get(key)
         if view is None:
-            number, offset = place >> _OFFSET_BITS, place & ((1 << _OFFSET_BITS) - 1)
+            number, offset = address >> _OFFSET_BITS, address & ((1 << _OFFSET_BITS) - 1)
             if (rank, number) not in self._mapped:
                 try:
                     self._take_segments(rank)
@@ -164,17 +163,17 @@ class ShmTransport(Transport):
             self._views[key] = view
         return view
 
-    def find(self, tensor: torch.Tensor) -> Place | None:
+    def find(self, tensor: torch.Tensor) -> Address | None:
         """Return where the others reach a contiguous ``tensor``, or None if they don't."""
         number = self._number_at.get(tensor.untyped_storage().data_ptr())
         if number is None:
             return None
         return (number << _OFFSET_BITS) + int(tensor.storage_offset()) * tensor.element_size()
 
-    def is_staged(self, place: Place) -> bool:
-        """Whether ``place``, of any rank, is in a slot."""
-        assert isinstance(place, int)
-        return place < 1 << _OFFSET_BITS
+    def is_staged(self, address: Address) -> bool:
+        """Whether ``address``, of any rank, is in a slot."""
+        assert isinstance(address, int)
+        return address < 1 << _OFFSET_BITS
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Return new memory, as bytes, that :meth:`find` will find while a tensor uses it."""
