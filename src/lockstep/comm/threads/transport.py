@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.messages import Mailbox, Message
@@ -68,7 +69,7 @@ class ThreadTransportState:
     def __init__(self, size: int, members: Sequence[int] | None = None) -> None:
         self.size = size
         self.members = list(members or range(size))
-        self.slots: dict[int, torch.Tensor] = {}
+        self.slots: dict[int, Tensor] = {}
         self.messages: dict[int, deque[Message]] = {rank: deque() for rank in range(size)}
         # Notified of every change to this object.
         self.changed = threading.Condition(_lock)
@@ -80,7 +81,7 @@ class ThreadTransportState:
         self._fault: _Fault | None = None
         self._given_up: str | None = None
 
-    def come_in(self, rank: int, slots: torch.Tensor) -> None:
+    def come_in(self, rank: int, slots: Tensor) -> None:
         """Join as ``rank``.
 
         Raises:
@@ -231,7 +232,7 @@ class ThreadMailbox(Mailbox):
         super().__init__(rank, state.members)
         self._state = state
 
-    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
+    def send(self, tensor: Tensor, destination: int, tag: int) -> None:
         """Send a flat tensor; it is copied, and may be written to again."""
         message = Message(self._rank, tag, str(tensor.dtype), tensor.view(torch.uint8).clone())
         with self._state.changed:
@@ -293,7 +294,7 @@ class ThreadTransport(Transport):
         self._is_closed = False
         context().memberships.add(self)
 
-    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, torch.Tensor]:
+    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, Tensor]:
         """Return the next slot's address, which is its number, and the slot as a flat tensor."""
         # After an exchange that failed, others may still read the slot. Shown by
         # test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on.
@@ -310,13 +311,13 @@ class ThreadTransport(Transport):
             self._fault = self._fault or error
             raise
 
-    def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:
         """Return, as a flat tensor, the data that ``rank`` announced at ``address``."""
         if isinstance(address, int):
             return self._state.slots[rank][address, : numel * dtype.itemsize].view(dtype)
         return address[:numel]
 
-    def find(self, tensor: torch.Tensor) -> Address | None:
+    def find(self, tensor: Tensor) -> Address | None:
         """Return ``tensor`` itself: every thread reaches it."""
         return tensor.data
 
@@ -324,7 +325,7 @@ class ThreadTransport(Transport):
         """Whether ``address``, of any rank, is in a slot."""
         return isinstance(address, int)
 
-    def empty(self, num_bytes: int) -> torch.Tensor:
+    def empty(self, num_bytes: int) -> Tensor:
         """Return new memory, as uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
