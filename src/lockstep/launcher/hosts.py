@@ -66,7 +66,7 @@ class Host:
         """Agree with the other hosts on the outcome of the run, given that of this host's ranks.
 
         It is that of the rank that failed first on any host. ``interrupted()`` tells whether this
-        host has to end now, whatever the others do.
+        host has to end without waiting for the others.
         """
         return outcome
 

@@ -45,7 +45,7 @@ def run_threads(
             try:
                 torch.set_num_threads(num_threads)
                 results[rank] = fn(init(), *args)
-            except BaseException as error:  # whatever ends a rank has to be reported
+            except BaseException as error:  # all that ends a rank is reported
                 # Before other ranks learn of it, so that failures that follow are later.
                 ending = _ending(rank, error)
                 rank_threads.fail(f"Rank {rank} of the launch has failed.")

@@ -26,10 +26,10 @@ _SLURM_FIRST_PORT, _SLURM_NUM_PORTS = 20_000, 10_000
 
 
 class Starter(Enum):
-    """What started this process; the value is its name in messages."""
+    """The program that started this process; the value is its name in messages."""
 
     LOCKSTEP = "lockstep run"
-    TORCHRUN = "torchrun"  # or whatever else sets the variables of torch's env:// method
+    TORCHRUN = "torchrun"  # or any program that sets the variables of torch's env:// method
     OPEN_MPI = "Open MPI's mpiexec"
     MPICH = "MPICH's mpiexec"
     SLURM = "srun"
@@ -64,7 +64,7 @@ class Placement:
 
 
 def detect(environ: Mapping[str, str]) -> Placement:
-    """What started this process, and with which rank, according to ``environ``.
+    """The starter of this process and its rank, according to ``environ``.
 
     The innermost starter wins: torchrun inside a SLURM job is torchrun, and a rank of MPI is one
     even if srun started MPI's daemons.

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from lockstep.errors import InitError, RendezvousFailed
 from lockstep.world.environment import Placement, Starter
 
-_LOOPBACK = "127.0.0.1"
 _RETRY_SECONDS = 0.05
 _SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
 
@@ -32,8 +31,8 @@ _SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
 _MPI_DAEMONS = ("hydra_pmi_proxy", "orted", "prted", "orterun", "prterun", "mpiexec", "mpirun")
 
 
-# What this process holds open for later calls of init(), which are told the same address. The
-# stores at ports, since a port can be listened on once.
+# Held open for later calls of init(), which are given the same address: the stores at ports,
+# since a port can be listened on once.
 _held_open: dict[tuple[str, int], dist.TCPStore] = {}
 # The files of stores: this process's own by name, and others by path.
 _open_files: dict[str, int] = {}
