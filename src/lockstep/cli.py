@@ -283,7 +283,7 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(options: argparse.Namespace) -> NoReturn:
-    from lockstep.demo.command import demo
+    from lockstep.demo import demo
 
     sys.exit(0 if demo(options.nprocs, options.epochs, options.seed, options.data) else 1)
 
@@ -329,8 +329,7 @@ def _add_collectives_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _collectives(options: argparse.Namespace) -> None:
-    from lockstep.bench.command import collectives
-    from lockstep.bench.plan import DEFAULT_SIZES
+    from lockstep.bench import DEFAULT_SIZES, collectives
 
     collectives(
         options.ranks or ["2", "4"],

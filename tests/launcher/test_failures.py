@@ -8,6 +8,8 @@ import pytest
 
 from tests.launcher.bench import Bench
 
+pytestmark = pytest.mark.shortened
+
 TRAIN = """
     import ctypes, os, signal, sys, time
     import torch

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from lockstep.launcher.hosts import _outcome_of_peer
 from tests.launcher.bench import Bench, lines_of, until
 
+pytestmark = pytest.mark.shortened
+
 ALL_REDUCE = """
     import os, sys
     import torch
@@ -77,6 +79,7 @@ def is_open(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.true_start
 def test_hosts_number_their_ranks_one_after_the_other(bench: Bench) -> None:
     first, second = start_hosts(bench, ALL_REDUCE, ranks=(1, 2))
     out, err = first.communicate(timeout=60)
@@ -345,6 +348,7 @@ COUNT_BYTES = """
     """
 
 
+@pytest.mark.long
 def test_a_host_sends_each_byte_once(bench: Bench, two_hosts: list[list[str]]) -> None:
     """Of four ranks on two hosts; with Gloo alone, more crosses the cable."""
     for number, run in enumerate(start_on(two_hosts, bench.script(COUNT_BYTES))):
