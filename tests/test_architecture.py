@@ -36,24 +36,18 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 23_700
-MAX_FILES = 154
+MAX_LINES = 22_600
+MAX_FILES = 134
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
 STILL_OPEN = {
-    "bench/command.py": "comm.shm.memory launcher.job",
+    "bench/command.py": "comm.shm.memory",
     "bench/measuring.py": "comm.algorithms comm.backends comm.call comm.group comm.reduction",
-    "cli.py": "launcher.job launcher.starting",
-    "demo/command.py": "launcher.job",
-    "launcher/handover.py": "world.environment",
-    "launcher/host.py": "world.environment",
-    "launcher/job.py": "world.environment",
-    "launcher/threads.py": "comm.rank_threads comm.threads world.threads",
+    "launcher/threads.py": "comm.rank_threads comm.threads",
     "nn/backward.py": "comm.uncompiled",
-    "nn/changes.py": "comm.uncompiled",
-    "nn/distributed_autograd.py": "comm.uncompiled",
     "nn/engine.py": "comm.uncompiled",
+    "nn/global_hooks.py": "comm.uncompiled",
     "nn/gradient_hooks.py": "comm.uncompiled",
     "nn/micro_batches.py": "comm.rank_threads",
     "nn/replicas/boundary.py": "comm.uncompiled",
@@ -62,13 +56,11 @@ STILL_OPEN = {
     "nn/replicas/modes.py": "comm.rank_threads world.threads",
     "nn/replicas/shared.py": "comm.shm.memory",
     "nn/replicas/wire.py": "comm.shm.lines comm.shm.memory",
-    "nn/steps.py": "comm.uncompiled",
     "nn/sync_batch_norm.py": "comm.uncompiled",
-    "train/accumulate.py": "nn.micro_batches nn.parallel_state",
-    "train/average.py": "comm.uncompiled nn.agreement nn.backward nn.engine",
+    "train/accumulate.py": "nn.micro_batches nn.parallelize",
+    "train/average.py": "comm.uncompiled nn.backward nn.engine nn.verify",
     "train/mean.py": "comm.rank_threads comm.uncompiled nn.backward "
     "nn.micro_batches nn.reached nn.replicas.enclosing nn.replicas.meeting",
-    "world/device.py": "comm.backends",
     "world/world.py": "comm.backends",
 }
 
