@@ -36,31 +36,27 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 22_600
-MAX_FILES = 134
+MAX_LINES = 22_350
+MAX_FILES = 130
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
 STILL_OPEN = {
-    "bench/command.py": "comm.shm.memory",
-    "bench/measuring.py": "comm.algorithms comm.backends comm.call comm.group comm.reduction",
-    "launcher/threads.py": "comm.rank_threads comm.threads",
     "nn/backward.py": "comm.uncompiled",
     "nn/engine.py": "comm.uncompiled",
     "nn/global_hooks.py": "comm.uncompiled",
     "nn/gradient_hooks.py": "comm.uncompiled",
-    "nn/micro_batches.py": "comm.rank_threads",
     "nn/replicas/boundary.py": "comm.uncompiled",
     "nn/replicas/data_parallel.py": "comm.uncompiled",
     "nn/replicas/member.py": "comm.shm.lines world.environment",
-    "nn/replicas/modes.py": "comm.rank_threads world.threads",
+    "nn/replicas/modes.py": "world.threads",
     "nn/replicas/shared.py": "comm.shm.memory",
     "nn/replicas/wire.py": "comm.shm.lines comm.shm.memory",
     "nn/sync_batch_norm.py": "comm.uncompiled",
     "train/accumulate.py": "nn.micro_batches nn.parallelize",
     "train/average.py": "comm.uncompiled nn.backward nn.engine nn.verify",
-    "train/mean.py": "comm.rank_threads comm.uncompiled nn.backward "
-    "nn.micro_batches nn.reached nn.replicas.enclosing nn.replicas.meeting",
+    "train/mean.py": "comm.uncompiled nn.backward nn.micro_batches "
+    "nn.reached nn.replicas.enclosing nn.replicas.meeting",
     "world/world.py": "comm.backends",
 }
 

@@ -60,7 +60,7 @@ def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessG
 
 def _create_threads(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:
     from lockstep.comm.group import SharedMemoryGroup
-    from lockstep.comm.threads import join
+    from lockstep.comm.threads.transport import join
 
     rank, size, store = options.group_rank, options.group_size, _own_store(options)
     seconds = options.timeout.total_seconds()

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.algorithms import Collectives, check_exchanged, check_gathered, pieces
-from lockstep.comm.call import Call
+from lockstep.comm.collectives import Collectives, pieces
 from lockstep.comm.hosts.network import Network
 from lockstep.comm.hosts.transport import HostsTransport
 from lockstep.comm.reduction import Reduction, reduction_for
+from lockstep.comm.transport import Signature
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerLost
 
 _Collective = TypeVar("_Collective", bound=Callable[..., None])
@@ -45,28 +45,28 @@ def _failing_together(collective: _Collective) -> _Collective:
             raise
         except Exception as error:
             name = self.team.name
-            text = f"Rank {name} could not go on with {self._call.operation}: {error!r}"
-            self.team.break_off(PeerLost(text, [name], self._call.operation))
+            text = f"Rank {name} could not go on with {self._signature.operation}: {error!r}"
+            self.team.break_off(PeerLost(text, [name], self._signature.operation))
             raise
 
     return telling  # type: ignore[return-value]
 
 
-class HostsCollectives:
+class HostsCollectives(Collectives):
     """The collectives among the ranks of several hosts.
 
     Args:
         team: The ranks.
-        call: What they have called.
+        signature: What they have called.
         timeout: How many seconds a rank waits for the others, each time that it does.
     """
 
-    def __init__(self, team: HostsTransport, call: Call, timeout: float) -> None:
+    def __init__(self, team: HostsTransport, signature: Signature, timeout: float) -> None:
         self.team = team
-        self._call = call
+        self._signature = signature
         self._timeout = timeout
-        self._local = Collectives(team.local, call, timeout)
-        self._after_leader = Collectives(team.local, call, timeout + _PATIENCE_SECONDS)
+        self._local = Collectives(team.local, signature, timeout)
+        self._after_leader = Collectives(team.local, signature, timeout + _PATIENCE_SECONDS)
 
     @_failing_together
     def barrier(self) -> None:
@@ -107,12 +107,12 @@ class HostsCollectives:
             own = sizes[network.rank]
             received = part.new_empty(own * network.size)
             come = [own] * network.size
-            network.all_to_all(received, come, part, sizes, self._call, self._timeout)
+            network.all_to_all(received, come, part, sizes, self._signature, self._timeout)
             result = part.new_empty(each)
             if own:
                 reduction.into(result[:own], received.split(own))
             gathered = part.new_empty(each * network.size)
-            network.all_gather(gathered, result, self._call, self._timeout)
+            network.all_gather(gathered, result, self._signature, self._timeout)
             part.copy_(gathered[: part.numel()])
 
     @_failing_together
@@ -132,7 +132,7 @@ class HostsCollectives:
         else:
             self._local.barrier()
         self._between_leaders(
-            lambda network: network.broadcast(tensor, host, self._call, self._timeout)
+            lambda network: network.broadcast(tensor, host, self._signature, self._timeout)
         )
         if host == self.team.host:
             self._after_leader.barrier()
@@ -150,7 +150,7 @@ class HostsCollectives:
         places = [block[i * numel : (i + 1) * numel] for i in range(team.local.size)]
         self._local.gather(places if team.is_leader else [], tensor)
         self._between_leaders(
-            lambda network: network.all_gather(everything, block, self._call, self._timeout)
+            lambda network: network.all_gather(everything, block, self._signature, self._timeout)
         )
         self._after_leader.broadcast(everything, 0)
         for rank, output in enumerate(outputs):
@@ -162,14 +162,14 @@ class HostsCollectives:
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """As :meth:`all_gather`, on the rank that gives ``outputs``; the others give none."""
         self.barrier()
-        root = self._call.root or 0
-        self.team.everyone.gather(outputs, tensor, root, self._call, self._timeout)
+        root = self._signature.root or 0
+        self.team.everyone.gather(outputs, tensor, root, self._signature, self._timeout)
 
     @_failing_together
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
         """Have on rank i the i-th of the tensors, all of one size, that ``root`` gives."""
         self.barrier()
-        self.team.everyone.scatter(output, inputs, root, self._call, self._timeout)
+        self.team.everyone.scatter(output, inputs, root, self._signature, self._timeout)
 
     @_failing_together
     def reduce_scatter(
@@ -181,15 +181,14 @@ class HostsCollectives:
         if reduction.factor is not None:
             outgoing.mul_(reduction.factor)
         parts = [output.new_empty(output.numel()) for _ in range(self.team.size)]
-        self._exchange(parts, outgoing.split([part.numel() for part in inputs]))
+        self._send_parts(parts, outgoing.split([part.numel() for part in inputs]))
         reduction.into(output, parts)
 
     @_failing_together
     def all_gather_uneven(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """As :meth:`all_gather`, where the ranks' tensors differ in size."""
-        told = self._agree([tensor.numel(), *map(len, outputs)])
-        sizes = check_gathered(self._call, told)
-        longest = max(sizes)
+        self._check_lengths([tensor] * len(outputs), outputs)
+        longest = max(map(len, outputs))
         padded = tensor.new_empty(longest)
         padded[: tensor.numel()].copy_(tensor)
         everyone = tensor.new_empty(self.team.size, longest)
@@ -200,10 +199,10 @@ class HostsCollectives:
     @_failing_together
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Have the i-th rank's j-th input as the j-th rank's i-th output."""
-        check_exchanged(self._call, self._agree([*map(len, inputs), *map(len, outputs)]))
-        self._exchange(outputs, inputs)
+        self._check_lengths(inputs, outputs)
+        self._send_parts(outputs, inputs)
 
-    def _exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def _send_parts(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         incoming = [output.numel() for output in outputs]
         received = outputs[0].new_empty(sum(incoming))
         self.team.everyone.all_to_all(
@@ -211,24 +210,16 @@ class HostsCollectives:
             incoming,
             torch.cat(list(inputs)),
             [part.numel() for part in inputs],
-            self._call,
+            self._signature,
             self._timeout,
         )
         for output, part in zip(outputs, received.split(incoming), strict=True):
             output.copy_(part)
-
-    def _agree(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return what every rank gives here; all give equally many numbers."""
-        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        tables = own.new_empty(self.team.size, len(numbers))
-        self.all_gather(list(tables), own)
-        rows: list[list[int]] = tables.tolist()
-        return rows
 
     def _between_leaders(self, exchange: Callable[[Network], None]) -> None:
         """On the leader, make sure that other hosts call the same, and exchange with them."""
         network = self.team.leaders
         if network is None:
             return
-        network.agree(self._call, self._timeout)
+        network.agree(self._signature, self._timeout)
         exchange(network)

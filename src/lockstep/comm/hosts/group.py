@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.arguments import flattened
-from lockstep.comm.call import Call
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.hosts.collectives import HostsCollectives
 from lockstep.comm.hosts.transport import HostsTransport
+from lockstep.comm.transport import Signature
 from lockstep.comm.uncompiled import uncompiled
 
 
@@ -23,11 +23,11 @@ class HostsGroup(SharedMemoryGroup):
     What single ranks send to single ranks goes through Gloo.
     """
 
-    _team: HostsTransport
+    _transport: HostsTransport
 
-    def _collectives(self, call: Call, timeout: float) -> HostsCollectives:
-        return HostsCollectives(self._team, call, timeout)
+    def _collectives(self, signature: Signature, timeout: float) -> HostsCollectives:
+        return HostsCollectives(self._transport, signature, timeout)
 
     def _send(self, tensor: torch.Tensor, destination: int, tag: int) -> dist.Work:
         seconds = self._queue.timeout.total_seconds()
-        return self._team.mailbox.send(flattened(tensor), destination, tag, seconds)
+        return self._transport.mailbox.send(flattened(tensor), destination, tag, seconds)

@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.call import Call
 from lockstep.comm.hosts.network import Network
 from lockstep.comm.mail import Expected
+from lockstep.comm.transport import Signature
 from lockstep.errors import CollectiveMismatch
 
 _HEAD = struct.Struct("<q24s")  # how many bytes follow, and the dtype
@@ -77,7 +77,7 @@ class NetworkMailbox:
         told = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         message = torch.cat([told, tensor.view(torch.uint8)])
         work = self._network.group.send([message], destination, tag)
-        call = Call("send", tensor.dtype, tensor.shape)
+        call = Signature("send", tensor.dtype, tensor.shape)
         return _Sending(
             lambda: self._network.finish(lambda: work, call, timeout, [destination]), message
         )
@@ -112,7 +112,7 @@ class NetworkMailbox:
         tensor, network = expected.tensor, self._network
         network.finish(
             lambda: expected.work,
-            Call("recv", tensor.dtype, tensor.shape),
+            Signature("recv", tensor.dtype, tensor.shape),
             timeout,
             None if expected.source is None else [expected.source],
         )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import AllToAllOptions, BroadcastOptions, GatherOptions, ScatterOptions
 
-from lockstep.comm.call import Call, fingerprint
+from lockstep.comm.transport import Signature, fingerprint
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerLost
 from lockstep.torch_private import AllgatherOptions
 
@@ -46,7 +46,7 @@ class Network:
         group._register_backend(torch.device("cpu"), kind, backend)
         self._group: dist.ProcessGroup | None = group
 
-    def agree(self, call: Call, timeout: float) -> None:
+    def agree(self, call: Signature, timeout: float) -> None:
         """Make sure that all call the same.
 
         Raises:
@@ -67,14 +67,14 @@ class Network:
             call.operation,
         )
 
-    def _told(self, own: torch.Tensor, call: Call, timeout: float) -> list[list[int]]:
+    def _told(self, own: torch.Tensor, call: Signature, timeout: float) -> list[list[int]]:
         everyone = torch.empty(self.size, own.numel(), dtype=torch.uint8, device="cpu")
         self.all_gather(everyone.view(-1), own, call, timeout)
         rows: list[list[int]] = everyone.tolist()
         return rows
 
     def all_gather(
-        self, output: torch.Tensor, tensor: torch.Tensor, call: Call, timeout: float
+        self, output: torch.Tensor, tensor: torch.Tensor, call: Signature, timeout: float
     ) -> None:
         """Have all tensors, of one size, one after the other."""
         options = AllgatherOptions()
@@ -85,7 +85,7 @@ class Network:
             timeout,
         )
 
-    def broadcast(self, tensor: torch.Tensor, root: int, call: Call, timeout: float) -> None:
+    def broadcast(self, tensor: torch.Tensor, root: int, call: Signature, timeout: float) -> None:
         """Have what the ``root``-th has."""
         options = BroadcastOptions()
         options.rootRank = root
@@ -97,7 +97,7 @@ class Network:
         outputs: Sequence[torch.Tensor],
         tensor: torch.Tensor,
         root: int,
-        call: Call,
+        call: Signature,
         timeout: float,
     ) -> None:
         """Have all tensors, of one size, on the ``root``-th, which gives ``outputs``."""
@@ -112,7 +112,7 @@ class Network:
         output: torch.Tensor,
         inputs: Sequence[torch.Tensor],
         root: int,
-        call: Call,
+        call: Signature,
         timeout: float,
     ) -> None:
         """Have the i-th of the tensors that the ``root``-th gives, all of one size, on the i-th."""
@@ -128,7 +128,7 @@ class Network:
         output_numels: Sequence[int],
         tensor: torch.Tensor,
         numels: Sequence[int],
-        call: Call,
+        call: Signature,
         timeout: float,
     ) -> None:
         """Send the i-th part of ``tensor`` to the i-th rank, and have what all send to this one."""
@@ -154,7 +154,7 @@ class Network:
     def finish(
         self,
         start: Callable[[], dist.Work],
-        call: Call,
+        call: Signature,
         timeout: float,
         others: Sequence[int] | None = None,
     ) -> None:

@@ -18,8 +18,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from lockstep.comm.call import FINGERPRINT_BYTES, Call, fingerprint
 from lockstep.comm.shm.lines import shut_down
+from lockstep.comm.transport import FINGERPRINT_BYTES, Signature, fingerprint
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 
 # A rank looks this often whether the others have come before it goes to sleep. Being woken
@@ -96,7 +96,7 @@ class Signals:
         has_core_each = len(os.sched_getaffinity(0)) > len(lines)
         self._yields_from = _LOOKS_BEFORE_YIELDING if has_core_each else 0
 
-    def exchange(self, call: Call, place: int, timeout: float) -> list[int]:
+    def exchange(self, call: Signature, place: int, timeout: float) -> list[int]:
         """Tell all others ``place``, and return what they tell, once all have called ``call``.
 
         Raises:
@@ -139,7 +139,7 @@ class Signals:
 
     def _sleep(
         self,
-        call: Call,
+        call: Signature,
         mine: bytes,
         pending: dict[int, socket.socket],
         places: list[int],
@@ -195,7 +195,7 @@ class Signals:
         except OSError:
             return 0
 
-    def _died(self, call: Call, peer: int) -> bool:
+    def _died(self, call: Signature, peer: int) -> bool:
         """Read ``peer``'s line to its end; return whether it ended without a word.
 
         Raises:
@@ -210,7 +210,7 @@ class Signals:
                 self._explained[peer] = note
         return count == 0 and peer not in self._explained
 
-    def _report_overdue(self, call: Call, ranks: list[int], timeout: float) -> None:
+    def _report_overdue(self, call: Signature, ranks: list[int], timeout: float) -> None:
         text = (
             f"{_named(ranks)} did not come to {call} within the timeout of {timeout:g} s: stopped, "
             "busy with something else, or ended without it. See what it does there."
@@ -218,7 +218,7 @@ class Signals:
         self.announce(Note(kind="CollectiveTimeout", text=text, ranks=ranks))
         raise CollectiveTimeout(text, ranks, call.operation)
 
-    def _explain(self, call: Call, peer: int, count: int) -> None:
+    def _explain(self, call: Signature, peer: int, count: int) -> None:
         """Raise what it means that ``peer`` has sent something else than that it has arrived."""
         if count == _ARRIVAL_BYTES:
             self._compare_accounts(call, peer)
@@ -233,7 +233,7 @@ class Signals:
             self._raise_lost(call, dead)
         self._raise_lost(call, [peer], self._explained.get(peer))
 
-    def _raise_lost(self, call: Call, ranks: list[int], left: Note | None = None) -> None:
+    def _raise_lost(self, call: Signature, ranks: list[int], left: Note | None = None) -> None:
         is_gone, it, its = ("are", "them", "Their") if len(ranks) > 1 else ("is", "it", "Its")
         text = f"{_named(ranks)} {is_gone} gone; rank {self._rank} waited for {it} in {call}. "
         if left is not None:
@@ -243,7 +243,7 @@ class Signals:
         self.announce(Note(kind="PeerLost", text=text, ranks=ranks))
         raise PeerLost(text, ranks, call.operation)
 
-    def _raise_what_was_told(self, call: Call, peer: int, note: Note) -> None:
+    def _raise_what_was_told(self, call: Signature, peer: int, note: Note) -> None:
         if note["kind"] == "called":
             # It found the mismatch first; its arrival in that other call came before this.
             self._raise_mismatch(call, {peer: note["text"]})
@@ -254,7 +254,7 @@ class Signals:
         self.announce(note)
         raise fault_told(note, peer, call.operation)
 
-    def _compare_accounts(self, call: Call, peer: int) -> None:
+    def _compare_accounts(self, call: Signature, peer: int) -> None:
         """Tell what this rank called, hear what ``peer`` did, and raise the difference."""
         self._announce_call(call)
         poll = select.poll()
@@ -273,7 +273,7 @@ class Signals:
         self._raise_mismatch(call, {peer: account}, announced=True)
 
     def _raise_mismatch(
-        self, call: Call, accounts: Mapping[int, str], announced: bool = False
+        self, call: Signature, accounts: Mapping[int, str], announced: bool = False
     ) -> None:
         if not announced:
             self._announce_call(call)
@@ -285,7 +285,7 @@ class Signals:
             call.operation,
         )
 
-    def _announce_call(self, call: Call) -> None:
+    def _announce_call(self, call: Signature) -> None:
         self.announce(Note(kind="called", text=str(call), ranks=[self._rank]))
 
     def announce(self, note: Note) -> None:

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.call import Call
 from lockstep.comm.shm.joining import give_up, join
 from lockstep.comm.shm.letters import Letters
 from lockstep.comm.shm.lines import receive_message, send_message
 from lockstep.comm.shm.memory import Segment, map_segment
 from lockstep.comm.shm.signals import Note, Signals, fault_told, leaving, why_it_left
-from lockstep.comm.transport import Place, Transport
+from lockstep.comm.transport import Address, Signature, Transport
 from lockstep.errors import (
     CollectiveFailed,
     CollectiveMismatch,
@@ -118,7 +117,7 @@ class ShmTransport(Transport):
             self.close()
             raise
 
-    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Place, torch.Tensor]:
+    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, torch.Tensor]:
         """Return the next slot's place, and the slot as a flat tensor to write to."""
         # After a fault, others may still be reading what a slot holds, however late they are.
         # Shown by test_a_rank_that_was_stopped_gets_no_wrong_sum.
@@ -128,7 +127,7 @@ class ShmTransport(Transport):
         place = self._turn * _SLOT_BYTES
         return place, self.at(self.rank, place, dtype, numel)
 
-    def meet(self, call: Call, place: Place, timeout: float) -> Sequence[Place]:
+    def exchange(self, call: Signature, place: Address, timeout: float) -> Sequence[Address]:
         """Wait until every rank has made the same call; return the places they announce."""
         assert isinstance(place, int)
         if self._is_broken:
@@ -146,7 +145,7 @@ class ShmTransport(Transport):
             self._give_up(call.operation, error)
             raise
 
-    def at(self, rank: int, place: Place, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    def at(self, rank: int, place: Address, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return, as a flat tensor, what ``rank`` announced to have at ``place``.
 
         Of this rank itself, only slots: other memory is the caller's, who has it at hand.
@@ -169,14 +168,14 @@ class ShmTransport(Transport):
             self._views[key] = view
         return view
 
-    def find(self, tensor: torch.Tensor) -> Place | None:
+    def find(self, tensor: torch.Tensor) -> Address | None:
         """Return where the others reach a contiguous ``tensor``, or None if they don't."""
         number = self._number_at.get(tensor.untyped_storage().data_ptr())
         if number is None:
             return None
         return (number << _OFFSET_BITS) + int(tensor.storage_offset()) * tensor.element_size()
 
-    def is_staged(self, place: Place) -> bool:
+    def is_staged(self, place: Address) -> bool:
         """Whether ``place``, of any rank, is in a slot."""
         assert isinstance(place, int)
         return place < 1 << _OFFSET_BITS

@@ -1,14 +1,13 @@
-"""The ranks of a group that are threads of one process: memory is everyone's, and they meet in it.
+"""The ranks of a group that are threads of one process, which share their memory anyway.
 
-A rank is the thread that makes its team: when that thread ends without having left, its peers
-lose it, as those of a process do.
+A rank is the thread that creates its transport: when that thread ends without having left, its
+peers lose it, as they lose a process.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 import uuid
 import weakref
 from collections import deque
@@ -18,10 +17,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.call import Call
+from lockstep.comm.deadline import Deadline
 from lockstep.comm.mail import Expected, Letter, Mailbox
-from lockstep.comm.rank_threads import this_crowd
-from lockstep.comm.transport import Place, Transport
+from lockstep.comm.threads.ranks import context
+from lockstep.comm.transport import Address, Signature, Transport
 from lockstep.errors import (
     CollectiveFailed,
     CollectiveMismatch,
@@ -33,24 +32,24 @@ from lockstep.errors import (
 
 _SLOT_BYTES = 1024 * 1024
 
-# One lock for all rooms: a group that is collected leaves its room, from whichever thread the
-# collector happens to run in, and that one may hold the lock of another room, or of this one.
+# One lock for the states of all groups: a group that is collected leaves its own, in whichever
+# thread the collector runs, and that thread may hold the lock of another state, or of this one.
 _lock = threading.RLock()
 
-# By the word that the first rank leaves in the store, the room in which the others find it.
-_rooms: weakref.WeakValueDictionary[str, ThreadTransportState] = weakref.WeakValueDictionary()
+# By the key that the first rank leaves in the store, the state that the others find by it.
+_states: weakref.WeakValueDictionary[str, ThreadTransportState] = weakref.WeakValueDictionary()
 
 
-class _Meeting:
-    """One meeting: who has arrived, calling what, and whether it is over."""
+class _Exchange:
+    """One exchange: the ranks that have arrived, with their calls and addresses."""
 
     def __init__(self) -> None:
-        self.arrivals: dict[int, tuple[Call, Place]] = {}
+        self.arrivals: dict[int, tuple[Signature, Address]] = {}
         self.is_over = False
 
 
 class _Fault(NamedTuple):
-    """What one rank found, and all are to raise."""
+    """An error of one rank, for all to raise."""
 
     kind: type[PeerLost | CollectiveTimeout]
     text: str
@@ -59,11 +58,11 @@ class _Fault(NamedTuple):
 
 
 class ThreadTransportState:
-    """What the ranks of one group share: their slots, their letters, and where they meet.
+    """What the ranks of one group share: slots, messages, and the exchange in progress.
 
     Args:
-        size: How many ranks there are.
-        members: What they are called in the whole run, by which errors name them.
+        size: The number of ranks.
+        members: Their numbers in the whole run, by which errors name them.
     """
 
     def __init__(self, size: int, members: Sequence[int] | None = None) -> None:
@@ -71,21 +70,21 @@ class ThreadTransportState:
         self.members = list(members or range(size))
         self.slots: dict[int, torch.Tensor] = {}
         self.letters: dict[int, deque[Letter]] = {rank: deque() for rank in range(size)}
-        # Told of everything below, of slots and of letters.
+        # Notified of every change to this object.
         self.changed = threading.Condition(_lock)
-        # The one that isn't over. Each is an object of its own, so a rank that comes to the next
-        # one before another has woken from the last doesn't disturb it.
-        self._meeting = _Meeting()
-        # In the order in which they went: what the first was lost to, the others may follow.
+        # A new object for each exchange, so that a rank that comes to the next one before another
+        # has woken from the last doesn't disturb it.
+        self._exchange = _Exchange()
+        # In the order in which they went: the later ones may have gone because of the first.
         self._gone: dict[int, str] = {}
         self._fault: _Fault | None = None
         self._given_up: str | None = None
 
     def come_in(self, rank: int, slots: torch.Tensor) -> None:
-        """Take ``rank``'s place.
+        """Join as ``rank``.
 
         Raises:
-            ValueError: If there is no such place, or it is taken.
+            ValueError: If there is no such rank, or it has joined.
         """
         with self.changed:
             if not 0 <= rank < self.size or rank in self.slots:
@@ -98,7 +97,7 @@ class ThreadTransportState:
             self.changed.notify_all()
 
     def wait_for_all(self, rank: int, timeout: float) -> None:
-        """Return when every rank has come in.
+        """Return when every rank has joined.
 
         Raises:
             RendezvousFailed: If that takes longer than ``timeout`` seconds, or won't happen.
@@ -108,80 +107,76 @@ class ThreadTransportState:
                 lambda: len(self.slots) == self.size or self._given_up is not None,
                 min(timeout, threading.TIMEOUT_MAX),
             )
-            absent = sorted(set(range(self.size)) - set(self.slots))
+            absent = self._names(set(range(self.size)) - set(self.slots))
             if absent:
                 why = self._given_up or "See whether their threads started."
                 raise RendezvousFailed(
                     f"Rank {self.members[rank]} waited up to {timeout:g} s for "
-                    f"{_named(self._names(absent)).lower()} to join its group. {why}"
+                    f"{_named(absent).lower()} to join its group. {why}"
                 )
 
     def give_up(self, reason: str) -> None:
-        """Wait no longer for ranks to come in."""
+        """End all waits for ranks to join."""
         with self.changed:
             self._given_up = reason
             self.changed.notify_all()
 
-    def meet(self, rank: int, call: Call, place: Place, timeout: float) -> list[Place]:
-        """Wait until every rank has made the same call; return the places they announce.
-
-        Raises:
-            PeerLost: If a rank is gone.
-            CollectiveTimeout: If one doesn't come within ``timeout`` seconds.
-            CollectiveMismatch: If one makes another call.
-        """
-        deadline = time.monotonic() + timeout
+    def exchange(
+        self, rank: int, signature: Signature, address: Address, timeout: float
+    ) -> list[Address]:
+        """As :meth:`Transport.exchange`, for ``rank``."""
+        deadline = Deadline(timeout)
         with self.changed:
-            meeting = self._meeting
-            meeting.arrivals[rank] = call, place
-            self._raise_what_prevents(rank, call, meeting)
-            if len(meeting.arrivals) == self.size:
-                meeting.is_over = True
-                self._meeting = _Meeting()
+            current = self._exchange
+            current.arrivals[rank] = signature, address
+            self._check(rank, signature, current)
+            if len(current.arrivals) == self.size:
+                current.is_over = True
+                self._exchange = _Exchange()
                 self.changed.notify_all()
-            while not meeting.is_over:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    self._report_overdue(rank, call, meeting, timeout)
+            while not current.is_over:
+                left = deadline.left()
+                if not left:
+                    self._raise_overdue(rank, signature, current, timeout)
                 self.changed.wait(min(left, threading.TIMEOUT_MAX))
-                # What happens after it is over is for the next one to tell.
-                if not meeting.is_over:
-                    self._raise_what_prevents(rank, call, meeting)
-            return [meeting.arrivals[peer][1] for peer in range(self.size)]
+                # Faults after its end concern the next exchange.
+                if not current.is_over:
+                    self._check(rank, signature, current)
+            return [current.arrivals[peer][1] for peer in range(self.size)]
 
-    def _raise_what_prevents(self, rank: int, call: Call, meeting: _Meeting) -> None:
-        """Raise why ``meeting`` will never be over, if it won't."""
-        others = {peer: theirs for peer, (theirs, _) in meeting.arrivals.items() if theirs != call}
+    def _check(self, rank: int, signature: Signature, current: _Exchange) -> None:
+        """Raise the error for which ``current`` will never be over, if there is one."""
+        name, operation = self.members[rank], signature.operation
+        others = {r: theirs for r, (theirs, _) in current.arrivals.items() if theirs != signature}
         if others:
-            # Those who wait have to look at this as well.
+            # The ranks that wait already have to check this as well.
             self.changed.notify_all()
             accounts = "; ".join(
                 f"rank {self.members[peer]} called {others[peer]}" for peer in sorted(others)
             )
             raise CollectiveMismatch(
-                f"Rank {self.members[rank]} called {call}; {accounts}. All ranks must make the "
+                f"Rank {name} called {signature}; {accounts}. All ranks must make the "
                 "same calls in the same order: look for a branch that only some of them take.",
                 self._names(others),
-                call.operation,
+                operation,
             )
-        fault = self._fault
-        if fault is not None:
-            source = (
-                f" (Rank {fault.by} said so.)" if fault.by not in (None, self.members[rank]) else ""
-            )
-            raise fault.kind(f"{fault.text}{source}", fault.ranks, call.operation)
+        if (fault := self._fault) is not None:
+            source = f" (Rank {fault.by} said so.)" if fault.by not in (None, name) else ""
+            raise fault.kind(f"{fault.text}{source}", fault.ranks, operation)
         for peer in self._gone:
-            if peer not in meeting.arrivals:
-                raise self.loss(peer, rank, str(call), call.operation)
+            if peer not in current.arrivals:
+                raise self.loss(peer, rank, str(signature), operation)
 
-    def _report_overdue(self, rank: int, call: Call, meeting: _Meeting, timeout: float) -> None:
-        absent = self._names(set(range(self.size)) - set(meeting.arrivals))
+    def _raise_overdue(
+        self, rank: int, signature: Signature, current: _Exchange, timeout: float
+    ) -> None:
+        absent = self._names(set(range(self.size)) - set(current.arrivals))
         text = (
-            f"{_named(absent)} did not come to {call} within the timeout of {timeout:g} s: busy "
-            "with something else, or ended without it. See what it does there."
+            f"{_named(absent)} did not come to {signature} within the timeout of {timeout:g} s: "
+            "busy with something else, or ended without it. See what it does there."
         )
         self.break_off(_Fault(CollectiveTimeout, text, absent, self.members[rank]))
-        raise CollectiveTimeout(text, absent, call.operation)
+        raise CollectiveTimeout(text, absent, signature.operation)
 
     def break_off(self, fault: _Fault) -> None:
         """Have all ranks raise ``fault`` from now on, unless they raise another already."""
@@ -190,13 +185,13 @@ class ThreadTransportState:
             self.changed.notify_all()
 
     def close(self, reason: str) -> None:
-        """Have all ranks stop waiting for each other."""
+        """End all waits of ranks for each other."""
         self.break_off(_Fault(PeerLost, reason, [], None))
         for rank in range(self.size):
             self.lose(rank, f"is no longer waited for. {reason}")
 
     def lose(self, rank: int, how: str) -> None:
-        """``rank`` is gone; ``how`` is to follow its name."""
+        """Take ``rank`` for gone; ``how`` follows its name in errors."""
         with self.changed:
             self._gone.setdefault(rank, how)
             self.changed.notify_all()
@@ -206,7 +201,7 @@ class ThreadTransportState:
         return rank in self._gone
 
     def loss(self, peer: int, rank: int, what: str, operation: str) -> PeerLost:
-        """What ``rank`` raises as ``peer`` is gone, for which it waited in ``what``."""
+        """Return the error of ``rank``, which waits in ``what`` for ``peer``, which is gone."""
         how, advice = self._gone[peer].split(". ", 1)
         lost, name = self.members[peer], self.members[rank]
         text = f"Rank {lost} {how}; rank {name} waited for it in {what}. {advice}"
@@ -301,61 +296,61 @@ class ThreadTransport(Transport):
     """A rank that is a thread, among others of this process.
 
     Args:
-        room: What it shares with the others.
-        rank: Which of them it is.
+        state: The state that it shares with the others.
+        rank: This rank.
     """
 
-    def __init__(self, room: ThreadTransportState, rank: int) -> None:
-        room.come_in(rank, torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device="cpu"))
+    def __init__(self, state: ThreadTransportState, rank: int) -> None:
+        state.come_in(rank, torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device="cpu"))
         self.rank = rank
-        self.size = room.size
+        self.size = state.size
         self.slot_bytes = _SLOT_BYTES
-        self.mailbox = ThreadMailbox(room, rank)
-        self._room = room
-        self._name = room.members[rank]
+        self.mailbox = ThreadMailbox(state, rank)
+        self._state = state
+        self._name = state.members[rank]
         self._process = os.getpid()
         self._turn = 0
-        self._fault: CollectiveFailed | None = None
+        self._fault: PeerLost | CollectiveTimeout | CollectiveMismatch | None = None
         self._is_closed = False
-        _teams_of_this_thread().add(self)
+        context().memberships.add(self)
 
-    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Place, torch.Tensor]:
-        """Return the next slot's place, which is its number, and the slot as a flat tensor."""
-        # After a meeting that failed others may still be reading what it holds. Shown by
+    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, torch.Tensor]:
+        """Return the next slot's address, which is its number, and the slot as a flat tensor."""
+        # After an exchange that failed, others may still read the slot. Shown by
         # test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on.
         self.check_open()
         self._turn = 1 - self._turn
         return self._turn, self.at(self.rank, self._turn, dtype, numel)
 
-    def meet(self, call: Call, place: Place, timeout: float) -> Sequence[Place]:
-        """Wait until every rank has made the same call; return the places they announce."""
+    def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:
+        """Wait until every rank has made the same call; return the addresses they announce."""
         self.check_open()
         try:
-            return self._room.meet(self.rank, call, place, timeout)
+            return self._state.exchange(self.rank, signature, address, timeout)
         except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
             self._fault = self._fault or error
             raise
 
-    def at(self, rank: int, place: Place, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return, as a flat tensor, what ``rank`` announced to have at ``place``."""
-        if isinstance(place, int):
-            return self._room.slots[rank][place, : numel * dtype.itemsize].view(dtype)
-        return place[:numel]
+    def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return, as a flat tensor, the data that ``rank`` announced at ``address``."""
+        if isinstance(address, int):
+            return self._state.slots[rank][address, : numel * dtype.itemsize].view(dtype)
+        return address[:numel]
 
-    def find(self, tensor: torch.Tensor) -> Place | None:
-        """Return ``tensor`` itself: every one is in everyone's reach."""
+    def find(self, tensor: torch.Tensor) -> Address | None:
+        """Return ``tensor`` itself: every thread reaches it."""
         return tensor.data
 
-    def is_staged(self, place: Place) -> bool:
-        """Whether ``place``, of any rank, is in a slot."""
-        return isinstance(place, int)
+    def is_staged(self, address: Address) -> bool:
+        """Whether ``address``, of any rank, is in a slot."""
+        return isinstance(address, int)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return new memory, as bytes."""
+        """Return new memory, as uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def check_open(self) -> None:
-        """Raise what broke this team, if something did."""
+        """Raise the error that broke this group, if one did."""
         if self._process != os.getpid():
             raise GroupClosed(
                 f"This process group's ranks are threads of process {self._process}, which "
@@ -366,60 +361,34 @@ class ThreadTransport(Transport):
                 f"Rank {self._name} has destroyed this process group. Call destroy_process_group() "
                 "after the last collective."
             )
-        fault = self._fault
-        if isinstance(fault, PeerLost | CollectiveTimeout | CollectiveMismatch):
+        if (fault := self._fault) is not None:
             raise type(fault)(str(fault), fault.ranks, fault.operation)
 
     def abort(self, why: str = "") -> None:
         """Make every wait of this rank, and of the others, end with an error."""
-        if self._process != os.getpid() or self._is_closed:
-            return
-        text = f"Rank {self._name} has aborted the group.{why}"
-        self._fault = self._fault or PeerLost(text, [self._name], "abort")
-        self._room.break_off(_Fault(PeerLost, text, [self._name], self._name))
-        self._go(_ABORTED)
+        if self._is_in():
+            text = f"Rank {self._name} has aborted the group.{why}"
+            self._fault = self._fault or PeerLost(text, [self._name], "abort")
+            self._state.break_off(_Fault(PeerLost, text, [self._name], self._name))
+            self._go(_ABORTED)
 
     def leave(self) -> None:
-        """Tell the others that this rank takes no further part, and let go of everything."""
-        if self._process == os.getpid() and not self._is_closed:
+        """Tell the others that this rank takes no further part."""
+        if self._is_in():
             self._is_closed = True
             self._go(_LEFT)
 
     def die(self) -> None:
-        """This rank's thread is at its end; if it hasn't left, the others lose it."""
-        if self._process == os.getpid() and not self._is_closed:
+        """Have the others lose this rank, whose thread ends, unless it has left."""
+        if self._is_in():
             self._go(_ENDED)
 
+    def _is_in(self) -> bool:
+        return self._process == os.getpid() and not self._is_closed
+
     def _go(self, how: str) -> None:
-        self._room.lose(self.rank, how)
+        self._state.lose(self.rank, how)
         self.mailbox.interrupt()
-
-
-class _TeamsOfThread:
-    """The teams of the ranks that a thread is. It is collected when the thread ends."""
-
-    def __init__(self) -> None:
-        self.teams: weakref.WeakSet[ThreadTransport] = weakref.WeakSet()
-
-    def __del__(self) -> None:
-        for team in list(self.teams):
-            team.die()
-
-
-_of_thread = threading.local()
-
-
-def _teams_of_this_thread() -> weakref.WeakSet[ThreadTransport]:
-    if not hasattr(_of_thread, "own"):
-        _of_thread.own = _TeamsOfThread()
-    own: _TeamsOfThread = _of_thread.own
-    return own.teams
-
-
-def end_this_rank() -> None:
-    """Have the others lose this thread now, in every group that it hasn't left."""
-    for team in list(_teams_of_this_thread()):
-        team.die()
 
 
 def join(
@@ -429,20 +398,20 @@ def join(
 
     Args:
         store: A store that is this group's alone.
-        rank: Which of the ranks this thread is.
-        size: How many there are.
+        rank: The rank of this thread.
+        size: The number of ranks.
         timeout: How many seconds to wait for the others.
-        members: What the ranks are called in the whole run, by which errors name them.
+        members: The ranks' numbers in the whole run, by which errors name them.
 
     Raises:
         RendezvousFailed: If they don't all come, or one is in another process.
     """
-    room = ThreadTransportState(size, members)
-    # The first one's word stays in the store, and leads all others to its room.
-    word = f"{os.getpid()}/{uuid.uuid4().hex}"
-    _rooms[word] = room
-    agreed = bytes(store.compare_set("room", "", word)).decode()
-    found = _rooms.get(agreed)
+    state = ThreadTransportState(size, members)
+    # The key of the first rank stays in the store, and leads all others to its state.
+    key = f"{os.getpid()}/{uuid.uuid4().hex}"
+    _states[key] = state
+    agreed = bytes(store.compare_set("room", "", key)).decode()
+    found = _states.get(agreed)
     if found is None:
         raise RendezvousFailed(
             f"Rank {rank} of {size} has not found the others: one came from process "
@@ -450,12 +419,11 @@ def join(
             "ranks of the backend 'threads' are threads of one process; use 'shm' or 'gloo' for "
             "several."
         )
-    team = ThreadTransport(found, rank)
-    crowd = this_crowd()
-    if crowd is not None:
-        crowd.watch(found)
+    transport = ThreadTransport(found, rank)
+    if (launch := context().launch) is not None:
+        launch.watch(found)
     found.wait_for_all(rank, timeout)
-    return team
+    return transport
 
 
 def _named(ranks: list[int]) -> str:
