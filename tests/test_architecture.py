@@ -57,7 +57,6 @@ STILL_OPEN = {
     "train/average.py": "comm.uncompiled nn.backward nn.engine nn.verify",
     "train/mean.py": "comm.uncompiled nn.backward nn.micro_batches "
     "nn.reached nn.replicas.enclosing nn.replicas.meeting",
-    "world/world.py": "comm.backends",
 }
 
 FILES = {
