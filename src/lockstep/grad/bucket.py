@@ -329,6 +329,34 @@ class Bucket:
                 work.wait()
 
 
+def make_buckets(
+    names: Sequence[Sequence[str]],
+    parameters: Sequence[torch.nn.Parameter],
+    accumulated: bytearray,
+    tail_size: int,
+    buffers_from: dist.ProcessGroup | None,
+) -> list[Bucket]:
+    """Return a bucket for each group of ``names``, and the tail behind the last one.
+
+    There is at least one bucket, if only for the tail; see :class:`Bucket` for the arguments.
+    """
+    buckets: list[Bucket] = []
+    start = 0
+    for number, own in enumerate(names or [[]], 1):
+        bucket = Bucket(
+            own,
+            parameters[start : start + len(own)],
+            memoryview(accumulated)[start : start + len(own)],
+            start=start,
+            tail_size=tail_size if number >= len(names) else 0,
+            buffers_from=buffers_from,
+            like=parameters[start if own else 0],
+        )
+        buckets.append(bucket)
+        start = bucket.stop
+    return buckets
+
+
 def _are_new(gradients: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor]) -> bool:
     """Whether all gradients are there and strided, and none is its view."""
     return (

@@ -1,11 +1,13 @@
-"""What is known of the backward that is running."""
+"""What autograd tells of the backward that is running."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from lockstep.torch_private import (
@@ -59,3 +61,21 @@ def is_compiled_backward() -> bool:
     """Whether the backward that is running is one of compiled autograd, which runs no nodes."""
     is_running = _current_graph_task_id() != -1
     return is_running and _current_autograd_node() is None
+
+
+def outermost_running_node() -> BackwardCFunction | None:
+    """Return the node whose own backward runs the current one; None if there is no such node.
+
+    A reentrant checkpoint is one, and so is every other autograd.Function that calls backward()
+    in its backward(). Autograd doesn't tell, but they are on the stack of this thread: their
+    first argument is the node.
+    """
+    node, frame = None, sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, BackwardCFunction):
+                node = first
+        frame = frame.f_back
+    return node
