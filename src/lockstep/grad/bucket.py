@@ -170,11 +170,15 @@ class Bucket:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
         copied = bytes(self._is_copied)
-        for position in itertools.compress(range(len(copied)), copied):
-            if self._parameters[position].grad is not self._views[position]:
-                self._copy(position, position + 1, 1)  # another hook has replaced it since
-        if self._copy_scale != scale and 1 in copied:
-            _foreach_mul_(self._copied_views(), scale)
+        if views := self._copied_views():
+            gradients = [p.grad for p in itertools.compress(self._parameters, copied)]
+            if not all(map(operator.is_, gradients, views)):
+                # Another hook has replaced some gradients since.
+                for position in itertools.compress(range(len(copied)), copied):
+                    if self._parameters[position].grad is not self._views[position]:
+                        self._copy(position, position + 1, 1)
+            if self._copy_scale != scale:
+                _foreach_mul_(self._copied_views(), scale)
         first = copied.find(0)
         while first >= 0:
             last = copied.find(1, first)
@@ -274,14 +278,14 @@ class Bucket:
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
-        position = first
+        position, parameters, views = first, self._parameters, self._views
         try:
             for position in range(first, first + 1 if last is None else last):
-                self._parameters[position].grad = self._views[position]
+                parameters[position].grad = views[position]
         except RuntimeError as error:
-            name, parameter = self.parameter_names[position], self._parameters[position]
+            name, parameter = self.parameter_names[position], parameters[position]
             now = _describe(parameter, gradient_dtype(parameter))
-            before = _describe(self._views[position], self._buffer.dtype)
+            before = _describe(views[position], self._buffer.dtype)
             raise ParameterChanged(
                 f"The gradient of {name!r} is {now}, but was {before} when it was made parallel. "
                 "Build the model as it is to be trained, then call parallelize() or "

@@ -14,7 +14,6 @@ from enum import Enum, auto
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import broadcast_tensors
 from lockstep.errors import CollectiveFailed
 from lockstep.grad.assign import FIRST_BUCKET_BYTES, assign_buckets, gradient_dtype
 from lockstep.grad.bucket import Bucket, make_buckets
@@ -187,7 +186,7 @@ class Reducer:
         self._launch_order = [self] if launch_order is None else launch_order
         if self._last_order is not None and not self.is_rearranged:
             self.is_rearranged = True
-            self._arrange(self._order_of_rank_0(self._last_order))
+            self._arrange(self._positions.order_of_rank_0(self._last_order, self.process_group))
         if not self._buckets:
             self._arrange(self._positions.order)
         self._ready = ReadyState(self._positions)
@@ -196,12 +195,6 @@ class Reducer:
             for bucket in self._buckets:
                 # In the first backward, some may come twice.
                 bucket.copy_early(self._scale_of(bucket) if self._launches_early else 1)
-
-    def _order_of_rank_0(self, own: list[int]) -> list[int]:
-        unseen = sorted(set(range(len(self._parameters))) - set(own), reverse=True)
-        order = torch.tensor([*own, *unseen], device=self._parameters[0].device)
-        broadcast_tensors(self.process_group, [order])
-        return [int(index) for index in order.tolist()]
 
     def _arrange(self, order: Sequence[int]) -> None:
         """Make buckets for gradients that become ready in ``order``, all or none."""
@@ -422,24 +415,29 @@ class Reducer:
             return failed_elsewhere(num_failed, ranks, self.process_group)
         accumulated = self._positions.accumulated
         # Reading the facts waits for a GPU. A rank that used everything need not.
-        uses_all = all(accumulated)
-        self._used_by_any = itertools.repeat(1) if uses_all else used_by_any(last.tail)
-        used = list(itertools.compress(range(len(accumulated)), self._used_by_any))
-        for position in used if not uses_all else self._sparse:
+        used: Sequence[int] = self._sparse
+        self._used_by_any = itertools.repeat(1)
+        if not all(accumulated):
+            self._used_by_any = used_by_any(last.tail)
+            used = list(itertools.compress(range(len(accumulated)), self._used_by_any))
+            self._log_unused({self._positions.order[position] for position in used})
+        for position in used:
             if position in self._reduced_sparse:
                 parameter = self._positions.parameters[position]
                 parameter.grad = self._reduced_sparse[position]
             elif position < self._positions.num_dense and not accumulated[position]:
                 bucket = self._bucket_at[position]
                 bucket.use_as_grad(position - bucket.start)
-        if len(used) < len(accumulated) and not self._has_logged_unused:
-            self._has_logged_unused = True
-            unused = sorted({*range(len(accumulated))} - {self._positions.order[p] for p in used})
-            if self.process_group.rank() == 0:
-                log_unused([self._names[index] for index in unused])
         if self._same_gradients.is_looking:
             self._same_gradients.compare(is_rank_0=self.process_group.rank() == 0)
         return None
+
+    def _log_unused(self, used: set[int]) -> None:
+        """Log once which parameters no rank used."""
+        if len(used) < len(self._names) and not self._has_logged_unused:
+            self._has_logged_unused = True
+            if self.process_group.rank() == 0:
+                log_unused([name for i, name in enumerate(self._names) if i not in used])
 
     def _launch(self) -> None:
         """Launch the next bucket."""

@@ -7,6 +7,7 @@ parameter, which fires whichever method computed the loss. So ``forward`` need n
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
@@ -24,6 +25,8 @@ from lockstep.nn.gradient_hooks import GradientHooks, Hook, hooks_of, take_over_
 from lockstep.nn.reached import is_any_reached, is_reached
 from lockstep.nn.verify import check_same_model
 from lockstep.torch_private import _BatchNorm, _current_graph_task_id
+
+_dtype_of = operator.attrgetter("dtype")
 
 
 class _BackwardSync(Protocol):
@@ -152,7 +155,7 @@ class Engine:
         self._names = {id(parameter): name for name, parameter in own}
         self._parameters = [parameter for _, parameter in named]
         self._trained = {id(parameter): parameter for parameter in self._parameters}
-        self._dtypes = [parameter.dtype for parameter in self._parameters]
+        self._dtypes = [*map(_dtype_of, self._parameters)]
         self._description = self._describe(module)
         self._frozen = [p for _, p in own if not p.requires_grad and _can_be_trained(p)]
         reducer = Reducer(
@@ -245,7 +248,7 @@ class Engine:
         if (
             self.is_stale
             or any(parameter.requires_grad for parameter in self._frozen)
-            or [parameter.dtype for parameter in self._parameters] != self._dtypes
+            or [*map(_dtype_of, self._parameters)] != self._dtypes
         ):
             self.refresh()
 
