@@ -149,6 +149,8 @@ class BackwardSync:
 
     def _join(self, engine: Engine) -> bool:
         """Return whether ``engine`` is in the backward that runs; if none does, begin it."""
+        if self._backward is not None and self._backward.task is None:
+            self._backward = None  # of other ranks, in a join() that was left with an error
         if self._backward is not None and self._backward.has_been_left():
             self._drop_backward()
         backward = self._backward or self._begin(engine)

@@ -385,10 +385,6 @@ class Engine:
         self._pending.parameters.clear()
         self.reducer.give_up()
 
-    def num_gradients(self) -> int:
-        """Return the number of its parameters that have a gradient."""
-        return sum(parameter.grad is not None for parameter in self._parameters)
-
     def drop_reduced_gradients(self) -> None:
         """Set the gradients of an earlier step to None, unless some are yet to be reduced."""
         if not self.reducer.has_unreduced:
