@@ -406,8 +406,8 @@ def with_sparse_gradients(module: nn.Module) -> set[int]:
 
 def _sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
     """Whether a SyncBatchNorm in ``module``, ours or torch's, is over ``group`` itself."""
-    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
-    groups = [part.process_group for part in norms if hasattr(part, "process_group")]
+    norms = [vars(part) for part in module.modules() if isinstance(part, _BatchNorm)]
+    groups = [norm["process_group"] for norm in norms if "process_group" in norm]
     return any((dist.group.WORLD if own is None else own) is group for own in groups)
 
 
