@@ -32,8 +32,6 @@ _will_engine_execute_node = torch._C._will_engine_execute_node
 _get_current_graph_task_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # Has queue_callback: what is to be done when the backward that runs here ends.
 _execution_engine = torch.autograd.Variable._execution_engine
-# A node that raises in a backward: of a gradient that can't be differentiated again.
-DelayedError = torch._C._functions.DelayedError
 
 # Dynamo. Has it leave a function alone, without an import of torch._dynamo and a wrapper.
 _FrameAction = torch._C._dynamo.eval_frame._FrameAction

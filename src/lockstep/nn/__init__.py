@@ -12,11 +12,13 @@ from lockstep.nn.replicas import (
     scatter_kwargs,
 )
 from lockstep.nn.sync_batch_norm import SyncBatchNorm
+from lockstep.nn.verify import check_same_model
 
 __all__ = [
     "DataParallel",
     "DistributedDataParallel",
     "SyncBatchNorm",
+    "check_same_model",
     "data_parallel",
     "gather",
     "join",

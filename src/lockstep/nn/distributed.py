@@ -340,10 +340,7 @@ class DistributedDataParallel(
     ) -> AbstractContextManager[None]:
         """Let ranks leave a training loop at different times, as :func:`lockstep.join` does.
 
-        Args:
-            divide_by_initial_world_size: As there.
-            enable: Whether to do this at all.
-            throw_on_early_termination: As there.
+        With ``enable=False`` it does nothing.
         """
         check_flag("enable", enable)
         if not enable:

@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 from lockstep.comm.rank_threads import this_thread
-from lockstep.nn.parallelize import ParallelState
+from lockstep.nn.parallelize import all_states, state_of
 from lockstep.nn.reached import is_any_reached
 from lockstep.nn.replicas.enclosing import current_task, is_backward_of_replicas
 
 
-def batch_of(module: nn.Module, attachment: ParallelState) -> Batch:
-    """The batch of ``module``, which this thread accumulates."""
-    with _lock:
-        batch = _batches.setdefault(attachment, Batch(module))
-    batch.rank = this_thread()
-    return batch
+def batch_of(module: nn.Module) -> Batch:
+    """Return the batch of a parallel ``module``, which this thread accumulates."""
+    state = state_of(module)
+    if state.batch is None:
+        state.batch = Batch(module)
+    state.batch.rank = this_thread()
+    return state.batch
 
 
 def has_begun_batch() -> bool:
@@ -73,9 +74,7 @@ def remember_reached() -> None:
     They ask from theirs, which reach only leaves of their own.
     """
     if not is_backward_of_replicas():
-        with _lock:
-            batches = list(_batches.values())
-        for batch in batches:
+        for batch in _all_batches():
             if batch.is_open() and batch.is_reached():
                 batch.reached_in = current_task()
 
@@ -173,14 +172,13 @@ class Batch:
         return total
 
 
-# Ranks may be threads, and a dictionary that another thread changes can't be gone through.
-_lock = threading.Lock()
 _counting = threading.Lock()
-_batches: weakref.WeakKeyDictionary[ParallelState, Batch] = weakref.WeakKeyDictionary()
+
+
+def _all_batches() -> list[Batch]:
+    return [state.batch for state in all_states() if state.batch is not None]
 
 
 def _batches_of(rank: int) -> list[Batch]:
-    """Those that a mean of that thread may be over a part of."""
-    with _lock:
-        batches = list(_batches.values())
-    return [batch for batch in batches if batch.rank == rank and batch.is_open()]
+    """Return the batches that a mean of that thread may be over a part of."""
+    return [batch for batch in _all_batches() if batch.rank == rank and batch.is_open()]

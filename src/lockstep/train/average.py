@@ -20,9 +20,9 @@ from lockstep.grad import (
     assign_buckets,
     gradient_dtype,
 )
+from lockstep.nn import check_same_model
 from lockstep.nn.backward import finish_failed
 from lockstep.nn.engine import with_sparse_gradients
-from lockstep.nn.verify import check_same_model
 from lockstep.world import group_or_all
 
 _CAP_BYTES = 25 * MIB
