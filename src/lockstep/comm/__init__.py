@@ -1,5 +1,6 @@
 """Communication between ranks, always through a process group that is passed in."""
 
+from lockstep.comm.deadline import Deadline
 from lockstep.comm.exchange import (
     TensorBroadcast,
     all_gather,
@@ -28,6 +29,7 @@ from lockstep.comm.single_rank import SingleRankGroup
 
 __all__ = [
     "Announcement",
+    "Deadline",
     "JoinState",
     "Pending",
     "SingleRankGroup",

@@ -1,6 +1,8 @@
 """Modules whose replicas stay in step."""
 
+from lockstep.nn.backward import finish_failed
 from lockstep.nn.distributed import DistributedDataParallel
+from lockstep.nn.engine import with_sparse_gradients
 from lockstep.nn.parallelize import join, no_sync, parallelize, sync_buffers
 from lockstep.nn.replicas import (
     DataParallel,
@@ -20,6 +22,7 @@ __all__ = [
     "SyncBatchNorm",
     "check_same_model",
     "data_parallel",
+    "finish_failed",
     "gather",
     "join",
     "no_sync",
@@ -29,4 +32,5 @@ __all__ = [
     "scatter",
     "scatter_kwargs",
     "sync_buffers",
+    "with_sparse_gradients",
 ]

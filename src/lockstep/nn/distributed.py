@@ -20,9 +20,10 @@ from torch.futures import Future
 from lockstep.arguments import Device, check_flag, check_module, check_type, only_device, refusal
 from lockstep.comm import SingleRankGroup, broadcast_tensors
 from lockstep.grad import MIB, CommHook
+from lockstep.nn.backward import backward_sync_of
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
-from lockstep.nn.changes import mark_stale
 from lockstep.nn.engine import Engine, Options
+from lockstep.nn.global_hooks import mark_stale
 from lockstep.nn.join import DDPJoinHook, begin_joined_iteration
 from lockstep.nn.mixed_precision import (
     MixedPrecision,
@@ -277,7 +278,9 @@ class DistributedDataParallel(
             raise TypeError(f"The communication hook is {hook!r}, which can't be called.")
         if not self._engines:  # the rank is alone, but the hook wants its gradients
             group = self.process_group or cast(dist.ProcessGroup, SingleRankGroup())
-            self._engines.append(Engine(self.module, group, self._options))
+            self._engines.append(
+                Engine(self.module, group, self._options, backward_sync=backward_sync_of(group))
+            )
         for engine in self._engines:
             if engine.reducer.comm_hook is not None:
                 raise RuntimeError(
@@ -288,7 +291,7 @@ class DistributedDataParallel(
 
     def _set_comm_hook(self, hook: CommHook) -> None:
         for engine in self._engines:
-            engine.conductor.finish_failed()
+            engine.backward_sync.finish_failed()
             engine.reducer.comm_hook = hook
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:

@@ -123,7 +123,7 @@ class UnevenLoop:
                 self._own_gradients = [OwnGradients(engine) for engine in self._engines]
             for own in self._own_gradients:
                 own.engine.drop_reduced_gradients()
-        engines[0].conductor.follow(engines, answer)
+        engines[0].backward_sync.follow(engines, answer)
 
     def close(self) -> None:
         """Call the roll no more; gradients are those of this rank's last step again."""
@@ -133,7 +133,7 @@ class UnevenLoop:
         if self._group is not None:
             set_join_state(self._group, None)
         for engine in self._engines:
-            engine.reducer.share = 1 / engine.reducer.process_group.size()
+            engine.reducer.scale = 1 / engine.reducer.process_group.size()
             engine.buffers.source = 0
 
     def take_the_last_model(self, engines: Sequence[Engine]) -> None:
@@ -275,7 +275,7 @@ class DDPJoinHook(JoinHook):
 def begin_joined_iteration(model: Joinable, engines: Sequence[Engine]) -> None:
     """Tell torch's Join context, in which ``model`` is, that a forward of it begins."""
     for engine in engines:
-        engine.conductor.finish_failed()
+        engine.backward_sync.finish_failed()
     if engines:
         models = _joined.get(model.join_process_group)
         if models is None or not models.has(engines):

@@ -24,12 +24,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.arguments import check_flag, check_module
 from lockstep.comm import broadcast_tensors
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
-from lockstep.nn.backward import finish_failed
+from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
-from lockstep.nn.changes import unwatch, watch
 from lockstep.nn.engine import Engine, Options
+from lockstep.nn.global_hooks import unwatch, watch
 from lockstep.nn.join import UnevenLoop
-from lockstep.nn.steps import watch_steps
 from lockstep.nn.verify import check_same_model
 from lockstep.nn.wrapper import Wrapper
 from lockstep.world import group_or_all
@@ -199,7 +198,7 @@ def sync_buffers(module: nn.Module) -> None:
         ModelError: If ``module`` isn't parallel.
     """
     for engine in state_of(module).engines:
-        engine.conductor.finish_failed()
+        engine.backward_sync.finish_failed()
         engine.buffers.start(late=True)()
 
 
@@ -307,7 +306,7 @@ def attach(
     if group is not None:
         finish_failed(group)
     for engine in previous.engines if previous is not None else ():
-        engine.conductor.finish_failed()
+        engine.backward_sync.finish_failed()
     if group is not None and init_sync:
         # Also where there is a refusal: the other ranks would wait for this one.
         check_same_model(module, group, options._asdict(), refusal, left_alone)
@@ -319,11 +318,11 @@ def attach(
         if init_sync:
             named = [*module.named_parameters(), *module.named_buffers()]
             broadcast_tensors(group, [t.detach() for name, t in named if name not in left_alone])
-        engine = Engine(module, group, options, inner, is_copy=is_copy)
+        sync = backward_sync_of(group)
+        engine = Engine(module, group, options, inner, backward_sync=sync, is_copy=is_copy)
         if engine.parameters:
             own.append(engine)
             watch(engine)
-            watch_steps()
     state = ParallelState(module if owner is not module else None, [*inner_engines, *own])
     with _lock:
         owners = [other for other, its in _states.items() if its is previous]
@@ -340,7 +339,7 @@ def release(wrapper: nn.Module) -> None:
     """Make the model in ``wrapper`` parallel no more: gradients stay this rank's own."""
     state = state_of(wrapper)
     for engine in state.engines:
-        engine.conductor.finish_failed()
+        engine.backward_sync.finish_failed()
     _replace(list(state.engines), ())
     state.parameters.clear()
 
@@ -349,7 +348,7 @@ def _replace(engines: Collection[Engine], replacements: Sequence[Engine]) -> Non
     """Stop ``engines``, and put ``replacements`` in their place in all states that list them."""
     for engine in engines:
         engine.detach()
-        engine.conductor.remove(engine)
+        engine.backward_sync.remove(engine)
         unwatch(engine)
     for state in all_states():
         kept = [engine for engine in state.engines if engine not in engines]

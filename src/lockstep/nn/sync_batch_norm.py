@@ -299,16 +299,6 @@ class _Normalize(torch.autograd.Function):
         )
 
 
-def sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
-    """Return whether a SyncBatchNorm in ``module``, ours or torch's, is over ``group`` itself."""
-    for part in module.modules():
-        if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
-            of = part.process_group
-            if (dist.group.WORLD if of is None else of) is group:
-                return True
-    return False
-
-
 def _statistics(
     input: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
