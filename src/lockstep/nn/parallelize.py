@@ -176,7 +176,7 @@ def join(
     check_flag("divide_by_initial_world_size", divide_by_initial_world_size)
     check_flag("throw_on_early_termination", throw_on_early_termination)
     engines = [*dict.fromkeys(engine for module in modules for engine in state_of(module).engines)]
-    groups = [engine.reducer.process_group for engine in engines]
+    groups = [engine.process_group for engine in engines]
     return UnevenLoop(
         engines,
         next((group for group in groups if group.size() > 1), None),
