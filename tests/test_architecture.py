@@ -62,8 +62,8 @@ STILL_OPEN = {
     "nn/replicas/shared.py": "comm.shm.memory",
     "nn/replicas/wire.py": "comm.shm.lines comm.shm.memory",
     "nn/sync_batch_norm.py": "comm.uncompiled",
-    "train/accumulate.py": "nn.micro_batches nn.parallel_state",
-    "train/average.py": "comm.uncompiled nn.agreement nn.backward nn.engine",
+    "train/accumulate.py": "nn.micro_batches",
+    "train/average.py": "comm.uncompiled",
     "train/mean.py": "comm.rank_threads comm.uncompiled nn.backward "
     "nn.micro_batches nn.reached nn.replicas.enclosing nn.replicas.meeting",
     "world/device.py": "comm.backends",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.rank_threads import this_thread
-from lockstep.nn.parallelize import ParallelState
+from lockstep.nn.parallelize import all_states, state_of
 from lockstep.nn.reached import is_any_reached
 from lockstep.nn.replicas.enclosing import current_task, is_backward_of_replicas
 
@@ -92,25 +92,26 @@ class Batch:
         return total
 
 
-# Ranks may be threads, and a dictionary that another thread changes can't be iterated over.
-_lock = threading.Lock()
+# Replicas have their backwards at the same time.
 _scaling = threading.Lock()
-_batches: weakref.WeakKeyDictionary[ParallelState, Batch] = weakref.WeakKeyDictionary()
 
 
-def batch_of(module: nn.Module, state: ParallelState) -> Batch:
-    """Return the batch of ``module``, which this thread accumulates."""
-    with _lock:
-        batch = _batches.setdefault(state, Batch(module))
-    batch.rank = this_thread()
-    return batch
+def batch_of(module: nn.Module) -> Batch:
+    """Return the batch of a parallel ``module``, which this thread accumulates."""
+    state = state_of(module)
+    if state.batch is None:
+        state.batch = Batch(module)
+    state.batch.rank = this_thread()
+    return state.batch
+
+
+def _all_batches() -> list[Batch]:
+    return [state.batch for state in all_states() if state.batch is not None]
 
 
 def _batches_of(rank: int) -> list[Batch]:
     """Return the batches that a mean of that thread may be over a part of."""
-    with _lock:
-        batches = list(_batches.values())
-    return [batch for batch in batches if batch.rank == rank and batch.is_open()]
+    return [batch for batch in _all_batches() if batch.rank == rank and batch.is_open()]
 
 
 def has_begun_batch() -> bool:
@@ -146,7 +147,7 @@ def count_micro_batch(
         batches = []
     # Parallel parts of a parallel model share parameters with it: each is scaled once.
     scaled: set[int] = set()
-    with _scaling:  # replicas have their backwards at the same time
+    with _scaling:
         totals = [batch.add(count, goes_on, scaled) for batch in batches]
     if has_samples and any(not torch.equal(total, totals[0]) for total in totals[1:]):
         numbers = ", ".join(f"{total.item():g}" for total in totals)
@@ -175,8 +176,6 @@ def remember_reached() -> None:
     From the replicas' backwards, which reach only leaves of their own, it can't be seen.
     """
     if not is_backward_of_replicas():
-        with _lock:
-            batches = list(_batches.values())
-        for batch in batches:
+        for batch in _all_batches():
             if batch.is_open() and batch.is_reached():
                 batch.reached_in = current_task()
