@@ -48,15 +48,14 @@ STILL_OPEN = {
     "nn/gradient_hooks.py": "comm.uncompiled",
     "nn/replicas/boundary.py": "comm.uncompiled",
     "nn/replicas/data_parallel.py": "comm.uncompiled",
-    "nn/replicas/member.py": "comm.shm.lines world.environment",
+    "nn/replicas/member.py": "comm.shm.sockets world.environment",
     "nn/replicas/modes.py": "world.threads",
     "nn/replicas/shared.py": "comm.shm.memory",
-    "nn/replicas/wire.py": "comm.shm.lines comm.shm.memory",
+    "nn/replicas/wire.py": "comm.shm.memory comm.shm.sockets",
     "nn/sync_batch_norm.py": "comm.uncompiled",
-    "train/accumulate.py": "nn.micro_batches nn.parallelize",
-    "train/average.py": "comm.uncompiled nn.backward nn.engine nn.verify",
-    "train/mean.py": "comm.uncompiled nn.backward nn.micro_batches "
-    "nn.reached nn.replicas.enclosing nn.replicas.meeting",
+    "train/accumulate.py": "nn.micro_batches",
+    "train/average.py": "comm.uncompiled",
+    "train/mean.py": "comm.uncompiled nn.backward nn.micro_batches nn.reached nn.replicas.enclosing nn.replicas.meeting",
 }
 
 FILES = {
