@@ -32,20 +32,6 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-# None of these starts a thread, and none but torch and lockstep's own is imported by every rank.
-PRELOADED = (
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",  # imported by the first step of an optimizer
-    "lockstep.bench.command",
-    "lockstep.data",
-    "lockstep.grad",
-    "lockstep.launcher.supervisor",
-    "lockstep.nn",
-    "lockstep.nn.replicas",
-    "lockstep.train",
-    "lockstep.world",
-)
 # The server's environment begins with this variable, and a fork writes its own over it, for those
 # who read /proc/PID/environ.
 _SPACE, _SPACE_BYTES = "LOCKSTEP_TESTS_SPACE", 1 << 16
@@ -247,9 +233,13 @@ class _Replaced(BaseException):
 
 def _serve(line: socket.socket) -> object:
     import gc
+    import pkgutil
 
-    for name in PRELOADED:
-        importlib.import_module(name)
+    import lockstep
+
+    for module in pkgutil.walk_packages(lockstep.__path__, "lockstep."):
+        if "__main__" not in module.name and "integrations" not in module.name:
+            importlib.import_module(module.name)
     # But for OpenBLAS's, which end before a fork and start anew on both sides.
     assert threading.active_count() == 1
     gc.collect()

@@ -12,6 +12,7 @@ from torch import nn
 import lockstep
 from tests.nn.models import MODELS, build
 from tests.ranks import BACKENDS, Backend, run_ranks
+from tests.same import gradients_of
 
 TOLERANCE = 1e-10
 SPLITS = {
@@ -33,10 +34,6 @@ def one_process(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Ten
         gradients.append(gradients_of(model))
         optimizer.step()
     return gradients
-
-
-def gradients_of(model: nn.Module) -> list[torch.Tensor | None]:
-    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
 
 
 def assert_same(ours: list, oracle: list, tolerance: float = TOLERANCE) -> None:
