@@ -29,10 +29,11 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=LONG)
 hypothesis.settings.register_profile("short", deadline=None, max_examples=SHORT)
 hypothesis.settings.load_profile("short")
 
-# A shell has programs in the background ignore Ctrl-C, and nohup has them ignore SIGHUP: then those
-# that tests start would, too.
+# A shell has programs in the background ignore SIGINT, and nohup has them ignore SIGHUP. Programs
+# inherit that from those that start them, but not a handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 # Tests run beside each other, on all cores.
 torch.set_num_threads(1)
