@@ -13,8 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.rank_threads import RankThreads, a_rank_of
-from lockstep.comm.threads import end_this_rank
+from lockstep.comm import RankThreads, a_rank_of, end_this_rank
 from lockstep.errors import RankFailed
 from lockstep.launcher.failures import Ending, Report, describe, exit_code_of, first_failure, tell
 from lockstep.world import Placement, Starter, as_rank, init
