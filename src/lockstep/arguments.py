@@ -1,7 +1,7 @@
-"""Checks of arguments at the entrance of public functions.
+"""Checks of the arguments of public functions.
 
-A wrong argument that gets into torch or Python fails there, in words that don't name it. Each check
-says which argument it is, what it was and what is wanted; ``wanted`` is that in words.
+Without them, a wrong argument fails inside torch or Python, with an error that doesn't name it. The
+error of a check has the argument's name, its value, and in words the value that is wanted.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
+from collections.abc import Sequence
 from types import UnionType
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+Device = int | str | torch.device
+
 
 def refusal(name: str, value: object, wanted: str) -> str:
-    """What an error says of an argument."""
+    """The message of an error about an argument; ``wanted`` describes a right one."""
     return f"{name} is {reprlib.repr(value)} ({type(value).__name__}), not {wanted}."
 
 
@@ -28,15 +31,15 @@ def check_type(name: str, value: object, kind: type | UnionType, wanted: str) ->
 
 
 def check_module(module: object) -> None:
-    """Raise TypeError unless ``module`` is one."""
+    """Raise TypeError unless ``module`` is a module."""
     check_type("module", module, nn.Module, "a torch.nn.Module")
 
 
 def check_flag(name: str, value: object, wanted: str = "True or False") -> None:
-    """Raise TypeError unless ``value`` is True or False, or equal to one, as 0 and 1 are."""
+    """Raise TypeError unless ``value`` equals True or False, as 1 and 0 do."""
     try:
         is_flag = value in (False, True)
-    except (RuntimeError, ValueError):  # tensors and arrays of several numbers
+    except (RuntimeError, ValueError):  # a tensor or array of several numbers
         is_flag = False
     if not is_flag:
         raise TypeError(refusal(name, value, wanted))
@@ -60,7 +63,7 @@ def as_whole_number(
     """``value`` as an int.
 
     Raises:
-        TypeError: If it isn't an integer of Python's, NumPy's or torch's; a bool isn't either.
+        TypeError: If it isn't an integer of Python, NumPy or torch, or is a bool.
         ValueError: If it is less than ``at_least``.
     """
     try:
@@ -80,7 +83,7 @@ def as_finite_number(
     """``value`` as a float.
 
     Raises:
-        TypeError: If it isn't a number, which a tensor of one element is too.
+        TypeError: If it isn't a number or a tensor of one element.
         ValueError: If it is NaN, infinite, or less than ``at_least``.
     """
     try:
@@ -110,3 +113,41 @@ def as_device(name: str, value: object) -> torch.device:
         return torch.device(value)
     except (RuntimeError, ValueError) as error:
         raise ValueError(refusal(name, value, wanted)) from error
+
+
+def only_device(
+    module: nn.Module, device_ids: Sequence[Device] | None, output_device: Device | None
+) -> torch.device | None:
+    """Return the device that ``device_ids`` names, if it names one: that of ``module``.
+
+    Raises:
+        TypeError: If an argument is of a wrong type.
+        ValueError: If one names another device than that of ``module``, or several.
+    """
+    check_type(
+        "device_ids", device_ids, list | tuple | None, "a list of the one device of this rank"
+    )
+    if output_device is not None:
+        _device_of(module, "output_device", output_device)
+    if not device_ids:
+        return None
+    if len(device_ids) > 1:
+        raise ValueError(
+            f"device_ids names {len(device_ids)} devices, but a rank has one. Start a rank for "
+            "each, with 'lockstep run -n', or leave device_ids out."
+        )
+    return _device_of(module, "device_ids", device_ids[0])
+
+
+def _device_of(module: nn.Module, name: str, named: Device) -> torch.device:
+    devices = {parameter.device for parameter in module.parameters()}
+    is_number = isinstance(named, int) and not isinstance(named, bool)
+    argument = f"{name}[0]" if name == "device_ids" else name
+    device = as_device(argument, f"cuda:{named}" if is_number else named)
+    for other in devices:
+        if other.type != device.type or device.index not in (None, other.index):
+            raise ValueError(
+                f"{name} names {device}, but the model is on {', '.join(map(str, devices))}. Leave "
+                f"{name} out, or move the model there first."
+            )
+    return device

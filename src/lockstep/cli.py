@@ -1,6 +1,6 @@
 """The command ``lockstep``: its options and their help.
 
-It answers at once: nothing that is imported here imports torch.
+Help is shown at once: nothing that is imported here imports torch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from lockstep import launcher
 from lockstep.errors import BadLaunch, LockstepError
-from lockstep.launcher import job as jobs
-from lockstep.launcher.starting import start
 
 __all__ = ["main"]
 
@@ -82,10 +81,9 @@ A quick look:
 
 
 def main() -> None:
-    """Run the command; what goes wrong for a reason that we know is said in one paragraph."""
+    """Run the command; an error of lockstep's own is shown as its message, without a traceback."""
     try:
-        parser = _parser()
-        options = parser.parse_args()
+        options = _parser().parse_args()
         options.act(options)
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
@@ -93,7 +91,7 @@ def main() -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose help is laid out as it is written here, and whose refusals are BadLaunch."""
+    """A parser whose help is laid out as written here, and whose errors are BadLaunch."""
 
     def __init__(self, **options: object) -> None:
         defaults = {
@@ -109,7 +107,7 @@ class _Parser(argparse.ArgumentParser):
         raise BadLaunch(f"{message}. '{self.prog} --help' shows what can be given.")
 
     def _tell(self, _: argparse.Namespace) -> NoReturn:
-        """What a command does that only has others below it."""
+        """The action of a command that has only subcommands."""
         self.print_help()
         sys.exit(2)
 
@@ -154,13 +152,12 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         *("-n", "--nprocs"),
-        dest="num_ranks",
         metavar="N",
         help="How many ranks to start on this host; by default one for each GPU, or 2 where "
         "there is none.",
     )
-    add("--nproc-per-node", dest="num_ranks", metavar="N", help="The same, as torchrun calls it.")
-    add("--nproc_per_node", dest="num_ranks", help=argparse.SUPPRESS)
+    add("--nproc-per-node", dest="nprocs", metavar="N", help="The same, as torchrun calls it.")
+    add("--nproc_per_node", dest="nprocs", help=argparse.SUPPRESS)
     add(
         "--threads",
         metavar="T",
@@ -181,33 +178,28 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--nnodes",
-        dest="num_hosts",
         default="1",
         metavar="N",
         help="On how many hosts this command is given; by default 1.",
     )
     add(
         "--node-rank",
-        dest="host",
         metavar="R",
         help="Which of them this is, from 0. Left out, the hosts settle it among themselves.",
     )
     add(
         "--rdzv-endpoint",
-        dest="endpoint",
         metavar="HOST:PORT",
         help="Where the hosts meet: a free port of the first of them.",
     )
     add(
         "--rdzv-id",
-        dest="run_id",
         default="lockstep",
         metavar="ID",
         help="Tells jobs that meet there apart; by default %(default)s.",
     )
     add(
         "--rdzv-timeout",
-        dest="timeout_seconds",
         default="300",
         metavar="SECONDS",
         help="How long hosts wait to meet; by default %(default)s.",
@@ -219,33 +211,35 @@ def _run(options: argparse.Namespace) -> NoReturn:
     words = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not words:
         raise BadLaunch("SCRIPT is missing: say what to run, as in 'lockstep run -n 2 train.py'.")
-    program, *argv = words
-    given = options.num_ranks
-    num_ranks = jobs.default_num_ranks() if given is None else jobs.check_num_ranks(given)
-    if given is None:
+    name, *argv = words
+    num_ranks = launcher.default_num_ranks()
+    if options.nprocs is None:
         _warn_of_late_options(argv, num_ranks)
-    num_hosts = jobs.whole_number(
-        options.num_hosts, "The number of hosts", "Leave --nnodes out to run on one."
+    else:
+        num_ranks = launcher.check_num_ranks(options.nprocs)
+    num_threads = launcher.default_num_threads(num_ranks)
+    if options.threads is not None:
+        num_threads = launcher.check_num_threads(options.threads)
+    num_hosts = launcher.whole_number(
+        options.nnodes, "The number of hosts", "Leave --nnodes out to run on one."
     )
-    threads = options.threads
-    job = jobs.Job(
-        jobs.check_module(jobs.Module(program, tuple(argv)))
-        if options.module
-        else jobs.check_script(jobs.Script(program, tuple(argv))),
+    program: launcher.Module | launcher.Script
+    if options.module:
+        program = launcher.check_module(launcher.Module(name, tuple(argv)))
+    else:
+        program = launcher.check_script(launcher.Script(name, tuple(argv)))
+    stdin_rank = launcher.check_stdin(options.stdin, num_ranks, num_hosts)
+    hosts = (options.node_rank, options.rdzv_endpoint, options.rdzv_id, options.rdzv_timeout)
+    job = launcher.Job(
+        program,
         num_ranks,
-        jobs.default_num_threads(num_ranks) if threads is None else jobs.check_num_threads(threads),
+        num_threads,
         log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
-        num_hosts=num_hosts,
-        stdin_rank=jobs.check_stdin(options.stdin, num_ranks, num_hosts),
+        meeting=launcher.check_meeting(num_hosts, *hosts),
+        stdin_rank=stdin_rank,
         full_traceback=options.full_traceback,
     )
-    start(
-        job,
-        host=options.host,
-        endpoint=options.endpoint,
-        run_id=options.run_id,
-        timeout_seconds=options.timeout_seconds,
-    )
+    launcher.run_job(job)
 
 
 def _warn_of_late_options(argv: Sequence[str], num_ranks: int) -> None:
@@ -289,7 +283,7 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(options: argparse.Namespace) -> NoReturn:
-    from lockstep.demo.command import demo
+    from lockstep.demo import demo
 
     sys.exit(0 if demo(options.nprocs, options.epochs, options.seed, options.data) else 1)
 
@@ -335,8 +329,7 @@ def _add_collectives_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _collectives(options: argparse.Namespace) -> None:
-    from lockstep.bench.command import collectives
-    from lockstep.bench.plan import DEFAULT_SIZES
+    from lockstep.bench import DEFAULT_SIZES, collectives
 
     collectives(
         options.ranks or ["2", "4"],

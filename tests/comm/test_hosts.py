@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.hosts.group import HostsGroup
+from lockstep.comm.hosts.collectives import HostsGroup
 from lockstep.comm.hosts.transport import HostsTransport
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.errors import CollectiveMismatch, PeerLost
@@ -64,10 +64,20 @@ def hosts(request: pytest.FixtureRequest) -> Sequence[Sequence[int]]:
     return chosen
 
 
-@pytest.mark.parametrize("numel", [0, 1, 7, 100_000, 9_000_001])
+@pytest.mark.parametrize(
+    "numel", [0, 1, 7, 100_000, pytest.param(9_000_001, marks=pytest.mark.long)]
+)
 def test_all_reduce_has_the_same_bits_everywhere(
     hosts: Sequence[Sequence[int]], numel: int
 ) -> None:
+    check_bits_of_all_reduce(hosts, numel)
+
+
+def test_all_reduce_in_many_pieces() -> None:
+    check_bits_of_all_reduce(HOSTS["uneven"], 9_000_001)
+
+
+def check_bits_of_all_reduce(hosts: Sequence[Sequence[int]], numel: int) -> None:
     def body(rank: int, group: HostsGroup) -> torch.Tensor:
         tensor = values(rank, numel)
         group.allreduce([tensor]).wait()
@@ -133,7 +143,7 @@ def test_a_lost_store_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch
         def gone(*_: object) -> bool:
             raise dist.DistNetworkError("the store is gone")
 
-        for network in filter(None, (group._team.everyone, group._team.leaders)):
+        for network in filter(None, (group._transport.everyone, group._transport.leaders)):
             network._store = types.SimpleNamespace(check=gone, set=gone)
         began = time.monotonic()
         with pytest.raises(PeerLost) as caught:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from tests.comm.groups import (
-    BACKENDS,
     COMPLEX,
     DTYPES,
     FLOAT8,
@@ -18,10 +17,11 @@ from tests.comm.groups import (
     INTS,
     OURS,
     SHAPES,
-    SIZES,
     assert_reduced,
     assert_same_bits,
     laid_out,
+    over_backends_and_sizes,
+    over_ours_and_sizes,
     reduce_scatter_single,
     reduced,
     run_on,
@@ -31,13 +31,6 @@ from tests.comm.groups import (
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _BITWISE = ("BAND", "BOR", "BXOR")
 _ORDERED = ("MIN", "MAX")
-
-over_backends_and_sizes = pytest.mark.parametrize(
-    ("backend", "size"), [(backend, size) for backend in BACKENDS for size in SIZES]
-)
-over_ours_and_sizes = pytest.mark.parametrize(
-    ("backend", "size"), [(backend, size) for backend in OURS for size in SIZES]
-)
 
 
 def supports(backend: str, op: str, dtype: torch.dtype) -> bool:
@@ -120,18 +113,16 @@ def test_reduce_scatter_gives_each_rank_its_part(backend: str, size: int, op: st
         for dtype, shape in cases(backend, op):
             if backend == "gloo" and (not sum(shape) or (op != "SUM" and sum(shape) > 100_000)):
                 continue  # takes neither empty tensors nor such without dimensions
-            parts = [
-                [values(dtype, shape, seed=r * size + part) for part in range(size)]
-                for r in range(size)
-            ]
+            given = [values(dtype, shape, seed=rank * size + part) for part in range(size)]
+            combined = [values(dtype, shape, seed=r * size + rank) for r in range(size)]
             output = torch.empty(shape, dtype=dtype)
             kind = getattr(dist.ReduceOp, op)
-            dist.reduce_scatter(output, [p.clone() for p in parts[rank]], kind, group=group)
-            assert_reduced(backend, output, op, [theirs[rank] for theirs in parts])
+            dist.reduce_scatter(output, [part.clone() for part in given], kind, group=group)
+            assert_reduced(backend, output, op, combined)
             single = torch.empty(shape, dtype=dtype)
-            whole = torch.cat(parts[rank]) if shape else torch.stack(parts[rank])
+            whole = torch.cat(given) if shape else torch.stack(given)
             reduce_scatter_single(single, whole, kind, group=group)
-            assert_reduced(backend, single, op, [theirs[rank] for theirs in parts])
+            assert_reduced(backend, single, op, combined)
 
     run_on(backend, size, body)
 

@@ -23,8 +23,7 @@ import cloudpickle
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from lockstep.comm.shm.lines import receive_message, send_message, shut_down
-from lockstep.comm.shm.memory import Segment, map_segment
+from lockstep.comm import Segment, map_segment, receive_message, send_message, shut_down
 from lockstep.nn.replicas.group import is_one, mark_as_one
 
 # The length of the message, and how many of its descriptors are those of the sender's memory.

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from lockstep.nn.arguments import Device
+from lockstep.arguments import Device
 
 T = TypeVar("T")
 

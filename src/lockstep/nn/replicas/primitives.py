@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from lockstep.nn.arguments import Device
+from lockstep.arguments import Device
 from lockstep.nn.replicas.devices import as_device, as_devices, on_device
 from lockstep.nn.replicas.group import as_replicas
 from lockstep.nn.replicas.linked_embedding import as_linked, linked_embeddings_in

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm.shm.lines import shut_down
+from lockstep.comm import shut_down
 from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas.channel import Channel, Packed, share
 from lockstep.nn.replicas.gradients import Gradients, GradientsElsewhere
@@ -37,7 +37,7 @@ from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, versio
 from lockstep.nn.replicas.nested import tensors_in
 from lockstep.nn.replicas.replica_call import Arguments, Ends
 from lockstep.nn.replicas.worker_threads import Modes, Outcome, is_interruption, values_of
-from lockstep.world.environment import allocator_environment
+from lockstep.world import allocator_environment
 
 # How long processes may take to start, whatever the timeout: they import torch.
 _START_SECONDS = 120.0

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.nn.arguments import Device
+from lockstep.arguments import Device
 from lockstep.nn.replicas.devices import as_device, as_devices, as_dim, move
 from lockstep.nn.replicas.group import is_one, mark_as_one, this_replica
 from lockstep.nn.replicas.nested import Path, children, leaves, like, name_of

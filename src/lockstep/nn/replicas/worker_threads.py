@@ -20,9 +20,9 @@ from typing import Generic, NamedTuple, TypeGuard, TypeVar
 
 import torch
 
-from lockstep.comm.rank_threads import of_this_rank
+from lockstep.comm import of_this_rank
 from lockstep.torch_private import DeviceContext, _get_current_function_mode_stack
-from lockstep.world.threads import of_this_place
+from lockstep.world import of_this_place
 
 T = TypeVar("T")
 Queue = queue.SimpleQueue[Callable[[], None] | None]

@@ -1,0 +1,237 @@
+"""``launch(fn)``: call a function on new ranks, from a script, a notebook or a test.
+
+The file isn't called ``launch``: once imported, it would hide the function in the package.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, TextIO, TypeVar
+
+from lockstep.errors import BadLaunch, LaunchError, RankFailed
+from lockstep.launcher.failures import Outcome
+from lockstep.launcher.job import (
+    Call,
+    Caller,
+    Job,
+    check_num_ranks,
+    check_num_threads,
+    default_num_threads,
+)
+from lockstep.launcher.processes import flush_standard_streams
+from lockstep.launcher.run import supervisor_command, supervisor_environment, write_job
+
+Result = TypeVar("Result")
+_READ_BYTES = 1 << 16
+_PATIENCE_SECONDS = 10.0  # longer than the supervisor takes to kill ranks that don't end
+
+
+def launch(
+    fn: Callable[..., Result],
+    nprocs: int = 2,
+    args: Sequence[object] = (),
+    *,
+    ranks: Literal["processes", "threads"] = "processes",
+    num_threads: int | None = None,
+    output: Literal["labelled", "plain"] = "labelled",
+    log_dir: str | os.PathLike[str] | None = None,
+) -> list[Result]:
+    """Call ``fn(world, *args)`` on ``nprocs`` new processes and wait for all of them.
+
+    Each process is a rank, and ``world`` its World, as from :func:`lockstep.init`. The processes
+    are fresh ones, not forks of the caller, so it doesn't matter which threads, locks or devices
+    the caller uses. When ``launch`` returns or raises, none of them is left.
+
+    With ``ranks="threads"`` they are threads of this process: they start in a millisecond, stop
+    at a debugger's breakpoints, and compute on the CPU. Each has its own World, process groups,
+    grad mode and autocast; groups are of the backend ``"threads"``. All else is shared:
+
+    - ``fn``, its arguments and its results are the caller's own objects, not copies. Each rank
+      must make its own model and optimizer.
+    - torch's random numbers: the ranks draw from one generator, in an order that changes from
+      run to run. Use a :class:`torch.Generator` for each rank, or initialise a model on one
+      rank; :func:`lockstep.parallelize` hands its parameters to the others.
+    - A thread that a rank starts is no rank: it has no World, and sees the caller's groups.
+    - Output isn't labelled, and nothing can end a thread that hangs. After a rank has failed,
+      the others have ten seconds to end.
+
+    Args:
+        fn: The function. It is pickled by ``cloudpickle``, so a lambda, a function inside a
+            function or one of a notebook will do. Changes that it makes to the caller's
+            variables are lost. (Threads: neither pickled nor lost.)
+        nprocs: The number of ranks.
+        args: The arguments of ``fn`` after the world, the same for every rank.
+        ranks: ``"processes"`` or ``"threads"``.
+        num_threads: How many threads each rank computes with; by default the cores that this
+            process may use, divided by ``nprocs``.
+        output: With ``"labelled"``, the ranks' output goes to ``sys.stdout`` and ``sys.stderr``
+            of the caller, line by line, each labelled with its rank. With ``"plain"``, the ranks
+            write to the caller's file descriptors 1 and 2 themselves. Threads do so in any case.
+        log_dir: A directory in which to keep each rank's output, as ``rank-R.log``.
+
+    Returns:
+        The ranks' results, in the order of ranks.
+
+    Raises:
+        BadLaunch: If ``fn`` isn't callable, it or ``args`` can't be pickled, or the numbers make
+            no sense.
+        RankFailed: If a rank didn't end well: the first that failed. The message has the caller's
+            own lines of its traceback, and the attribute ``traceback`` all of it.
+        LaunchError: If the ranks couldn't be started.
+    """
+    if output not in ("labelled", "plain"):
+        raise BadLaunch(f"output is {output!r}, but only 'labelled' and 'plain' are known.")
+    if output == "plain" and log_dir is not None:
+        raise BadLaunch(
+            "Plain output doesn't pass through the launcher, so it can't be kept in log_dir "
+            "as well. Leave out one of them."
+        )
+    if ranks not in ("processes", "threads"):
+        raise BadLaunch(f"ranks is {ranks!r}, but only 'processes' and 'threads' are known.")
+    num_ranks = check_num_ranks(nprocs)
+    threads = default_num_threads(num_ranks) if num_threads is None else num_threads
+    threads = check_num_threads(threads)
+    if not callable(fn):
+        raise BadLaunch(
+            f"launch() was given a {type(fn).__name__} to call: {fn!r}. Give it a function that "
+            "takes the world, and pass the function's other arguments as args=(...)."
+        )
+    if ranks == "threads":
+        # Not before it is needed: it imports torch.
+        from lockstep.launcher.threads import run_threads
+
+        if log_dir is not None:
+            raise BadLaunch(
+                "Ranks that are threads write to the caller's own streams, so their output can't "
+                "be kept in log_dir. Leave it out, or use ranks='processes'."
+            )
+        return run_threads(fn, args, num_ranks, threads)
+    job = Job(
+        _pickled_call(fn, args),
+        num_ranks,
+        threads,
+        log_dir=None if log_dir is None else os.fspath(Path(log_dir).absolute()),
+        labelled=output == "labelled",
+    )
+    outcome = _run(job)
+    if outcome.exit_status == 0:
+        return [pickle.loads(result) for result in outcome.results]
+    message = outcome.message or f"The ranks ended with exit code {outcome.exit_status}."
+    if outcome.rank is None:
+        raise LaunchError(message)
+    raise RankFailed(
+        message,
+        rank=outcome.rank,
+        exit_code=outcome.exit_code,
+        signal=outcome.signal,
+        traceback=outcome.traceback,
+    )
+
+
+def _pickled_call(fn: Callable[..., object], args: Sequence[object]) -> Call:
+    import cloudpickle
+
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    try:
+        return Call(cloudpickle.dumps((fn, tuple(args))), name)
+    except Exception as error:  # objects raise all kinds of errors when they are pickled
+        raise BadLaunch(
+            f"{name} and its arguments can't be sent to other processes: {error}. Open files, "
+            "locks, sockets and generators can't be pickled: make them inside the function."
+        ) from error
+
+
+def _run(job: Job) -> Outcome:
+    """Run ``job`` in a supervisor, copy its output, and return its outcome."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            job = replace(job, caller=Caller(os.getpid(), theirs.fileno()))
+            supervisor = _start_supervisor(job, theirs.fileno())
+        try:
+            answer = _copy_until_end(supervisor, ours)
+        except BaseException as error:
+            # Errors other than Ctrl-C come from the caller's output streams.
+            interrupted = isinstance(error, KeyboardInterrupt)
+            supervisor.send_signal(signal.SIGINT if interrupted else signal.SIGTERM)
+            _close_output(supervisor)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                supervisor.wait(_PATIENCE_SECONDS)
+            supervisor.kill()  # its guardian then ends the ranks
+            raise
+        finally:
+            _close_output(supervisor)
+            supervisor.wait()
+    if not answer:
+        raise LaunchError(
+            "The process that starts and watches the ranks ended with exit code "
+            f"{supervisor.returncode} and without a word. Its output, above, may tell why; if "
+            "it is -9, it was killed, and the ranks with it."
+        )
+    outcome = pickle.loads(answer)
+    assert isinstance(outcome, Outcome)
+    return outcome
+
+
+def _start_supervisor(job: Job, connection: int) -> subprocess.Popen[bytes]:
+    descriptor = write_job(job)
+    output = subprocess.PIPE if job.labelled else None
+    flush_standard_streams()
+    try:
+        return subprocess.Popen(
+            supervisor_command(descriptor),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=supervisor_environment(job),
+            pass_fds=(descriptor, connection),
+            start_new_session=True,  # Ctrl-C is the caller's to handle
+        )
+    except OSError as error:
+        raise LaunchError(f"{sys.executable} can't be started: {error.strerror}.") from error
+    finally:
+        os.close(descriptor)
+
+
+def _close_output(supervisor: subprocess.Popen[bytes]) -> None:
+    for pipe in (supervisor.stdout, supervisor.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def _copy_until_end(supervisor: subprocess.Popen[bytes], connection: socket.socket) -> bytes:
+    """Copy the supervisor's output to ``sys.stdout`` and ``sys.stderr``; return its answer."""
+    answer = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ, answer.extend)
+        for pipe, stream in ((supervisor.stdout, sys.stdout), (supervisor.stderr, sys.stderr)):
+            if pipe is not None:
+                selector.register(pipe, selectors.EVENT_READ, _writer(stream))
+        while selector.get_map():
+            for key, _ in selector.select():
+                data = os.read(key.fd, _READ_BYTES)
+                key.data(data)
+                if not data:
+                    selector.unregister(key.fileobj)
+    return bytes(answer)
+
+
+def _writer(stream: TextIO) -> Callable[[bytes], None]:
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def write(data: bytes) -> None:
+        stream.write(decoder.decode(data, final=not data))
+        stream.flush()
+
+    return write
