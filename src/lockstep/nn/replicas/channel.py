@@ -11,6 +11,7 @@ import ctypes
 import functools
 import io
 import math
+import mmap
 import os
 import pickle
 import socket
@@ -276,7 +277,8 @@ class SharedTensors:
 
     def alone(self) -> list[torch.Tensor]:
         """The tensors, on the CPU, each in a storage of its own: saving one doesn't save all."""
-        memory = bytes_of(self._memory.here)
+        assert self._memory.segment is not None
+        memory = mmap.mmap(self._memory.segment.descriptor, len(self._memory.here))
         tensors = []
         for dtype, start, shape, stride in self._spans:
             count = math.prod(shape)

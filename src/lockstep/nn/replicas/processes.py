@@ -374,13 +374,15 @@ class ReplicaProcesses:
         Raises:
             BaseException: If it isn't so.
         """
-        error = first.error
+        # Not kept: its traceback may hold a tensor whose graph holds this object, a circle that no
+        # garbage collector sees.
+        error, (lost, self._lost) = first.error, (self._lost, None)
         if is_interruption(error):
             raise error
-        if self._lost is not None:
-            if error is not None and error is not self._lost:
-                self._lost.add_note(f"Replica 0 failed as well: {error!r}")
-            raise self._lost
+        if lost is not None:
+            if error is not None and error is not lost:
+                lost.add_note(f"Replica 0 failed as well: {error!r}")
+            raise lost
 
     def kill(self) -> None:
         """End all processes now."""
