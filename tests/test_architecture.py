@@ -55,7 +55,8 @@ STILL_OPEN = {
     "nn/sync_batch_norm.py": "comm.uncompiled",
     "train/accumulate.py": "nn.micro_batches",
     "train/average.py": "comm.uncompiled",
-    "train/mean.py": "comm.uncompiled nn.backward nn.micro_batches nn.reached nn.replicas.enclosing nn.replicas.meeting",
+    "train/mean.py": "comm.uncompiled nn.backward nn.micro_batches "
+    "nn.reached nn.replicas.enclosing nn.replicas.meeting",
 }
 
 FILES = {
