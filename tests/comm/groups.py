@@ -17,9 +17,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import threads
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.shm.transport import ShmTransport
+from lockstep.comm.threads.transport import join as join_threads
 from tests.ranks import gloo_group
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def make_group(
     """A group that torch.distributed knows nothing of."""
     if backend == "gloo":
         return gloo_group(store, rank, size, seconds)
-    join = ShmTransport if backend == "shm" else threads.join
+    join = ShmTransport if backend == "shm" else join_threads
     team = join(store, rank, size, seconds, members)
     return SharedMemoryGroup(team, backend, timedelta(seconds=seconds), store)
 

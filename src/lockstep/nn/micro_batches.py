@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from lockstep.comm.rank_threads import this_thread
+from lockstep.comm import this_thread
 from lockstep.nn.parallelize import all_states, state_of
 from lockstep.nn.reached import is_any_reached
 from lockstep.nn.replicas.enclosing import current_task, is_backward_of_replicas
