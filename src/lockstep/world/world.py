@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import as_device, check_process_group, check_type
-from lockstep.comm.backends import SHM, THREADS, register_backends
+from lockstep.comm import SHM, THREADS, register_backends
 from lockstep.errors import BackendUnavailable, ContradictoryInit, InitError, SharedMemoryFull
 from lockstep.torch_private import _get_default_store
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
