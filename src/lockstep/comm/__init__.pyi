@@ -15,6 +15,7 @@ from .backends import THREADS as THREADS
 from .backends import register_backends as register_backends
 from .collectives import Collectives as Collectives
 from .deadline import Deadline as Deadline
+from .dynamo import uncompiled as uncompiled
 from .failures import Pending as Pending
 from .failures import explained as explained
 from .failures import global_rank as global_rank
@@ -29,6 +30,9 @@ from .join_state import mean_divisor as mean_divisor
 from .join_state import set_join_state as set_join_state
 from .join_state import sum_in_step as sum_in_step
 from .reduction import reduction_for as reduction_for
+from .shm.lines import receive_message as receive_message
+from .shm.lines import send_message as send_message
+from .shm.lines import shut_down as shut_down
 from .shm.memory import Segment as Segment
 from .shm.memory import check_room as check_room
 from .shm.memory import map_segment as map_segment

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.mail import Expected
 from lockstep.comm.threads.ranks import of_this_rank
-from lockstep.comm.uncompiled import uncompiled
 from lockstep.comm.work import Outcome
 from lockstep.torch_private import _InferenceMode
 

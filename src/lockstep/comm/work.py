@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.threads.ranks import of_this_rank
-from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed
 from lockstep.torch_private import _InferenceMode
 

@@ -21,8 +21,7 @@ from lockstep.arguments import (
     check_process_group,
     check_type,
 )
-from lockstep.comm import gather_in_step, sum_in_step
-from lockstep.comm.uncompiled import uncompiled
+from lockstep.comm import gather_in_step, sum_in_step, uncompiled
 from lockstep.nn.backward import begin_if_others_must_know, finish_failed
 from lockstep.torch_private import _BatchNorm
 
@@ -332,15 +331,6 @@ class _Normalize(torch.autograd.Function):
             None,
             None,
         )
-
-
-def sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
-    """Whether a SyncBatchNorm in ``module``, ours or torch's, is over ``group`` itself."""
-    norms = [
-        part for part in module.modules() if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm)
-    ]
-    groups = (norm.process_group for norm in norms)
-    return any((dist.group.WORLD if of is None else of) is group for of in groups)
 
 
 def _statistics(

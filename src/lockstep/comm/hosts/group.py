@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.arguments import flattened
+from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.hosts.collectives import HostsCollectives
 from lockstep.comm.hosts.transport import HostsTransport
 from lockstep.comm.transport import Signature
-from lockstep.comm.uncompiled import uncompiled
 
 
 @uncompiled
