@@ -219,15 +219,17 @@ def _passes(shared: torch.Tensor, shm: SharedMemoryGroup) -> Callable[[], None]:
     Each rank reads its share of the elements from every rank's buffer, and writes the sum to every
     rank's buffer: the least that an all-reduce needs in which each element is summed once.
     """
-    team = shm._transport
-    place = team.find(shared)
+    transport = shm._transport
+    place = transport.find(shared)
     assert place is not None
-    places = team.exchange(Signature("bound"), place, _TIMEOUT_SECONDS)
+    places = transport.exchange(Signature("bound"), place, _TIMEOUT_SECONDS)
     buffers = [
-        shared if rank == team.rank else team.at(rank, place, shared.dtype, shared.numel())
+        shared
+        if rank == transport.rank
+        else transport.at(rank, place, shared.dtype, shared.numel())
         for rank, place in enumerate(places)
     ]
-    shares = [buffer.chunk(team.size)[team.rank] for buffer in buffers]
+    shares = [buffer.chunk(transport.size)[transport.rank] for buffer in buffers]
     blocks = list(zip(*(share.split(_BLOCK_NUMEL) for share in shares), strict=True))
 
     @torch.inference_mode()
@@ -274,23 +276,24 @@ def _measure_small_call(ranks: Ranks, shm: SharedMemoryGroup, rounds: int) -> Sm
 def _parts_of_all_reduce(
     tensor: torch.Tensor, shm: SharedMemoryGroup
 ) -> dict[str, Callable[[], object]]:
-    team, options = shm._transport, dist.AllreduceOptions()
+    transport, options = shm._transport, dist.AllreduceOptions()
     options.asyncOp = False
     reduction = reduction_for(dist.ReduceOp.SUM, tensor.dtype)
     call = Signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
-    place, slot = team.stage(tensor.dtype, tensor.numel())
-    places = team.exchange(call, place, _TIMEOUT_SECONDS)
+    place, slot = transport.stage(tensor.dtype, tensor.numel())
+    places = transport.exchange(call, place, _TIMEOUT_SECONDS)
 
     def algorithm() -> None:
-        Collectives(team, call, _TIMEOUT_SECONDS).all_reduce(tensor, reduction)
+        Collectives(transport, call, _TIMEOUT_SECONDS).all_reduce(tensor, reduction)
 
     def copy() -> None:
-        team.stage(tensor.dtype, tensor.numel())
+        transport.stage(tensor.dtype, tensor.numel())
         slot.copy_(tensor)
 
     def add_up() -> None:
         buffers = [
-            team.at(rank, place, tensor.dtype, tensor.numel()) for rank, place in enumerate(places)
+            transport.at(rank, place, tensor.dtype, tensor.numel())
+            for rank, place in enumerate(places)
         ]
         reduction.into(tensor, buffers)
 
@@ -298,7 +301,7 @@ def _parts_of_all_reduce(
     return {
         "whole": partial(dist.all_reduce, tensor, group=shm),
         "group": lambda: shm.allreduce([tensor], options).wait(),
-        "meeting": partial(team.exchange, call, 0, _TIMEOUT_SECONDS),
+        "meeting": partial(transport.exchange, call, 0, _TIMEOUT_SECONDS),
         **{name: torch.inference_mode()(part) for name, part in parts.items()},
     }
 

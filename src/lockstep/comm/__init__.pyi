@@ -30,12 +30,12 @@ from .join_state import mean_divisor as mean_divisor
 from .join_state import set_join_state as set_join_state
 from .join_state import sum_in_step as sum_in_step
 from .reduction import reduction_for as reduction_for
-from .shm.lines import receive_message as receive_message
-from .shm.lines import send_message as send_message
-from .shm.lines import shut_down as shut_down
 from .shm.memory import Segment as Segment
 from .shm.memory import check_room as check_room
 from .shm.memory import map_segment as map_segment
+from .shm.sockets import receive_message as receive_message
+from .shm.sockets import send_message as send_message
+from .shm.sockets import shut_down as shut_down
 from .threads.ranks import RankThreads as RankThreads
 from .threads.ranks import a_rank_of as a_rank_of
 from .threads.ranks import end_this_rank as end_this_rank

@@ -46,7 +46,6 @@ from lockstep.comm.arguments import (
 from lockstep.comm.base_group import BaseGroup, Options
 from lockstep.comm.collectives import Collectives
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.recv_work import RecvWork
 from lockstep.comm.reduction import reduction_for
 from lockstep.comm.sparse import sum_sparse
 from lockstep.comm.transport import Signature, Transport
@@ -426,11 +425,7 @@ class SharedMemoryGroup(BaseGroup):
         (tensor,) = listed(tensors)
         check_rank(self._size, dst, "send to")
         self._transport.check_open()
-        return self._send(tensor, dst, tag)
-
-    def _send(self, tensor: Tensor, destination: int, tag: int) -> dist.Work:
-        self._transport.mailbox.send(flattened(tensor), destination, tag)
-        return GroupWork.done([])
+        return self._transport.mailbox.start_send(tensor, dst, tag, self._queue.timeout)
 
     @of_any_device
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
@@ -446,12 +441,4 @@ class SharedMemoryGroup(BaseGroup):
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> dist.Work:
         (tensor,) = listed(tensors)
         self._transport.check_open()
-        return RecvWork(
-            self._transport.mailbox,
-            flattened(tensor),
-            tensor,
-            put_back,
-            source=source,
-            tag=tag,
-            timeout=self._queue.timeout,
-        )
+        return self._transport.mailbox.start_receive(tensor, source, tag, self._queue.timeout)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.comm.mail import Mailbox
+from lockstep.comm.messages import Mailbox
 
 FINGERPRINT_BYTES = 16
 
