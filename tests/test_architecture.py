@@ -36,17 +36,17 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 23_700
-MAX_FILES = 154
+MAX_LINES = 22_350
+MAX_FILES = 130
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
 STILL_OPEN = {
     "nn/replicas/member.py": "world.environment",
     "nn/replicas/modes.py": "world.threads",
-    "train/accumulate.py": "nn.micro_batches nn.parallel_state",
-    "train/average.py": "nn.agreement nn.backward nn.engine",
-    "train/mean.py": "nn.backward nn.micro_batches nn.reached nn.replicas.enclosing nn.replicas.meeting",
+    "train/accumulate.py": "nn.micro_batches",
+    "train/mean.py": "nn.backward nn.micro_batches nn.reached "
+    "nn.replicas.enclosing nn.replicas.meeting",
 }
 
 FILES = {
@@ -173,6 +173,21 @@ def test_size_is_bounded() -> None:
     assert len(num_lines) <= MAX_FILES
     assert sum(num_lines.values()) <= MAX_LINES
     assert {m: n for m, n in num_lines.items() if n > MAX_LINES_OF_A_FILE} == {}
+
+
+def test_tests_notes_and_files_that_are_referred_to_exist() -> None:
+    tests = "".join(path.read_text() for path in sorted(Path(__file__).parent.rglob("test_*.py")))
+    source = {module: path.read_text() for module, path in FILES.items()}
+    for module, text in source.items():
+        for name in re.findall(r"[Ss]hown\W+(?:by|in)\W+(test_\w+)", text):
+            assert f"def {name}(" in tests, f"{module}: there is no {name}"
+    notes = re.findall(r"Note \[(.*?)\]", "".join(source.values()))
+    assert [note for note in notes if f"Note [{note}]:" not in "".join(source.values())] == []
+    for document in (README, README.parent / "CONTRIBUTING.md"):
+        for name in re.findall(
+            r"`((?:nn|grad|comm|world|launcher|train)/\w+\.py)`", document.read_text()
+        ):
+            assert (SOURCE / name).exists(), f"{document.name}: there is no {name}"
 
 
 def test_readme_lists_packages_from_the_highest_layer_to_the_lowest() -> None:

@@ -37,7 +37,6 @@ from lockstep.bench.plan import (
     SmallCall,
     format_size,
 )
-from lockstep.comm import SHM as BACKEND
 from lockstep.comm import (
     Collectives,
     SharedMemoryGroup,
@@ -83,7 +82,7 @@ class Ranks(NamedTuple):
 def measure(world: World, plan: Plan) -> Outcome:
     """Measure ``plan`` on every rank of ``world``, which must all call it; all return the same."""
     register_backends()
-    gloo, shm = dist.new_group(backend="gloo"), dist.new_group(backend=BACKEND)
+    gloo, shm = dist.new_group(backend="gloo"), dist.new_group(backend=SHM)
     assert isinstance(gloo, dist.ProcessGroup)
     assert isinstance(shm, SharedMemoryGroup)
 
@@ -220,16 +219,16 @@ def _passes(shared: torch.Tensor, shm: SharedMemoryGroup) -> Callable[[], None]:
     rank's buffer: the least that an all-reduce needs in which each element is summed once.
     """
     transport = shm._transport
-    place = transport.find(shared)
-    assert place is not None
-    places = transport.exchange(Signature("bound"), place, _TIMEOUT_SECONDS)
+    address = transport.find(shared)
+    assert address is not None
+    addresses = transport.exchange(Signature("bound"), address, _TIMEOUT_SECONDS)
     buffers = [
         shared
         if rank == transport.rank
-        else transport.at(rank, place, shared.dtype, shared.numel())
-        for rank, place in enumerate(places)
+        else transport.at(rank, address, shared.dtype, shared.numel())
+        for rank, address in enumerate(addresses)
     ]
-    shares = [buffer.chunk(transport.size)[transport.rank] for buffer in buffers]
+    shares = [buffer.chunk(shm.size())[shm.rank()] for buffer in buffers]
     blocks = list(zip(*(share.split(_BLOCK_NUMEL) for share in shares), strict=True))
 
     @torch.inference_mode()
@@ -279,12 +278,12 @@ def _parts_of_all_reduce(
     transport, options = shm._transport, dist.AllreduceOptions()
     options.asyncOp = False
     reduction = reduction_for(dist.ReduceOp.SUM, tensor.dtype)
-    call = Signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
-    place, slot = transport.stage(tensor.dtype, tensor.numel())
-    places = transport.exchange(call, place, _TIMEOUT_SECONDS)
+    signature = Signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
+    address, slot = transport.stage(tensor.dtype, tensor.numel())
+    addresses = transport.exchange(signature, address, _TIMEOUT_SECONDS)
 
     def algorithm() -> None:
-        Collectives(transport, call, _TIMEOUT_SECONDS).all_reduce(tensor, reduction)
+        Collectives(transport, signature, _TIMEOUT_SECONDS).all_reduce(tensor, reduction)
 
     def copy() -> None:
         transport.stage(tensor.dtype, tensor.numel())
@@ -292,8 +291,8 @@ def _parts_of_all_reduce(
 
     def add_up() -> None:
         buffers = [
-            transport.at(rank, place, tensor.dtype, tensor.numel())
-            for rank, place in enumerate(places)
+            transport.at(rank, address, tensor.dtype, tensor.numel())
+            for rank, address in enumerate(addresses)
         ]
         reduction.into(tensor, buffers)
 
@@ -301,7 +300,7 @@ def _parts_of_all_reduce(
     return {
         "whole": partial(dist.all_reduce, tensor, group=shm),
         "group": lambda: shm.allreduce([tensor], options).wait(),
-        "meeting": partial(transport.exchange, call, 0, _TIMEOUT_SECONDS),
+        "meeting": partial(transport.exchange, signature, 0, _TIMEOUT_SECONDS),
         **{name: torch.inference_mode()(part) for name, part in parts.items()},
     }
 
