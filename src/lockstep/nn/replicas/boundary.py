@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.comm.uncompiled import uncompiled
+from lockstep.comm import uncompiled
 from lockstep.nn.micro_batches import remember_reached
 from lockstep.nn.replicas.enclosing import as_backward_of_replicas
 from lockstep.nn.replicas.meeting import is_one, mark_as_one
