@@ -5,16 +5,23 @@ BIN := .venv/bin
 TORCH ?= 2.15.0
 OTHER := .venv-torch-$(TORCH)
 
-.PHONY: demo test test-torch test-clients check conformance bench format clean
+# How many tests run at once.
+JOBS ?= 2
+PYTEST := python -m pytest -q -n $(JOBS) --dist worksteal
+
+.PHONY: demo test test-long test-torch test-clients check conformance bench format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
 
 test: .venv/ready  ## Run the tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/$(PYTEST)
+
+test-long: .venv/ready  ## Run what the tests leave out, or only do a part of
+	$(BIN)/$(PYTEST) --long
 
 test-torch: $(OTHER)/ready  ## Run the tests with another torch: make test-torch TORCH=2.15.0
-	$(OTHER)/bin/python -m pytest -q
+	$(OTHER)/bin/$(PYTEST)
 
 test-clients: .venv-clients/ready  ## Run trainers and libraries that people use over lockstep
 	.venv-clients/bin/python -m pytest -q -m clients tests/clients

@@ -2,10 +2,9 @@
 
     python -m benchmarks.data_parallel [--rounds 7]
 
-The bare model computes with one intra-op thread for each core. DataParallel cuts the same batch up
-among as many replicas, in threads and in processes. Each contender runs in a process of its own,
-anew in every round, and they take turns: how memory happens to lie in a process makes a difference
-of up to a third.
+The bare model computes with one intra-op thread for each core. DataParallel splits the same batch
+over as many replicas, in threads and in processes. The contenders take turns, each in a new process
+in every round: the layout of a process's memory makes a difference of up to a third.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 import lockstep
-from benchmarks.models import WORKLOADS, Workload
+from benchmarks.models import BY_NAME, WORKLOADS, Workload, spread
 
 CONTENDERS = ["bare", "threads", "processes"]
-# The whole batch of each model: that of so many ranks.
+# The batch of each model is that of this number of ranks; by default two.
 NUM_PARTS = {"200 small layers": 1}
 SECONDS, WARM_UP_STEPS = 1.0, 15
 
 
 def step_seconds(contender: str, workload: Workload) -> float:
-    """The median of some steps of a contender, in this process."""
+    """The median time of a contender's step, in this process."""
     num_parts = NUM_PARTS.get(workload.name, 2)
     parts = [workload.batch(number) for number in range(num_parts)]
     inputs, targets = (torch.cat(own) for own in zip(*parts, strict=True))
@@ -59,7 +58,7 @@ def step_seconds(contender: str, workload: Workload) -> float:
 
 
 def overhead_seconds() -> float:
-    """What a forward costs more through DataParallel on one device."""
+    """The additional time of a forward through DataParallel on one device."""
     module = torch.nn.Identity()
     model, x = lockstep.DataParallel(module, ["cpu"]), torch.ones(1)
 
@@ -79,13 +78,6 @@ def measured(contender: str, workload: Workload) -> float:
     return float(json.loads(done.stdout))
 
 
-def in_words(values: list[float], digits: int = 2) -> str:
-    quarter = statistics.quantiles(values, n=4, method="inclusive")
-    return (
-        f"{statistics.median(values):.{digits}f} ({quarter[0]:.{digits}f}-{quarter[2]:.{digits}f})"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -93,10 +85,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    by_name = {workload.name: workload for workload in WORKLOADS}
     if arguments.measure:
         contender, name = arguments.measure
-        print(json.dumps(step_seconds(contender, by_name[name])))
+        print(json.dumps(step_seconds(contender, BY_NAME[name])))
         return
     table = Table("model", *CONTENDERS, "bare / threads", "bare / processes")
     with Progress(transient=True) as progress:
@@ -108,7 +99,7 @@ def main() -> None:
                 progress.advance(task)
             columns = [[1e3 * seconds for seconds in own] for own in zip(*rounds, strict=True)]
             ratios = [[one[0] / one[column] for one in rounds] for column in (1, 2)]
-            table.add_row(workload.name, *map(in_words, columns), *map(in_words, ratios))
+            table.add_row(workload.name, *map(spread, columns), *map(spread, ratios))
     Console(width=150).print(table)
     print(f"A forward through DataParallel on one device: {1e6 * overhead_seconds():.1f} us more.")
 

@@ -2,12 +2,12 @@
 
     python -m benchmarks.memory [--nprocs 2] [--rounds 5]
 
-Each contender trains in processes of its own, anew in every round, and they take turns. Shown is
-how much the peak of a rank's resident memory is above what it was before the model was built, in
-MB, of the rank that has more: the median, lowest and highest of the rounds. How the C library's
-heap falls makes a difference of up to a tenth from one round to the next. Of shared memory every
-rank counts what it has touched, its peers' included. And shown is how much the tensors that are
-alive at the peak of a later step are above those at its start, which is the same in every round.
+The contenders take turns, each in new processes in every round. The first table has the growth of
+the resident memory's peak since before the model was built, in MB, on the rank with the larger
+growth: the median, lowest and highest of the rounds. The layout of the C library's heap makes a
+difference of up to a tenth between rounds. Each rank counts all shared memory that it has touched,
+its peers' included. The second table has the growth of the memory of all tensors within a later
+step, at its peak, which is the same in every round.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def measure(contender: str, name: str) -> None:
     import torch.distributed as dist
 
     import lockstep
-    from benchmarks.models import WORKLOADS
+    from benchmarks.models import BY_NAME
 
     _ = lockstep.parallelize  # imported when it is first used
     backend = "shm" if contender.endswith("shm") else "gloo"
     world = lockstep.init(backend=backend)
-    workload = next(one for one in WORKLOADS if one.name == name)
+    workload = BY_NAME[name]
     inputs, targets = workload.batch(world.rank)
     dist.all_reduce(torch.ones(1))
     before = resident_mb()

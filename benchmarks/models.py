@@ -1,24 +1,25 @@
-"""The models that steps are timed with, each hard on something else.
+"""The models of the benchmarks, each with another bottleneck, and the form of their figures.
 
-Convolutions keep the cores busy with few parameters; the MLP has many for little arithmetic; 200
-small layers are all overhead; the transformer is large in both; 1,000 tiny parameters are nothing
-but gradients.
+Convolutions have few parameters for much arithmetic, and the MLP many for little; 200 small layers
+are overhead above all; the transformer has much of both; 1,000 tiny parameters are gradients above
+all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.demo.convnet import ConvNet
+from lockstep.demo.training import ConvNet
 
 
 class Workload(NamedTuple):
-    """A model, and what one rank trains it on in a step."""
+    """A model, a rank's batch for a step, and the loss."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -27,7 +28,7 @@ class Workload(NamedTuple):
 
 
 class SmallLayers(nn.Module):
-    """200 layers of width 64. Residual: without, gradients vanish into slow denormal numbers."""
+    """200 residual layers of width 64. (Otherwise gradients become slow denormal numbers.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Transformer(nn.Module):
 
 
 class TinyParameters(nn.Module):
-    """1,000 parameters of 16 numbers each, in one product: nearly all of a step is gradients."""
+    """1,000 parameters of 16 numbers each, in one product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,3 +92,10 @@ WORKLOADS = [
     Workload("transformer, 9 M", Transformer, tokens, F.cross_entropy),
     Workload("1,000 tiny parameters", TinyParameters, vectors(16), F.cross_entropy),
 ]
+BY_NAME = {workload.name: workload for workload in WORKLOADS}
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """The median and the quartiles."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"

@@ -1,17 +1,15 @@
-"""How much of the communication a backward hides, on a link that is slow.
+"""The part of the communication that a backward hides, on a slow link.
 
     lockstep run -n 2 -m benchmarks.overlap [--rounds 7]
 
-The gradients of the transformer go over a process group that takes a time in proportion to their
-bytes, one transfer after the other, and needs no core for it, as a network does. So it only waits,
-and really sums no more than the first number of each buffer, for which all ranks have to be there.
-Three links are tried: on them the transfers take a half, as long as, and twice as long as the
-backward.
+The transformer's gradients are all-reduced over a process group that imitates a network: transfers
+follow one another, take a time proportional to their bytes, and need no core. It sleeps that long,
+and sums only the first number of each buffer, so that all ranks have to arrive. There are three
+links, on which the transfers take half of the backward's time, the same time, and twice that.
 
-No reduction is faster than this: nothing travels before the first bucket is full, everything
-travels on one link, and the last bucket is full when the backward is over. The bound in the table
-is max(computing, communicating) + the last bucket's transfer; "forward" is what no reduction of
-gradients can hide behind.
+The bound in the table is max(computing, communicating) + the last bucket's transfer. No reduction
+is faster: no transfer starts before the first bucket is full, all transfers share one link, and the
+last bucket is full when the backward ends. "forward" is the time that can hide no transfer.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 import lockstep
-from benchmarks.models import WORKLOADS
-from benchmarks.steps import slowest, spread
+from benchmarks.models import BY_NAME, spread
+from benchmarks.steps import slowest
 
 
 class SlowWork:
-    """A transfer that is over when the link has carried it."""
+    """A transfer that ends when the link has carried it."""
 
     def __init__(self, work: dist.Work, arrives: float) -> None:
         self._work = work
@@ -45,7 +43,7 @@ class SlowWork:
 
 
 class SlowLink:
-    """A process group over a link of so many bytes a second."""
+    """A process group over a link with this bandwidth, in bytes per second."""
 
     def __init__(self, group: dist.ProcessGroup, bytes_a_second: float) -> None:
         self._group = group
@@ -81,7 +79,7 @@ def main() -> None:
     world = lockstep.init()
     if world.process_group is None:
         raise SystemExit("Start it on several ranks: lockstep run -n 2 -m benchmarks.overlap")
-    workload = next(one for one in WORKLOADS if "transformer" in one.name)
+    workload = BY_NAME["transformer, 9 M"]
     inputs, targets = workload.batch(world.rank)
     alone = workload.build()
     num_bytes = sum(p.numel() * p.element_size() for p in alone.parameters())

@@ -3,11 +3,11 @@
     lockstep run -n 2 -m benchmarks.steps [--rounds 15] [--json FILE]
     python -m benchmarks.steps                  # one rank: what it costs to be parallel alone
 
-Every rank holds one replica for each contender and they take turns, some steps at a time, round
-after round, so that whatever else the machine does happens to all of them. A round's figure is
-that of the slower rank. "By hand" is what nobody is spared on this backend where backward leaves no
-core idle: when it is over, every gradient is copied once to memory that is reduced in place, and
-that is reduced in one go.
+Every rank holds one replica for each contender. They take turns of some steps each, round after
+round, so that other load of the machine affects all of them. The time of a round is that of the
+slowest rank. "By hand" is a lower bound on this backend if backward leaves no core idle: after
+backward, every gradient is copied once to memory that is reduced in place, and all of it is reduced
+in one call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,18 +26,18 @@ from rich.table import Table
 from torch import nn
 
 import lockstep
-from benchmarks.models import WORKLOADS, Workload
+from benchmarks.models import WORKLOADS, Workload, spread
 
 SECONDS_PER_TURN = 0.25
 WARM_UP_STEPS = 5
 
-# What is to be trained, and what is to be done after its backward.
+# A model, and what to call after its backward.
 Contender = tuple[nn.Module, Callable[[], None]]
 Wrap = Callable[[nn.Module], Contender]
 
 
 def contenders() -> dict[str, Wrap]:
-    """What is compared; every rank must call it, as it creates process groups."""
+    """The contenders. Every rank must call it, as it creates process groups."""
     if not dist.is_initialized():
         return {
             "bare": trained_as(lambda model: model),
@@ -128,7 +127,7 @@ def measure(
     num_steps = max(2, round(SECONDS_PER_TURN * 1000 / warm))
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
-        # Whoever comes first finds another machine than whoever comes last.
+        # The order rotates: the first one meets another state of the machine than the last.
         for name in sorted(steps, key=lambda name: (list(steps).index(name) + number) % len(steps)):
             times[name].append(turn(steps[name], num_steps))
     return times
@@ -136,11 +135,6 @@ def measure(
 
 def ratios(ours: list[float], theirs: list[float]) -> list[float]:
     return [a / b for a, b in zip(ours, theirs, strict=True)]
-
-
-def spread(values: list[float], digits: int) -> str:
-    low, _, high = statistics.quantiles(values, n=4)
-    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 def main() -> None:
@@ -153,7 +147,7 @@ def main() -> None:
     bare, ours, *others = wraps
     hand = [name for name in others if name.startswith("by hand")]
     others = [name for name in others if name not in hand]
-    # Of whom to show how many times longer they take than whom.
+    # The ratios to show, as contender and reference.
     pairs = [*((name, bare) for name in (ours, *hand)), *((name, ours) for name in others)]
     if len(others) > 1:
         pairs.append((others[0], others[1]))  # lockstep and torch over the same backend

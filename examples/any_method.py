@@ -1,4 +1,4 @@
-"""A loss may come from any method of a parallel model, not from ``forward`` alone.
+"""The loss of a parallel model may come from any of its methods, not only from ``forward``.
 
     lockstep run -n 2 examples/any_method.py     two ranks
     python examples/any_method.py                the same program, one rank
@@ -26,11 +26,11 @@ class Net(nn.Module):
         self.second = nn.Linear(4, 1)
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
-        """What the first layer makes of ``x``."""
+        """The output of the first layer."""
         return self.first(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What both layers make of it."""
+        """The output of both layers."""
         return self.second(F.relu(self.middle(x)))
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     """Train through ``middle``, and compare the ranks."""
     world = lockstep.init()
 
-    # It is still a Net, and everything that a Net has is there. All ranks start from rank 0's
+    # It is still a Net, with all its methods and attributes. All ranks start from rank 0's
     # parameters, so no seed is needed here.
     model = lockstep.parallelize(Net().to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -61,7 +61,7 @@ def main() -> None:
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         loss = F.mse_loss(model.middle(x), y)
-        loss.backward()  # leaves in .grad the mean over all ranks
+        loss.backward()  # .grad becomes the mean over all ranks
         optimizer.step()
         if world.rank == 0 and step % 20 == 0:
             print(f"step {step}: loss {loss.item():.6f} on rank 0", flush=True)

@@ -1,10 +1,11 @@
-"""What ``lockstep.data_parallel`` does, by hand: four calls, each one a function of its own.
+"""The four steps of ``lockstep.data_parallel``, each by a function of its own.
 
     python examples/data_parallel_by_hand.py                   two replicas, both on the CPU
     python examples/data_parallel_by_hand.py cuda:0 cuda:1     one replica on each of two GPUs
 
-A batch is cut up, every device gets a replica of the model, all replicas run at the same time, and
-their outputs become one again. Gradients take the same way back, and add up in the model.
+The batch is split, every device gets a replica of the model, all replicas run at the same time, and
+their outputs are joined. Backward goes the same way in reverse, and the model's parameters get the
+sums of the replicas' gradients.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import lockstep
 
 
 def by_hand(model: nn.Module, batch: torch.Tensor, devices: list[str]) -> torch.Tensor:
-    """What ``model`` makes of ``batch``, on several devices at the same time."""
+    """The output of ``model`` for ``batch``, computed on several devices at the same time."""
     parts = lockstep.scatter(batch, devices)
     used = devices[: len(parts)]  # there are fewer parts if there are fewer rows than devices
     replicas = lockstep.replicate(model, used)
@@ -27,12 +28,12 @@ def by_hand(model: nn.Module, batch: torch.Tensor, devices: list[str]) -> torch.
 
 
 def by_function(model: nn.Module, batch: torch.Tensor, devices: list[str]) -> torch.Tensor:
-    """The same by the function that has it all."""
+    """The same in one call."""
     return lockstep.data_parallel(model, batch, devices)
 
 
 def alone(model: nn.Module, batch: torch.Tensor, devices: list[str]) -> torch.Tensor:
-    """The same on one device, by the model itself."""
+    """The same on one device, without lockstep."""
     return model(batch.to(devices[0]))
 
 
@@ -43,7 +44,7 @@ def main() -> None:
     devices = parser.parse_args().devices
 
     torch.manual_seed(1)
-    # In float64, so that what is left of differences is plainly that of rounding.
+    # In float64, so that differences can only be rounding errors.
     model = nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 3)).double().to(devices[0])
     batch = torch.randn(13, 20, dtype=torch.float64)
 

@@ -1,11 +1,11 @@
-"""Several devices for a part of a model, in one process; the rest of it knows nothing of that.
+"""Several devices, in one process, for a part of a model; its other parts stay as they are.
 
     python examples/data_parallel_parts.py                   two replicas, both on the CPU
     python examples/data_parallel_parts.py cuda:0 cuda:1     one replica on each of two GPUs
 
-In the first model the middle block is replicated. In the second all is but the embedding, which
-may be too large for a GPU: it stays on the CPU, and only the vectors that were looked up travel.
-Both learn the same, to within rounding, as they do on the first of the devices alone.
+In the first model, the middle block is replicated. In the second, everything but the embedding is:
+that may be too large for a GPU, so it stays on the CPU, and only the looked-up vectors are
+sent. Both models train as on the first device alone, but for rounding errors.
 """
 
 import argparse
@@ -21,7 +21,7 @@ NUM_WORDS = 50
 
 
 class Sandwich(nn.Module):
-    """Three parts, of which the middle one is replicated."""
+    """Three layers, of which the middle one is replicated."""
 
     def __init__(self, devices: list[str]) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class Sandwich(nn.Module):
         self.last = nn.Linear(32, 1).to(home)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What all three make of ``x``; ``middle`` gets a whole batch, and gives one."""
+        """One number for each row of ``x``; ``middle`` takes and returns the whole batch."""
         return self.last(self.middle(self.first(x.to(self.first.weight.device))))
 
 
 class Words(nn.Module):
-    """An embedding on the CPU, and layers that are replicated."""
+    """An embedding on the CPU, and replicated layers."""
 
     def __init__(self, devices: list[str]) -> None:
         super().__init__()
@@ -46,18 +46,18 @@ class Words(nn.Module):
         self.layers = lockstep.DataParallel(layers, devices)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """A number for each row of words; its gradients come back to the CPU, too."""
+        """One number for each row of words; the embedding's gradients are on the CPU."""
         return self.layers(self.embedding(words))
 
 
 def numbers() -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of numbers, and for each row what is to be learnt."""
+    """Rows of numbers, and a target for each row."""
     x = torch.randn(257, 8)  # an odd number: one replica has a row more
     return x, x.sum(1, keepdim=True).tanh()
 
 
 def sentences() -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of three words, and for each row the sum of what its words are worth."""
+    """Rows of three words, and for each row the sum of its words' values."""
     words = torch.randint(NUM_WORDS, (257, 3))
     return words, torch.randn(NUM_WORDS)[words].sum(1, keepdim=True)
 

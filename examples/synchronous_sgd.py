@@ -22,11 +22,11 @@ import lockstep
 from lockstep.data import batch_share, epoch_shares
 from lockstep.demo.datasets import load
 
-GLOBAL_BATCH_SIZE = 128  # over all ranks: what is learnt doesn't depend on how many there are
+GLOBAL_BATCH_SIZE = 128  # over all ranks: training doesn't depend on their number
 
 
 class ConvNet(nn.Module):
-    """An ordinary network. It knows nothing of ranks."""
+    """An ordinary network, which knows nothing of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class ConvNet(nn.Module):
         self.fc2 = nn.Linear(50, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to log-probabilities of the ten digits."""
+        """The log-probabilities of the ten digits for each image."""
         x = F.relu(F.max_pool2d(self.conv1(x), 2))
         x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
         x = F.dropout(F.relu(self.fc1(x.flatten(1))), training=self.training)
@@ -48,9 +48,9 @@ def my_loader(world: lockstep.World, seed: int) -> DataLoader:
     """This rank's part of the digits, in batches of this rank's share."""
     digits = load("digits")
     dataset = TensorDataset(digits.train_images, digits.train_labels)
-    # All ranks divide alike, from the same seed, and each takes its own part. The parts are as
-    # even as they can be if every rank is to have equally many batches: a rank with one batch
-    # more would wait in it for gradients that never come.
+    # All ranks divide the dataset in the same way, from the same seed, and each takes its own
+    # part. Every rank has equally many batches: in one more, a rank would wait for gradients of
+    # the others that never come.
     sizes = epoch_shares(len(dataset), GLOBAL_BATCH_SIZE, world.world_size)
     part = lockstep.partition(dataset, sizes, seed)[world.rank]
     share = batch_share(GLOBAL_BATCH_SIZE, world.rank, world.world_size)
@@ -80,7 +80,7 @@ def main() -> None:
     model = ConvNet().to(world.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
 
-    # From here on, chance may differ: each rank shuffles its own part, and drops what it will.
+    # From here on, each rank draws its own random numbers, for shuffling and for dropout.
     torch.manual_seed(args.seed + world.rank)
     loader = my_loader(world, args.seed)
 
@@ -91,8 +91,8 @@ def main() -> None:
             optimizer.zero_grad()
             loss = F.nll_loss(model(images), labels)
             loss.backward()
-            # This rank's gradients are of a mean over len(images) samples. Weighted with that,
-            # their mean is the gradient of the whole batch, however unevenly it was split.
+            # This rank's loss is a mean over len(images) samples. With that weight, the mean of the
+            # gradients is that of the whole batch, however unevenly it was split.
             lockstep.average_gradients(model, weight=len(images))
             optimizer.step()
             loss_sum += loss.item() * len(images)

@@ -1,10 +1,17 @@
-"""What every test must leave behind: nothing."""
+"""What every test must leave behind: nothing. And what differs in ``make test-long``.
+
+``make test`` runs all tests but those with the mark ``long``. Of those with the mark
+``shortened``, and of tests with examples by Hypothesis, it does a part: it has a fifth of the
+examples, and forks in place of new interpreters (see tests/interpreters.py). With ``--long``, as in
+``make test-long``, the tests of these three kinds run, and all of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +21,66 @@ import psutil
 import pytest
 import torch
 
+from tests.counts import LONG, SHORT
+from tests.interpreters import end_server, forked
+
 # How long an example takes is a matter of what else the machine does.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+hypothesis.settings.register_profile("long", deadline=None, max_examples=LONG)
+hypothesis.settings.register_profile("short", deadline=None, max_examples=SHORT)
+hypothesis.settings.load_profile("short")
+
+# A shell has programs in the background ignore Ctrl-C, and nohup has them ignore SIGHUP: then those
+# that tests start would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Tests run beside each other, on all cores.
+torch.set_num_threads(1)
 
 # torch sets the second when an optimizer's first step loads its compiler.
 _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="Run the tests of make test-long.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("long"):
+        hypothesis.settings.load_profile("long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the other of ``make test`` and ``make test-long`` runs."""
+    wanted = _is_longer if config.getoption("long") else _is_not_long
+    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+    items[:] = filter(wanted, items)
+
+
+def _is_not_long(item: pytest.Item) -> bool:
+    return item.get_closest_marker("long") is None
+
+
+def _is_longer(item: pytest.Item) -> bool:
+    has_examples = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    return has_examples or _is_shortened(item) or not _is_not_long(item)
+
+
+def _is_shortened(item: pytest.Item) -> bool:
+    is_marked = item.get_closest_marker("shortened") is not None
+    return is_marked and item.get_closest_marker("true_start") is None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Fork interpreters in place of starting them, where a test is shortened."""
+    is_short = _is_shortened(item) and not item.config.getoption("long")
+    with forked() if is_short else contextlib.nullcontext():
+        return (yield)
+
+
+def pytest_unconfigure() -> None:
+    end_server()
 
 
 def _threads() -> set[threading.Thread]:
@@ -27,7 +88,25 @@ def _threads() -> set[threading.Thread]:
 
 
 def _children() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+    # psutil looks at all processes of the machine, which takes longer than most tests do.
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return set(psutil.Process().children(recursive=True))
+    found, pids = set(), _children_of(os.getpid())
+    while pids:
+        pid = pids.pop()
+        with contextlib.suppress(psutil.Error):
+            found.add(psutil.Process(pid))
+        pids += _children_of(pid)
+    return found
+
+
+def _children_of(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return found
 
 
 def _descriptors() -> set[tuple[str, str]]:
@@ -41,6 +120,20 @@ def _descriptors() -> set[tuple[str, str]]:
 
 def _shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def _used_by_others(name: str) -> bool:
+    """Whether a process has that shared memory which is neither this one nor below it."""
+    ours = {os.getpid(), *(child.pid for child in _children())}
+    path = f"/dev/shm/{name}"
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid not in ours and (
+                any(path == file.path for file in process.open_files())
+                or any(path in map.path for map in process.memory_maps())
+            ):
+                return True
+    return False
 
 
 def _environment() -> dict[str, str]:
@@ -73,9 +166,9 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = {kind: look() for kind, look in watched.items()}
     environment = _environment()
     yield
-    leaks = [
-        f"{kind} {more}" for kind, look in watched.items() if (more := _settle(look, before[kind]))
-    ]
+    more = {kind: _settle(look, before[kind]) for kind, look in watched.items()}
+    more["shared memory"] = {name for name in more["shared memory"] if not _used_by_others(name)}
+    leaks = [f"{kind} {left}" for kind, left in more.items() if left]
     if changed := set(_environment().items()) ^ set(environment.items()):
         leaks.append(f"environment {changed}")
     assert not leaks, f"left behind: {'; '.join(leaks)}"

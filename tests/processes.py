@@ -1,4 +1,4 @@
-"""Ranks as processes of their own, which import torch once and then take one task after another.
+"""Ranks as processes of their own, which take one task after another.
 
 A task is a function of a test module. Every rank's end is judged: one that raises, dies or doesn't
 come back fails the test, with the traceback of the first that failed, or the stacks of all.
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.backends import register_backends
+from tests.interpreters import forked
 
 TIMEOUT_SECONDS = 60
 _STACKS_SECONDS = 1.0
@@ -55,7 +56,8 @@ class Processes:
             process = context.Process(
                 target=_serve, args=(theirs, self._stacks(index)), daemon=True
             )
-            process.start()
+            with forked():
+                process.start()
             theirs.close()
             self._lines.append(ours)
             self._processes.append(process)

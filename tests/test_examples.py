@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.shortened
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ONE_RANK = [sys.executable]
 TWO_RANKS = [sys.executable, "-m", "lockstep", "run", "-n", "2"]
@@ -28,7 +30,15 @@ def output_of(start: list[str], program: str, *options: str) -> str:
     return run.stdout
 
 
-@START
+# An epoch takes seconds.
+@pytest.mark.parametrize(
+    ("start", "num_ranks"),
+    [
+        pytest.param(ONE_RANK, 1, id="python", marks=pytest.mark.long),
+        pytest.param(TWO_RANKS, 2, id="two ranks"),
+        pytest.param(THREE_RANKS, 3, id="three ranks", marks=pytest.mark.long),
+    ],
+)
 def test_synchronous_sgd(start: list[str], num_ranks: int) -> None:
     output = output_of(start, "synchronous_sgd.py", "--epochs", "6")
     losses = [float(loss) for loss in re.findall(r"epoch \d+: mean loss ([\d.]+)", output)]

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
+from collections.abc import Sequence
 from types import UnionType
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+Device = int | str | torch.device
 
 
 def refusal(name: str, value: object, wanted: str) -> str:
@@ -110,3 +113,41 @@ def as_device(name: str, value: object) -> torch.device:
         return torch.device(value)
     except (RuntimeError, ValueError) as error:
         raise ValueError(refusal(name, value, wanted)) from error
+
+
+def only_device(
+    module: nn.Module, device_ids: Sequence[Device] | None, output_device: Device | None
+) -> torch.device | None:
+    """Return the device that ``device_ids`` names, if it names one: that of ``module``.
+
+    Raises:
+        TypeError: If an argument is of a wrong type.
+        ValueError: If one names another device than that of ``module``, or several.
+    """
+    check_type(
+        "device_ids", device_ids, list | tuple | None, "a list of the one device of this rank"
+    )
+    if output_device is not None:
+        _device_of(module, "output_device", output_device)
+    if not device_ids:
+        return None
+    if len(device_ids) > 1:
+        raise ValueError(
+            f"device_ids names {len(device_ids)} devices, but a rank has one. Start a rank for "
+            "each, with 'lockstep run -n', or leave device_ids out."
+        )
+    return _device_of(module, "device_ids", device_ids[0])
+
+
+def _device_of(module: nn.Module, name: str, named: Device) -> torch.device:
+    devices = {parameter.device for parameter in module.parameters()}
+    is_number = isinstance(named, int) and not isinstance(named, bool)
+    argument = f"{name}[0]" if name == "device_ids" else name
+    device = as_device(argument, f"cuda:{named}" if is_number else named)
+    for other in devices:
+        if other.type != device.type or device.index not in (None, other.index):
+            raise ValueError(
+                f"{name} names {device}, but the model is on {', '.join(map(str, devices))}. Leave "
+                f"{name} out, or move the model there first."
+            )
+    return device

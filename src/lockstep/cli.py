@@ -11,9 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from lockstep import launcher
 from lockstep.errors import BadLaunch, LockstepError
-from lockstep.launcher import job as jobs
-from lockstep.launcher.starting import start
 
 __all__ = ["main"]
 
@@ -220,32 +219,31 @@ def _run(options: argparse.Namespace) -> NoReturn:
     if not words:
         raise BadLaunch("SCRIPT is missing: say what to run, as in 'lockstep run -n 2 train.py'.")
     program, *argv = words
-    given = options.num_ranks
-    num_ranks = jobs.default_num_ranks() if given is None else jobs.check_num_ranks(given)
-    if given is None:
+    num_ranks = launcher.default_num_ranks()
+    if options.num_ranks is None:
         _warn_of_late_options(argv, num_ranks)
-    num_hosts = jobs.whole_number(
+    else:
+        num_ranks = launcher.check_num_ranks(options.num_ranks)
+    num_threads = launcher.default_num_threads(num_ranks)
+    if options.threads is not None:
+        num_threads = launcher.check_num_threads(options.threads)
+    num_hosts = launcher.whole_number(
         options.num_hosts, "The number of hosts", "Leave --nnodes out to run on one."
     )
-    threads = options.threads
-    job = jobs.Job(
-        jobs.check_module(jobs.Module(program, tuple(argv)))
+    job = launcher.Job(
+        launcher.check_module(launcher.Module(program, tuple(argv)))
         if options.module
-        else jobs.check_script(jobs.Script(program, tuple(argv))),
+        else launcher.check_script(launcher.Script(program, tuple(argv))),
         num_ranks,
-        jobs.default_num_threads(num_ranks) if threads is None else jobs.check_num_threads(threads),
+        num_threads,
         log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
-        num_hosts=num_hosts,
-        stdin_rank=jobs.check_stdin(options.stdin, num_ranks, num_hosts),
+        stdin_rank=launcher.check_stdin(options.stdin, num_ranks, num_hosts),
         full_traceback=options.full_traceback,
+        meeting=launcher.check_meeting(
+            num_hosts, options.host, options.endpoint, options.run_id, options.timeout_seconds
+        ),
     )
-    start(
-        job,
-        host=options.host,
-        endpoint=options.endpoint,
-        run_id=options.run_id,
-        timeout_seconds=options.timeout_seconds,
-    )
+    launcher.run_job(job)
 
 
 def _warn_of_late_options(argv: Sequence[str], num_ranks: int) -> None:
@@ -289,7 +287,7 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(options: argparse.Namespace) -> NoReturn:
-    from lockstep.demo.command import demo
+    from lockstep.demo import demo
 
     sys.exit(0 if demo(options.nprocs, options.epochs, options.seed, options.data) else 1)
 
@@ -335,8 +333,7 @@ def _add_collectives_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _collectives(options: argparse.Namespace) -> None:
-    from lockstep.bench.command import collectives
-    from lockstep.bench.plan import DEFAULT_SIZES
+    from lockstep.bench import DEFAULT_SIZES, collectives
 
     collectives(
         options.ranks or ["2", "4"],

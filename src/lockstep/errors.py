@@ -1,35 +1,35 @@
-"""Every error that lockstep raises on its own account, drawn as a tree.
+"""Every error class of lockstep, drawn as a tree.
 
 ::
 
     LockstepError
-    ├── InitError                  init() could not give this process its place
-    │   ├── ContradictoryInit        it was asked twice, for different things
+    ├── InitError                  init() failed
+    │   ├── ContradictoryInit        it was called twice, with other arguments
     │   ├── RendezvousFailed         the ranks did not meet in time
-    │   └── BackendUnavailable       the communication library cannot be used here
+    │   └── BackendUnavailable       the process group's backend cannot be used here
     ├── ModelError                 a model cannot be trained in step
     │   ├── ModelMismatch            the ranks built different models
     │   ├── NothingToTrain           no parameter requires a gradient
     │   ├── AlreadyParallel          it, or a part of it, is parallel already
     │   ├── ParameterChanged         a parameter has another shape, dtype or device than before
-    │   ├── HookError                a communication hook returned what gradients can't become
-    │   └── LateGradient             a gradient came after its bucket had left
-    ├── CollectiveFailed           the ranks could not finish something together
+    │   ├── HookError                a communication hook returned something unusable
+    │   └── LateGradient             a gradient came after its bucket was launched
+    ├── CollectiveFailed           an operation of all ranks failed
     │   ├── PeerLost                 one of them is gone
     │   ├── CollectiveTimeout        one of them didn't come in time
-    │   ├── CollectiveMismatch       they called different things
+    │   ├── CollectiveMismatch       they called different operations
     │   └── GroupClosed              the process group was destroyed, or is another process's
     ├── ReplicaLost                the process of a DataParallel's replica is gone
     ├── SharedMemoryFull           there is no room for memory that ranks share
     ├── SplitError                 data cannot be divided as asked
     ├── LaunchError                ranks could not be started
-    │   ├── BadLaunch                what to run, or on how many ranks, makes no sense
-    │   └── RankFailed               a rank was started and did not end well
+    │   ├── BadLaunch                the program or an option makes no sense
+    │   └── RankFailed               a rank was started and failed
     └── MissingExtra               an optional dependency is not installed
 
-What the caller got wrong is a ``ValueError`` as well, what the surroundings refuse a
-``RuntimeError``, so that code that knows nothing of lockstep can catch them by habit; a
-``ModelError`` is a ``RuntimeError`` too, which is what torch raises of models.
+A mistake of the caller is a ``ValueError`` too, a refusal of the environment a ``RuntimeError``:
+code that doesn't know lockstep catches them as usual. A ``ModelError`` is a ``RuntimeError`` too,
+which is what torch raises for models.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class LockstepError(Exception):
 
 
 class InitError(LockstepError, RuntimeError):
-    """``init()`` could not find out, or take, this process's place among the ranks."""
+    """``init()`` could not determine this process's rank, or could not take it."""
 
 
 class ContradictoryInit(InitError, ValueError):
-    """``init()`` was called again and asked for something other than what is there."""
+    """``init()`` was called again, with arguments that contradict the existing world."""
 
 
 class RendezvousFailed(InitError, TimeoutError):
@@ -79,7 +79,7 @@ class RendezvousFailed(InitError, TimeoutError):
 
 
 class BackendUnavailable(InitError):
-    """The communication library that was asked for cannot be used on this machine."""
+    """The backend that was asked for cannot be used on this machine."""
 
 
 class ModelError(LockstepError, RuntimeError):
@@ -103,63 +103,39 @@ class ParameterChanged(ModelError):
 
 
 class HookError(ModelError, TypeError, ValueError):
-    """A communication hook returned something else than a future of as many numbers as it got."""
+    """A communication hook returned no future, or a tensor of another size than its bucket."""
 
 
 class LateGradient(ModelError):
-    """A parameter got another gradient in a backward that had already sent the first one."""
+    """A parameter got a gradient in a backward after its bucket was launched."""
 
 
 class CollectiveFailed(LockstepError, RuntimeError):
-    """Something that all ranks do together failed, mostly because one of them is gone."""
+    """An operation of all ranks failed, mostly because one of them is gone.
+
+    Attributes:
+        ranks: The ranks that are the cause, by their numbers in the whole run.
+        operation: The operation of this rank, such as ``"all_reduce"``.
+    """
+
+    def __init__(
+        self, message: str, ranks: list[int] | tuple[int, ...] = (), operation: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.operation = operation
 
 
 class PeerLost(CollectiveFailed):
-    """A rank that the others need is gone: its process ended, was killed, or left the group.
-
-    Attributes:
-        ranks: The ranks that are gone, by their numbers in the whole run.
-        operation: What this rank was doing, such as ``"all_reduce"``.
-    """
-
-    def __init__(
-        self, message: str, ranks: list[int] | tuple[int, ...] = (), operation: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-        self.operation = operation
+    """A rank that the others need is gone: its process ended, was killed, or left the group."""
 
 
 class CollectiveTimeout(CollectiveFailed, TimeoutError):
-    """Not all ranks came to an operation within the group's timeout.
-
-    Attributes:
-        ranks: The ranks that didn't come, by their numbers in the whole run.
-        operation: What the others waited in, such as ``"all_reduce"``.
-    """
-
-    def __init__(
-        self, message: str, ranks: list[int] | tuple[int, ...] = (), operation: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-        self.operation = operation
+    """Not all ranks came to an operation within the group's timeout; ``ranks`` are the others."""
 
 
 class CollectiveMismatch(CollectiveFailed, ValueError):
-    """The ranks called different operations, or the same with different shapes or dtypes.
-
-    Attributes:
-        ranks: Ranks whose calls differ from this one's, by their numbers in the whole run.
-        operation: What this rank called, such as ``"all_reduce"``.
-    """
-
-    def __init__(
-        self, message: str, ranks: list[int] | tuple[int, ...] = (), operation: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-        self.operation = operation
+    """The ranks called different operations, or the same with different shapes or dtypes."""
 
 
 class GroupClosed(CollectiveFailed):
@@ -167,7 +143,7 @@ class GroupClosed(CollectiveFailed):
 
 
 class ReplicaLost(LockstepError, RuntimeError):
-    """The process of a replica has ended, or was ended as it didn't answer, with all it had."""
+    """The process of a replica has ended, or was ended because it didn't answer."""
 
 
 class SharedMemoryFull(LockstepError, MemoryError):
@@ -183,11 +159,11 @@ class LaunchError(LockstepError, RuntimeError):
 
 
 class BadLaunch(LaunchError, ValueError):
-    """What was to be launched, or on how many ranks, cannot be launched by anyone."""
+    """The program, the number of ranks, or another option of a launch makes no sense."""
 
 
 class RankFailed(LaunchError):
-    """A rank did not end well; its failure is the first one of the run.
+    """A rank failed; its failure is the first one of the run.
 
     Attributes:
         rank: The rank that failed first.

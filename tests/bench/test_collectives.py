@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from lockstep.bench import command, machine
+from lockstep.bench import command
 from lockstep.bench.mpi import measure_with_mpi
 from lockstep.bench.plan import Plan
 from lockstep.errors import BackendUnavailable, SharedMemoryFull
+
+pytestmark = pytest.mark.shortened
 
 LOCKSTEP = [sys.executable, "-m", "lockstep", "bench", "collectives"]
 CONTENDERS = {"gloo", "shm", "shm in place"}
@@ -43,6 +45,7 @@ def test_bench_measures_every_size_in_every_round() -> None:
     assert "measuring all_reduce, 2 ranks, 64 KiB" in done.stderr
 
 
+@pytest.mark.true_start
 def test_bench_prints_tables_and_writes_a_file(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     operations = ["broadcast", "all_gather", "reduce_scatter"]
@@ -81,8 +84,8 @@ def test_bench_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_without_room_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.reason_to_skip(1024, 2) == ""
-    assert "no room" in machine.reason_to_skip(2**50, 2)
+    assert command.reason_to_skip(1024, 2) == ""
+    assert "no room" in command.reason_to_skip(2**50, 2)
 
     def no_room(num_bytes: int, num_ranks: int) -> str:
         return "there is no room" if num_bytes > 1024 else ""

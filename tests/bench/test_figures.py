@@ -7,13 +7,17 @@ import io
 import pytest
 from rich.console import Console
 
-from lockstep.bench.figures import Case, Part, SmallCall, Summary, summarize
 from lockstep.bench.plan import (
     DEFAULT_SIZES,
     OPERATIONS,
+    Case,
+    Part,
+    SmallCall,
+    Summary,
     check_operations,
     format_size,
     parse_sizes,
+    summarize,
 )
 from lockstep.bench.report import (
     PLAIN_WIDTH,

@@ -114,7 +114,7 @@ def values(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torch.Ten
     return _values(dtype, tuple(shape), seed).clone()
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)
 def _values(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:

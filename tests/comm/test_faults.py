@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.shortened
+
 _ROOT = Path(__file__).parents[2]
 
 
@@ -15,7 +17,7 @@ _ROOT = Path(__file__).parents[2]
 )
 def test_what_happens_to_a_rank_is_told_to_the_others(scenario: str, trials: int):
     # How soon is for the benchmark to say: here, other tests may run beside.
-    arguments = ["--only", scenario, "--trials", str(trials), "--seed", "1000", "--patience", "5"]
+    arguments = ["--only", scenario, "--trials", str(trials), "--seed", "1000", "--patience", "7"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.faults", *arguments],
         cwd=_ROOT,

@@ -64,10 +64,20 @@ def hosts(request: pytest.FixtureRequest) -> Sequence[Sequence[int]]:
     return chosen
 
 
-@pytest.mark.parametrize("numel", [0, 1, 7, 100_000, 9_000_001])
+@pytest.mark.parametrize(
+    "numel", [0, 1, 7, 100_000, pytest.param(9_000_001, marks=pytest.mark.long)]
+)
 def test_all_reduce_has_the_same_bits_everywhere(
     hosts: Sequence[Sequence[int]], numel: int
 ) -> None:
+    check_bits_of_all_reduce(hosts, numel)
+
+
+def test_all_reduce_in_many_pieces() -> None:
+    check_bits_of_all_reduce(HOSTS["uneven"], 9_000_001)
+
+
+def check_bits_of_all_reduce(hosts: Sequence[Sequence[int]], numel: int) -> None:
     def body(rank: int, group: HostsGroup) -> torch.Tensor:
         tensor = values(rank, numel)
         group.allreduce([tensor]).wait()

@@ -120,18 +120,16 @@ def test_reduce_scatter_gives_each_rank_its_part(backend: str, size: int, op: st
         for dtype, shape in cases(backend, op):
             if backend == "gloo" and (not sum(shape) or (op != "SUM" and sum(shape) > 100_000)):
                 continue  # takes neither empty tensors nor such without dimensions
-            parts = [
-                [values(dtype, shape, seed=r * size + part) for part in range(size)]
-                for r in range(size)
-            ]
+            given = [values(dtype, shape, seed=rank * size + part) for part in range(size)]
+            combined = [values(dtype, shape, seed=r * size + rank) for r in range(size)]
             output = torch.empty(shape, dtype=dtype)
             kind = getattr(dist.ReduceOp, op)
-            dist.reduce_scatter(output, [p.clone() for p in parts[rank]], kind, group=group)
-            assert_reduced(backend, output, op, [theirs[rank] for theirs in parts])
+            dist.reduce_scatter(output, [part.clone() for part in given], kind, group=group)
+            assert_reduced(backend, output, op, combined)
             single = torch.empty(shape, dtype=dtype)
-            whole = torch.cat(parts[rank]) if shape else torch.stack(parts[rank])
+            whole = torch.cat(given) if shape else torch.stack(given)
             reduce_scatter_single(single, whole, kind, group=group)
-            assert_reduced(backend, single, op, [theirs[rank] for theirs in parts])
+            assert_reduced(backend, single, op, combined)
 
     run_on(backend, size, body)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.shortened
+
 # Forks the ranks after torch is imported: that takes longer than most of what is tested.
 _PRELUDE = """
 import contextlib, gc, os, resource, signal, sys, threading, time
@@ -64,6 +66,7 @@ def run(folder: Path, body: str, size: int = 2, prefix: tuple[str, ...] = ()) ->
 # Processes that end, or fork.
 
 
+@pytest.mark.true_start
 def test_exit_without_destroy_is_clean_and_disturbs_nobody(tmp_path: Path):
     run(
         tmp_path,
@@ -205,12 +208,15 @@ def test_a_forked_child_is_told_that_the_group_is_not_its_own(tmp_path: Path):
 
 # Limits.
 
+# A fork has memory that its parent has freed.
+NO_FORK = pytest.mark.true_start
+
 
 @pytest.mark.parametrize(
     ("limit", "most"),
     [
         ("RLIMIT_FSIZE", "1 << 20"),
-        ("RLIMIT_AS", "pages * resource.getpagesize() + (1 << 20)"),
+        pytest.param("RLIMIT_AS", "pages * resource.getpagesize() + (1 << 20)", marks=NO_FORK),
         *(("RLIMIT_NOFILE", f"{used} + len(os.listdir('/proc/self/fd'))") for used in (-1, 0)),
     ],
 )
@@ -232,7 +238,9 @@ def test_a_limit_is_an_error_that_says_so(tmp_path: Path, limit: str, most: str)
     )
 
 
-@pytest.mark.parametrize("limit", ["RLIMIT_FSIZE", "RLIMIT_AS", "RLIMIT_NOFILE"])
+@pytest.mark.parametrize(
+    "limit", ["RLIMIT_FSIZE", pytest.param("RLIMIT_AS", marks=NO_FORK), "RLIMIT_NOFILE"]
+)
 def test_a_limit_reached_later_is_told_to_all(tmp_path: Path, limit: str):
     run(
         tmp_path,

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep.demo import command, training
-from lockstep.demo.convnet import ConvNet
 from lockstep.demo.datasets import Digits
-from lockstep.demo.training import State, largest_difference, train_exactly
+from lockstep.demo.training import ConvNet, State, largest_difference, train_exactly
 from lockstep.world import Starter, World
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.shortened
 
 CPU = torch.device("cpu")
 
@@ -108,7 +109,7 @@ def demo(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("nprocs", ["1", "3"])
+@pytest.mark.parametrize("nprocs", [pytest.param("1", marks=pytest.mark.long), "3"])
 def test_demo_command(nprocs: str) -> None:
     run = demo("--nprocs", nprocs, "--epochs", "2", "--seed", "5")
     assert run.returncode == 0, run.stderr

@@ -125,7 +125,7 @@ def test_excused_gradients_hold_nothing_up():
     backward(reducer, parameters, [2, 1])
     group.sizes.clear()
     reducer.begin()
-    reducer.excuse(reducer.left_out)
+    reducer.mark_unused(reducer.unused_parameters)
     come(reducer, parameters, 2)
     assert group.sizes == [3, 1]
     reducer.finish()
@@ -135,7 +135,7 @@ def test_an_excused_gradient_that_comes_after_all_is_taken():
     reducer, parameters, _ = reducer_of(3)
     backward(reducer, parameters, [2, 1])
     reducer.begin()
-    reducer.excuse([parameters[0]])
+    reducer.mark_unused([parameters[0]])
     for index in (0, 1, 2):
         come(reducer, parameters, index)
     reducer.finish()
@@ -147,7 +147,7 @@ def test_an_excused_gradient_may_be_told_of_with_others():
     backward(reducer, parameters, [2, 1, 0])
     group.sizes.clear()
     reducer.begin()
-    reducer.excuse(parameters[2:])
+    reducer.mark_unused(parameters[2:])
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     reducer.mark_ready([parameters[2], parameters[1]])
@@ -202,7 +202,7 @@ def test_a_late_gradient_of_a_bucket_that_stays_here_is_an_error():
     reducer = Reducer(named, group, cap_bytes=1, first_cap_bytes=1, skip_unused=True)
     backward(reducer, parameters, [2, 1, 0])
     reducer.begin()
-    reducer.excuse(parameters[2:])
+    reducer.mark_unused(parameters[2:])
     come(reducer, parameters, 1)
     with pytest.raises(LateGradient, match="'p2' got a gradient"):
         come(reducer, parameters, 2)
@@ -220,7 +220,7 @@ def test_what_was_scaled_in_a_failed_backward_is_not_scaled_again(numel: int):
     assert len(reducer.buckets) > 2
     for parameter in parameters:
         parameter.grad = None
-    reducer.begin(takes_early=True)
+    reducer.begin(copies_early=True)
     came = order[1 : len(order) * 3 // 4]  # without the first, nothing is launched
     for index in came:
         come(reducer, parameters, index)
@@ -258,7 +258,7 @@ def test_gradients_may_be_told_of_together(data):
         reducer, parameters, group = reducer_of(6)
         backward(reducer, parameters, [5, 3, 4, 0, 1, 2])
         reducer.begin()
-        reducer.excuse(parameters[index] for index in excused - set(order))
+        reducer.mark_unused(parameters[index] for index in excused - set(order))
         told: list[torch.nn.Parameter] = []
         for number, index in enumerate(order, 1):
             parameters[index].grad = torch.full_like(parameters[index], index + 2.0)

@@ -6,6 +6,8 @@ import pytest
 
 from tests.launcher.bench import Bench
 
+pytestmark = pytest.mark.shortened
+
 GOOD = "print('ran')"
 
 

@@ -18,6 +18,8 @@ from lockstep.launcher import launch
 from lockstep.world import World
 from tests.launcher.bench import Bench, until
 
+pytestmark = pytest.mark.shortened
+
 
 def add_up(world: World, start: float) -> tuple[int, float]:
     total = torch.tensor(start + world.rank)
@@ -25,6 +27,7 @@ def add_up(world: World, start: float) -> tuple[int, float]:
     return world.rank, total.item()
 
 
+@pytest.mark.true_start
 def test_launch_returns_results_in_the_order_of_ranks(bench: Bench) -> None:
     assert launch(add_up, nprocs=3, args=(1.0,)) == [(0, 6.0), (1, 6.0), (2, 6.0)]
 
@@ -166,6 +169,7 @@ def test_launch_from_a_script_pickles_what_is_in_main(bench: Bench) -> None:
     assert done.stdout == "[5, 6] [5, 5]\n", done.stderr
 
 
+@pytest.mark.long
 def test_processes_that_a_rank_spawns_have_what_the_callers_main_has(bench: Bench) -> None:
     """As in a notebook, whose cells are ``__main__``."""
     script = bench.script(
@@ -253,6 +257,7 @@ def test_killed_supervisor_is_an_error(bench: Bench) -> None:
     assert until(lambda: not bench.processes(), 5)
 
 
+@pytest.mark.long
 def test_launch_within_a_rank(bench: Bench) -> None:
     def outer(world: World) -> list[int]:
         tens = 10 * world.rank

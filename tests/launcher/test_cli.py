@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import cli
-from lockstep.launcher.job import Job, Module, Script
+from lockstep import cli, launcher
+from lockstep.launcher.job import Job, Meeting, Module, Script
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def read(monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[Job, dict[str, object]]:
+def read(monkeypatch: pytest.MonkeyPatch, *argv: str) -> Job:
     """What ``lockstep run argv...`` would start."""
-    started: list[tuple[Job, dict[str, object]]] = []
-    monkeypatch.setattr(cli, "start", lambda job, **where: started.append((job, where)))
+    started: list[Job] = []
+    monkeypatch.setattr(launcher, "run_job", started.append)
     monkeypatch.setattr(sys, "argv", ["lockstep", "run", *argv])
     cli.main()
     return started[0]
@@ -40,22 +40,23 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 def test_run_reads_its_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ("-n4", "--threads=2", "--log-dir", "logs", "-m", "pkg.train", "-n", "x")
-    job, _ = read(monkeypatch, *argv)
+    job = read(monkeypatch, *argv)
     assert job.program == Module("pkg.train", ("-n", "x"))
     assert (job.num_ranks, job.num_threads, job.log_dir) == (4, 2, str(folder / "logs"))
     assert (job.stdin_rank, job.full_traceback) == (None, False)
-    job, _ = read(monkeypatch, "-n", "2", "--stdin", "1", "--full-traceback", "train.py")
+    job = read(monkeypatch, "-n", "2", "--stdin", "1", "--full-traceback", "train.py")
     assert (job.stdin_rank, job.full_traceback) == (1, True)
-    assert read(monkeypatch, "--stdin", "none", "train.py")[0].stdin_rank is None
-    _, where = read(monkeypatch, "--nnodes", "2", "--node-rank", "1", "-n", "1", "train.py")
-    assert (where["host"], where["run_id"], where["timeout_seconds"]) == ("1", "lockstep", "300")
+    assert read(monkeypatch, "--stdin", "none", "train.py").stdin_rank is None
+    hosts = ("--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "x:29500")
+    meeting = read(monkeypatch, *hosts, "-n", "1", "train.py").meeting
+    assert meeting == Meeting(2, 1, "x", 29500, "lockstep", 300)
 
 
 @pytest.mark.parametrize("name", ["-n", "--nprocs", "--nproc-per-node", "--nproc_per_node"])
 def test_run_reads_the_number_of_ranks_by_all_its_names(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    assert read(monkeypatch, name, "3", "train.py")[0].num_ranks == 3
+    assert read(monkeypatch, name, "3", "train.py").num_ranks == 3
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,8 @@ def test_run_leaves_what_follows_the_script_to_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     expected = Script("train.py", tuple(words))
-    assert read(monkeypatch, "-n", "1", "train.py", *words)[0].program == expected
-    assert read(monkeypatch, "-n", "1", "--", "train.py", *words)[0].program == expected
+    assert read(monkeypatch, "-n", "1", "train.py", *words).program == expected
+    assert read(monkeypatch, "-n", "1", "--", "train.py", *words).program == expected
 
 
 @pytest.mark.parametrize("late", [["-n", "3"], ["--nprocs=3"], ["--nproc-per-node", "3"]])
@@ -78,7 +79,7 @@ def test_run_says_that_a_number_of_ranks_after_the_script_is_not_its_own(
     capsys: pytest.CaptureFixture[str],
     late: list[str],
 ) -> None:
-    job, _ = read(monkeypatch, "train.py", *late)
+    job = read(monkeypatch, "train.py", *late)
     assert job.program == Script("train.py", tuple(late))
     said = capsys.readouterr().err
     assert f"running {job.num_ranks} ranks" in said

@@ -10,8 +10,11 @@ import sys
 import time
 
 import psutil
+import pytest
 
 from tests.launcher.bench import Bench, until
+
+pytestmark = pytest.mark.shortened
 
 # Each rank has two children: one in its process group, one in a session of its own.
 BUSY = """
@@ -71,6 +74,7 @@ def test_second_ctrl_c_ends_at_once(bench: Bench) -> None:
     assert bench.processes() == []
 
 
+@pytest.mark.true_start
 def test_killed_launcher_leaves_nothing(bench: Bench) -> None:
     run = start_busy(bench)
     run.kill()

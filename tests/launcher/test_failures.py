@@ -8,6 +8,8 @@ import pytest
 
 from tests.launcher.bench import Bench
 
+pytestmark = pytest.mark.shortened
+
 TRAIN = """
     import ctypes, os, signal, sys, time
     import torch
@@ -122,11 +124,10 @@ def test_what_a_rank_started_ends_with_a_run_that_went_well(bench: Bench) -> Non
     ("argument", "code"), [("None", 0), ("0", 0), ("'no data'", 1), ("256 + 5", 5), ("-1", 255)]
 )
 def test_sys_exit_means_what_it_means_to_python(argument: str, code: int) -> None:
-    from lockstep.launcher.job import Script
-    from lockstep.launcher.rank import _report_of_exit
+    from lockstep.launcher.failures import exit_code_of
 
-    report = _report_of_exit(SystemExit(eval(argument)), Script("x.py"))
-    assert report.exit_code == code
+    error = SystemExit(eval(argument))
+    assert exit_code_of(error, of_function=False) == code
 
 
 def test_a_failed_rank_may_run_its_exit_handlers(bench: Bench) -> None:

@@ -13,6 +13,8 @@ from lockstep.launcher import output
 from lockstep.launcher.output import Labeller, LineSplitter
 from tests.launcher.bench import Bench, lines_of
 
+pytestmark = pytest.mark.shortened
+
 
 @given(st.lists(st.binary(max_size=20) | st.sampled_from([b"\n", b"\r", b"\r\n", b"a\rb"])))
 def test_splitter_loses_nothing(chunks: list[bytes]) -> None:

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from lockstep.launcher.job import default_num_threads
 from tests.launcher.bench import Bench, lines_of
+
+pytestmark = pytest.mark.shortened
 
 WHO_AM_I = """
     import json, multiprocessing, os, sys
@@ -36,6 +39,7 @@ WHO_AM_I = """
 """
 
 
+@pytest.mark.true_start
 def test_run_gives_each_rank_its_place_and_the_script_its_own_sys(bench: Bench) -> None:
     script = bench.script(WHO_AM_I, "folder/who.py")
     bench.script("", "folder/beside.py")
@@ -95,6 +99,7 @@ def test_run_module_runs_the_main_of_a_package(bench: Bench) -> None:
     assert lines_of(done.stdout, 0) == ["__main__ package.__main__"]
 
 
+@pytest.mark.true_start
 def test_run_ends_like_python(bench: Bench) -> None:
     """Exit handlers run, threads are waited for, and spawned workers find the script."""
     script = bench.script(
@@ -121,6 +126,7 @@ def test_run_ends_like_python(bench: Bench) -> None:
     assert lines_of(done.stdout, 0) == ["spawned [2, 4]", "no newlinethread 6", "exit handler 8"]
 
 
+@pytest.mark.true_start
 def test_run_shows_the_program_none_of_the_launchers_libraries(bench: Bench) -> None:
     bench.script("NAME = 'mine'", "folder/cloudpickle.py")
     text = "import cloudpickle, sys; print(cloudpickle.NAME, 'rich' in sys.modules)"
@@ -158,6 +164,7 @@ def test_runs_at_once_dont_collide(bench: Bench) -> None:
         assert lines_of(out, 0) == lines_of(out, 1) == ["sum 3.0"]
 
 
+@pytest.mark.long
 def test_the_same_script_runs_under_torchrun(bench: Bench) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
     done = subprocess.run(
@@ -196,6 +203,7 @@ def test_threads_default_to_a_share_of_the_cores(bench: Bench) -> None:
     assert lines_of(done.stdout, cores) == ["1"], done.stderr
 
 
+@pytest.mark.true_start
 def test_help_answers_without_torch() -> None:
     code = "import sys; sys.argv = ['lockstep', 'run', '--help']; import lockstep.cli as cli\n"
     code += "try: cli.main()\nexcept SystemExit: pass\n"

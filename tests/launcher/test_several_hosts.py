@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.launcher.peers import _told
+from lockstep.launcher.hosts import _outcome_of_peer
 from tests.launcher.bench import Bench, lines_of, until
+
+pytestmark = pytest.mark.shortened
 
 ALL_REDUCE = """
     import os, sys
@@ -77,6 +79,7 @@ def is_open(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.true_start
 def test_hosts_number_their_ranks_one_after_the_other(bench: Bench) -> None:
     first, second = start_hosts(bench, ALL_REDUCE, ranks=(1, 2))
     out, err = first.communicate(timeout=60)
@@ -224,7 +227,7 @@ def test_host_that_is_not_of_the_run_says_why(
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"exit_status": "x"}', "\udcff"])
 def test_failure_of_another_host_that_cannot_be_read_is_a_failure(text: str) -> None:
-    assert _told(text).exit_status == 1
+    assert _outcome_of_peer(text).exit_status == 1
 
 
 def test_hosts_without_numbers_get_all_of_them(bench: Bench) -> None:
@@ -345,6 +348,7 @@ COUNT_BYTES = """
     """
 
 
+@pytest.mark.long
 def test_a_host_sends_each_byte_once(bench: Bench, two_hosts: list[list[str]]) -> None:
     """Of four ranks on two hosts; with Gloo alone, more crosses the cable."""
     for number, run in enumerate(start_on(two_hosts, bench.script(COUNT_BYTES))):

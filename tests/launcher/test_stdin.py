@@ -14,6 +14,8 @@ import pytest
 
 from tests.launcher.bench import Bench, lines_of
 
+pytestmark = pytest.mark.shortened
+
 
 class Terminal:
     """A terminal, and the command that runs in it."""

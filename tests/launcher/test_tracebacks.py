@@ -11,6 +11,8 @@ from lockstep.launcher import launch
 from lockstep.world import World
 from tests.launcher.bench import Bench
 
+pytestmark = pytest.mark.shortened
+
 TRAIN = """
     import torch
     import lockstep

@@ -6,16 +6,15 @@ import signal
 
 import pytest
 
-from lockstep.launcher.escalation import Escalation, after_failure, after_signal
-from lockstep.launcher.tracebacks import Told
-from lockstep.launcher.verdict import (
+from lockstep.launcher.failures import (
     Ending,
     Report,
+    Told,
     describe,
-    exit_status,
     first_failure,
     signal_name,
 )
+from lockstep.launcher.processes import Escalation, after_failure, after_signal
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"
 
@@ -72,7 +71,7 @@ def test_first_failure(endings: list[Ending], rank: int | None) -> None:
     ],
 )
 def test_exit_status(ending: Ending, status: int) -> None:
-    assert exit_status(ending) == status
+    assert ending.exit_status == status
     assert str(status) in describe(ending, [ending], 1) or ending.signal is not None or status == 1
 
 
@@ -116,6 +115,6 @@ def test_escalation_waits_to_judge_then_asks_then_kills() -> None:
 
 
 def test_escalation_after_ctrl_c_lets_ranks_see_it_first() -> None:
-    steps = after_signal(signal.SIGINT, grace_seconds=3.0)
-    assert [step.signal for step in steps] == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
-    assert sum(step.seconds for step in steps[:-1]) == 3.0
+    actions = after_signal(signal.SIGINT, grace_seconds=3.0)
+    assert [action.signal for action in actions] == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+    assert sum(action.seconds for action in actions[:-1]) == 3.0

@@ -26,6 +26,7 @@ pytestmark = [
 
 STEPS = 3
 TWO = ["cpu", "cpu"]
+OVER_GLOO = pytest.param("wrapped", "gloo", marks=pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
@@ -278,9 +279,7 @@ def assert_those_of_one_process(name: str, results: list[list[torch.Tensor]]) ->
         torch.testing.assert_close(parameters, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"), [*((way, "shm") for way in WAYS), ("wrapped", "gloo")]
-)
+@pytest.mark.parametrize(("name", "backend"), [*((way, "shm") for way in WAYS), OVER_GLOO])
 def test_a_compiled_step_is_that_of_one_process(ranks: Processes, name: str, backend: str) -> None:
     assert_those_of_one_process(name, ranks.run(run, backend, 2, name))
 
@@ -292,7 +291,7 @@ def test_a_compiled_step_of_ranks_that_are_threads(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), [*((way, "shm") for way in COMPILED_AUTOGRAD), ("wrapped", "gloo")]
+    ("name", "backend"), [*((way, "shm") for way in COMPILED_AUTOGRAD), OVER_GLOO]
 )
 def test_compiled_autograd(ranks: Processes, name: str, backend: str) -> None:
     assert_those_of_one_process(name, ranks.run(run, backend, 2, name, True))

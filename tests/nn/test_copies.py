@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.nn import changes
+from lockstep.nn import global_hooks
 from tests.nn.test_parallelize import net, parts
 from tests.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
 def nothing_has_been_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "_names_by_form", {})
+    monkeypatch.setattr(global_hooks, "_names_by_form", {})
 
 
 SAID = "has the same parameters as a parallel Net, and is not parallel"

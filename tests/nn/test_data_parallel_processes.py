@@ -27,7 +27,7 @@ from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas import DataParallel
 
 # Processes that are kept for several tests get more memory when it is needed.
-pytestmark = pytest.mark.keeps_descriptors
+pytestmark = [pytest.mark.keeps_descriptors, pytest.mark.shortened]
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 
 

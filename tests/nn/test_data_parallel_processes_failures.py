@@ -19,7 +19,7 @@ from lockstep.nn.replicas import DataParallel, wire
 from lockstep.nn.replicas.meeting import this_seat
 
 # Those of processes that are replaced are closed when garbage is collected.
-pytestmark = pytest.mark.keeps_descriptors
+pytestmark = [pytest.mark.keeps_descriptors, pytest.mark.shortened]
 
 
 class Mean(nn.Module):

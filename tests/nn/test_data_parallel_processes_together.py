@@ -25,7 +25,7 @@ from lockstep.errors import ReplicaLost, SharedMemoryFull
 from lockstep.nn.replicas import DataParallel, wire
 from lockstep.nn.replicas.wire import Wire
 
-pytestmark = pytest.mark.keeps_descriptors
+pytestmark = [pytest.mark.keeps_descriptors, pytest.mark.shortened]
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 TWO = ["cpu", "cpu"]
 

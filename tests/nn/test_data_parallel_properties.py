@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.nn.replicas import DataParallel, data_parallel, gather, scatter
 from lockstep.nn.replicas.nested import leaves
+from tests.counts import num_examples
 from tests.nn.nestings import nestings, same, tensors
 from tests.nn.random_models import Part, RandomModel, Use, build, samples
 from tests.nn.random_plans import frozen_parts, one_in, recipes
@@ -44,7 +45,7 @@ casts = st.just("autocast")
 
 def some(count: int) -> settings:
     return settings(
-        max_examples=count,
+        max_examples=num_examples(count),
         deadline=None,
         derandomize=True,
         database=None,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Generic, NamedTuple, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lockstep
+from tests.counts import num_examples
 from tests.nn.random_models import RandomModel, Use, build, outputs_of, samples
 from tests.nn.random_plans import mean_trainings, trainings
 from tests.nn.test_oracle import gradients_of
@@ -366,9 +368,13 @@ def check_all(
     check_one()
 
 
+@pytest.mark.shortened
 def test_any_course_of_training_is_that_of_one_process() -> None:
-    check_all(trainings(), settings(few_hundred, max_examples=250), check_training)
+    how = settings(few_hundred, max_examples=num_examples(250))
+    check_all(trainings(), how, check_training)
 
 
+@pytest.mark.shortened
 def test_any_means_are_those_of_one_process() -> None:
-    check_all(mean_trainings(), settings(few_hundred, max_examples=250), check_means)
+    how = settings(few_hundred, max_examples=num_examples(250))
+    check_all(mean_trainings(), how, check_means)

@@ -6,12 +6,14 @@ import contextlib
 import copy
 from collections.abc import Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
 from torch import nn
 
 import lockstep
+from tests.counts import num_examples
 from tests.nn.plans_of_several import Call, Pass, Plan, plans, touched
 from tests.nn.random_models import WIDTH, RandomModel, Use, samples
 from tests.nn.test_oracle import gradients_of
@@ -142,5 +144,7 @@ def check_several(plan: Plan) -> None:
     compare(plan.settings[0], ranks, oracle, 1e-12 if plan.is_of_means else 1e-10)
 
 
+@pytest.mark.shortened
 def test_any_course_of_several_models_is_that_of_one_process() -> None:
-    check_all(plans(), settings(few_hundred, max_examples=150), check_several)
+    how = settings(few_hundred, max_examples=num_examples(150))
+    check_all(plans(), how, check_several)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.grad.facts import num_facts
-from lockstep.nn.changes import engines_with
+from lockstep.grad.ready_state import num_facts
+from lockstep.nn.global_hooks import engines_with
 from tests.nn.test_parallelize import BOTH, in_place, net, parts, wrapped
 from tests.ranks import BACKENDS, Backend, run_ranks
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 import lockstep
 from lockstep import SyncBatchNorm
+from tests.counts import num_examples
 from tests.ranks import BACKENDS, Backend, run_ranks
 
 CHANNELS = 3
@@ -86,7 +87,7 @@ def test_values_and_gradients_are_those_of_the_whole_batch(
     assert_norm_is_that_of_one_process(oracle, batches(shape, sizes), backend)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=num_examples(30))
 @given(
     sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 1),
     shape=st.lists(st.integers(1, 3), max_size=3).map(tuple),

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.shortened
+
 THEIRS = "from torch.nn.parallel import DistributedDataParallel as DDP"
 OURS = "from lockstep import DistributedDataParallel as DDP"
 

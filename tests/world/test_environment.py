@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 
 import pytest
 
 from lockstep.errors import InitError
-from lockstep.world import Placement, Starter, detect, rank_environment
-from lockstep.world.device import choose_backend, choose_device
-from lockstep.world.environment import STORE, num_visible_gpus
+from lockstep.world import (
+    Placement,
+    Starter,
+    choose_backend,
+    choose_device,
+    detect,
+    num_visible_gpus,
+    rank_environment,
+)
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -29,7 +35,7 @@ SLURM = {
 }  # fmt: skip
 
 
-environment_of = partial(rank_environment, world_size=2, local_rank=1, local_world_size=2)
+RUN = Placement(Starter.LOCKSTEP, 1, 2, 1, 2, ("127.0.0.1", 4321), "abc", agent_hosts_store=True)
 
 
 def test_nothing_started_it() -> None:
@@ -37,16 +43,14 @@ def test_nothing_started_it() -> None:
 
 
 def test_lockstep_run_is_read_back_as_it_was_written() -> None:
-    written = environment_of(run_id="abc", rank=1, master=("127.0.0.1", 4321), num_threads=3)
+    written = rank_environment(RUN, num_threads=3)
     assert written["OMP_NUM_THREADS"] == "3"
-    assert detect(written) == Placement(
-        Starter.LOCKSTEP, 1, 2, 1, 2, ("127.0.0.1", 4321), "abc", agent_hosts_store=True
-    )
+    assert detect(written) == RUN
 
 
 def test_the_store_of_lockstep_run_is_not_that_of_a_torchrun_inside_it() -> None:
-    written = environment_of(run_id="abc", rank=1, master=("127.0.0.1", 4321), num_threads=3)
-    written |= {STORE: "4321:/proc/1/fd/5"}
+    written = rank_environment(replace(RUN, store_path="/proc/1/fd/5"), num_threads=3)
+    assert written["LOCKSTEP_STORE"] == "4321:/proc/1/fd/5"
     assert detect(written).store_path == "/proc/1/fd/5"
     assert detect(written | TORCHRUN).store_path is None
 
@@ -121,7 +125,7 @@ def test_the_batch_script_of_a_slurm_job_is_no_rank() -> None:
 
 
 def test_the_innermost_starter_wins() -> None:
-    ours = environment_of(run_id="a", rank=0, master=("127.0.0.1", 1), num_threads=1)
+    ours = rank_environment(RUN, num_threads=1)
     assert detect(SLURM | MPICH).starter is Starter.MPICH
     assert detect(SLURM | MPICH | TORCHRUN).starter is Starter.TORCHRUN
     assert detect(SLURM | TORCHRUN | ours).starter is Starter.LOCKSTEP

@@ -21,10 +21,11 @@ import torch.distributed as dist
 import lockstep
 from lockstep import errors
 from lockstep.world import Placement, Starter, rendezvous
+from lockstep.world import threads as world_threads
 from lockstep.world import world as world_module
-from lockstep.world.device import NCCL_AND_GLOO
 from lockstep.world.rendezvous import interface_towards, meet, roll_call
-from lockstep.world.world import _new_prefix, _place_on_host
+from lockstep.world.threads import RankContext
+from lockstep.world.world import NCCL_AND_GLOO, _place_on_host
 from tests.processes import Processes, processes
 
 SOON = timedelta(seconds=1)
@@ -49,15 +50,14 @@ def a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCKSTEP_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(world_module, "_current", None)
-    files: list[dict[str, int]] = [{}, {}]
+    monkeypatch.setattr(world_threads._of_process, "world", None)
+    files: dict[str, int] = {}
     monkeypatch.setattr(rendezvous, "_held_open", {})
-    monkeypatch.setattr(rendezvous, "_open_files", files[0])
-    monkeypatch.setattr(rendezvous, "_created", files[1])
+    monkeypatch.setattr(rendezvous, "_open_files", files)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-    for file in [*files[0].values(), *files[1].values()]:
+    for file in files.values():
         os.close(file)
 
 
@@ -185,7 +185,8 @@ def test_local_ranks_are_told_by_the_hosts_names() -> None:
 
 
 def test_two_groups_never_share_a_prefix_in_a_store() -> None:
-    assert len({_new_prefix() for _ in range(3)}) == 3
+    context = RankContext()
+    assert len({context.new_prefix() for _ in range(3)}) == 3
 
 
 def test_gloo_stays_on_loopback_when_all_ranks_are_on_one_host(monkeypatch) -> None:

@@ -1,23 +1,25 @@
-"""What ``lockstep bench collectives`` does, once its options are read."""
+"""``lockstep bench collectives``, after its options are parsed."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from lockstep.bench.figures import Outcome
-from lockstep.bench.machine import machine_facts, reason_to_skip
 from lockstep.bench.measuring import measure, report_progress
 from lockstep.bench.mpi import measure_with_mpi
-from lockstep.bench.plan import Plan, check_operations, format_size, parse_sizes
-from lockstep.bench.report import PLAIN_WIDTH, Report, print_report, with_mpi
-from lockstep.errors import BackendUnavailable, BadLaunch
-from lockstep.launcher import launch
-from lockstep.launcher.job import check_num_ranks, whole_number
+from lockstep.bench.plan import Outcome, Plan, check_operations, format_size, parse_sizes
+from lockstep.bench.report import PLAIN_WIDTH, Report, machine_facts, print_report, with_mpi
+from lockstep.comm.shm.memory import check_room
+from lockstep.errors import BackendUnavailable, BadLaunch, SharedMemoryFull
+from lockstep.launcher import check_num_ranks, launch, whole_number
+
+# A rank has a shared tensor, an ordinary one, and what a library allocates for itself.
+_BUFFERS_PER_RANK = 3
 
 
 def collectives(
@@ -28,7 +30,7 @@ def collectives(
     mpiexec: str,
     json_to: str | None,
 ) -> None:
-    """Measure, and print tables or, with ``json_to``, ``"-"`` or a file's name, everything.
+    """Measure, and print tables; with ``json_to``, a file's name or ``"-"``, write JSON.
 
     Raises:
         BackendUnavailable: If there is no shm here.
@@ -47,9 +49,9 @@ def collectives(
         whole_number(rounds, "The number of rounds", "15 is enough on a quiet machine."),
     )
     file = _writable(json_to)
-    report = Report(machine_facts(), plan.rounds, [], [], [])
+    report = Report(machine_facts(), plan.rounds)
     for count in counts:
-        report = _measured(report, plan, count, mpiexec)
+        _measure(report, plan, count, mpiexec)
     text = json.dumps(report.as_data(), indent=1)
     if file is not None:
         file.write_text(text + "\n")
@@ -67,7 +69,7 @@ def _check_ranks(text: str) -> int:
 
 
 def _writable(name: str | None) -> Path | None:
-    """The file to write to; that it can't be is said before minutes have gone into figures."""
+    """The file to write to. It is opened now, to fail before minutes of measuring."""
     if name is None or name == "-":
         return None
     try:
@@ -78,27 +80,30 @@ def _writable(name: str | None) -> Path | None:
     return Path(name)
 
 
-def _measured(report: Report, plan: Plan, count: int, mpiexec: str) -> Report:
-    """Return ``report`` with what ``count`` ranks measure."""
+def _measure(report: Report, plan: Plan, count: int, mpiexec: str) -> None:
+    """Add to ``report`` what ``count`` ranks measure."""
     reasons = {size: reason_to_skip(size, count) for size in plan.num_bytes}
-    possible = tuple(size for size, reason in reasons.items() if not reason)
-    skipped = [
+    possible = replace(plan, num_bytes=tuple(size for size in reasons if not reasons[size]))
+    outcome = launch(measure, count, (possible,), num_threads=1, output="plain")[0]
+    mpi = Outcome([])
+    if "all_reduce" in plan.operations:
+        report_progress(0, f"all_reduce, {count} ranks, MPI")
+        mpi = measure_with_mpi(possible, count, mpiexec)
+    report.cases += with_mpi(outcome.cases, mpi.cases)
+    report.skipped += [
         f"{format_size(size)} on {count} ranks: {reason}"
         for size, reason in reasons.items()
         if reason
     ]
-    plan = Plan(plan.operations, possible, plan.rounds)
-    outcome = launch(measure, count, (plan,), num_threads=1, output="plain")[0]
-    mpi = Outcome([])
-    if "all_reduce" in plan.operations:
-        report_progress(0, f"all_reduce, {count} ranks, MPI")
-        mpi = measure_with_mpi(plan, count, mpiexec)
-    small_call = outcome.small_call
-    return Report(
-        report.machine,
-        report.rounds,
-        report.cases + with_mpi(outcome.cases, mpi.cases),
-        report.skipped + skipped + outcome.skipped + mpi.skipped,
-        report.small_calls + ([small_call] if small_call else []),
-        mpi.implementation or report.mpi,
-    )
+    report.skipped += outcome.skipped + mpi.skipped
+    report.small_calls += [outcome.small_call] if outcome.small_call else []
+    report.mpi = mpi.implementation or report.mpi
+
+
+def reason_to_skip(num_bytes: int, num_ranks: int) -> str:
+    """Why tensors of ``num_bytes`` can't be measured here, or ``""`` if they can."""
+    try:
+        check_room(num_bytes * num_ranks * _BUFFERS_PER_RANK)
+    except SharedMemoryFull as error:
+        return str(error)
+    return ""

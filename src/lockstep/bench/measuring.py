@@ -1,79 +1,122 @@
-"""What each rank does: it holds a Gloo and a shm group, and lets them take turns."""
+"""The measuring ranks: contenders take turns, and the time of the slowest rank counts.
+
+Note [The time of a call]: in training, a rank writes gradients and then sends them, so no other
+rank's cache holds them. Therefore every rank writes its whole buffer before each call. This is the
+same for all contenders, and isn't counted.
+
+Above ``_BACK_TO_BACK_BYTES``, each call follows a barrier. Its time runs from the first begin on
+any rank to the last end: a rank that started late, as there are fewer cores than ranks, must not
+seem quick. All ranks read the same clock, that of their host.
+
+Up to there, barriers would be as uneven as calls are long, so writes and calls follow each other
+directly, and the time is what the slowest rank spent in its calls.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import sys
-from collections.abc import Sequence
-from typing import cast
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from lockstep.bench.contenders import contenders
-from lockstep.bench.figures import Case, Outcome
-from lockstep.bench.plan import Plan, format_size
-from lockstep.bench.small_call import take_apart
-from lockstep.bench.turns import Ranks, take_turns
-from lockstep.comm.backends import SHM, register_backends
-from lockstep.comm.group import SharedMemoryGroup
+from lockstep.bench.plan import (
+    BOUND,
+    GLOO,
+    IN_PLACE,
+    SHM,
+    Case,
+    Outcome,
+    Part,
+    Plan,
+    SmallCall,
+    format_size,
+)
+from lockstep.comm import Collectives, SharedMemoryGroup, Signature, backends, reduction_for
 from lockstep.errors import SharedMemoryFull
 from lockstep.world import World
 
+_BACK_TO_BACK_BYTES = 64 * 1024
+_WARM_UP_CALLS = 3
+_SECONDS_PER_TURN = 0.03
+_MAX_CALLS_PER_TURN = 300
+_TIMEOUT_SECONDS = 300.0
 
-class GroupRanks(Ranks):
-    """The ranks of a process group."""
+# From this size on, memory bandwidth decides, and the bound is measured.
+_BOUND_FROM_BYTES = 2**20
+# Each rank's block of this size fits into a core's own cache.
+_BLOCK_NUMEL = 64 * 1024
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size = group.rank(), group.size()
-        self._group = group
+_SMALL_CALL_BYTES = 1024
+_ARRIVAL_BYTES = 24  # of the message by which a rank says that it has arrived
 
-    def meet(self) -> None:
-        """Wait for all of them."""
-        dist.barrier(self._group)
 
-    def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Return the largest that any rank has, place by place."""
-        values = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
-        return cast(list[float], values.tolist())
+class Contender(NamedTuple):
+    """One implementation of an operation: ``call`` is timed, ``write`` before it is not."""
+
+    name: str
+    write: Callable[[], object]
+    call: Callable[[], object]
+
+
+class Ranks(NamedTuple):
+    """The ranks that measure together; ``slowest`` returns the elementwise maximum over them."""
+
+    rank: int
+    size: int
+    barrier: Callable[[], object]
+    slowest: Callable[[list[float]], list[float]]
 
 
 def measure(world: World, plan: Plan) -> Outcome:
-    """Measure what is planned; every rank of ``world`` must call it.
-
-    Returns:
-        The same on every rank.
-    """
-    register_backends()
-    gloo = dist.new_group(backend="gloo")
-    shm = dist.new_group(backend=SHM)
+    """Measure ``plan`` on every rank of ``world``, which must all call it; all return the same."""
+    backends.register_backends()
+    gloo, shm = dist.new_group(backend="gloo"), dist.new_group(backend=backends.SHM)
     assert isinstance(gloo, dist.ProcessGroup)
     assert isinstance(shm, SharedMemoryGroup)
-    ranks = GroupRanks(shm)
-    outcome = Outcome([])
+
+    def slowest(seconds: list[float]) -> list[float]:
+        values = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=shm)
+        return [float(value) for value in values]
+
+    ranks = Ranks(shm.rank(), shm.size(), partial(dist.barrier, shm), slowest)
+    cases, skipped = [], []
     for operation in plan.operations:
         for num_bytes in plan.num_bytes:
             what = f"{operation}, {ranks.size} ranks, {format_size(num_bytes)}"
             report_progress(ranks.rank, what)
             shared = _room_or_reason(num_bytes, gloo, shm)
             if isinstance(shared, str):
-                outcome.skipped.append(f"{what}: {shared}")
+                skipped.append(f"{what}: {shared}")
                 continue
-            fighters = contenders(operation, shared, gloo, shm)
-            seconds = take_turns(ranks, fighters, num_bytes, plan.rounds)
-            # And with them their memory, before the next size asks for more.
-            del fighters, shared
-            outcome.cases.append(Case(operation, ranks.size, num_bytes, seconds))
-    if "all_reduce" not in plan.operations:
-        return outcome
-    report_progress(ranks.rank, f"all_reduce, {ranks.size} ranks, the parts of a small call")
-    return Outcome(outcome.cases, outcome.skipped, take_apart(ranks, shm, plan.rounds))
+            contenders = _contenders(operation, shared, gloo, shm)
+            seconds = take_turns(ranks, contenders, num_bytes, plan.rounds)
+            # Their memory is needed for the next size.
+            del contenders, shared
+            cases.append(Case(operation, ranks.size, num_bytes, seconds))
+    small_call = None
+    if "all_reduce" in plan.operations:
+        report_progress(ranks.rank, f"all_reduce, {ranks.size} ranks, the parts of a small call")
+        small_call = _measure_small_call(ranks, shm, plan.rounds)
+    return Outcome(cases, skipped, small_call)
+
+
+def report_progress(rank: int, what: str) -> None:
+    """Say on standard error, on rank 0 alone, what is being measured."""
+    if rank == 0:
+        print(f"measuring {what}", file=sys.stderr, flush=True)
 
 
 def _room_or_reason(
     num_bytes: int, gloo: dist.ProcessGroup, shm: SharedMemoryGroup
 ) -> torch.Tensor | str:
-    """Memory that the ranks share, or why there is none: on all ranks one or the other."""
+    """A float32 tensor in shared memory, or, if any rank lacks memory for it, the reason."""
     reasons = [""] * shm.size()
     try:
         shared, reason = shm.empty(num_bytes // 4, dtype=torch.float32), ""
@@ -83,7 +126,189 @@ def _room_or_reason(
     return next((why for why in reasons if why), shared)
 
 
-def report_progress(rank: int, what: str) -> None:
-    """Say on standard error, once for all ranks, what is being measured."""
-    if rank == 0:
-        print(f"measuring {what}", file=sys.stderr, flush=True)
+def take_turns(
+    ranks: Ranks, contenders: Sequence[Contender], num_bytes: int, rounds: int
+) -> dict[str, list[float]]:
+    """Return each contender's seconds per call in every round; see Note [The time of a call].
+
+    All ranks must call it, and all return the same.
+    """
+    turn = partial(_turn, ranks, apart=num_bytes > _BACK_TO_BACK_BYTES)
+    num_calls = {}
+    for contender in contenders:
+        turn(contender, _WARM_UP_CALLS)  # the first use of its memory takes longest
+        wanted = int(_SECONDS_PER_TURN / turn(contender, _WARM_UP_CALLS))
+        num_calls[contender.name] = max(1, min(_MAX_CALLS_PER_TURN, wanted))
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for number in range(rounds):
+        # The order rotates: the first one meets another state of the machine than the last.
+        first = number % len(contenders)
+        for contender in (*contenders[first:], *contenders[:first]):
+            seconds[contender.name].append(turn(contender, num_calls[contender.name]))
+    return seconds
+
+
+def _turn(ranks: Ranks, contender: Contender, calls: int, apart: bool) -> float:
+    begins, ends = [], []
+    ranks.barrier()
+    for _ in range(calls):
+        contender.write()
+        if apart:
+            ranks.barrier()
+        begins.append(time.perf_counter())
+        contender.call()
+        ends.append(time.perf_counter())
+        if apart:
+            # Otherwise the next write would take a core from a rank that is still in its call.
+            ranks.barrier()
+    if not apart:
+        return ranks.slowest([(sum(ends) - sum(begins)) / calls])[0]
+    last_ends, first_begins = ranks.slowest(ends), ranks.slowest([-begin for begin in begins])
+    return (sum(last_ends) + sum(first_begins)) / calls
+
+
+def _contenders(
+    operation: str, shared: torch.Tensor, gloo: dist.ProcessGroup, shm: SharedMemoryGroup
+) -> list[Contender]:
+    """The implementations of ``operation``; all ranks must call this alike.
+
+    Gloo and shm use the same ordinary tensor, shm in place uses ``shared``, which is as large.
+    """
+    ordinary = torch.empty(shared.numel())
+    found = [
+        _contender(name, operation, whole, group)
+        for name, whole, group in (
+            (GLOO, ordinary, gloo),
+            (SHM, ordinary, shm),
+            (IN_PLACE, shared, shm),
+        )
+    ]
+    if operation == "all_reduce" and shared.nbytes >= _BOUND_FROM_BYTES:
+        found.append(Contender(BOUND, partial(shared.fill_, 1.0), _passes(shared, shm)))
+    return found
+
+
+def _contender(
+    name: str, operation: str, whole: torch.Tensor, group: dist.ProcessGroup
+) -> Contender:
+    """``whole`` is the larger of the tensors, if they differ in size."""
+    parts = list(whole.chunk(group.size()))
+    # This rank's part of a gathered or scattered tensor is a tensor by itself.
+    part = torch.empty_like(parts[group.rank()])
+    call: Callable[[], object] = {
+        "all_reduce": partial(dist.all_reduce, whole, group=group),
+        "broadcast": partial(dist.broadcast, whole, group_src=0, group=group),
+        "all_gather": partial(dist.all_gather, parts, part, group=group),
+        "reduce_scatter": partial(dist.reduce_scatter, part, parts, group=group),
+    }[operation]
+    written = part if operation == "all_gather" else whole
+    return Contender(name, partial(written.fill_, 1.0), call)
+
+
+@torch.inference_mode()
+def _passes(shared: torch.Tensor, shm: SharedMemoryGroup) -> Callable[[], None]:
+    """The passes over memory of an all-reduce in place, without any synchronisation.
+
+    Each rank reads its share of the elements from every rank's buffer, and writes the sum to every
+    rank's buffer: the least that an all-reduce needs in which each element is summed once.
+    """
+    transport = shm._transport
+    place = transport.find(shared)
+    assert place is not None
+    places = transport.exchange(Signature("bound"), place, _TIMEOUT_SECONDS)
+    buffers = [
+        shared
+        if rank == transport.rank
+        else transport.at(rank, place, shared.dtype, shared.numel())
+        for rank, place in enumerate(places)
+    ]
+    shares = [buffer.chunk(transport.size)[transport.rank] for buffer in buffers]
+    blocks = list(zip(*(share.split(_BLOCK_NUMEL) for share in shares), strict=True))
+
+    @torch.inference_mode()
+    def run() -> None:
+        for target, *others in blocks:
+            for other in others:
+                torch.add(target, other, out=target)
+            for other in others:
+                other.copy_(target)
+
+    return run
+
+
+def _measure_small_call(ranks: Ranks, shm: SharedMemoryGroup, rounds: int) -> SmallCall:
+    """Measure a small all-reduce, and each of its parts by itself, in turns with the whole."""
+    tensor = torch.ones(_SMALL_CALL_BYTES // 4)
+    write = partial(tensor.fill_, 1.0)
+    with _socket_calls(ranks.size - 1) as sockets:
+        calls = {"sockets": sockets, **_parts_of_all_reduce(tensor, shm)}
+        contenders = [Contender(name, write, call) for name, call in calls.items()]
+        seconds = take_turns(ranks, contenders, _SMALL_CALL_BYTES, rounds)
+
+    def difference(whole: str, *parts: str) -> list[float]:
+        columns = zip(seconds[whole], *(seconds[part] for part in parts), strict=True)
+        return [value - sum(rest) for value, *rest in columns]
+
+    meeting = "meeting: all tell all that they are here, and wait until all are"
+    parts = [
+        Part("torch.distributed's all_reduce(), around the group", difference("whole", "group")),
+        Part("the group: options, queue, Work", difference("group", "algorithm")),
+        Part("copying the tensor to shared memory", seconds["copy"]),
+        Part(meeting, seconds["meeting"]),
+        Part("its system calls: a send to, and a receive from, each", seconds["sockets"], meeting),
+        Part("adding up", seconds["sum"]),
+        Part(
+            "the rest of the algorithm, and waiting for the slower rank",
+            difference("algorithm", "copy", "meeting", "sum"),
+        ),
+    ]
+    return SmallCall(ranks.size, _SMALL_CALL_BYTES, seconds["whole"], parts)
+
+
+@torch.inference_mode()
+def _parts_of_all_reduce(
+    tensor: torch.Tensor, shm: SharedMemoryGroup
+) -> dict[str, Callable[[], object]]:
+    transport, options = shm._transport, dist.AllreduceOptions()
+    options.asyncOp = False
+    reduction = reduction_for(dist.ReduceOp.SUM, tensor.dtype)
+    call = Signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
+    place, slot = transport.stage(tensor.dtype, tensor.numel())
+    places = transport.exchange(call, place, _TIMEOUT_SECONDS)
+
+    def algorithm() -> None:
+        Collectives(transport, call, _TIMEOUT_SECONDS).all_reduce(tensor, reduction)
+
+    def copy() -> None:
+        transport.stage(tensor.dtype, tensor.numel())
+        slot.copy_(tensor)
+
+    def add_up() -> None:
+        buffers = [
+            transport.at(rank, place, tensor.dtype, tensor.numel())
+            for rank, place in enumerate(places)
+        ]
+        reduction.into(tensor, buffers)
+
+    parts = {"algorithm": algorithm, "copy": copy, "sum": add_up}
+    return {
+        "whole": partial(dist.all_reduce, tensor, group=shm),
+        "group": lambda: shm.allreduce([tensor], options).wait(),
+        "meeting": partial(transport.exchange, call, 0, _TIMEOUT_SECONDS),
+        **{name: torch.inference_mode()(part) for name, part in parts.items()},
+    }
+
+
+@contextlib.contextmanager
+def _socket_calls(num_peers: int) -> Iterator[Callable[[], None]]:
+    """The system calls of a barrier at which no rank has to wait."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    message, received = bytes(_ARRIVAL_BYTES), bytearray(8192)
+
+    def run() -> None:
+        for _ in range(num_peers):
+            here.send(message)
+            there.recv_into(received, 0, socket.MSG_DONTWAIT)
+
+    with here, there:
+        yield run

@@ -1,34 +1,118 @@
-"""What is to be measured, and how it is written on a command line."""
+"""What is measured, and the times that were measured: data, without torch."""
 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from lockstep.errors import BadLaunch
 
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 DEFAULT_SIZES = "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
 
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+# The contenders. BOUND is a lower bound on the time of an all-reduce: its passes over memory.
+GLOO, SHM, IN_PLACE, MPI, BOUND = "gloo", "shm", "shm in place", "mpi", "bound"
+# Pairs whose times are compared, the slower one first.
+RATIOS = ((GLOO, SHM), (GLOO, IN_PLACE), (MPI, IN_PLACE), (IN_PLACE, BOUND))
+
+_UNITS = ("B", "KiB", "MiB", "GiB")
 _SIZE = re.compile(r"(\d{1,15})\s*(B|KiB|MiB|GiB)", re.IGNORECASE)
 _ELEMENT_BYTES = 4  # of float32
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one set of ranks measures.
-
-    Attributes:
-        operations: Names from ``OPERATIONS``.
-        num_bytes: The sizes of the tensors.
-        rounds: How often each contender has its turn.
-    """
+    """What one set of ranks measures."""
 
     operations: tuple[str, ...]
-    num_bytes: tuple[int, ...]
-    rounds: int
+    num_bytes: tuple[int, ...]  # the sizes of the tensor
+    rounds: int  # the number of turns of each contender
+
+
+class Summary(NamedTuple):
+    """The median and the quartiles of several values."""
+
+    median: float
+    low: float
+    high: float
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    """Return the median and the quartiles; of a single value, that value."""
+    if len(values) == 1:
+        return Summary(values[0], values[0], values[0])
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Summary(statistics.median(values), low, high)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The times of one operation, for one tensor size and one number of ranks."""
+
+    operation: str
+    num_ranks: int
+    num_bytes: int
+    seconds: dict[str, list[float]]  # by contender, per call in each round
+
+    def ratio(self, slow: str, fast: str) -> Summary | None:
+        """The time of ``slow`` divided by that of ``fast``, formed in each round by itself.
+
+        None unless both were measured, in the same rounds.
+        """
+        if slow not in self.seconds or fast not in self.seconds:
+            return None
+        pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
+        return summarize([a / b for a, b in pairs])
+
+    def bandwidth(self) -> float | None:
+        """Bytes per second that all ranks together read and wrote while the bound was measured."""
+        if BOUND not in self.seconds:
+            return None
+        # Each rank reads its share of the elements from every rank's buffer, and writes it to
+        # every rank's buffer.
+        num_moved_bytes = 2 * self.num_ranks * self.num_bytes
+        return num_moved_bytes / summarize(self.seconds[BOUND]).median
+
+    def as_data(self) -> dict[str, object]:
+        """All times, and the figures that follow from them, for JSON."""
+        ratios = {f"{slow} / {fast}": self.ratio(slow, fast) for slow, fast in RATIOS}
+        return asdict(self) | {
+            "summary": {name: summarize(times)._asdict() for name, times in self.seconds.items()},
+            "ratios": {name: ratio._asdict() for name, ratio in ratios.items() if ratio},
+            "bandwidth_bytes_per_second": self.bandwidth(),
+        }
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a small call: its seconds per call in each round."""
+
+    name: str
+    seconds: list[float]
+    within: str = ""  # the name of the part that contains this one
+
+
+@dataclass(frozen=True)
+class SmallCall:
+    """The seconds per call in each round, of a call that moves few bytes, and of its parts."""
+
+    num_ranks: int
+    num_bytes: int
+    whole: list[float]
+    parts: list[Part]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one set of ranks measured."""
+
+    cases: list[Case]
+    skipped: list[str] = field(default_factory=list)  # a line with the reason for each
+    small_call: SmallCall | None = None
+    implementation: str = ""  # the name and version of the MPI library
 
 
 def parse_sizes(text: str, num_ranks: Sequence[int]) -> tuple[int, ...]:
@@ -39,19 +123,19 @@ def parse_sizes(text: str, num_ranks: Sequence[int]) -> tuple[int, ...]:
             for each number of ranks.
     """
     sizes = set()
-    for word in text.split(","):
-        match = _SIZE.fullmatch(word.strip())
+    for word in map(str.strip, text.split(",")):
+        match = _SIZE.fullmatch(word)
         if match is None:
             raise BadLaunch(
-                f"--sizes has {word.strip()!r}, which is no size. Write sizes as in "
+                f"--sizes has {word!r}, which is no size. Write sizes as in "
                 "--sizes 1KiB,64KiB,16MiB; units are B, KiB, MiB and GiB."
             )
-        units = {name.lower(): factor for name, factor in _UNITS.items()}
-        size = int(match[1]) * units[match[2].lower()]
+        exponent = [unit.lower() for unit in _UNITS].index(match[2].lower())
+        size = int(match[1]) * 1024**exponent
         for count in num_ranks:
             if size == 0 or size % (count * _ELEMENT_BYTES):
                 raise BadLaunch(
-                    f"--sizes has {word.strip()!r}, but {size} bytes aren't equal parts of float32 "
+                    f"--sizes has {word!r}, but {size} bytes aren't equal parts of float32 "
                     f"numbers for {count} ranks. Use a multiple of {count * _ELEMENT_BYTES} B."
                 )
         sizes.add(size)
@@ -60,12 +144,10 @@ def parse_sizes(text: str, num_ranks: Sequence[int]) -> tuple[int, ...]:
 
 def format_size(num_bytes: int) -> str:
     """``65536`` as ``"64 KiB"``: in the largest unit that leaves a whole number."""
-    name, factor = next(
-        (name, factor)
-        for name, factor in reversed(_UNITS.items())
-        if num_bytes % factor == 0 and num_bytes >= factor
-    )
-    return f"{num_bytes // factor} {name}"
+    exponent = 0
+    while exponent + 1 < len(_UNITS) and num_bytes % 1024 ** (exponent + 1) == 0:
+        exponent += 1
+    return f"{num_bytes // 1024**exponent} {_UNITS[exponent]}"
 
 
 def check_operations(names: Sequence[str]) -> tuple[str, ...]:

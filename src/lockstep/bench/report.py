@@ -2,157 +2,151 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib import metadata
 from itertools import groupby
+from pathlib import Path
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.bench.figures import (
+from lockstep.bench.plan import (
     BOUND,
     GLOO,
     IN_PLACE,
     MPI,
+    RATIOS,
     SHM,
     Case,
     SmallCall,
     Summary,
+    format_size,
     summarize,
 )
-from lockstep.bench.plan import format_size
 
 # Wide enough for a table in a file; a terminal has its own width.
 PLAIN_WIDTH = 220
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
-    """Everything that was found out.
-
-    Attributes:
-        machine: What the figures are of.
-        rounds: How many there were.
-        cases: What was measured.
-        skipped: What was not, and why, a line each.
-        small_calls: Where the time of a small call goes, for each number of ranks.
-        mpi: The name of the MPI library, or ``""``.
-    """
+    """All results, of each number of ranks."""
 
     machine: dict[str, object]
     rounds: int
-    cases: list[Case]
-    skipped: list[str]
-    small_calls: list[SmallCall]
+    cases: list[Case] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    small_calls: list[SmallCall] = field(default_factory=list)
     mpi: str = ""
 
     def as_data(self) -> dict[str, object]:
-        """Everything, for JSON; times are in seconds."""
-        return {
-            "benchmark": "collectives",
-            "dtype": "float32",
-            "machine": self.machine,
-            "mpi": self.mpi,
-            "rounds": self.rounds,
-            "cases": [case.as_data() for case in self.cases],
-            "small_calls": [asdict(call) for call in self.small_calls],
-            "skipped": self.skipped,
-        }
+        """All results, for JSON; times are in seconds."""
+        data = {"benchmark": "collectives", "dtype": "float32", **asdict(self)}
+        return {**data, "cases": [case.as_data() for case in self.cases]}
+
+
+def machine_facts() -> dict[str, object]:
+    """Return what times depend on, for JSON."""
+    return {
+        "cpu": _from_proc("/proc/cpuinfo", "model name") or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": _from_proc("/proc/meminfo", "MemTotal"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "lockstep": metadata.version("torch-lockstep"),
+    }
+
+
+def _from_proc(path: str, name: str) -> str:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return ""
+    values = (line.partition(":")[2] for line in lines if line.startswith(name))
+    return next(values, "").strip()
 
 
 def with_mpi(cases: Sequence[Case], mpi: Sequence[Case]) -> list[Case]:
-    """Return ``cases``, each with the figures of MPI for the same, where there are some."""
+    """Return ``cases``, each with MPI's times of the same operation, ranks and size."""
     found = {(case.operation, case.num_ranks, case.num_bytes): case.seconds for case in mpi}
+    keys = [(case.operation, case.num_ranks, case.num_bytes) for case in cases]
     return [
-        Case(
-            case.operation,
-            case.num_ranks,
-            case.num_bytes,
-            case.seconds | found.get((case.operation, case.num_ranks, case.num_bytes), {}),
-        )
-        for case in cases
+        Case(*key, case.seconds | found.get(key, {})) for key, case in zip(keys, cases, strict=True)
     ]
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print all of it: a table for each operation and number of ranks, and what it leaves out."""
+    """Print a table for each operation and number of ranks, notes, and the skipped cases."""
+    say = partial(console.print, highlight=False)
     facts = report.machine
-    console.print(
+    say(
         f"{facts['cpu']}, {facts['cores']} cores; torch {facts['torch']}, one thread a rank. "
-        f"Median (quartiles) of {report.rounds} rounds.",
-        highlight=False,
+        f"Median (quartiles) of {report.rounds} rounds."
     )
     for (operation, num_ranks), cases in groupby(
         report.cases, key=lambda case: (case.operation, case.num_ranks)
     ):
         console.print()
-        title = f"{operation}, float32, {num_ranks} ranks"
-        console.print(title, style="bold")
+        console.print(f"{operation}, float32, {num_ranks} ranks", style="bold")
         console.print(_table(list(cases), plain=not console.is_terminal))
         for call in report.small_calls:
             if (operation, num_ranks) == ("all_reduce", call.num_ranks):
-                console.print(*small_call_lines(call), sep="\n", highlight=False)
+                say(*small_call_lines(call), sep="\n")
     if any(BOUND in case.seconds for case in report.cases):
-        console.print(
+        say(
             "\nbound: what the passes over memory must take, on all ranks at once and without a "
             "word between them: each reads its share of the elements from every rank's buffer and "
-            "writes the sum to every rank's buffer.",
-            highlight=False,
+            "writes the sum to every rank's buffer."
         )
     if report.mpi:
-        console.print(
-            f"\nmpi: {report.mpi}, in processes of its own, after the others had their turns.",
-            highlight=False,
-        )
+        say(f"\nmpi: {report.mpi}, in processes of its own, after the others had their turns.")
     for line in report.skipped:
-        console.print(f"\nleft out: {line}", highlight=False, markup=False)
+        say(f"\nleft out: {line}", markup=False)
 
 
 def _table(cases: Sequence[Case], plain: bool) -> Table:
+    measured = {name for case in cases for name in case.seconds}
+    columns: list[tuple[str, Callable[[Case], str]]] = [
+        ("size", lambda case: format_size(case.num_bytes))
+    ]
+    times = [(name, partial(_time, name=name)) for name in (GLOO, SHM, IN_PLACE, MPI, BOUND)]
+    columns += [(name, cell) for name, cell in times[:-1] if name in measured]
+    ratios = [
+        (f"{slow} / {fast}", partial(_ratio, slow=slow, fast=fast))
+        for slow, fast in RATIOS
+        if {slow, fast} <= measured
+    ]
+    if BOUND in measured:
+        columns += [*ratios[:-1], times[-1], ("GB/s", _bandwidth), ratios[-1]]
+    else:
+        columns += ratios
     table = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("size", justify="right", no_wrap=True)
-    names = [name for name in (GLOO, SHM, IN_PLACE, MPI) if _has(cases, name)]
-    ratios = [(GLOO, SHM), (GLOO, IN_PLACE), (MPI, IN_PLACE), (IN_PLACE, BOUND)]
-    ratios = [(a, b) for a, b in ratios if _has(cases, a) and _has(cases, b)]
-    bound = [BOUND] if _has(cases, BOUND) else []
-    for name in (*names, *(f"{a} / {b}" for a, b in ratios[: len(ratios) - len(bound)])):
-        table.add_column(name, justify="right")
-    for name in bound:
-        for heading in (name, "GB/s", f"{IN_PLACE} / {name}"):
-            table.add_column(heading, justify="right")
+    for heading, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=heading == "size")
     for case in cases:
-        table.add_row(*_row(case, names, ratios, bound))
+        table.add_row(*(cell(case) for _, cell in columns))
     return table
 
 
-def _has(cases: Iterable[Case], name: str) -> bool:
-    return any(name in case.seconds for case in cases)
+def _time(case: Case, name: str) -> str:
+    return format_seconds(summarize(case.seconds[name])) if name in case.seconds else ""
 
 
-def _row(
-    case: Case, names: Sequence[str], ratios: Sequence[tuple[str, str]], bound: Sequence[str]
-) -> list[str]:
-    cells = [format_size(case.num_bytes)]
-    cells += [_time(case.seconds.get(name)) for name in names]
-    shown = [_ratio(case.ratio(slow, fast)) for slow, fast in ratios]
-    cells += shown[: len(shown) - len(bound)]
-    if bound:
-        bandwidth = case.bandwidth()
-        cells += [
-            _time(case.seconds.get(BOUND)),
-            "" if bandwidth is None else f"{bandwidth / 1e9:.1f}",
-            shown[-1],
-        ]
-    return cells
+def _ratio(case: Case, slow: str, fast: str) -> str:
+    ratio = case.ratio(slow, fast)
+    return f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})" if ratio else ""
 
 
-def _time(seconds: Sequence[float] | None) -> str:
-    return "" if seconds is None else format_seconds(summarize(seconds))
-
-
-def _ratio(ratio: Summary | None) -> str:
-    return "" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+def _bandwidth(case: Case) -> str:
+    bandwidth = case.bandwidth()
+    return f"{bandwidth / 1e9:.1f}" if bandwidth else ""
 
 
 def format_seconds(seconds: Summary) -> str:
@@ -165,10 +159,10 @@ def format_seconds(seconds: Summary) -> str:
 
 
 def small_call_lines(call: SmallCall) -> list[str]:
-    """Where the time of a small call goes, a line for each part."""
+    """The time of a small call, and a line for each of its parts."""
     whole = summarize(call.whole).median
     lines = [f"\nwhere {whole * 1e6:.1f} us of a call on {format_size(call.num_bytes)} go, in us:"]
     for part in call.parts:
         indent = "      of it: " if part.within else "  "
-        lines.append(f"{part.median * 1e6:8.1f}{indent}{part.name}")
+        lines.append(f"{summarize(part.seconds).median * 1e6:8.1f}{indent}{part.name}")
     return lines

@@ -1,7 +1,14 @@
-"""Data: which samples of a dataset, and of a global batch, are this rank's."""
+"""Data: the parts of a dataset, and of a global batch, that belong to each rank."""
 
-from lockstep.data.batches import batch_share, batch_slice, epoch_shares
-from lockstep.data.partition import DataPartitioner, Partition, SizedDataset, partition
+from lockstep.data.partition import (
+    DataPartitioner,
+    Partition,
+    SizedDataset,
+    batch_share,
+    batch_slice,
+    epoch_shares,
+    partition,
+)
 
 __all__ = [
     "DataPartitioner",

@@ -1,6 +1,6 @@
-"""A dataset in parts, one per rank: every element in exactly one, and the same on every rank.
+"""The ranks' parts of a dataset and of a global batch: every element in exactly one.
 
-No rank asks another: the same dataset, sizes and seed give the same parts everywhere.
+Ranks don't communicate: the same dataset, sizes and seed give the same parts everywhere.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lockstep.errors import SplitError
 
 T_co = TypeVar("T_co", covariant=True)
 
-# How far fractions may be from adding up to 1. Ten float32 of 0.1 are 1.5e-8 off, while a
-# forgotten digit, as in [0.333, 0.333, 0.333], is 1e-3 off.
+# The largest accepted difference of the sum of fractions from 1. Ten float32 of 0.1 are off by
+# 1.5e-8, while a forgotten digit, as in [0.333, 0.333, 0.333], is off by 1e-3.
 _TOLERANCE = Fraction(1, 10**6)
 
 
 class SizedDataset(Protocol[T_co]):
-    """What can be divided: a map-style dataset, a list, a tensor."""
+    """A map-style dataset, a list or a tensor."""
 
     def __len__(self) -> int:
         """The number of elements."""
@@ -36,14 +36,14 @@ class SizedDataset(Protocol[T_co]):
 
 
 class Partition(Dataset[T_co]):
-    """Part of a dataset, itself a dataset: those of its elements that ``indices`` names.
+    """Part of a dataset, itself a dataset.
 
     Args:
         data: The whole dataset.
-        indices: Which of its elements, in which order.
+        indices: The indices of this part's elements, in the order of the part.
 
     Raises:
-        TypeError: If one of them can't be indexed.
+        TypeError: If ``data`` or ``indices`` can't be indexed.
 
     Source:
         ``Partition`` of the PyTorch tutorial "Writing Distributed Applications with PyTorch".
@@ -70,13 +70,13 @@ class Partition(Dataset[T_co]):
 
     def __iter__(self) -> Iterator[T_co]:
         """The elements of this part, in its order."""
-        # Without this, Python would take an IndexError of the dataset's for the end of the part.
+        # Without this method, an IndexError in the dataset would silently end the iteration.
         return (self.data[index] for index in self.indices)
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[T_co]:
-        """Several elements at once, which is how torch's DataLoader asks for a batch."""
+        """Several elements at once; torch's DataLoader reads batches with it."""
         whole = [self.indices[index] for index in indices]
-        # A dataset that reads a batch in one go (from a table, over a network) still does.
+        # Keep a dataset's own way to read a batch at once (from a table, over a network).
         read: object = getattr(self.data, "__getitems__", None)
         if callable(read):
             batch: Sequence[T_co] = read(whole)
@@ -112,14 +112,10 @@ class DataPartitioner(Generic[T_co]):
         self.partitions = partition(data, sizes, seed)
 
     def use(self, part: int) -> Partition[T_co]:
-        """The part with this number, which is a rank's if there is a part for each rank.
-
-        Args:
-            part: From 0 up to, and without, the number of ``sizes``.
+        """Return the part with this number, from 0 to ``len(sizes) - 1``, such as a rank.
 
         Raises:
-            IndexError: If there is no such part. Negative numbers don't count from the end:
-                no rank is negative.
+            IndexError: If there is no such part; negative numbers don't count from the end.
         """
         part = as_whole_number("part", part)
         if not 0 <= part < len(self.partitions):
@@ -137,20 +133,19 @@ def partition(
 
     Args:
         dataset: The dataset to divide; it has a length and is indexed from 0.
-        sizes: One per part, as uneven as you like, zero included. If all are whole numbers
-            (``int``), they count elements and add up to ``len(dataset)``; if any is a float,
-            they are fractions and add up to 1. Fractions of an element are rounded by largest
-            remainder, ties to the first part, so each part is less than one element from its
-            exact size.
+        sizes: One per part, 0 or more. If all are whole numbers (``int``), they count elements and
+            add up to ``len(dataset)``; if any is a float, they are fractions and add up to 1.
+            Fractions of an element are rounded by largest remainder, ties to the first part, so
+            each part is less than one element from its exact size.
         seed: Seed of the shuffle; every rank must give the same. None keeps the order.
 
     Returns:
         One part per size, in their order: ``partition(dataset, sizes)[world.rank]``.
 
     Raises:
-        SplitError: If the sizes are none, negative, not finite, more than the data or less.
+        SplitError: If there is no size, one is negative or not finite, or their sum is wrong.
         TypeError: If ``dataset`` has no length, a size is not a number, or the seed not a whole
-            one. (Python would take NaN for another seed in each process.)
+            one. (For Python, NaN is another seed in each process.)
     """
     if isinstance(dataset, IterableDataset) or not _is_sized_and_indexed(dataset):
         raise TypeError(
@@ -172,7 +167,7 @@ def partition(
 
 def _is_sized_and_indexed(value: object) -> bool:
     has_both = isinstance(value, Sized) and hasattr(value, "__getitem__")
-    return has_both and getattr(value, "ndim", 1) != 0  # tensors and arrays have both, and no use
+    return has_both and getattr(value, "ndim", 1) != 0  # not tensors without dimensions
 
 
 def _checked_numbers(sizes: Iterable[object]) -> list[int | float]:
@@ -180,7 +175,7 @@ def _checked_numbers(sizes: Iterable[object]) -> list[int | float]:
         raise TypeError(f"sizes is {sizes!r}, not one size for each part, such as [0.5, 0.5].")
     checked: list[int | float] = []
     for part, size in enumerate(sizes):
-        # A bool is an int to Python, but [True, False] is surely not meant as [1, 0].
+        # A bool is an int, but [True, False] is hardly meant as [1, 0].
         if isinstance(size, bool) or not isinstance(size, numbers.Real):
             raise TypeError(
                 f"sizes[{part}] is {size!r}, a {type(size).__name__}; "
@@ -216,7 +211,7 @@ def _round_fractions(sizes: list[int | float], num_elements: int) -> list[int]:
             f"sizes {reprlib.repr(sizes)} has a float in it, so all are fractions, but "
             f"{max(sizes)} is more than the whole. Give only whole numbers (int) to count elements."
         )
-    fractions = [_meant(size) for size in sizes]
+    fractions = [_simplest_fraction(size) for size in sizes]
     total = sum(fractions, Fraction())
     if abs(total - 1) > _TOLERANCE:
         rest = float(1 - total)
@@ -225,7 +220,7 @@ def _round_fractions(sizes: list[int | float], num_elements: int) -> list[int]:
             f"sizes {reprlib.repr(sizes)} are fractions that add up to {float(total):.9g}, "
             f"not to 1. {todo}, or divide each by their sum."
         )
-    # Divided by the total, they add up to exactly 1, whatever the floats did.
+    # Divided by their total, the fractions add up to exactly 1.
     exact = [num_elements * fraction / total for fraction in fractions]
     counts = [int(size) for size in exact]
     remainders = [size - count for size, count in zip(exact, counts, strict=True)]
@@ -235,10 +230,91 @@ def _round_fractions(sizes: list[int | float], num_elements: int) -> list[int]:
     return counts
 
 
-def _meant(size: float) -> Fraction:
+def _simplest_fraction(size: float) -> Fraction:
     """The simplest fraction that rounds to this float: 7/10 for 0.7, 1/3 for 1/3."""
-    # As a binary fraction 0.7 is a little less than 7/10, and in [0.7, 0.3] of 5 elements the
-    # tie of 3.5 and 1.5 would go to the wrong side. Shown by test_tie_goes_to_the_lower_part.
+    # The binary 0.7 is slightly less than 7/10, so in [0.7, 0.3] of 5 elements the tie of 3.5 and
+    # 1.5 would go to the wrong part. Shown by test_tie_goes_to_the_lower_part.
     exact = Fraction(size)
     simpler = (exact.limit_denominator(10**digits) for digits in range(1, 17))
     return next((fraction for fraction in simpler if float(fraction) == size), exact)
+
+
+def batch_share(batch_size: int, rank: int, world_size: int) -> int:
+    """The number of this rank's samples in a global batch, as :func:`batch_slice` splits it."""
+    share = batch_slice(batch_size, rank, world_size)
+    return int(share.stop - share.start)
+
+
+def batch_slice(batch_size: int, rank: int, world_size: int) -> slice:
+    """This rank's samples of a global batch: ``batch[batch_slice(...)]``.
+
+    The ranks' slices cover the batch in the order of the ranks. Their lengths add up to
+    ``batch_size`` and differ by one at most, the first ranks having one more.
+
+    Args:
+        batch_size: Samples in the global batch, over all ranks; at least ``world_size``.
+        rank: This rank, from 0 to ``world_size - 1``.
+        world_size: The number of ranks.
+
+    Raises:
+        SplitError: If a rank would have no sample, or there is no such rank.
+        TypeError: If an argument is not a whole number.
+    """
+    batch_size = as_whole_number("batch_size", batch_size)
+    rank, world_size = as_whole_number("rank", rank), as_whole_number("world_size", world_size)
+    if not 0 <= rank < world_size:
+        raise SplitError(
+            f"There is no rank {rank} in a world of {world_size}: "
+            "ranks count from 0 to world_size - 1. Take both from lockstep.init()."
+        )
+    if batch_size < world_size:
+        raise SplitError(
+            f"A global batch of {batch_size} can't be split over a world size of {world_size}: "
+            "each rank needs a sample at least. Use a larger batch or fewer ranks."
+        )
+    share, num_larger = divmod(batch_size, world_size)
+    start = rank * share + min(rank, num_larger)
+    return slice(start, start + share + (rank < num_larger))
+
+
+def epoch_shares(num_samples: int, batch_size: int, world_size: int) -> list[int]:
+    """The number of samples of each rank for an epoch in which all ranks take equally many steps.
+
+    Even parts don't suffice: 129 samples in global batches of 128 over 2 ranks would be parts of 65
+    and 64, and rank 0 alone would take a second step and wait in it for ever. Here every global
+    batch, the short last one too, is split over all ranks.
+
+    Args:
+        num_samples: Samples in the dataset.
+        batch_size: Samples in a global batch, over all ranks; at least ``world_size``.
+        world_size: The number of ranks.
+
+    Returns:
+        Sizes for :func:`lockstep.partition`, one per rank, with the sum ``num_samples``. A loader
+        of :func:`batch_share` samples at a time then gives every rank equally many batches.
+
+    Raises:
+        SplitError: If a batch, the last one included, has fewer samples than there are ranks, or
+            ``num_samples`` or ``world_size`` is negative, or ``world_size`` is 0.
+        TypeError: If an argument is not a whole number.
+    """
+    num_samples = as_whole_number("num_samples", num_samples)
+    batch_size = as_whole_number("batch_size", batch_size)
+    world_size = as_whole_number("world_size", world_size)
+    if num_samples < 0 or world_size < 1:
+        raise SplitError(
+            f"num_samples is {num_samples} and world_size is {world_size}, but a dataset has 0 "
+            "samples or more, and there is one rank at least. Take the ranks from lockstep.init()."
+        )
+    num_full, last = divmod(num_samples, batch_size) if batch_size > 0 else (1, 0)
+    if 0 < last < world_size:
+        raise SplitError(
+            f"{num_samples} samples in global batches of {batch_size} leave {last} for the last "
+            f"batch, which can't be split over {world_size} ranks. Use another batch size, or "
+            f"leave {last} of the samples out."
+        )
+    return [
+        num_full * batch_share(batch_size, rank, world_size)
+        + (batch_share(last, rank, world_size) if last else 0)
+        for rank in range(world_size)
+    ]

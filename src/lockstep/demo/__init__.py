@@ -1,1 +1,5 @@
-"""What ``lockstep demo`` trains, on what."""
+"""What ``lockstep demo`` trains, and the data that it trains on."""
+
+from lockstep.demo.command import demo
+
+__all__ = ["demo"]

@@ -1,4 +1,4 @@
-"""What ``lockstep demo`` does, once its options are read."""
+"""``lockstep demo``, after its options are parsed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from lockstep.demo.training import (
     train_exactly,
 )
 from lockstep.errors import BadLaunch
-from lockstep.launcher import launch
-from lockstep.launcher.job import check_num_ranks, whole_number
+from lockstep.launcher import check_num_ranks, launch, whole_number
 from lockstep.world import init
 
-# What rounding in another order may make of float64 parameters in an epoch, with a wide margin;
-# a single sample lost or counted twice makes 1e-4.
+# Far above the rounding errors of one epoch in float64, and far below the difference of 1e-4 that a
+# single sample makes which is lost or counted twice.
 TOLERANCE = 1e-9
 
 
@@ -56,7 +55,7 @@ def demo(nprocs: str, epochs: str, seed: int, data: str) -> bool:
     alone = train_exactly(trained.start, digits, init(device="cpu"), seed, num_ranks)
     difference = largest_difference(trained.end, alone)
     num_parameters = sum(value.numel() for value in alone.values())
-    num_batches = len(list(global_batches(digits, num_ranks, seed)))
+    num_batches = len(global_batches(digits, num_ranks, seed))
     is_same = difference < TOLERANCE
     console.print(
         f"\nOne more epoch from there, dropout off, in float64, on {_processes(num_ranks)} and "

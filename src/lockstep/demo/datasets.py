@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -10,23 +12,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.data import partition
-from lockstep.demo.extras import require
-from lockstep.demo.image_folder import read_image_folder
+from lockstep.errors import MissingExtra
 
 IMAGE_SIZE = 28
+MAX_CLASSES = 10  # outputs of the demo's network
 
-# Where the split into train and test is ours to make, this seed makes it the same everywhere.
+# The split into train and test images is random, with a fixed seed: it is the same on every rank.
 _SPLIT_SEED = 1234
-_NUM_DIGITS_FOR_TEST = 297
+_NUM_TEST_DIGITS = 297
 
 # The mean and standard deviation of MNIST's training pixels, from 0 to 1.
 _MNIST_MEAN, _MNIST_STD = 0.1307, 0.3081
-# One rank downloads, the others wait: 11 MB, on a slow line.
+# One rank downloads 11 MB while the others wait.
 _DOWNLOAD_TIMEOUT_SECONDS = 600.0
+
+_SUFFIXES = (".jpeg", ".jpg", ".png")
 
 
 class Digits(NamedTuple):
-    """Images of digits, to train on and to test with.
+    """Images of digits.
 
     Attributes:
         train_images: ``[N, 1, 28, 28]``, float32, normalised.
@@ -71,31 +75,27 @@ def load(data: str = "digits", *, root: Path | None = None) -> Digits:
 
 
 def _load_digits() -> Digits:
-    sklearn_datasets = require("sklearn.datasets", "scikit-learn", extra="demo")
-    bunch = sklearn_datasets.load_digits()
+    bunch = _require("sklearn.datasets", "scikit-learn", extra="demo").load_digits()
     small = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1)
     images = F.interpolate(small, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear")
     labels = torch.tensor(bunch.target, dtype=torch.int64)
-    return _split(images, labels, _NUM_DIGITS_FOR_TEST, "scikit-learn's digits")
+    return _split(images, labels, _NUM_TEST_DIGITS, "scikit-learn's digits")
 
 
 def _load_mnist(root: Path) -> Digits:
-    torchvision_datasets = require("torchvision.datasets", "torchvision", extra="mnist")
-    filelock = require("filelock", "filelock", extra="mnist")
+    torchvision_datasets = _require("torchvision.datasets", "torchvision", extra="mnist")
+    filelock = _require("filelock", "filelock", extra="mnist")
     root.mkdir(parents=True, exist_ok=True)
-    # All ranks of a host come here at once; writing the same files, they would spoil them.
+    # All ranks of a host load at once, and would spoil each other's files.
     with filelock.FileLock(root / "mnist.lock", timeout=_DOWNLOAD_TIMEOUT_SECONDS):
         train, test = (
             torchvision_datasets.MNIST(str(root), train=is_train, download=True)
             for is_train in (True, False)
         )
-    return Digits(
-        train_images=_normalise(_as_images(train.data), _MNIST_MEAN, _MNIST_STD),
-        train_labels=train.targets,
-        test_images=_normalise(_as_images(test.data), _MNIST_MEAN, _MNIST_STD),
-        test_labels=test.targets,
-        name="MNIST",
+    train_images, test_images = (
+        (_as_images(part.data) - _MNIST_MEAN) / _MNIST_STD for part in (train, test)
     )
+    return Digits(train_images, train.targets, test_images, test.targets, "MNIST")
 
 
 def _load_folder(folder: Path) -> Digits:
@@ -103,9 +103,66 @@ def _load_folder(folder: Path) -> Digits:
         raise ValueError(
             f"Data {str(folder)!r} is neither 'digits' nor 'mnist', and there is no such folder."
         )
-    pixels, labels = read_image_folder(folder, image_size=IMAGE_SIZE)
-    num_test = max(1, len(labels) // 6)
-    return _split(_as_images(pixels), labels, num_test, f"images in {folder}")
+    image_module = _require("PIL.Image", "Pillow", extra="demo")
+    files = [
+        (path, label)
+        for label, class_folder in enumerate(_class_folders(folder))
+        for path in _image_files(class_folder)
+    ]
+    if len(files) < 2:
+        raise ValueError(
+            f"There is one image in {folder}. At least two are needed: to train on, and to test."
+        )
+    images = _as_images(torch.stack([_read_image(path, image_module) for path, _ in files]))
+    labels = torch.tensor([label for _, label in files])
+    return _split(images, labels, max(1, len(labels) // 6), f"images in {folder}")
+
+
+def _class_folders(folder: Path) -> list[Path]:
+    folders = [path for path in _visible(folder) if path.is_dir()]
+    if not folders:
+        raise ValueError(
+            f"There are no images in {folder}: it has no sub-folders. "
+            "Put the images of each class into one, such as 0, 1, ..., 9."
+        )
+    if len(folders) > MAX_CLASSES:
+        raise ValueError(
+            f"There are {len(folders)} classes (sub-folders) in {folder}, and the network can "
+            f"tell {MAX_CLASSES} apart. Leave {len(folders) - MAX_CLASSES} of them out."
+        )
+    return folders
+
+
+def _image_files(class_folder: Path) -> list[Path]:
+    files = [path for path in _visible(class_folder) if path.suffix.lower() in _SUFFIXES]
+    if not files:
+        raise ValueError(
+            f"There are no images in {class_folder}: no file ends in {', '.join(_SUFFIXES)}. "
+            "Put some there, or remove the sub-folder if it is not a class."
+        )
+    return files
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _read_image(path: Path, image_module: ModuleType) -> Tensor:
+    """``[28, 28]`` grey pixels, uint8."""
+    try:
+        # Pillow looks at a file's content, not at its name: without `formats`, any of its decoders
+        # could be given a file that is called PNG.
+        with image_module.open(path, formats=("JPEG", "PNG")) as image:
+            if image.mode.startswith("I"):  # convert() would clip it to white
+                raise ValueError("it has 16 bits per pixel, and 8 are needed")
+            grey = image.convert("L").resize((IMAGE_SIZE, IMAGE_SIZE))
+    # Pillow raises SyntaxError for a broken PNG, and an error of its own for enormous images.
+    except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
+        raise ValueError(
+            f"The image {path} can't be read: {error}. Replace or remove it."
+        ) from error
+    pixels = torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8)
+    return pixels.view(IMAGE_SIZE, IMAGE_SIZE)
 
 
 def _as_images(pixels: Tensor) -> Tensor:
@@ -113,21 +170,32 @@ def _as_images(pixels: Tensor) -> Tensor:
     return pixels.unsqueeze(1).float() / 255
 
 
-def _normalise(images: Tensor, mean: float, std: float) -> Tensor:
-    return (images - mean) / std
-
-
 def _split(images: Tensor, labels: Tensor, num_test: int, name: str) -> Digits:
     whole = range(len(labels))
     train, test = partition(whole, [len(whole) - num_test, num_test], _SPLIT_SEED)
-    # Of the training images alone: what is known of the test is not to be trained on. Images
-    # all of one grey have no deviation to divide by.
+    # Statistics of the training images alone: none of the test images may influence training.
+    # Images all of one grey have a standard deviation of 0.
     std, mean = torch.std_mean(images[train.indices], correction=0)
-    images = _normalise(images, mean.item(), std.item() or 1.0)
+    images = (images - mean.item()) / (std.item() or 1.0)
     return Digits(
-        train_images=images[train.indices],
-        train_labels=labels[train.indices],
-        test_images=images[test.indices],
-        test_labels=labels[test.indices],
-        name=name,
+        images[train.indices],
+        labels[train.indices],
+        images[test.indices],
+        labels[test.indices],
+        name,
     )
+
+
+def _require(module: str, package: str, *, extra: str) -> ModuleType:
+    """Import a module of ``package``, which the extra of torch-lockstep installs.
+
+    Raises:
+        MissingExtra: If it can't be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtra(
+            f"{package} is needed for this data and can't be imported ({error}). "
+            f"Install it with: pip install 'torch-lockstep[{extra}]'"
+        ) from error

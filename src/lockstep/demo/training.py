@@ -1,38 +1,67 @@
-"""The demo's training loop: the same code for any number of ranks."""
+"""The demo's network and training loop: the same code for any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.data import batch_slice
-from lockstep.demo.convnet import ConvNet
 from lockstep.demo.datasets import Digits
 from lockstep.nn import parallelize
+from lockstep.train import mean
 from lockstep.world import World
 
 GLOBAL_BATCH_SIZE = 128
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 
-State = dict[str, torch.Tensor]
+State = dict[str, Tensor]
+
+
+class ConvNet(nn.Module):
+    """Two convolutions and two linear layers: 21,840 parameters, ten classes.
+
+    Args:
+        dropout: The dropout probability of the second convolution's features and of the hidden
+            units. Each rank draws for itself, so several ranks compute what one process computes
+            on the whole batch only if this is 0.
+
+    Source:
+        ``Net`` of PyTorch's MNIST example and of the tutorial "Writing Distributed Applications
+        with PyTorch"; the parameters have the same names and shapes.
+    """
+
+    def __init__(self, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
+        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
+        self.conv2_drop = nn.Dropout2d(dropout)
+        self.fc1 = nn.Linear(320, 50)
+        self.fc1_drop = nn.Dropout(dropout)
+        self.fc2 = nn.Linear(50, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return log-probabilities ``[N, 10]`` for float images ``[N, 1, 28, 28]``."""
+        x = F.relu(F.max_pool2d(self.conv1(images), 2))
+        x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
+        x = self.fc1_drop(F.relu(self.fc1(torch.flatten(x, 1))))
+        return F.log_softmax(self.fc2(x), dim=1)
 
 
 class Trained(NamedTuple):
-    """What a rank brings back: the parameters after training, and after one exact epoch more."""
+    """The parameters after training, and after one more epoch without randomness."""
 
     start: State
     end: State
 
 
 def train(world: World, digits: Digits, epochs: int, seed: int) -> Trained:
-    """Train on this rank, and then one more epoch without anything that is random.
+    """Train on this rank, and then for one more epoch without randomness.
 
     Rank 0 shows the progress and prints each epoch's loss and accuracy, over all ranks.
     """
@@ -40,8 +69,8 @@ def train(world: World, digits: Digits, epochs: int, seed: int) -> Trained:
     model = parallelize(ConvNet().to(world.device), process_group=world.process_group)
     torch.manual_seed(seed + world.rank)  # ranks drop out different units
     console = Console(quiet=world.rank != 0)
-    num_steps = epochs * len(list(global_batches(digits, world.world_size, seed)))
     with _progress(console) as progress:
+        num_steps = epochs * len(global_batches(digits, world.world_size, seed))
         bar = progress.add_task("training", total=num_steps)
         optimizer = _optimizer(model)
         for epoch in range(epochs):
@@ -56,9 +85,9 @@ def train(world: World, digits: Digits, epochs: int, seed: int) -> Trained:
 
 
 def train_exactly(start: State, digits: Digits, world: World, seed: int, num_ranks: int) -> State:
-    """Parameters after one epoch from ``start``, in float64 and without dropout.
+    """Return the parameters after one epoch from ``start``, in float64 and without dropout.
 
-    On one rank as on several, with the batches that ``num_ranks`` have.
+    The batches are those of ``num_ranks`` ranks, however many ranks ``world`` has.
     """
     model = ConvNet(dropout=0)
     model.load_state_dict(start)
@@ -74,12 +103,12 @@ def largest_difference(one: State, other: State) -> float:
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-def global_batches(digits: Digits, num_ranks: int, seed: int) -> Iterator[torch.Tensor]:
+def global_batches(digits: Digits, num_ranks: int, seed: int) -> Sequence[Tensor]:
     """An epoch's batches for ``num_ranks``, as indices; the same on every rank."""
     order = torch.randperm(len(digits.train_labels), generator=torch.Generator().manual_seed(seed))
-    batches = order.split(GLOBAL_BATCH_SIZE)
+    batches: Sequence[Tensor] = order.split(GLOBAL_BATCH_SIZE)
     # A last batch too short to give each rank a sample is left out.
-    return (batch for batch in batches if len(batch) >= num_ranks or len(batches) == 1)
+    return batches[:-1] if len(batches) > 1 and len(batches[-1]) < num_ranks else batches
 
 
 def train_epoch(
@@ -87,44 +116,34 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     digits: Digits,
     world: World,
-    batches: Iterator[torch.Tensor],
+    batches: Sequence[Tensor],
     after_step: Callable[[], object] = lambda: None,
 ) -> float:
     """Take a step for each global batch, and return the mean loss over all of them."""
     model.train()
-    totals = torch.zeros(2, dtype=torch.float64)
+    total = 0.0
     for batch in batches:
-        mine = batch[batch_slice(len(batch), world.rank, world.world_size)]
-        images = digits.train_images[mine].to(world.device)
-        labels = digits.train_labels[mine].to(world.device)
+        part = batch[batch_slice(len(batch), world.rank, world.world_size)]
+        images = digits.train_images[part].to(world.device)
+        labels = digits.train_labels[part].to(world.device)
         optimizer.zero_grad()
-        loss_sum = F.nll_loss(model(images), labels, reduction="sum")
-        # Gradients become the mean over ranks. For that to be the mean over the samples of the
-        # whole batch, however it was split, each rank's sum is divided by its length per rank.
-        (loss_sum * world.world_size / len(batch)).backward()
+        losses = F.nll_loss(model(images), labels, reduction="none")
+        loss = mean(losses, process_group=world.process_group)
+        loss.backward()
         optimizer.step()
-        totals += torch.tensor([loss_sum.item(), len(mine)])
+        total += loss.item() * len(batch)
         after_step()
-    loss_sum, num_samples = _sum_over_ranks(totals, world)
-    return float(loss_sum / num_samples)
+    return total / sum(map(len, batches))
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, digits: Digits, world: World) -> float:
-    """The share of test images that are told right; each rank looks at every n-th."""
+    """The fraction of test images that are classified correctly; each rank takes every n-th."""
     model.eval()
     images = digits.test_images[world.rank :: world.world_size].to(world.device)
     labels = digits.test_labels[world.rank :: world.world_size].to(world.device)
-    num_right = (model(images).argmax(1) == labels).sum().item() if len(labels) else 0
-    right, total = _sum_over_ranks(torch.tensor([num_right, len(labels)]), world)
-    return float(right / total)
-
-
-def _sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
-    values = values.to(world.device)
-    if world.process_group is not None:
-        dist.all_reduce(values, group=world.process_group)
-    return values
+    is_right = model(images).argmax(1) == labels
+    return float(mean(is_right.double(), process_group=world.process_group))
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Communication hooks: somebody else's way of reducing a bucket."""
+"""Communication hooks: reductions of buckets that users replace the all-reduce by."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 from torch.futures import Future
 
 from lockstep.errors import HookError
-from lockstep.grad.views import view_like
 
 
 class GradBucket:
-    """What a communication hook is given: some gradients, side by side in one buffer.
+    """The argument of a communication hook: some gradients, side by side in one buffer.
 
-    It answers to what hooks ask of :class:`torch.distributed.GradBucket`, so torch's own hooks,
-    and those written for them, take it.
+    It has the methods of :class:`torch.distributed.GradBucket` that hooks call, so torch's own
+    hooks, and those written for torch, take it.
     """
 
     def __init__(
@@ -37,18 +36,19 @@ class GradBucket:
         return f"GradBucket({self._index}, {self._buffer.numel()} x {self._buffer.dtype})"
 
     def index(self) -> int:
-        """Its place in the order in which buckets are reduced; 0 comes first."""
+        """Return its position in the order in which buckets are reduced; 0 comes first."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """The gradients, as one tensor of one dimension. What is written there stays.
+        """Return the gradients, as one tensor of one dimension, which may be written to.
 
-        A sparse gradient, as of ``nn.Embedding(sparse=True)``, is a bucket of its own, and itself.
+        A sparse gradient, as of ``nn.Embedding(sparse=True)``, has a bucket of its own, whose
+        buffer it is.
         """
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients, each a view of the buffer, in the shape of its parameter."""
+        """Return the gradients, each a view of the buffer, in the shape of its parameter."""
         if self._buffer.is_sparse:
             return [self._buffer]
         starts = accumulate((parameter.numel() for parameter in self._parameters), initial=0)
@@ -58,11 +58,11 @@ class GradBucket:
         ]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters, in the order of their gradients."""
+        """Return the parameters, in the order of their gradients."""
         return list(self._parameters)
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of the backward."""
+        """Return whether this is the last bucket of the backward."""
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -76,20 +76,20 @@ class GradBucket:
 
 
 class CommHook(NamedTuple):
-    """A hook, and what it keeps between calls.
+    """A communication hook with its state.
 
     Attributes:
-        state: Passed to each call.
-        function: Takes ``state`` and a :class:`GradBucket`, whose gradients are this rank's own,
-            and returns a future of what they are to be, as one tensor: as a rule, the mean over
-            the ranks. It is called once for each bucket, in the same order on every rank.
+        state: The first argument of each call.
+        function: Takes ``state`` and a :class:`GradBucket` of this rank's own gradients, and
+            returns a future of the reduced ones, as one tensor: as a rule, the mean over the
+            ranks. It is called once for each bucket, in the same order on every rank.
     """
 
     state: Any
     function: Callable[[Any, GradBucket], Future[torch.Tensor]]
 
     def __call__(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Start reducing ``bucket``."""
+        """Start the reduction of ``bucket``."""
         future = self.function(self.state, bucket)
         if not hasattr(future, "wait"):
             raise HookError(
@@ -101,14 +101,14 @@ class CommHook(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What to call it in messages and logs."""
+        """Its name in messages and logs."""
         return getattr(self.function, "__qualname__", repr(self.function))
 
 
 def reduced_buffer(future: Future[torch.Tensor], numel: int) -> torch.Tensor:
-    """Wait for what a hook has made of a bucket of so many elements."""
+    """Wait for the result of a hook: the reduced buffer, of ``numel`` elements."""
     value: Any = future.wait()
-    # What a Work's future holds is the list of the tensors that its collective was given.
+    # The future of a Work holds the list of its collective's tensors.
     while isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if not isinstance(value, torch.Tensor):
@@ -122,3 +122,17 @@ def reduced_buffer(future: Future[torch.Tensor], numel: int) -> torch.Tensor:
             f"has {numel}."
         )
     return value
+
+
+def view_like(buffer: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``buffer`` from ``start`` on, in the shape of ``parameter``.
+
+    If the parameter is dense, they have its strides (channels last, say): with those, optimizers
+    and autograd are fastest.
+    """
+    # As data: autograd refuses detach_() on tensors that it knows to be views.
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        # The buffer may itself be a view.
+        offset = buffer.storage_offset() + start
+        return buffer.as_strided(parameter.shape, parameter.stride(), offset).data
+    return buffer[start : start + parameter.numel()].view(parameter.shape).data

@@ -1,4 +1,4 @@
-"""Which gradients have come, in the order in which they are to launch."""
+"""Which gradients have come in a backward, and what ranks tell each other about it."""
 
 from __future__ import annotations
 
@@ -7,113 +7,142 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-# What has become of a gradient since it was last reduced: nothing (0), it was added to in an
-# earlier backward, or in this one.
-TOUCHED_EARLIER, TOUCHED_NOW = 1, 2
-# What is known of it in this backward: its bucket waits for it (0), or it isn't expected, and the
-# bucket doesn't wait but would take it, or it has come. Numbers and not an Enum, as each gradient
-# of each step passes here.
-EXCUSED, COME = 1, 2
+# The state of a gradient in one backward: its bucket waits for it, or doesn't since the backward
+# won't compute it (it may come nevertheless), or it has come. Numbers and not an Enum, as each
+# gradient of each step passes here.
+AWAITED, UNUSED, READY = 0, 1, 2
+# The number of ranks on which the backward failed, and the sum of their numbers.
+_NUM_FAILURE_FACTS = 2
 
 
-class ReadyState:
-    """What is known of each gradient, at its place in the order in which they launch.
-
-    Most come in that order, too, and then many can be dealt with at once. Last are the sparse ones,
-    for which no bucket waits.
+class Positions:
+    """The order in which gradients become ready; sparse ones, for which no bucket waits, are last.
 
     Args:
-        parameters: Whose gradients they are.
-        sparse: Those parameters, by index, whose gradients are sparse.
+        parameters: The parameters, by index.
+        sparse: The indices of parameters whose gradients are sparse.
 
     Attributes:
-        order: At each place the index of a parameter.
-        in_order: These parameters.
-        places: By the ``id()`` of a parameter, its place.
-        num_dense: How many gradients aren't sparse.
-        touched: At each place 0, TOUCHED_EARLIER or TOUCHED_NOW. Always the same memory.
-        states: At each place 0, EXCUSED or COME.
-        seen: The indices of those that have come, in that order.
+        order: The index of the parameter at each position.
+        parameters: The parameter at each position.
+        of: The position of each parameter, by its ``id()``.
+        num_dense: The number of gradients that aren't sparse.
+        accumulated: At each position 1 if the gradient has grown since it was last reduced.
+            Buckets hold views of this memory.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], sparse: Collection[int]) -> None:
-        self._parameters = parameters
-        count = len(parameters)
-        # Registration order turned around is a good guess: backward ends where forward began.
-        dense = [index for index in range(count - 1, -1, -1) if index not in sparse]
-        self.num_dense = len(dense)
+        self._by_index = parameters
+        self.num_dense = len(parameters) - len(sparse)
+        self.accumulated = bytearray(len(parameters))
+        # Reversed registration order is a good guess: backward ends where forward began.
+        dense = [index for index in reversed(range(len(parameters))) if index not in sparse]
         self.order = [*dense, *sparse]
-        self.touched = bytearray(count)
-        self._first_states = bytes(len(dense)) + bytes([EXCUSED]) * len(sparse)
-        self.states = bytearray(self._first_states)
-        self.seen: list[int] = []
-        self._next_place = 0
-        self._look_up()
-
-    def _look_up(self) -> None:
-        self.in_order = [self._parameters[index] for index in self.order]
-        self.places = {id(parameter): place for place, parameter in enumerate(self.in_order)}
+        self.rearrange(dense)
 
     def rearrange(self, dense: Iterable[int]) -> None:
-        """Have those that aren't sparse in that order, by index."""
-        touched = dict(zip(self.order, self.touched, strict=True))
+        """Put the gradients that aren't sparse into the order ``dense``, by index."""
+        accumulated = dict(zip(self.order, self.accumulated, strict=True))
         self.order[: self.num_dense] = dense
-        self.touched[:] = bytes(touched[index] for index in self.order)
-        self._look_up()
+        self.accumulated[:] = bytes(accumulated[index] for index in self.order)
+        self.parameters = [self._by_index[index] for index in self.order]
+        self.of = {id(parameter): position for position, parameter in enumerate(self.parameters)}
 
-    def take_over(self, previous: ReadyState) -> None:
-        """Go on where those of other parameters stop, of which some are here too."""
-        for place, parameter in enumerate(self.in_order):
-            if id(parameter) in previous.places:
-                self.touched[place] = previous.touched[previous.places[id(parameter)]]
+    def take_over(self, previous: Positions) -> None:
+        """Mark gradients as accumulated that ``previous``, of other parameters, has not reduced."""
+        for position, parameter in enumerate(self.parameters):
+            if id(parameter) in previous.of:
+                self.accumulated[position] = previous.accumulated[previous.of[id(parameter)]]
             elif parameter.grad is not None:
-                self.touched[place] = TOUCHED_EARLIER
+                self.accumulated[position] = 1
 
-    def has_unreduced(self) -> bool:
-        """Whether gradients have been added up since they were last reduced, and are there."""
-        return any(
-            touched and parameter.grad is not None
-            for touched, parameter in zip(self.touched, self.in_order, strict=True)
-        )
 
-    def order_seen(self) -> list[int]:
-        """The order in which gradients have come, by index; those that haven't are last."""
-        unseen = sorted(set(range(len(self._parameters))) - set(self.seen), reverse=True)
-        return [*self.seen, *unseen]
+class ReadyState:
+    """Which gradients have come in one backward; made at its start, and dropped at its end.
 
-    def begin(self) -> None:
-        """A backward has begun."""
-        self.forget()
-        self.seen = []
-        self.touched[:] = self.touched.replace(bytes([TOUCHED_NOW]), bytes([TOUCHED_EARLIER]))
+    Most gradients come in the order of their positions, and then many are handled at once.
 
-    def forget(self) -> None:
-        """The backward is over, or has failed."""
-        self.states[:] = self._first_states
-        self._next_place = 0
+    Attributes:
+        states: At each position AWAITED, UNUSED or READY.
+        indices: The indices of parameters whose gradients have come, in that order.
+    """
 
-    def next_places(self, parameters: Sequence[torch.Tensor]) -> range | None:
-        """Where ``parameters`` are, if they are the next ones in order, and all awaited."""
-        first, last = self._next_place, self._next_place + len(parameters)
+    def __init__(self, positions: Positions) -> None:
+        self._positions = positions
+        num_dense, num_sparse = positions.num_dense, len(positions.order) - positions.num_dense
+        self.states = bytearray(num_dense) + bytes([UNUSED]) * num_sparse
+        self.indices: list[int] = []
+        self._next_position = 0
+
+    def next_positions(self, parameters: Sequence[torch.Tensor]) -> range | None:
+        """Return the positions of ``parameters`` if they are the next ones, and all awaited."""
+        first, last = self._next_position, self._next_position + len(parameters)
         if (
-            last <= self.num_dense
-            and all(map(operator.is_, parameters, self.in_order[first:last]))
+            last <= self._positions.num_dense
+            and all(map(operator.is_, parameters, self._positions.parameters[first:last]))
             and not any(self.states[first:last])
         ):
             return range(first, last)
         return None
 
-    def come(self, places: range) -> None:
-        """The gradients at ``places`` have come."""
-        first, last = places.start, places.stop
-        self._next_place = last
-        self.states[first:last] = bytes([COME]) * len(places)
-        self.touched[first:last] = bytes([TOUCHED_NOW]) * len(places)
-        self.seen += self.order[first:last]
+    def mark_ready(self, positions: range) -> None:
+        """The gradients at ``positions`` have come."""
+        first, last = positions.start, positions.stop
+        self._next_position = last
+        self.states[first:last] = bytes([READY]) * len(positions)
+        self._positions.accumulated[first:last] = b"\1" * len(positions)
+        self.indices += self._positions.order[first:last]
 
     def missing(self) -> list[int]:
-        """The indices of those that haven't come."""
-        if self.states.count(COME) == len(self.states):  # as after most backwards
+        """Return the indices of parameters whose gradients haven't come."""
+        if self.states.count(READY) == len(self.states):  # as after most backwards
             return []
-        states = zip(self.order, self.states, strict=True)
-        return sorted(index for index, state in states if state != COME)
+        states = zip(self._positions.order, self.states, strict=True)
+        return sorted(index for index, state in states if state != READY)
+
+
+def num_facts(num_parameters: int) -> int:
+    """Return the number of elements that the facts take behind the last bucket."""
+    return num_parameters + _NUM_FAILURE_FACTS
+
+
+def write_facts(tail: torch.Tensor, accumulated: bytearray, failed_rank: int | None) -> None:
+    """Write this rank's facts; those of all ranks are added up, or averaged.
+
+    Args:
+        tail: The memory behind the last bucket, of its dtype.
+        accumulated: At each position 1 if this rank adds a gradient.
+        failed_rank: This rank if its backward has failed: then it adds none.
+    """
+    used, failures = tail[:-_NUM_FAILURE_FACTS], tail[-_NUM_FAILURE_FACTS:]
+    failures.zero_()
+    if failed_rank is not None:
+        used.zero_()
+        failures.copy_(torch.tensor([1, failed_rank]))
+    elif all(accumulated):
+        used.fill_(1)
+    else:
+        used.copy_(torch.tensor(list(accumulated), dtype=used.dtype))
+
+
+def used_by_any(tail: torch.Tensor) -> list[float]:
+    """Return at each position more than 0 if any rank added a gradient. It waits for a GPU."""
+    used: list[float] = tail[:-_NUM_FAILURE_FACTS].tolist()
+    return used
+
+
+def failed_ranks(tail: torch.Tensor, factor: int) -> tuple[int, int]:
+    """Return the number of ranks on which the backward failed, and their sum; (0, 0) on a GPU.
+
+    Reading it would wait for the GPU. There, a rank whose backward has failed sends NaN or, to a
+    communication hook, which may remember it, 0.
+
+    Args:
+        tail: The facts of all ranks.
+        factor: The divisor of their mean; 1 if they were added up.
+    """
+    if tail.device.type != "cpu":
+        return 0, 0
+    facts = tail[-_NUM_FAILURE_FACTS:]
+    number, ranks = (facts.real if facts.is_complex() else facts).tolist()
+    return round(number * factor), round(ranks * factor)

@@ -1,7 +1,7 @@
-"""From gradients that trickle in to gradients that are the mean over all ranks.
+"""The reducer: gradients that come one by one become means over all ranks.
 
 The reducer knows parameters, buckets and a process group. It knows neither modules nor autograd:
-whoever does says when a backward begins, when each gradient has come, and when it is over.
+its caller tells it when a backward begins, when each gradient has come, and when it is over.
 """
 
 from __future__ import annotations
@@ -14,62 +14,72 @@ from enum import Enum, auto
 import torch
 import torch.distributed as dist
 
-from lockstep.grad.arrangement import agreed_order, make_buckets
-from lockstep.grad.assignment import FIRST_BUCKET_BYTES
+from lockstep.comm import broadcast_tensors
+from lockstep.errors import CollectiveFailed
+from lockstep.grad.assign import FIRST_BUCKET_BYTES, assign_buckets, gradient_dtype
 from lockstep.grad.bucket import Bucket
 from lockstep.grad.comm_hook import CommHook
-from lockstep.grad.facts import failed_ranks, used_by_any, write_facts
-from lockstep.grad.launch_order import LaunchOrder
-from lockstep.grad.ready_state import COME, EXCUSED, TOUCHED_EARLIER, TOUCHED_NOW, ReadyState
-from lockstep.grad.same_data import SameData
-from lockstep.grad.sparse import SparseGradient
-from lockstep.grad.wording import failed_elsewhere, late, naming, tell_of_unused
+from lockstep.grad.diagnostics import (
+    SameGradients,
+    failed_elsewhere,
+    late_gradient,
+    log_unused,
+    naming,
+)
+from lockstep.grad.ready_state import (
+    READY,
+    UNUSED,
+    Positions,
+    ReadyState,
+    failed_ranks,
+    num_facts,
+    used_by_any,
+    write_facts,
+)
+from lockstep.grad.sparse import reduce_sparse
 
 
 class Phase(Enum):
-    """Where a reducer is in the course of a step."""
+    """The state of a reducer in the course of a step."""
 
-    IDLE = auto()  # no backward runs; gradients are what the last one left
-    COLLECTING = auto()  # a backward runs; full buckets are on their way
-    FINISHING = auto()  # the backward is over; the rest is launched and all is waited for
+    IDLE = auto()  # no backward runs; gradients are those of the last one
+    COLLECTING = auto()  # a backward runs or ends; full buckets are launched
+    FAILED = auto()  # a backward has failed here, and is to be finished with the other ranks
 
 
 class Reducer:
-    """Replaces gradients by their mean over the ranks, while backward still computes others.
+    """Replaces gradients by their mean over the ranks while the backward computes others.
 
-    Three rules keep the ranks together, whatever each of them does in between:
+    Three rules keep the collectives of all ranks in one order, whatever each rank computes:
 
-    - Buckets launch in index order, not in the order in which they fill. Ranks fill them in
-      different orders, and collectives that don't match are what hangs are made of. Shown by
-      test_buckets_launch_in_index_order.
+    - Buckets launch in index order, not in the order in which they fill, which differs among
+      ranks: collectives that don't match hang. Shown by test_buckets_launch_in_index_order.
     - The last bucket launches when the backward is over, and carries which parameters this rank
-      used. So no step needs another collective to learn which ones nobody used.
-    - After the first backward the buckets are arranged anew, in the order in which rank 0 saw
-      its gradients come.
+      used. So no step needs another collective to find the parameters that no rank used.
+    - After the first backward the gradients are assigned to buckets again, in the order in which
+      they came on rank 0.
 
     In the first backward nothing is launched before its end. It shows whether a parameter gets
-    several gradients in one backward (as it does where reentrant checkpoints share weights); if
-    one does, buckets go on waiting for the end.
+    several gradients in one backward (as with reentrant checkpoints of shared weights); if one
+    does, buckets go on waiting for the end.
 
     Args:
         named_parameters: The parameters to reduce, in the same order on every rank.
         group: The process group; every rank of it must have a reducer of the same parameters.
-        cap_bytes: How much makes a bucket full.
-        first_cap_bytes: How much makes the first one full.
-        skip_unused: Whether a bucket that this rank used nothing of stays here. The other ranks
-            must leave out the same ones.
-        sparse: Those parameters, by their place in ``named_parameters``, whose gradients are
-            sparse.
+        cap_bytes: The size from which a bucket is full.
+        first_cap_bytes: The same for the first bucket.
+        skip_unused: Whether a bucket of which this rank uses nothing is not sent. The other ranks
+            must skip the same buckets.
+        sparse: The indices of those ``named_parameters`` whose gradients are sparse.
 
     Attributes:
-        phase: Where it is in the course of a step.
+        phase: Its state in the course of a step.
         process_group: As given.
-        share: What the gradients of each rank are multiplied by before they are added up.
+        scale: The factor of each rank's gradients in the sum.
         is_rearranged: Whether buckets have the order in which gradients came.
-        has_failed: Whether a backward has failed, and was not finished since.
-        takes_early: Whether gradients are copied into their bucket when they come, and not only
-            when it is full. A backward inside of a backward may add to them later, and one with
-            ``create_graph`` gives them a graph.
+        copies_early: Whether gradients are copied to their bucket when they come, and not only
+            when it is full. A backward inside of this one may add to them later, and one with
+            ``create_graph`` gives them a graph: then they must not be.
     """
 
     def __init__(
@@ -82,49 +92,46 @@ class Reducer:
         skip_unused: bool = False,
         sparse: Collection[int] = (),
     ) -> None:
-        self.phase = Phase.IDLE
         self.process_group = group
         self._size = group.size()
-        self.share = 1 / self._size
-        self._comm_hook: CommHook | None = None
-        self.takes_early = False
+        self.scale = 1 / self._size
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         self._cap_bytes = cap_bytes
         self._first_cap_bytes = first_cap_bytes
         self._skip_unused = skip_unused
-        arrivals = self._arrivals = ReadyState(self._parameters, sparse)
-        self._sparse = {
-            place: SparseGradient(arrivals.in_order[place])
-            for place in range(arrivals.num_dense, len(self._parameters))
-        }
-        self._left_out: list[int] = []
-        self._used_by_any: Iterable[float] = ()  # at each position, after a backward
-        # Empty until the first backward: a copy that is never trained needs no memory for it.
+        self._skipped: set[int] = set()  # numbers of buckets, and of sparse gradients behind them
+        self._comm_hook: CommHook | None = None
+        self._same_gradients = SameGradients()
+        self._positions = Positions(self._parameters, sparse)
+        self._sparse = range(self._positions.num_dense, len(self._parameters))
+        # Empty until the first backward: a copy that is never trained needs no memory for them.
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
-        self._has_reduced = False
-        self._skipped: set[int] = set()
+        # From the last backward: parameters without a gradient, and at each position whether any
+        # rank had one.
+        self._unused: list[int] = []
+        self._used_by_any: Iterable[float] = ()
+        # The order in which gradients came in the first backward, until it is used.
+        self._first_order: list[int] | None = None
         self.is_rearranged = False
         self._launches_early = False
         self._gets_gradients_twice = False
-        self._has_told_of_unused = False
-        self._next_launch = 0
-        # Of the backward that runs; not longer, as it holds this reducer.
-        self._turns: LaunchOrder | None = None
-        self._has_begun = self.has_failed = False
-        self._failed_ranks = 0, 0  # how many, and their numbers added up
-        self._same_data = SameData()
+        self._has_logged_unused = False
+        # The backward that runs; see _end_backward().
+        self.phase = Phase.IDLE
+        self.copies_early = False
+        self._end_backward()
 
     @property
     def comm_hook(self) -> CommHook | None:
-        """What reduces the buckets instead of an all-reduce."""
+        """The communication hook that replaces the all-reduce of buckets."""
         return self._comm_hook
 
     @comm_hook.setter
     def comm_hook(self, hook: CommHook | None) -> None:
         self._comm_hook = hook
-        self._buckets, self._bucket_at = [], []  # they are made of other memory for a hook
+        self._buckets, self._bucket_at = [], []  # with a hook, they have other memory
 
     @property
     def buckets(self) -> Sequence[Sequence[str]]:
@@ -138,164 +145,199 @@ class Reducer:
 
     @property
     def unused(self) -> Sequence[str]:
-        """The names of those parameters that the last backward gave no gradient on this rank."""
-        return [self._names[index] for index in self._left_out]
+        """The names of parameters that got no gradient in the last backward on this rank."""
+        return [self._names[index] for index in self._unused]
 
     @property
-    def left_out(self) -> Sequence[torch.nn.Parameter]:
-        """Those parameters that the last backward gave no gradient: see :meth:`excuse`."""
-        return [self._parameters[index] for index in self._left_out]
+    def unused_parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters that got no gradient in the last backward on this rank."""
+        return [self._parameters[index] for index in self._unused]
 
     @property
     def reduced(self) -> list[torch.nn.Parameter]:
         """Parameters that any rank used in the last backward, in the same order on every rank."""
-        return [*itertools.compress(self._arrivals.in_order, self._used_by_any)]
+        return [*itertools.compress(self._positions.parameters, self._used_by_any)]
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients have been added up since they were last reduced, and are there."""
-        return self._arrivals.has_unreduced()
+        """Whether a gradient has grown since it was last reduced."""
+        grown = itertools.compress(self._positions.parameters, self._positions.accumulated)
+        return any(parameter.grad is not None for parameter in grown)
 
     def is_unreduced(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient of ``parameter`` has grown since it was last reduced."""
-        return bool(self._arrivals.touched[self._arrivals.places[id(parameter)]])
+        return bool(self._positions.accumulated[self._positions.of[id(parameter)]])
 
     def take_over(self, previous: Reducer) -> None:
-        """Go on where ``previous`` stops: it had other parameters, of which some are here too."""
-        self.share, self._comm_hook = previous.share, previous.comm_hook
-        self._same_data = previous._same_data
+        """Continue from the state of ``previous``, which had other parameters and some of these."""
+        self.scale, self._comm_hook = previous.scale, previous.comm_hook
+        self._same_gradients = previous._same_gradients
         self._gets_gradients_twice = previous._gets_gradients_twice
-        self._arrivals.take_over(previous._arrivals)
+        self._positions.take_over(previous._positions)
 
-    def begin(self, turns: LaunchOrder | None = None, *, takes_early: bool = False) -> None:
-        """A backward has begun on every rank; an earlier one that failed is finished first.
+    def begin(
+        self, launch_order: Sequence[Reducer] | None = None, *, copies_early: bool = False
+    ) -> None:
+        """A backward begins on every rank; an earlier one that failed is finished first.
 
         Args:
-            turns: The reducers of the same group that the backward runs through, this one too.
-            takes_early: Whether to copy gradients into their bucket when they come.
+            launch_order: The reducers of the same group that the backward runs through, this one
+                included, in the same order on every rank. One launches before the end of the
+                backward only when those before it have nothing but their last bucket left; last
+                buckets follow at the end, in the same order. Which gradients come first differs
+                among ranks. Shown by test_two_models_in_one_backward_launch_in_one_order.
+            copies_early: Whether to copy gradients to their bucket when they come.
         """
-        if self.has_failed:
+        if self.phase is Phase.FAILED:
             self.finish()
-        self._has_begun = True
-        self._turns = turns or LaunchOrder([self])
-        if self._has_reduced and not self.is_rearranged:
-            self.is_rearranged = True
-            self._arrange(agreed_order(self._arrivals, self.process_group))
-        if not self._buckets:
-            self._arrange(self._arrivals.order)
-        self._arrivals.begin()
         self.phase = Phase.COLLECTING
-        self.takes_early = takes_early
-        if takes_early:
+        self._launch_order = [self] if launch_order is None else launch_order
+        if self._first_order is not None and not self.is_rearranged:
+            self.is_rearranged = True
+            self._arrange(self._order_of_rank_0(self._first_order))
+        if not self._buckets:
+            self._arrange(self._positions.order)
+        self._ready = ReadyState(self._positions)
+        self.copies_early = copies_early
+        if copies_early:
             for bucket in self._buckets:
                 # In the first backward, some may come twice.
-                bucket.take_early(self._scale_of(bucket) if self._launches_early else 1)
+                bucket.copy_early(self._scale_of(bucket) if self._launches_early else 1)
 
-    def excuse(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Don't let buckets wait for these gradients: this backward won't compute them."""
-        arrivals = self._arrivals
-        for place in {arrivals.places[id(parameter)] for parameter in parameters}:
-            if place < arrivals.num_dense:
-                arrivals.states[place] = EXCUSED
-                bucket = self._bucket_at[place]
-                bucket.num_missing -= 1
-                bucket.takes_at = max(0, bucket.takes_at - 1)
+    def _order_of_rank_0(self, own: list[int]) -> list[int]:
+        unseen = sorted(set(range(len(self._parameters))) - set(own), reverse=True)
+        order = torch.tensor([*own, *unseen], device=self._parameters[0].device)
+        broadcast_tensors(self.process_group, [order])
+        return [int(index) for index in order.tolist()]
+
+    def _arrange(self, order: Sequence[int]) -> None:
+        """Make buckets for gradients that become ready in ``order``, all or none.
+
+        There is at least one: the last one, even if it is empty, carries the facts.
+        """
+        # First of all, as they are as large as all gradients: memory may be short.
+        self._buckets, self._bucket_at = [], []
+        self._skipped.clear()
+        positions, dtypes = self._positions, [gradient_dtype(p) for p in self._parameters]
+        dense = set(positions.order[: positions.num_dense])
+        groups = assign_buckets(
+            [p.numel() * dtype.itemsize for p, dtype in zip(self._parameters, dtypes, strict=True)],
+            [(dtype, p.device) for p, dtype in zip(self._parameters, dtypes, strict=True)],
+            [index for index in order if index in dense],
+            cap_bytes=self._cap_bytes,
+            first_cap_bytes=self._first_cap_bytes,
+        ) or [[]]
+        positions.rearrange(itertools.chain(*groups))
+        buckets: list[Bucket] = []
+        start = 0
+        for group in groups:
+            own = slice(start, start + len(group))
+            is_last = len(buckets) == len(groups) - 1
+            bucket = Bucket(
+                [self._names[index] for index in group],
+                positions.parameters[own],
+                memoryview(positions.accumulated)[own],
+                start=start,
+                tail_size=num_facts(len(self._names)) if is_last else 0,
+                buffers_from=self.process_group if self.comm_hook is None else None,
+                like=positions.parameters[start if group else 0],
+            )
+            buckets.append(bucket)
+            start = bucket.stop
+        self._buckets = buckets
+        self._bucket_at = [bucket for bucket in buckets for _ in bucket.parameter_names]
+
+    def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
+        """This backward won't compute these gradients: buckets don't wait for them."""
+        for position in {self._positions.of[id(parameter)] for parameter in parameters}:
+            if position < self._positions.num_dense:
+                self._ready.states[position] = UNUSED
+                self._bucket_at[position].await_one_less()
 
     def mark_accumulated(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` has grown, and is not to be reduced yet."""
-        self._arrivals.touched[self._arrivals.places[id(parameter)]] = TOUCHED_EARLIER
+        self._positions.accumulated[self._positions.of[id(parameter)]] = 1
 
     def mark_late(self, parameter: torch.Tensor) -> None:
-        """The gradient of ``parameter`` has come, before :meth:`begin` could be called."""
-        arrivals, place = self._arrivals, self._arrivals.places[id(parameter)]
-        if arrivals.states[place] == COME:
-            self._gets_gradients_twice = True
-        arrivals.states[place] = COME
-        arrivals.touched[place] = TOUCHED_EARLIER
+        """The gradient of ``parameter`` has come before :meth:`begin` could be called."""
+        position = self._positions.of[id(parameter)]
+        self._gets_gradients_twice |= self._ready.states[position] == READY
+        self._ready.states[position] = READY
+        self._positions.accumulated[position] = 1
 
     def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
-        """The gradients of ``parameters`` have come; buckets leave when they are full.
+        """The gradients of ``parameters`` have come; buckets that are full are launched.
 
         Returns:
-            How many more may come before there is something to do, and this has to be called again.
-        """
-        arrivals = self._arrivals
-        places = arrivals.next_places(parameters)
-        if places is not None:
-            self._take_awaited(places)
-        else:
-            for place in [arrivals.places[id(parameter)] for parameter in parameters]:
-                if arrivals.states[place]:
-                    self._take_unawaited(place)
-                else:
-                    self._take_awaited(range(place, place + 1))
-        return self._num_until_next()
+            How many further gradients may come before this must be called again.
 
-    def _take_awaited(self, places: range) -> None:
-        """The gradients at ``places`` have come."""
-        self._arrivals.come(places)
-        first, last = places.start, places.stop
+        Raises:
+            LateGradient: If a gradient has been sent already in this backward.
+            ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
+        """
+        positions = self._ready.next_positions(parameters)
+        if positions is not None:
+            self._mark_awaited(positions)
+        else:
+            for position in [self._positions.of[id(parameter)] for parameter in parameters]:
+                if self._ready.states[position]:
+                    self._mark_unawaited(position)
+                else:
+                    self._mark_awaited(range(position, position + 1))
+        # If they come in order, it is the next bucket that will be full first, or the one behind.
+        behind = itertools.islice(self._buckets, self._next_launch, None)
+        filling = itertools.islice((bucket for bucket in behind if bucket.num_missing), 2)
+        numbers = [bucket.num_missing - bucket.copies_at for bucket in filling]
+        return max(1, min(numbers, default=len(self._parameters)))
+
+    def _mark_awaited(self, positions: range) -> None:
+        self._ready.mark_ready(positions)
+        first, last = positions.start, positions.stop
         while first < last:
             bucket = self._bucket_at[first]
             stop = min(last, bucket.stop)
             bucket.num_missing -= stop - first
-            if bucket.num_missing <= bucket.takes_at:
-                self._attend_to(bucket, range(first - bucket.start, stop - bucket.start))
             first = stop
+            if self.copies_early:
+                bucket.copy_ready(self._ready.states)
+            if not bucket.num_missing and self._launches_early:
+                for reducer in self._launch_order:
+                    if not reducer.launch_full_buckets():
+                        break
 
-    def _attend_to(self, bucket: Bucket, places: Iterable[int]) -> None:
-        """There is something to do with ``bucket``; its gradients at ``places`` came last."""
-        if self.takes_early:
-            if bucket.scales_on_the_way:
-                for place in places:
-                    bucket.take(place)
-            while bucket.takes_at and bucket.num_missing <= bucket.takes_at:
-                bucket.take_chunk()
-        if not bucket.num_missing and self._launches_early and self._turns:
-            self._turns.launch_full_buckets()
-
-    def _num_until_next(self) -> int:
-        """After how many gradients there is something to do, if they come as they did before.
-
-        That is for the next bucket that isn't full, and the one behind it: others may come first.
-        """
-        behind = itertools.islice(self._buckets, self._next_launch, None)
-        filling = itertools.islice((bucket for bucket in behind if bucket.num_missing), 2)
-        numbers = [bucket.num_missing - bucket.takes_at for bucket in filling]
-        return max(1, min(numbers, default=len(self._parameters)))
-
-    def _take_unawaited(self, place: int) -> None:
-        """A gradient has come that was excused, or that came before in this backward."""
-        arrivals = self._arrivals
-        if place < arrivals.num_dense:
-            bucket = self._bucket_at[place]
-            if bucket.has_taken(place - bucket.start):
+    def _mark_unawaited(self, position: int) -> None:
+        """A gradient has come that was marked unused, or that came before in this backward."""
+        if position < self._positions.num_dense:
+            bucket = self._bucket_at[position]
+            if bucket.is_too_late_for(position - bucket.start):
                 self._gets_gradients_twice, self._launches_early = True, False
-                raise late(self._name_at(place))
-        if arrivals.states[place] == COME:
+                raise late_gradient(self._names[self._positions.order[position]])
+        if self._ready.states[position] == READY:
             self._gets_gradients_twice = True
         else:
-            arrivals.states[place], arrivals.touched[place] = COME, TOUCHED_NOW
-            arrivals.seen.append(arrivals.order[place])
+            self._ready.states[position] = READY
+            self._positions.accumulated[position] = 1
+            self._ready.indices.append(self._positions.order[position])
 
     def give_up(self) -> None:
-        """The backward has failed; gradients that haven't left stay, and are added to.
+        """The backward has failed; gradients that were not launched stay, and are added to.
 
         Other ranks have launched more or fewer buckets of it, or wait for its end. So before
-        anything else is reduced, :meth:`finish` has to send what is lacking, and that it failed.
+        anything else is reduced, :meth:`finish` has to launch the rest, and that it failed.
         Shown by test_a_backward_that_fails_at_different_places_on_each_rank.
         """
-        self.phase = Phase.IDLE
-        self._turns = None
-        self._arrivals.forget()
-        self.has_failed = self._has_begun
-        self._same_data.drop()
-        with torch.no_grad():
-            for bucket in self._buckets:
-                bucket.give_back()
+        if self.phase is Phase.IDLE:
+            self._ready = ReadyState(self._positions)
+        else:
+            self.phase = Phase.FAILED
+            self._launch_order = ()
+            self._same_gradients.drop()
+            with torch.no_grad():
+                for bucket in self._buckets:
+                    bucket.undo_copies()
 
     def launch_full_buckets(self) -> bool:
-        """Launch what is full; return whether only the last bucket is left."""
+        """Launch the buckets that are full; return whether only the last one is left."""
         last = len(self._buckets) - 1
         with torch.no_grad():
             while self._launches_early and self._next_launch < last:
@@ -306,195 +348,172 @@ class Reducer:
         return self._next_launch >= last
 
     def launch_all_but_last(self) -> None:
-        """The backward is over: send what has not been sent yet, but for the last bucket.
+        """The backward is over: reduce all gradients but those of the last bucket.
+
+        It waits for communication hooks, and for sparse gradients.
 
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
+            CollectiveFailed: If another rank is lost, or times out.
         """
-        if self.phase is Phase.FINISHING:
-            return
-        self.phase = Phase.FINISHING
         with torch.no_grad():
             while self._next_launch < len(self._buckets) - 1:
                 self._launch()
-            if self._sparse:
-                self.finish_hooks()
-                self._reduce_sparse()
-
-    def _reduce_sparse(self) -> None:
-        arrivals, hook = self._arrivals, self.comm_hook
-        for index, (place, gradient) in enumerate(self._sparse.items(), len(self._buckets) - 1):
-            arrivals.touched[place] *= gradient.is_there  # as Bucket.fill() does
-            if self._skips(index + len(self._bucket_at), bool(arrivals.touched[place])):
-                continue
-            with naming(self._name_at(place), self.process_group):
-                if hook is None:
-                    gradient.reduce(self.process_group, self.share)
-                else:
-                    is_last = not self._bucket_at and place == len(self._parameters) - 1
-                    gradient.reduce_through(hook, index, is_last=is_last)
-
-    def finish_hooks(self) -> None:
-        """Wait until no communication hook is at work."""
-        with torch.no_grad():
             for bucket in self._buckets:
                 bucket.finish_hook(self.process_group)
+            while self._next_sparse < len(self._sparse):
+                self._reduce_sparse(self._sparse[self._next_sparse])
+                self._next_sparse += 1
+
+    def _reduce_sparse(self, position: int) -> None:
+        index = len(self._buckets) - 1 + self._next_sparse
+        parameter, accumulated = self._positions.parameters[position], self._positions.accumulated
+        accumulated[position] *= parameter.grad is not None
+        if self._skips(index + len(self._bucket_at), bool(accumulated[position])):
+            return
+        is_last = not self._bucket_at and position == len(self._parameters) - 1
+        with naming(repr(self._names[self._positions.order[position]]), self.process_group):
+            self._reduced_sparse[position] = reduce_sparse(
+                parameter,
+                self.process_group,
+                self.scale,
+                self.comm_hook,
+                index=index,
+                is_last=is_last,
+            )
 
     def launch_last(self) -> None:
-        """Send the last bucket, with what the others need to know; raises as before it."""
+        """Launch the last bucket, with this rank's facts; it raises as the launches before it."""
         with torch.no_grad():
             if self._next_launch < len(self._buckets):
                 self._launch()
 
-    def finish(self) -> None:
+    def finish(self) -> CollectiveFailed | None:
         """Wait until every gradient is the mean over all ranks.
 
         A parameter that no rank used keeps the gradient that it had, None included.
 
+        Returns:
+            The error to raise if the backward failed on another rank: its gradients are lost. By
+            then all ranks have finished it, so that the caller may finish those of other models
+            before it raises.
+
         Raises:
             ParameterChanged: As :meth:`launch_all_but_last`, which need not have been called.
-            CollectiveFailed: If another rank is lost, or doesn't come in time.
+            CollectiveFailed: If another rank is lost, or times out.
         """
+        error = None
         try:
             self.launch_all_but_last()
             self.launch_last()
             with torch.no_grad():
                 for bucket in self._buckets:
                     bucket.wait(self.process_group)
-                if not self.has_failed:
-                    self._take_what_came()
-            self._left_out = self._arrivals.missing()
+                self._unused = self._ready.missing()
+                if self.phase is not Phase.FAILED:
+                    error = self._use_reduced()
+                    self._positions.accumulated[:] = bytes(len(self._parameters))
+            self._launches_early = not self._gets_gradients_twice
+            self._first_order = self._ready.indices
         finally:
-            has_failed = self.has_failed
-            self._reset()
-        if not has_failed:
-            self._arrivals.touched[:] = bytes(len(self._parameters))
-        self._has_reduced = True
-        self._launches_early = not self._gets_gradients_twice
+            self._end_backward()
+        return error
 
-    def check_all_have_succeeded(self) -> None:
-        """Raise CollectiveFailed if the backward that was finished last failed on another rank."""
-        (num_failed, ranks), self._failed_ranks = self._failed_ranks, (0, 0)
-        if num_failed:
-            raise failed_elsewhere(num_failed, ranks, self.process_group)
+    def _end_backward(self) -> None:
+        self.phase = Phase.IDLE
+        self._ready = ReadyState(self._positions)
+        # Not kept between backwards, as it holds this reducer.
+        self._launch_order: Sequence[Reducer] = ()
+        self._next_launch = 0
+        self._next_sparse = 0
+        self._reduced_sparse: dict[int, torch.Tensor] = {}
+        for bucket in self._buckets:
+            bucket.reset()
 
-    def _take_what_came(self) -> None:
-        """Make the mean the gradient of all that were used on any rank."""
+    def _use_reduced(self) -> CollectiveFailed | None:
+        """Make the mean the gradient of every parameter that any rank used."""
         last = self._buckets[-1]
         factor = self._size if self._averages(last) else 1
-        self._failed_ranks = failed_ranks(last.tail, factor)
-        if self._failed_ranks[0]:
-            lost: Iterable[Bucket | SparseGradient] = (*self._buckets, *self._sparse.values())
-            for one in lost:
-                one.drop()
-            return
-        for place, gradient in self._sparse.items():
-            if self._arrivals.touched[place]:
-                gradient.adopt()
-        self._adopt_what_others_used()
-        if self._same_data.is_looking:
-            self._same_data.compare(is_rank_0=self.process_group.rank() == 0)
+        num_failed, ranks = failed_ranks(last.tail, factor)
+        if num_failed:
+            for bucket in self._buckets:
+                bucket.drop()
+            for position in self._sparse:
+                self._positions.parameters[position].grad = None
+            return failed_elsewhere(num_failed, ranks, self.process_group)
+        accumulated = self._positions.accumulated
+        # Reading the facts waits for a GPU. A rank that used everything need not.
+        uses_all = all(accumulated)
+        self._used_by_any = itertools.repeat(1) if uses_all else used_by_any(last.tail)
+        used = list(itertools.compress(range(len(accumulated)), self._used_by_any))
+        for position in used if not uses_all else self._sparse:
+            if position in self._reduced_sparse:
+                parameter = self._positions.parameters[position]
+                parameter.grad = self._reduced_sparse[position]
+            elif position < self._positions.num_dense and not accumulated[position]:
+                bucket = self._bucket_at[position]
+                bucket.use_as_grad(position - bucket.start)
+        if len(used) < len(accumulated) and not self._has_logged_unused:
+            self._has_logged_unused = True
+            unused = sorted({*range(len(accumulated))} - {self._positions.order[p] for p in used})
+            if self.process_group.rank() == 0:
+                log_unused([self._names[index] for index in unused])
+        if self._same_gradients.is_looking:
+            self._same_gradients.compare(is_rank_0=self.process_group.rank() == 0)
+        return None
 
     def _launch(self) -> None:
         """Launch the next bucket."""
         index, bucket = self._next_launch, self._buckets[self._next_launch]
         is_last = index == len(self._buckets) - 1
-        if not is_last and self._skips(index, any(bucket.touched)):
+        if not is_last and self._skips(index, any(bucket.accumulated)):
             bucket.has_left, self._next_launch = True, index + 1
             return
-        if not bucket.has_left:  # as it may, if its hook has failed
+        if not bucket.has_left:  # as it has if its hook has failed
             self._fill(bucket)
         if is_last:
-            # All are filled by now, and so every one of these facts is final.
-            failed_rank = self.process_group.rank() if self.has_failed else None
-            write_facts(bucket.tail, self._arrivals.touched, failed_rank)
+            # All buckets are filled by now, so these facts are final.
+            failed_rank = self.process_group.rank() if self.phase is Phase.FAILED else None
+            write_facts(bucket.tail, self._positions.accumulated, failed_rank)
         if self.comm_hook is None:
             bucket.launch(self.process_group, average=self._averages(bucket))
         else:
             # One after the other: hooks launch further collectives when their first is through,
-            # and in between none of another bucket may come, on some ranks only. Shown by
+            # and collectives of two buckets must not interleave differently on each rank. Shown by
             # test_hooks_of_several_collectives_keep_their_order.
             if index:
                 self._buckets[index - 1].finish_hook(self.process_group)
             if bucket.parameter_names and not bucket.has_left:
                 number = index + len(self._sparse) * is_last  # sparse ones come before the last
-                bucket.launch_through(self.comm_hook, number, is_last=is_last)
+                bucket.launch_hook(self.comm_hook, number, is_last=is_last)
             if is_last:
                 bucket.finish_hook(self.process_group)
                 bucket.launch_tail(self.process_group)
         self._next_launch += 1
 
     def _skips(self, number: int, is_used: bool) -> bool:
-        """Whether a bucket, or sparse gradient, of that number is not to be sent."""
+        """Whether the bucket, or sparse gradient, of that number is not to be sent."""
         if not self._skip_unused:
             return False
-        # What a backward that failed would have used, the one before it tells.
-        if not self.has_failed:
+        # A backward that failed is taken to use what the one before it used.
+        if self.phase is not Phase.FAILED:
             (self._skipped.discard if is_used else self._skipped.add)(number)
         return number in self._skipped
 
     def _fill(self, bucket: Bucket) -> None:
-        """Bring into ``bucket`` what this rank adds to the sum."""
-        if self.has_failed:  # a hook may remember what it is given
+        """Write this rank's part of the sum into ``bucket``."""
+        if self.phase is Phase.FAILED:  # 0 for a hook, which may remember it
             bucket.fill_with(math.nan if self.comm_hook is None else 0)
             return
         bucket.fill(self._scale_of(bucket))
-        if self._same_data.is_looking and self.comm_hook is None and self.share == 1 / self._size:
-            self._same_data.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
+        same = self._same_gradients
+        if same.is_looking and self.comm_hook is None and self.scale == 1 / self._size:
+            same.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
 
     def _averages(self, bucket: Bucket) -> bool:
-        """Whether the group is to average ``bucket``, and not to add it up."""
-        return bucket.averages and self.comm_hook is None and self.share == 1 / self._size
+        """Whether the group averages ``bucket`` instead of adding it up."""
+        return bucket.averages and self.comm_hook is None and self.scale == 1 / self._size
 
     def _scale_of(self, bucket: Bucket) -> float:
-        """What gradients are to be multiplied by on their way into ``bucket``."""
-        return 1 if self.comm_hook is not None or self._averages(bucket) else self.share
-
-    def _adopt_what_others_used(self) -> None:
-        """Take the mean for parameters that this rank left out and another one used."""
-        # Reading the tail waits for a GPU. A rank that used everything has no need to.
-        touched_here = self._arrivals.touched
-        if all(touched_here):
-            self._used_by_any = itertools.repeat(1)
-            return
-        self._used_by_any = used_by_any(self._buckets[-1].tail)
-        pairs = zip(self._used_by_any, touched_here, strict=True)
-        for place, (used, touched) in enumerate(pairs):
-            if used and not touched:
-                if place in self._sparse:
-                    self._sparse[place].adopt()
-                else:
-                    bucket = self._bucket_at[place]
-                    bucket.adopt(place - bucket.start)
-        used_here = zip(self._arrivals.order, self._used_by_any, strict=True)
-        unused = [index for index, used in used_here if not used]
-        if unused and not self._has_told_of_unused and self.process_group.rank() == 0:
-            self._has_told_of_unused = True
-            tell_of_unused([self._names[index] for index in sorted(unused)])
-
-    def _arrange(self, order: Sequence[int]) -> None:
-        """Make buckets for gradients that become ready in ``order``; old ones move over."""
-        # Before others are made: they are as large as all gradients.
-        self._buckets, self._bucket_at = [], []
-        self._skipped.clear()
-        self._buckets = make_buckets(
-            self._names,
-            self._arrivals,
-            order,
-            cap_bytes=self._cap_bytes,
-            first_cap_bytes=self._first_cap_bytes,
-            buffers_from=self.process_group if self.comm_hook is None else None,
-        )
-        self._bucket_at = [bucket for bucket in self._buckets for _ in bucket.parameter_names]
-
-    def _reset(self) -> None:
-        self.phase = Phase.IDLE
-        self._has_begun = self.has_failed = False
-        self._turns = None
-        self._next_launch = 0
-        self._arrivals.forget()
-        for bucket in self._buckets:
-            bucket.forget()
-
-    def _name_at(self, place: int) -> str:
-        return repr(self._names[self._arrivals.order[place]])
+        """The factor by which gradients are multiplied on their way into ``bucket``."""
+        return 1 if self.comm_hook is not None or self._averages(bucket) else self.scale

@@ -1,4 +1,4 @@
-"""Gradients of which a backward computes some rows only: those of ``nn.Embedding(sparse=True)``."""
+"""Sparse gradients: those of ``nn.Embedding(sparse=True)``, of which few rows are computed."""
 
 from __future__ import annotations
 
@@ -9,64 +9,43 @@ from lockstep.comm import sum_rows
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 
 
-class SparseGradient:
-    """The gradient of one parameter, of which nothing travels but the rows that are there.
+def reduce_sparse(
+    parameter: torch.nn.Parameter,
+    group: dist.ProcessGroup,
+    scale: float,
+    hook: CommHook | None = None,
+    *,
+    index: int = 0,
+    is_last: bool = False,
+) -> torch.Tensor:
+    """Return the sum over the ranks of the gradient of ``parameter``, each times ``scale``.
 
-    It travels by itself, when the backward is over: what is looked up comes first in most models,
-    so that its gradient comes last.
+    Only the rows that are present are sent. Every rank of ``group`` must call it; it blocks.
 
     Args:
-        parameter: What it is the gradient of.
+        parameter: The parameter; its gradient may be dense, as where it is used in another way
+            too, and then so is the result, or None, and then the result is sparse.
+        group: The process group.
+        scale: The factor, unless there is a hook.
+        hook: A communication hook, to which the gradient is a bucket.
+        index: The index of that bucket.
+        is_last: Whether no bucket comes after it.
+
+    Raises:
+        CollectiveFailed: If another rank is lost, or times out.
+        HookError: If the hook returns anything but a future of one tensor.
     """
-
-    def __init__(self, parameter: torch.nn.Parameter) -> None:
-        self._parameter = parameter
-        self._sum: torch.Tensor | None = None
-
-    @property
-    def is_there(self) -> bool:
-        """Whether this rank has it."""
-        return self._parameter.grad is not None
-
-    def reduce(self, group: dist.ProcessGroup, share: float) -> None:
-        """Add it up over the ranks, each rank's times ``share``. It blocks.
-
-        Raises:
-            CollectiveFailed: If another rank is lost, or doesn't come in time.
-        """
-        self._sum = sum_rows(group, self._own().detach().coalesce() * share)
-
-    def _own(self) -> torch.Tensor:
-        """This rank's part of it, sparse."""
-        gradient = self._parameter.grad
-        if gradient is None:
-            return _nothing_of(self._parameter)
-        # It is dense if the weight is used in another way too.
-        return gradient if gradient.is_sparse else gradient.to_sparse(1)
-
-    def reduce_through(self, hook: CommHook, index: int, *, is_last: bool) -> None:
-        """Let ``hook`` reduce it, as a bucket of its own. It blocks.
-
-        Raises:
-            TypeError: If the hook returns something else than a future of one tensor.
-        """
-        gradient = self._own().detach()
-        bucket = GradBucket(index, gradient, [self._parameter], is_last=is_last)
-        self._sum = reduced_buffer(hook(bucket), gradient.numel())
-
-    def drop(self) -> None:
-        """The gradient, and the sum, are lost."""
-        self._parameter.grad = self._sum = None
-
-    def adopt(self) -> None:
-        """Make the sum the gradient: a dense one where it was dense."""
-        gradient, total, self._sum = self._parameter.grad, self._sum, None
-        if total is not None:
-            is_dense = gradient is not None and not gradient.is_sparse
-            self._parameter.grad = total.to_dense() if is_dense else total
-
-
-def _nothing_of(parameter: torch.Tensor) -> torch.Tensor:
-    places = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-    rows = parameter.new_empty(0, *parameter.shape[1:]).detach()
-    return torch.sparse_coo_tensor(places, rows, parameter.shape, check_invariants=False)
+    gradient, is_dense = parameter.grad, False
+    if gradient is None:
+        no_rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty(0, *parameter.shape[1:]).detach()
+        gradient = torch.sparse_coo_tensor(no_rows, values, parameter.shape, check_invariants=False)
+    elif not gradient.is_sparse:
+        gradient, is_dense = gradient.to_sparse(1), True
+    gradient = gradient.detach()
+    if hook is None:
+        total = sum_rows(group, gradient.coalesce() * scale)
+    else:
+        bucket = GradBucket(index, gradient, [parameter], is_last=is_last)
+        total = reduced_buffer(hook(bucket), gradient.numel())
+    return total.to_dense() if is_dense else total

@@ -6,7 +6,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
 from lockstep.nn import DistributedDataParallel
-from lockstep.world.device import choose_backend
+from lockstep.world import choose_backend
 
 
 class LockstepStrategy(DDPStrategy):  # type: ignore[misc]

@@ -1,6 +1,7 @@
 """Start the ranks: N processes, the first failure wins, nobody is left behind.
 
-``launch`` is imported when first used: the command line imports its neighbours, not it.
+The names are listed in ``__init__.pyi`` and imported when first used: the command line must not
+import torch.
 """
 
 import lazy_loader

@@ -7,9 +7,10 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.errors import BadLaunch
-from lockstep.world.environment import num_visible_gpus
+from lockstep.world import num_visible_gpus
 
 _DEFAULT_NUM_RANKS = 2
 # More than any host has cores or GPUs for. Beyond some 10,000 threads OpenMP crashes, and the
@@ -17,7 +18,6 @@ _DEFAULT_NUM_RANKS = 2
 _MOST_RANKS = _MOST_THREADS = 4096
 _MOST = 1_000_000
 _MOST_SCRIPT_BYTES = 1 << 26
-_GRACE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Call:
-    """A function and its arguments, pickled by cloudpickle, to call with the rank's world."""
+    """A function and its arguments, pickled by cloudpickle, to call with the rank's World."""
 
     pickled: bytes
     name: str
@@ -47,23 +47,14 @@ class Call:
 Program = Script | Module | Call
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where and how several hosts meet.
-
-    Attributes:
-        num_hosts: How many they are.
-        host: The number of this host, or None to have one given.
-        address, port: Where the first host listens for the others.
-        run_id: What tells this run from others that meet there.
-        timeout_seconds: How long to wait for the others.
-    """
+class Meeting(NamedTuple):
+    """Where and how several hosts meet."""
 
     num_hosts: int
-    host: int | None
-    address: str
+    host: int | None  # the number of this host, or None to have one given
+    address: str  # of the first host, and the port at which it listens for the others
     port: int
-    run_id: str
+    run_id: str  # distinguishes this run from others that meet there
     timeout_seconds: int
 
     @property
@@ -72,34 +63,29 @@ class Meeting:
         return f"{self.address}:{self.port}"
 
 
+class Caller(NamedTuple):
+    """The process that called launch()."""
+
+    pid: int
+    socket: int  # descriptor that takes the outcome; end-of-file means that the caller has ended
+
+
 @dataclass(frozen=True)
 class Job:
-    """All that the supervisor of one host has to know.
-
-    Attributes:
-        program: What each rank runs.
-        num_ranks: How many ranks run on this host.
-        num_threads: How many threads each of them computes with.
-        log_dir: Where each rank's output is kept as well, or None.
-        labelled: Whether output goes through the supervisor, which labels each line. If not,
-            the ranks write straight to the supervisor's own stdout and stderr.
-        grace_seconds: How long a rank that is asked to end may take before it is killed.
-        num_hosts: On how many hosts there is such a supervisor.
-        meeting: Where they meet, if there are several.
-        stdin_rank: The rank that reads the supervisor's standard input, or None.
-        full_traceback: Whether to show the frames of lockstep and torch if a rank fails.
-    """
+    """All that the supervisor of one host has to know."""
 
     program: Program
-    num_ranks: int
-    num_threads: int
-    log_dir: str | None = None
+    num_ranks: int  # on this host
+    num_threads: int  # that each rank computes with
+    log_dir: str | None = None  # where each rank's output is kept as well
+    # Whether output goes through the supervisor, which labels each line. If not, the ranks write
+    # to the supervisor's own stdout and stderr.
     labelled: bool = True
-    grace_seconds: float = _GRACE_SECONDS
-    num_hosts: int = 1
-    meeting: Meeting | None = None
-    stdin_rank: int | None = None
-    full_traceback: bool = False
+    grace_seconds: float = 3.0  # that a rank which is asked to end may take before it is killed
+    meeting: Meeting | None = None  # None for one host
+    stdin_rank: int | None = None  # the rank that reads the supervisor's standard input
+    full_traceback: bool = False  # whether to show frames of lockstep and torch
+    caller: Caller | None = None  # the process to send the outcome to; if None, it is printed
 
 
 def default_num_ranks() -> int:
@@ -120,28 +106,20 @@ def default_num_threads(num_ranks: int) -> int:
 
 
 def check_num_ranks(value: object) -> int:
-    """``value`` as a number of ranks.
-
-    Raises:
-        BadLaunch: If it isn't a whole number from 1 up, or absurdly large.
-    """
+    """``value`` as a number of ranks; raises BadLaunch as :func:`whole_number` does."""
     return whole_number(
         value, "The number of ranks", "Ask for at least one, as in '-n 2'.", at_most=_MOST_RANKS
     )
 
 
 def check_num_threads(value: object) -> int:
-    """``value`` as a number of threads.
-
-    Raises:
-        BadLaunch: If it isn't a whole number from 1 up, or absurdly large.
-    """
+    """``value`` as a number of threads; raises BadLaunch as :func:`whole_number` does."""
     advice = "Leave it out to share the cores."
     return whole_number(value, "The number of threads per rank", advice, at_most=_MOST_THREADS)
 
 
 def check_stdin(value: str | None, num_ranks: int, num_hosts: int) -> int | None:
-    """The rank that is to have the standard input, from what ``--stdin`` says of it.
+    """The rank that reads the standard input, from the value of ``--stdin``.
 
     Raises:
         BadLaunch: If there is no such rank, or there are several hosts.
@@ -156,13 +134,49 @@ def check_stdin(value: str | None, num_ranks: int, num_hosts: int) -> int | None
     return whole_number(value, "--stdin", advice, at_least=0, at_most=num_ranks - 1)
 
 
+def check_meeting(
+    num_hosts: int, host: str | None, endpoint: str | None, run_id: str, timeout_seconds: str
+) -> Meeting | None:
+    """Where the hosts meet, from the options of ``lockstep run``; None for a single host.
+
+    Raises:
+        BadLaunch: If the options contradict each other, or the endpoint isn't one.
+    """
+    if num_hosts == 1:
+        if host is not None or endpoint is not None:
+            raise BadLaunch(
+                "--node-rank and --rdzv-endpoint are for runs on several hosts. Say with --nnodes "
+                "on how many."
+            )
+        return None
+    number = None if host is None else whole_number(host, "--node-rank", "", at_least=0)
+    seconds = whole_number(timeout_seconds, "--rdzv-timeout", "It is in seconds.")
+    if endpoint is None:
+        raise BadLaunch(
+            f"--nnodes {num_hosts} needs --rdzv-endpoint HOST:PORT as well: the name or address "
+            "of the first host and a port that is free there, the same on every host."
+        )
+    if number is not None and number >= num_hosts:
+        raise BadLaunch(
+            f"--node-rank {number} is too much for --nnodes {num_hosts}: hosts are counted from 0 "
+            f"to {num_hosts - 1}."
+        )
+    address, _, port = endpoint.rpartition(":")
+    if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise BadLaunch(
+            f"--rdzv-endpoint {endpoint} isn't of the form HOST:PORT, as in first-host:29500."
+        )
+    return Meeting(num_hosts, number, address.strip("[]"), int(port), run_id, seconds)
+
+
 def whole_number(
     value: object, what: str, advice: str, *, at_least: int = 1, at_most: int = _MOST
 ) -> int:
-    """``value``, which a command line gives as text, as a whole number.
+    """``value``, a number or the text of a command line, as a whole number.
 
     Raises:
-        BadLaunch: If it isn't one, or out of range; ``what`` it is, and ``advice``.
+        BadLaunch: If it isn't one, or out of range. The message begins with ``what`` the number
+            is, and ends with ``advice``.
     """
     number = value
     if isinstance(value, str):
@@ -184,15 +198,15 @@ def check_script(script: Script) -> Script:
         BadLaunch: If it doesn't exist, can't be read, or isn't Python.
     """
     path = Path(script.path)
-    if path.is_dir() and not (path / "__main__.py").is_file():
-        raise BadLaunch(
-            f"{script.path} is a directory without a __main__.py. Give the script inside it, or "
-            "-m and the name of a module."
-        )
     if path.is_dir():
+        if not (path / "__main__.py").is_file():
+            raise BadLaunch(
+                f"{script.path} is a directory without a __main__.py. Give the script inside it, "
+                "or -m and the name of a module."
+            )
         return script
     try:
-        # What isn't a file may have no end, or be read only once, and each rank reads it.
+        # A pipe or a device may have no end, or be read only once, and each rank reads it.
         if not path.is_file() and path.exists():
             raise BadLaunch(
                 f"{script.path} is a device, a pipe or a socket. Nothing was started: give a file, "
@@ -200,42 +214,38 @@ def check_script(script: Script) -> Script:
             )
         if path.stat().st_size > _MOST_SCRIPT_BYTES:
             raise BadLaunch(f"{script.path} is too large for a Python script. Nothing was started.")
-        source = path.read_bytes()
+        compile(path.read_bytes(), script.path, "exec", dont_inherit=True)
     except OSError as error:
         raise BadLaunch(
             f"The script {script.path} can't be read: {error.strerror}. "
             f"The current directory is {Path.cwd()}."
         ) from error
-    _check_source(source, script.path)
-    return script
-
-
-def _check_source(source: bytes, path: str) -> None:
-    try:
-        compile(source, path, "exec", dont_inherit=True)
     except SyntaxError as error:
         where = f", line {error.lineno}" if error.lineno else ""
         line = f"\n    {error.text.strip()}\n" if error.text else " "
         raise BadLaunch(
-            f"{path} isn't a Python script that {sys.executable} can run: "
+            f"{script.path} isn't a Python script that {sys.executable} can run: "
             f"{error.msg}{where}.{line}Nothing was started."
         ) from error
-    except ValueError as error:  # null bytes, before Python 3.12
-        raise BadLaunch(
-            f"{path} isn't a Python script: {error}. Nothing was started; lockstep runs Python "
-            "only, and other programs are started from within a script."
+    except ValueError as error:
+        if isinstance(error, BadLaunch):
+            raise
+        raise BadLaunch(  # null bytes, before Python 3.12
+            f"{script.path} isn't a Python script: {error}. Nothing was started; lockstep runs "
+            "Python only, and other programs are started from within a script."
         ) from error
+    return script
 
 
 def check_module(module: Module) -> Module:
-    """``module`` if there is something of its name.
+    """``module`` if there is one of its name.
 
     Only the first part of the name is looked up: to find more, Python has to import it, and
-    what a user's package starts at its import must not be running when ranks are forked. The
+    threads that a user's package starts at its import must not run when ranks are forked. The
     ranks look up the rest.
 
     Raises:
-        BadLaunch: If there isn't.
+        BadLaunch: If there is none.
     """
     if module.name.partition(".__main__")[0] == "lockstep":
         raise BadLaunch(
@@ -243,7 +253,7 @@ def check_module(module: Module) -> Module:
             "the module of your program."
         )
     top, *parts = module.name.split(".")
-    # A module is looked up first where the command is given, as by python -m.
+    # The current directory comes first, as for python -m.
     spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) if top else None
     is_package = spec is not None and spec.submodule_search_locations is not None
     if (spec is None and top not in sys.builtin_module_names) or (parts and not is_package):
@@ -252,7 +262,7 @@ def check_module(module: Module) -> Module:
 
 
 def no_such_module(name: str) -> str:
-    """What to say about a module that isn't there."""
+    """The message for a module that doesn't exist."""
     advice = f" To run a file, leave -m out: {name}" if name.endswith(".py") else ""
     return (
         f"There is no module named {name!r}; it was looked for in {os.getcwd()} and among the "

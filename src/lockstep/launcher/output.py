@@ -1,13 +1,22 @@
-"""From the bytes that ranks write to whole, labelled lines. Nothing here reads or writes."""
+"""From the bytes that ranks write to labelled lines on the launcher's streams, and log files."""
 
 from __future__ import annotations
 
+import os
 import re
+import select
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
+from pathlib import Path
 
-# A line that never ends must not fill the memory: from here on it is cut.
+from lockstep.errors import BadLaunch
+from lockstep.launcher.processes import SignalPipe
+
+# Longer lines are cut, since a line that never ends must not fill the memory.
 MAX_LINE_BYTES = 1 << 20
 _PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")
+# A pipe that polls as writable takes this much without blocking (PIPE_BUF).
+_CHUNK_BYTES = 4096
 
 
 class LineSplitter:
@@ -18,17 +27,17 @@ class LineSplitter:
     """
 
     def __init__(self, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        # The chunks of a line that isn't over. They are joined once, at its end: joined at each
+        # The chunks of the unfinished line, joined once at its end. If they were joined at each
         # chunk, a line of a megabyte would be copied and searched again for every few bytes.
         self._chunks: list[bytes] = []
-        self._num_bytes = 0  # in all of them
+        self._num_bytes = 0
         self._max_line_bytes = max_line_bytes
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take in ``data`` and return the pieces that it completes."""
+        """Add ``data`` to the stream; return the pieces that it completes."""
         pieces: list[bytes] = []
         if end := max(data.rfind(b"\n"), data.rfind(b"\r")) + 1:
-            # Only up to the last line's end: the pattern retries from each byte of what has none.
+            # Not beyond the last line's end: there the pattern would retry from each byte.
             pieces = _PIECE.findall(self._take() + data[:end])
         self._chunks.append(data[end:])
         self._num_bytes += len(data) - end
@@ -40,7 +49,7 @@ class LineSplitter:
         return pieces
 
     def finish(self) -> list[bytes]:
-        """What is left when the stream ends, made a whole line."""
+        """The unfinished line at the end of the stream, made a whole one."""
         rest = self._take()
         return [rest + b"\n"] if rest else []
 
@@ -53,30 +62,28 @@ class LineSplitter:
 class Labeller:
     r"""Labels the pieces of several sources that go to one destination.
 
-    Invariant: what one source writes never continues a line of another. A piece that ends in
-    ``\r`` leaves its line open, so another source's piece is preceded by a newline. So does one
-    without an end, such as a prompt; its source's next piece goes on from there, with no label.
+    Invariant: the output of one source never continues a line of another. A piece that ends in
+    ``\r`` leaves its line open, so another source's piece is preceded by a newline. So does a
+    piece without an end, such as a prompt; its source's next piece continues it without a label.
     """
 
     def __init__(self) -> None:
-        self._open: Hashable = None  # whose piece the cursor stands on
-        self._returned: set[Hashable] = set()  # whose last piece ended in \r
-        self._unfinished: Hashable = None  # whose last piece, if it is the open one, has no end
+        self._open: Hashable = None  # source of the piece that the cursor stands on
+        self._returned: set[Hashable] = set()  # sources whose last piece ended in \r
+        self._unfinished: Hashable = None  # source whose last piece has no end
 
     def label(self, source: Hashable, label: bytes, pieces: Iterable[bytes]) -> bytes:
-        """The bytes to write for ``pieces``, which came from ``source``."""
-        return b"".join(self._one(source, label, piece) for piece in pieces)
+        """The bytes to write for ``pieces`` of ``source``."""
+        return b"".join(self._label_one(source, label, piece) for piece in pieces)
 
     def finish(self) -> bytes:
-        """What to write at the very end, so that whatever comes next begins its own line."""
+        """The bytes to write at the end, so that other output begins on a line of its own."""
         was_open, self._open = self._open, None
         return b"\n" if was_open is not None else b""
 
-    def _one(self, source: Hashable, label: bytes, piece: bytes) -> bytes:
+    def _label_one(self, source: Hashable, label: bytes, piece: bytes) -> bytes:
         continues = source == self._unfinished == self._open
-        if (
-            piece == b"\r" and not continues
-        ):  # tqdm writes it before a bar; there is nothing to show yet
+        if piece == b"\r" and not continues:  # tqdm writes it before a bar: nothing to show yet
             return b""
         if piece in (b"\n", b"\r\n") and source in self._returned:
             return self._end_bar(source)
@@ -93,3 +100,107 @@ class Labeller:
             return b""
         self._open = None
         return b"\n"
+
+
+class Console:
+    """The launcher's stdout and stderr, and a log file for each rank.
+
+    The reader of the launcher's output may stop reading: a pager, or a terminal after Ctrl-S.
+    So that a blocked write doesn't keep the launcher from being ended, a write waits for room
+    and for a signal, and all output is dropped once a signal came while there was no room.
+
+    Args:
+        log_files: The descriptor of each rank's log file; empty if none are kept.
+        signals: Where an ending signal arrives.
+    """
+
+    def __init__(self, log_files: dict[int, int], signals: SignalPipe) -> None:
+        self._log_files = log_files
+        self._signals = signals
+        self._splitters: defaultdict[tuple[int, int], LineSplitter] = defaultdict(LineSplitter)
+        self._mute = False
+        self.broken = False  # whether nobody can read the output any more
+        out = Labeller()
+        # On a terminal both streams share the cursor.
+        self._labellers = {1: out, 2: out if os.path.sameopenfile(1, 2) else Labeller()}
+
+    def feed(self, rank: int, destination: int, data: bytes, *, show_prompt: bool) -> None:
+        """Write the lines that ``data``, of a rank's stdout (1) or stderr (2), completes.
+
+        No data is the stream's end. A prompt, which is a line without an end, is shown on request.
+        """
+        splitter = self._splitters[rank, destination]
+        pieces = splitter.feed(data) if data else splitter.finish()
+        if data and show_prompt:
+            pieces += [rest[:-1] for rest in splitter.finish()]
+        self._show(rank, destination, pieces)
+
+    def end_streams(self) -> None:
+        """Write the unfinished lines of all ranks."""
+        for (rank, destination), splitter in self._splitters.items():
+            self._show(rank, destination, splitter.finish())
+
+    def _show(self, rank: int, destination: int, pieces: list[bytes]) -> None:
+        if pieces:
+            source, label = (rank, destination), b"[rank %d] " % rank
+            labelled = self._labellers[destination].label(source, label, pieces)
+            self._write(destination, labelled)
+            self.log(rank, b"".join(pieces))
+
+    def log(self, rank: int, data: bytes) -> None:
+        """Write ``data`` to the log file of ``rank``, and close that if it can't be written."""
+        view = memoryview(data)
+        try:
+            while view and rank in self._log_files:
+                view = view[os.write(self._log_files[rank], view) :]
+        except OSError as error:  # a full disk, mostly: no reason to end the run
+            os.close(self._log_files.pop(rank))
+            words = f"lockstep: the log of rank {rank} ends here: {error.strerror}.\n"
+            self._write(2, self._labellers[2].finish() + words.encode())
+
+    def close(self) -> None:
+        """End the last line of each stream and close the log files."""
+        for destination, labeller in self._labellers.items():
+            self._write(destination, labeller.finish())
+        for log_file in self._log_files.values():
+            os.close(log_file)
+
+    def _write(self, destination: int, data: bytes) -> None:
+        poll = select.poll()
+        poll.register(destination, select.POLLOUT)
+        poll.register(self._signals, select.POLLIN)
+        view = memoryview(data)
+        while view and not self._mute and not self.broken:
+            if destination not in dict(poll.poll()):
+                self._mute = self._signals.is_pending()
+                continue
+            try:
+                view = view[os.write(destination, view[:_CHUNK_BYTES]) :]
+            except BlockingIOError:  # it was made non-blocking, and had no room after all
+                pass
+            except OSError:  # a closed pipe or terminal
+                self.broken = True
+
+
+def open_log_files(directory: str | None, ranks: range) -> dict[int, int]:
+    """Create ``directory`` and a ``rank-R.log`` in it for each rank.
+
+    Returns:
+        Descriptors, not files: a rank closes them after the fork, and a file object that is
+        collected later would close an unrelated descriptor of the same number.
+
+    Raises:
+        BadLaunch: If the directory or a file can't be created.
+    """
+    if directory is None:
+        return {}
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        paths = {rank: Path(directory) / f"rank-{rank}.log" for rank in ranks}
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        return {rank: os.open(path, flags, 0o666) for rank, path in paths.items()}
+    except OSError as error:
+        raise BadLaunch(
+            f"The logs can't be kept in {directory}: {error.strerror}. Give --log-dir a directory "
+            "that exists, or can be created, and can be written to."
+        ) from error

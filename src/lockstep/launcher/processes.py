@@ -1,4 +1,4 @@
-"""What the kernel knows of processes: who ended how, who is left, and how to end them."""
+"""Processes and signals: how children end, helpers, and ending everything that a run started."""
 
 from __future__ import annotations
 
@@ -9,42 +9,41 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
-# Every process that a run starts, however far down, has this in its environment, unless it
-# cleared it. When the supervisor was killed, those that left their rank's process group are found
-# by it.
+# Name of an environment variable that every process of a run inherits. If the supervisor was
+# killed, the guardian finds by it the processes that have left their rank's process group.
 MARK = "LOCKSTEP_SUPERVISOR"
+# Signals that end a launcher, and by default would leave its ranks running.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# How long the other ranks may take to report failures of their own, once one rank has failed.
+# Reports arrive within some 10 ms, but a death by signal, which may be the cause of them, is
+# known only when the kernel has torn the process down.
+JUDGING_SECONDS = 0.2
+_GIVE_UP_SECONDS = 5.0
+_POLL_SECONDS = 0.02
+_GOODBYE = b"."
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_POLL_SECONDS = 0.02
 
 
-class Exit(NamedTuple):
-    """How a process ended: with an exit code, or by a signal."""
+def exit_of(pid: int) -> tuple[int | None, int | None] | None:
+    """The exit code or the signal with which the child ``pid`` ended; None if it is running.
 
-    code: int | None
-    signal: int | None
-
-
-def exit_of(pid: int) -> Exit | None:
-    """How the child ``pid`` ended, or None if it hasn't.
-
-    The child stays a zombie. So its number isn't given to another process, and a signal to its
-    group cannot hit a stranger, until :func:`reap`.
+    The child stays a zombie until :func:`reap`, so its process id isn't reused, and a signal to
+    its process group cannot hit a stranger.
     """
     info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if info is None:
         return None
-    if info.si_code == os.CLD_EXITED:
-        return Exit(info.si_status, None)
-    return Exit(None, info.si_status)
+    return (info.si_status, None) if info.si_code == os.CLD_EXITED else (None, info.si_status)
 
 
 def reap(pid: int, *, wait: bool = True) -> None:
-    """Forget the child ``pid``, which has ended or, if we ``wait``, is about to."""
+    """Remove the zombie of the child ``pid``, after waiting for its end if ``wait``."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0 if wait else os.WNOHANG)
 
@@ -52,47 +51,22 @@ def reap(pid: int, *, wait: bool = True) -> None:
 def fork() -> int:
     """``os.fork()`` without its warning of threads.
 
-    The only ones here are numpy's: OpenBLAS ends its threads before a fork, and starts new ones
-    on both sides when they are needed.
+    The only threads here are numpy's: OpenBLAS ends them before a fork, and starts new ones on
+    both sides when they are needed.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
-def fork_helper(work: Callable[[], object], *descriptors: int) -> int:
-    """Fork a process that does ``work`` and ends, and return its process id.
-
-    It is out of reach of the terminal, and of what ends this process's group. It has the
-    ``descriptors``, numbered from 0, and no others: one that stayed open would keep a pipe's
-    reader waiting for its end.
-    """
-    pid = fork()
-    if pid:
-        return pid
-    # Never return into the caller's code, whatever happens.
-    try:
-        os.setsid()
-        for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(ending, signal.SIG_IGN)
-        signal.set_wakeup_fd(-1)
-        for number, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, number)
-        os.closerange(len(descriptors), os.sysconf("SC_OPEN_MAX"))
-        fill_standard_descriptors()
-        work()
-    finally:
-        os._exit(0)
-
-
 def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send this process ``number`` when ``parent``, its parent, ends.
+    """Have the kernel send this process the signal ``number`` when its parent ends.
 
     Linux alone offers it. Elsewhere only the guardian ends the ranks of a killed launcher.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before it was asked for
+    if os.getppid() != parent:  # it ended before the request
         os._exit(128 + number)
 
 
@@ -105,51 +79,47 @@ def fill_standard_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            # It gets the lowest number that is free, which is this one.
+            # open() returns the lowest number that is free, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def flush_standard_streams() -> None:
-    """Write what Python still holds, before a fork doubles it or an exec drops it."""
+    """Write Python's output buffers, which a fork would double and an exec would drop."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # it is None where the descriptor was closed
+        if stream is not None:  # None where the descriptor was closed
             stream.flush()
 
 
-def signal_group(group: int, number: int) -> None:
-    """Send ``number`` to a process group, if there is anyone left in it."""
+def send_signal(target: int, number: int) -> None:
+    """Send ``number`` to a process or, if ``target`` is negative, to a process group."""
     # macOS answers PermissionError for a group of zombies.
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
+        os.kill(target, number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever is below this process when its own parent ends.
+    """Become the parent of every descendant whose own parent ends.
 
-    So what a rank started remains a descendant, whatever session or environment it has.
+    A process that a rank started so remains a descendant, in whatever session it is.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children() -> list[int]:
-    """The processes that this one is the parent of, ended ones too, as far as can be told."""
+    """The children of this process, zombies included; none where /proc doesn't list them."""
     listed = Path(f"/proc/self/task/{os.getpid()}/children")
     return [int(pid) for pid in listed.read_text().split()] if listed.exists() else []
 
 
 def sweep(*, spare: Collection[int], grace_seconds: float) -> None:
-    """End what is left below this process, but for ``spare`` and what is below those.
-
-    First SIGTERM, so that what cleans up may; then SIGKILL.
-    """
+    """End all descendants but ``spare`` and theirs: by SIGTERM, and after a while by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + grace_seconds
         asked: set[int] = set()
         while left := _descendants(spare):
             for pid in left - asked:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
+                send_signal(pid, number)
             asked |= left
             if time.monotonic() > deadline:
                 break
@@ -157,27 +127,16 @@ def sweep(*, spare: Collection[int], grace_seconds: float) -> None:
 
 
 def _descendants(spare: Collection[int]) -> set[int]:
-    of_parent: dict[int, list[int]] = {}
-    for process in _living():
-        of_parent.setdefault(process.parent, []).append(process.pid)
+    children_of: dict[int, list[int]] = {}
+    for process in _running_processes():
+        children_of.setdefault(process.parent, []).append(process.pid)
     found: set[int] = set()
     parents = [os.getpid()]
     while parents:
-        below = [pid for pid in of_parent.get(parents.pop(), []) if pid not in spare]
+        below = [pid for pid in children_of.get(parents.pop(), []) if pid not in spare]
         found.update(below)
         parents += below
     return found
-
-
-def leftovers(groups: Collection[int], mark: str) -> Iterator[int]:
-    """The processes of ``groups`` and with ``mark``, other than this one and zombies."""
-    entry = f"{MARK}={mark}".encode()
-    for process in _living():
-        # It may have ended meanwhile, or be someone else's.
-        with contextlib.suppress(OSError):
-            is_ours = process.group in groups
-            if is_ours or entry in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                yield process.pid
 
 
 class _Process(NamedTuple):
@@ -186,11 +145,163 @@ class _Process(NamedTuple):
     group: int
 
 
-def _living() -> Iterator[_Process]:
-    """All processes but for this one and zombies."""
+def _running_processes() -> Iterator[_Process]:
+    """All processes of the host except this one and zombies."""
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended
             # After the command, which may hold any character: state, parent, process group.
             fields = (directory / "stat").read_bytes().rpartition(b")")[2].split()
             if fields[0] not in (b"Z", b"X") and int(directory.name) != os.getpid():
                 yield _Process(int(directory.name), int(fields[1]), int(fields[2]))
+
+
+class Helper:
+    """A forked process of the launcher's own: the guardian, or the holder of the hosts' store.
+
+    It calls ``work(wait)``, where ``wait()`` blocks until this process dismisses it or ends, and
+    tells whether it was dismissed. A helper is out of reach of the terminal and of signals to
+    this process's group. It has no descriptors but ``descriptors``, numbered from 1: any other
+    would keep the reader of a pipe waiting for its end-of-file. ``lifeline`` is a descriptor that
+    no other process may hold open.
+    """
+
+    def __init__(self, work: Callable[[Callable[[], bool]], object], *descriptors: int) -> None:
+        listening, self.lifeline = os.pipe()
+        self.pid = fork()
+        if self.pid == 0:
+            try:
+                os.setsid()
+                for ending in ENDING_SIGNALS:
+                    signal.signal(ending, signal.SIG_IGN)
+                signal.set_wakeup_fd(-1)
+                for number, descriptor in enumerate((listening, *descriptors)):
+                    os.dup2(descriptor, number)
+                os.closerange(1 + len(descriptors), os.sysconf("SC_OPEN_MAX"))
+                fill_standard_descriptors()
+                work(lambda: os.read(0, 1) == _GOODBYE)
+            finally:  # never return into the caller's code
+                os._exit(0)
+        os.close(listening)
+
+    def dismiss(self) -> None:
+        """Let the process end, and wait for its end."""
+        with contextlib.suppress(BrokenPipeError):  # it was killed
+            os.write(self.lifeline, _GOODBYE)
+        os.close(self.lifeline)
+        reap(self.pid)
+
+
+def start_guardian(groups: Collection[int]) -> Helper:
+    """Fork the process that ends the ranks' process ``groups`` if the supervisor is killed.
+
+    The kernel ends the ranks themselves (see :func:`end_with_parent`), but not the processes
+    that they started. Call it after the ranks are forked: none may hold its lifeline open.
+    """
+
+    def guard(wait: Callable[[], bool]) -> None:
+        if wait():
+            return
+        for group in groups:
+            send_signal(-group, signal.SIGKILL)
+        for _ in range(2):  # twice: one may have been starting another
+            for pid in _leftovers(groups):
+                send_signal(pid, signal.SIGKILL)
+
+    return Helper(guard)
+
+
+def _leftovers(groups: Collection[int]) -> Iterator[int]:
+    entry = f"{MARK}={os.environ[MARK]}".encode()
+    for process in _running_processes():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            environ = Path(f"/proc/{process.pid}/environ")
+            if process.group in groups or entry in environ.read_bytes().split(b"\0"):
+                yield process.pid
+
+
+class SignalPipe:
+    """A pipe that becomes readable when a signal arrives, which is then handled between waits."""
+
+    def __init__(self) -> None:
+        self.descriptors = os.pipe()
+        self.pending: list[int] = []  # ending signals that aren't handled yet
+        self.child_ended = False  # until its reader resets it
+        for descriptor in self.descriptors:
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(self.descriptors[1], warn_on_full_buffer=False)
+        handle_ending_signals(lambda number, frame: None)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def fileno(self) -> int:
+        """The read end, for a selector."""
+        return self.descriptors[0]
+
+    def pull(self) -> None:
+        """Read the signals that have arrived."""
+        with contextlib.suppress(BlockingIOError):
+            arrived = os.read(self.descriptors[0], 4096)
+            self.pending += [number for number in arrived if number in ENDING_SIGNALS]
+            self.child_ended |= signal.SIGCHLD in arrived
+
+    def is_pending(self) -> bool:
+        """Whether an ending signal has arrived."""
+        self.pull()
+        return bool(self.pending)
+
+
+def handle_ending_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Install ``handler``, except for signals that nohup or a shell's ``&`` set to be ignored."""
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+class Action(NamedTuple):
+    """Send ``signal``, or nothing if it is None; the next action is due after ``seconds``."""
+
+    signal: int | None
+    seconds: float
+
+
+def after_failure(grace_seconds: float) -> list[Action]:
+    """A rank has failed: wait for reports of the others, then end those."""
+    return [Action(None, JUDGING_SECONDS), *after_signal(signal.SIGTERM, grace_seconds)]
+
+
+def after_signal(number: int, grace_seconds: float) -> list[Action]:
+    """The launcher received ``number``: pass it on, as if the ranks had received it."""
+    if number == signal.SIGINT:
+        half = grace_seconds / 2
+        return [Action(number, half), *after_signal(signal.SIGTERM, half)]
+    return [Action(signal.SIGTERM, grace_seconds), *at_once()]
+
+
+def at_once() -> list[Action]:
+    """Kill the ranks without asking them."""
+    return [Action(signal.SIGKILL, _GIVE_UP_SECONDS)]
+
+
+class Escalation:
+    """Actions that are still to be taken, and the time at which the next is due."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._actions = list(actions)
+        self._due_at = 0.0
+
+    def take(self, now: float) -> list[int]:
+        """The signals to send now."""
+        signals = []
+        while self._actions and now >= self._due_at:
+            action = self._actions.pop(0)
+            self._due_at = now + action.seconds
+            if action.signal is not None:
+                signals.append(action.signal)
+        return signals
+
+    def seconds_left(self, now: float) -> float:
+        """How long until the next action is due."""
+        return max(0.0, self._due_at - now)
+
+    def exhausted(self, now: float) -> bool:
+        """Whether all actions were taken, and their time has passed."""
+        return not self._actions and now >= self._due_at

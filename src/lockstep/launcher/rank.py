@@ -1,161 +1,139 @@
-"""What a rank does, from the fork that makes it to the exit code that it ends with.
+"""A rank, from the fork that makes it to its exit code; and the program that it runs.
 
 A rank is forked from the supervisor, which has imported torch, but must be to the program what
-a fresh interpreter is: a process group, signal handlers, a standard input, streams and random
-numbers of its own. When the program is over, :func:`run_rank` returns, and the interpreter
-ends as it always does: it waits for threads and runs exit handlers.
+a fresh interpreter is: with a process group, signal handlers, a standard input, streams and
+random numbers of its own. When the program is over, :func:`run_rank` returns, and the
+interpreter ends as it always does: it waits for threads and runs exit handlers.
+
+``runpy`` would run most programs, but puts the launcher's ``__main__`` back when the script ends
+or raises, before its exit handlers and threads are done with theirs.
 """
 
 from __future__ import annotations
 
+import builtins
 import faulthandler
+import importlib.machinery
+import importlib.util
+import io
 import os
 import pickle
+import runpy
 import signal
 import sys
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from importlib.abc import InspectLoader
+from types import ModuleType
+from typing import NamedTuple
 
 from lockstep.errors import BadLaunch, LaunchError
-from lockstep.launcher.job import Call, Module, Program, Script
+from lockstep.launcher.failures import Report, exit_code_of, program_frames, tell
+from lockstep.launcher.job import Call, Job, Module, Program, Script, no_such_module
 from lockstep.launcher.processes import end_with_parent
-from lockstep.launcher.program import run_module, run_script
-from lockstep.launcher.tracebacks import Told, program_frames, tell
-from lockstep.launcher.verdict import Report
 
 REPORT_LENGTH_BYTES = 8
 
 
-@dataclass(frozen=True)
-class RankStart:
-    """What a rank is born with.
-
-    Attributes:
-        rank: Its number among all ranks.
-        environment: The environment variables to add.
-        num_threads: How many threads it computes with.
-        stdin: Whether it reads the supervisor's standard input; if not, it has none.
-        stdout, stderr: File descriptors to write to, or None to write where the supervisor does.
-        report: The file descriptor that its :class:`Report` goes to.
-        signal_mask: The signals to block, which is what the supervisor was started with.
-    """
+class RankStart(NamedTuple):
+    """What a rank is forked with."""
 
     rank: int
-    environment: Mapping[str, str]
-    num_threads: int
-    stdin: bool
-    stdout: int | None
-    stderr: int | None
-    report: int
-    signal_mask: Collection[int]
+    environment: Mapping[str, str]  # variables to add
+    outputs: Sequence[int]  # descriptors for stdout and stderr; none for the supervisor's own
+    report: int  # descriptor for the rank's Report
+    signal_mask: Collection[int]  # the signals to block, as when the supervisor was started
 
 
-def run_rank(start: RankStart, program: Program, supervisor: int) -> int:
-    """Become a rank, run ``program``, report how it went.
+def run_rank(start: RankStart, job: Job, supervisor: int) -> int:
+    """Become a rank, run the job's program, report the result, and return the exit code.
 
-    Args:
-        start: What makes this rank this rank.
-        program: What to run.
-        supervisor: The process that forked this one.
-
-    Returns:
-        The exit code to end with.
+    ``supervisor`` is the process that forked this one.
     """
     end_with_parent(supervisor, signal.SIGKILL)
-    _become_a_process_of_its_own(start)
-    # Only now, and not while it was the supervisor still, may a signal interrupt it.
+    reads_stdin = start.rank == job.stdin_rank
+    _leave_supervisor(start, reads_stdin, job.num_threads)
+    # Not before: a signal would run the supervisor's handlers.
     signal.pthread_sigmask(signal.SIG_SETMASK, start.signal_mask)
-    report = _run(program, start)
+    report = _run(job.program, start.rank, reads_stdin)
     if report.exit_code != 0 or report.result is not None:
         _send(report, start.report)
     os.close(start.report)
     return report.exit_code
 
 
-def _become_a_process_of_its_own(start: RankStart) -> None:
+def _leave_supervisor(start: RankStart, reads_stdin: bool, num_threads: int) -> None:
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    # What a shell's nohup or & has asked to ignore stays ignored.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # nohup and a shell's & set these two to be ignored, which is kept.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    _redirect(start)
-    # The supervisor tells of the exception that ends a rank, once it knows which failed first. A
-    # hook of the program's own, such as rich's, is put in this one's place.
-    sys.excepthook = lambda kind, error, trace: None
-    os.environ.update(start.environment)
-    _refresh_libraries(start.num_threads)
-    faulthandler.enable()
-
-
-def _redirect(start: RankStart) -> None:
-    if not start.stdin:
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
-    for descriptor, standard, stream in (
-        (start.stdout, 1, sys.stdout),
-        (start.stderr, 2, sys.stderr),
-    ):
-        if descriptor is None:
-            continue
-        os.dup2(descriptor, standard)
-        os.close(descriptor)
+    if not reads_stdin:
+        _move(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, descriptor in enumerate(start.outputs, start=1):
+        _move(descriptor, number)
         # A pipe is block-buffered by default: lines would come late, and not at all from a
         # rank that is killed.
-        reconfigure = getattr(stream, "reconfigure", None)
+        reconfigure = getattr((sys.stdout, sys.stderr)[number - 1], "reconfigure", None)
         if reconfigure is not None:
             reconfigure(line_buffering=True)
-
-
-def _refresh_libraries(num_threads: int) -> None:
+    # The supervisor shows the exception that ends a rank, once it knows which failed first. A
+    # hook that the program installs, such as rich's, replaces this one.
+    sys.excepthook = lambda kind, error, trace: None
+    os.environ.update(start.environment)
     import torch
 
     torch.set_num_threads(num_threads)
-    # If numpy has made its global generator (numpy 1 does when it is imported), the fork copied
-    # its state: all ranks would draw the same. That of the module random is reseeded by Python
-    # itself, and torch's has a fixed first seed.
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
+    # numpy 1 makes its global generator when it is imported: the fork copied its state, and all
+    # ranks would draw the same. Python reseeds the module random itself, and torch's generator
+    # has a fixed first seed.
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
+    faulthandler.enable()
 
 
-def _run(program: Program, start: RankStart) -> Report:
+def _move(descriptor: int, number: int) -> None:
+    os.dup2(descriptor, number)
+    os.close(descriptor)
+
+
+def _run(program: Program, rank: int, reads_stdin: bool) -> Report:
     try:
         result = _execute(program)
     except SystemExit as error:
-        return _report_of_exit(error, program)
+        code = exit_code_of(error, of_function=isinstance(program, Call))
+        return Report(time.monotonic(), code, tell(error, _hint(program)) if code else None)
     except KeyboardInterrupt:
-        return _report(128 + signal.SIGINT)
-    except BadLaunch as error:
-        # Raised by this package before the program began, or by a launch() inside the program.
-        if program_frames(error.__traceback__) is None:
-            return _report(2, advice=str(error))
-        return _report_of_exception(error, program)
+        return Report(time.monotonic(), 128 + signal.SIGINT)
     except BaseException as error:  # whatever ends the program has to be reported
-        if not start.stdin and _wanted_input(error):
-            error.add_note(_no_input(start.rank, program))
+        # Raised by this package before the program began, not by a launch() inside the program.
+        if isinstance(error, BadLaunch) and program_frames(error.__traceback__) is None:
+            return Report(time.monotonic(), 2, advice=str(error))
+        if not reads_stdin and _wanted_input(error):
+            error.add_note(_no_input(rank, program))
         if isinstance(error, AttributeError) and error.name in ("no_sync", "join"):
             error.add_note(
                 "A model that was given to lockstep.parallelize() has no methods but its own: "
                 f"write 'with lockstep.{error.name}(model):'. Those of torch's wrapper are in "
                 "lockstep.DistributedDataParallel(model)."
             )
-        return _report_of_exception(error, program)
-    return _report(0, result=result)
+        report = Report(time.monotonic(), 1, tell(error, _hint(program)))
+        sys.last_value = error  # as Python has it while it runs exit handlers
+        sys.excepthook(type(error), error, error.__traceback__)
+        return report
+    return Report(time.monotonic(), 0, result=result)
 
 
 def _execute(program: Program) -> bytes | None:
-    match program:
-        case Script():
-            run_script(program)
-        case Module():
-            run_module(program)
-        case Call():
-            return _call(program)
+    if isinstance(program, Call):
+        return _call(program)
+    if isinstance(program, Module):
+        _run_module(program)
+    else:
+        _run_script(program)
     return None
 
 
@@ -164,7 +142,7 @@ def _call(program: Call) -> bytes:
 
     from lockstep.world import init
 
-    _let_spawned_processes_have_what_is_in_main()
+    _pickle_main_by_value()
     function, args = pickle.loads(program.pickled)
     result = function(init(), *args)
     try:
@@ -176,10 +154,10 @@ def _call(program: Call) -> bytes:
         ) from error
 
 
-def _let_spawned_processes_have_what_is_in_main() -> None:
+def _pickle_main_by_value() -> None:
     """Let multiprocessing pickle classes and functions of ``__main__`` by value, as launch() does.
 
-    They are the caller's: this process's ``__main__`` doesn't have them, nor has that of a data
+    They are the caller's. This process's ``__main__`` doesn't have them, nor has that of a data
     loader's worker, which would look for them by name.
     """
     from collections import ChainMap
@@ -187,30 +165,82 @@ def _let_spawned_processes_have_what_is_in_main() -> None:
 
     import cloudpickle
 
-    # What it reads when it is made: multiprocessing's own ways to pickle a socket, torch's for a
-    # tensor, and then those of cloudpickle.
+    # In this order: how multiprocessing pickles a socket and torch a tensor, then cloudpickle.
     own = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     table = {"dispatch_table": ChainMap(own, cloudpickle.Pickler.dispatch_table)}
     bases = (reduction.ForkingPickler, cloudpickle.Pickler)
     reduction.ForkingPickler = type("ForkingPickler", bases, table)  # type: ignore[misc, assignment]
 
 
-def _report_of_exit(error: SystemExit, program: Program) -> Report:
-    """What Python makes of ``sys.exit(...)``: a number is the exit code, all else a message."""
-    code = error.code
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
-    # As an exit code has 8 bits; and a function that exits hasn't returned.
-    status = (code or 0) & 0xFF or (1 if isinstance(program, Call) else 0)
-    return _report(status, told=tell(error, _hint(program)) if status else None)
+def _run_script(script: Script) -> None:
+    """Run a file, or a directory with a ``__main__.py``, as ``python path`` does."""
+    path = os.path.abspath(script.path)
+    sys.argv[:] = [script.path, *script.argv]
+    if os.path.isdir(path):
+        _replace_first_path_entry(None)
+        runpy.run_path(path, run_name="__main__")
+        return
+    _replace_first_path_entry(os.path.dirname(os.path.realpath(path)))
+    with io.open_code(path) as file:
+        # dont_inherit: else the script would be compiled with this file's __future__ imports.
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    main = _new_main(path)
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    exec(code, main.__dict__)
 
 
-def _report_of_exception(error: BaseException, program: Program) -> Report:
-    report = _report(1, told=tell(error, _hint(program)))
-    sys.last_value = error  # as Python has it while it runs exit handlers
-    sys.excepthook(type(error), error, error.__traceback__)
-    return report
+def _run_module(module: Module) -> None:
+    """Run a module, or the ``__main__`` of a package, as ``python -m name`` does.
+
+    Raises:
+        BadLaunch: If there is no such module, or it can't be run.
+    """
+    _replace_first_path_entry(os.getcwd())
+    sys.argv[:] = ["-m", *module.argv]  # what python has there while it looks for the module
+    spec = _find(module.name)
+    if spec.submodule_search_locations is not None:
+        spec = _find(f"{module.name}.__main__", package=module.name)
+    loader = spec.loader
+    code = loader.get_code(spec.name) if isinstance(loader, InspectLoader) else None
+    if code is None:
+        raise BadLaunch(f"The module {module.name!r} isn't written in Python, so it can't be run.")
+    main = _new_main(spec.origin or "")
+    main.__spec__, main.__loader__, main.__package__ = spec, loader, spec.parent
+    sys.argv[0] = spec.origin or ""
+    exec(code, main.__dict__)
+
+
+def _find(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec:
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # An import that fails inside the user's package is the user's traceback to see.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    except ValueError:  # a module without a spec, or a name such as ".train"
+        spec = None
+    if spec is not None:
+        return spec
+    if package is not None:
+        raise BadLaunch(
+            f"{package!r} is a package without a __main__ module, so it can't be run. Name one "
+            f"of its modules, as in '-m {package}.train'."
+        )
+    raise BadLaunch(no_such_module(name))
+
+
+def _new_main(path: str) -> ModuleType:
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = main
+    return main
+
+
+def _replace_first_path_entry(directory: str | None) -> None:
+    """Replace the launcher's own directory, which the program must not see, by ``directory``."""
+    if not sys.flags.safe_path:  # with -P, Python put nothing there
+        sys.path[:1] = [] if directory is None else [directory]
 
 
 def _hint(program: Program) -> str:
@@ -220,7 +250,7 @@ def _hint(program: Program) -> str:
 
 
 def _wanted_input(error: BaseException) -> bool:
-    """Whether ``error`` is what ``input()`` or a debugger make of an empty standard input."""
+    """Whether ``error`` is raised by ``input()`` or a debugger on an empty standard input."""
     is_from_input = isinstance(error, EOFError) and error.args == ("EOF when reading a line",)
     return is_from_input or type(error).__name__ == "BdbQuit"
 
@@ -238,18 +268,8 @@ def _no_input(rank: int, program: Program) -> str:
     )
 
 
-def _report(
-    exit_code: int,
-    *,
-    told: Told | None = None,
-    advice: str | None = None,
-    result: bytes | None = None,
-) -> Report:
-    return Report(time.monotonic(), exit_code, told, advice, result)
-
-
 def _send(report: Report, descriptor: int) -> None:
-    """Write ``report``, and how long it is: what the rank forked may hold the pipe open."""
+    """Write ``report`` after its length, as a process of the rank's may hold the pipe open."""
     payload = pickle.dumps(report)
     data = memoryview(len(payload).to_bytes(REPORT_LENGTH_BYTES, "little") + payload)
     try:

@@ -11,24 +11,28 @@ import contextlib
 import gc
 import os
 import pickle
+import selectors
 import signal
 import sys
 import time
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import NoReturn
 
 from lockstep.errors import LaunchError
-from lockstep.launcher.console import Console, open_log_files
-from lockstep.launcher.forking import fork_ranks
-from lockstep.launcher.handover import Descriptors, Outcome, read_command, read_job
-from lockstep.launcher.host import alone, among
+from lockstep.launcher import processes
+from lockstep.launcher.failures import Outcome, failure_outcome, first_failure, signal_name
+from lockstep.launcher.fork import RankProcess, fork_ranks
+from lockstep.launcher.hosts import Host, HostOfSeveral, LoneHost
 from lockstep.launcher.job import Job
-from lockstep.launcher.meeting import open_store
-from lockstep.launcher.peers import Peers
-from lockstep.launcher.processes import MARK, adopt_orphans, children, end_with_parent
+from lockstep.launcher.output import Console, open_log_files
+from lockstep.launcher.processes import Escalation, after_failure, after_signal, at_once
 from lockstep.launcher.rank import RankStart, run_rank
-from lockstep.launcher.signals import ENDING, SignalPipe, handle_ending_signals
-from lockstep.launcher.verdict import describe, ended_by, exit_status, first_failure
-from lockstep.launcher.watch import Watch
+from lockstep.launcher.run import read_job
+
+_READ_BYTES = 1 << 16
+_DRAIN_SECONDS = 2.0
+_SWEEP_SECONDS = 1.0
 
 
 def main() -> int:
@@ -38,110 +42,221 @@ def main() -> int:
         In a rank, and only there: its exit code. The caller exits with it, so that a rank ends
         as any Python program does. The supervisor has nothing to wait for, and just ends.
     """
-    # Until there are ranks there is nothing to do but go, and no traceback to show.
-    handle_ending_signals(lambda number, frame: os._exit(128 + number))
-    caller, descriptors = read_command(sys.argv)
+    # Until there are ranks there is nothing to do but end, and no traceback to show.
+    processes.handle_ending_signals(lambda number, frame: os._exit(128 + number))
+    job = read_job(int(sys.argv[2]))
     del sys.argv[1:]
-    if descriptors.lifeline is not None:
-        end_with_parent(caller, signal.SIGTERM)
-    job = read_job(descriptors.job)
-    _import_torch()
-    try:
-        return _start(job, descriptors)
-    except LaunchError as error:
-        _conclude(Outcome(2, message=str(error)), descriptors)
-
-
-def _import_torch() -> None:
+    if job.caller is not None:
+        processes.end_with_parent(job.caller.pid, signal.SIGTERM)
     # The collector finds nothing to free in an import, but looks for it a hundred times.
     gc.disable()
     import torch
     import torch.distributed  # noqa: F401  (here, so that no rank has to)
 
-    # What is frozen isn't visited by the ranks' collectors, so its memory stays shared.
+    # Frozen objects aren't visited by the ranks' collectors, so their memory stays shared.
     gc.freeze()
     gc.enable()
+    try:
+        return _start(job)
+    except LaunchError as error:
+        _conclude(job, Outcome(2, message=str(error)))
 
 
-def _start(job: Job, descriptors: Descriptors) -> int:
+def _start(job: Job) -> int:
     """Fork the ranks, and either be one, or watch them and end."""
-    mark, supervisor, spare = os.environ[MARK], os.getpid(), children()
-    adopt_orphans()
-    peers, listener = None, None
-    if job.meeting is None:
-        host, listener = alone(job)
-    else:
-        peers = Peers(job.meeting, job.num_ranks)
-        host = among(peers, job, job.meeting)
-        spare += peers.helpers()
+    supervisor, spare = os.getpid(), processes.children()
+    processes.adopt_orphans()
+    host = LoneHost(job) if job.meeting is None else HostOfSeveral(job, job.meeting)
     log_files = open_log_files(job.log_dir, host.ranks)
-    # A rank that is being born must not run the handlers below: they are the supervisor's.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
-    signals = SignalPipe()
-    ours = [*signals.descriptors, *descriptors.after_job(), *log_files.values()]
-    ours += [listener] if listener is not None else []
-    ours += peers.descriptors() if peers is not None else []
-    forked = fork_ranks(
-        host.ranks,
-        host.environments,
-        num_threads=job.num_threads,
-        labelled=job.labelled,
-        stdin_rank=job.stdin_rank,
-        not_the_ranks=ours,
-        signal_mask=mask,
-    )
+    # Blocked, so that no rank runs the supervisor's handlers, and none of its threads gets any.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*processes.ENDING_SIGNALS, signal.SIGCHLD})
+    signals = processes.SignalPipe()
+    private = [*signals.descriptors, *log_files.values(), *host.private]
+    private += [] if job.caller is None else [job.caller.socket]
+    forked = fork_ranks(job, host.ranks, host.environments, private=private, signal_mask=mask)
     if isinstance(forked, RankStart):
-        return run_rank(forked, job.program, supervisor)
+        return run_rank(forked, job, supervisor)
     # From here on this is the supervisor, whatever happens.
-    console = Console(log_files, signals)
-    watch = Watch(job, forked, mark, spare, console, signals=signals)
-    watch.listen_to_caller(descriptors.lifeline)
-    with watch:
-        watch.guard()
-        # Its threads are started while signals are blocked, so that none is sent to them.
-        store = open_store(listener) if listener is not None else None
-        if peers is not None:
-            watch.listen_to(peers)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        watch.until_all_ended()
-    del store
-    outcome = _outcome(watch, host.world_size, job.full_traceback)
-    if peers is not None:
-        outcome = peers.settle(outcome, signals.is_pending)
-    return _conclude(outcome, descriptors)
+    watch = Watch(job, forked, Console(log_files, signals), signals, {*spare, *host.helpers})
+    watch.run(host, mask)
+    outcome = watch.outcome(host.world_size)
+    return _conclude(job, host.settle(outcome, signals.is_pending))
 
 
-def _outcome(watch: Watch, world_size: int, full_traceback: bool) -> Outcome:
-    endings = watch.endings()
-    culprit = first_failure(endings)
-    if culprit is not None:
-        return Outcome(
-            exit_status(culprit),
-            message=describe(culprit, endings, world_size, full_traceback=full_traceback),
-            rank=culprit.rank,
-            exit_code=None if culprit.killed_by else exit_status(culprit),
-            signal=culprit.killed_by,
-            traceback=culprit.traceback,
-            at_seconds=culprit.failed_at_seconds + time.time() - time.monotonic(),
-            lost_a_peer=culprit.lost_a_peer,
-        )
-    if watch.peer_failed:
-        return Outcome(0)  # which of them, and how, is for them to tell
-    number = watch.interrupted_by
-    if number is None:
-        return Outcome(0, watch.results())
-    if number == signal.SIGPIPE:  # as every program in a pipe that nobody reads from
-        return Outcome(128 + number)
-    return Outcome(128 + number, message=ended_by(number))
-
-
-def _conclude(outcome: Outcome, descriptors: Descriptors) -> NoReturn:
-    """Send ``outcome`` to the caller or, on a command line, print what it has to say."""
-    if descriptors.outcome is not None:
-        with contextlib.suppress(OSError), open(descriptors.outcome, "wb") as pipe:
-            pickle.dump(outcome, pipe)
-    elif outcome.message is not None:
-        with contextlib.suppress(OSError):  # the terminal may be what is gone
-            # Escaped as in Python's own tracebacks is what has no encoding: a lone surrogate.
+def _conclude(job: Job, outcome: Outcome) -> NoReturn:
+    """Send ``outcome`` to the caller or, on a command line, print its message; then end."""
+    with contextlib.suppress(OSError):  # the caller, or the terminal, may be gone
+        if job.caller is not None:
+            with open(job.caller.socket, "wb") as connection:
+                pickle.dump(outcome, connection)
+        elif outcome.message is not None:
+            # A lone surrogate has no encoding, and is escaped as in Python's own tracebacks.
             os.write(2, f"lockstep: {outcome.message}\n".encode(errors="backslashreplace"))
     os._exit(outcome.exit_status)
+
+
+class Watch:
+    """Passes on the ranks' output and takes in their reports, until the last has ended.
+
+    ``spare`` are children of this process that aren't to be ended with the ranks.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        ranks: list[RankProcess],
+        console: Console,
+        signals: processes.SignalPipe,
+        spare: Collection[int],
+    ) -> None:
+        self._job = job
+        self._ranks = ranks
+        self._spare = set(spare)
+        self._console = console
+        self._signals = signals
+        self._guardian: processes.Helper | None = None
+        self._interrupted_by: int | None = None  # the signal that ended the launcher
+        self._peer_failed = False  # whether the ranks of another host failed first
+        self._escalation: Escalation | None = None  # None as long as all goes well
+        self._num_news = 0  # the number of exits and reports that are known
+        self._selector = selectors.DefaultSelector()
+        self._when_readable(signals.fileno(), signals.pull)
+        for rank in ranks:
+            self._when_readable(rank.report_descriptor, partial(self._read_report, rank))
+            for destination, output in enumerate(rank.outputs, start=1):
+                self._when_readable(output, partial(self._copy, rank, output, destination))
+
+    def run(self, host: Host, signal_mask: Collection[int]) -> None:
+        """Watch the ranks until all have ended. However it ends, the ranks do, too."""
+        try:
+            self._guardian = processes.start_guardian([rank.pid for rank in self._ranks])
+            self._spare.add(self._guardian.pid)
+            if self._job.caller is not None:
+                self._when_readable(self._job.caller.socket, self._lose_caller)
+            host.start_threads()
+            if host.notice is not None:
+                self._when_readable(host.notice, partial(self._follow_peer, host.notice))
+            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+            self._until_all_ended()
+        finally:
+            self._end_all()
+
+    def outcome(self, world_size: int) -> Outcome:
+        """The outcome of this host's ranks."""
+        culprit = first_failure(self._ranks)
+        if culprit is not None:
+            full = self._job.full_traceback
+            return failure_outcome(culprit, self._ranks, world_size, full_traceback=full)
+        number = self._interrupted_by
+        if self._peer_failed:  # its host tells of it
+            return Outcome(0)
+        if number is None:
+            reports = [rank.report for rank in self._ranks]
+            return Outcome(0, tuple(r.result for r in reports if r and r.result is not None))
+        if number == signal.SIGPIPE:  # as every program in a pipe that nobody reads from
+            return Outcome(128 + number)
+        message = f"ended by {signal_name(number)}; no rank is left running."
+        return Outcome(128 + number, message=message)
+
+    def _until_all_ended(self) -> None:
+        while any(rank.is_running for rank in self._ranks):
+            now = time.monotonic()
+            left = None
+            if self._escalation is not None:
+                for number in self._escalation.take(now):
+                    self._send(number)
+                if self._escalation.exhausted(now):
+                    return  # even SIGKILL doesn't end a rank that hangs in the kernel
+                left = self._escalation.seconds_left(now)
+            self._serve(left)
+            if self._note_exits() and self._escalation is None and first_failure(self._ranks):
+                self._escalation = Escalation(after_failure(self._job.grace_seconds))
+
+    def _send(self, number: int) -> None:
+        for rank in self._ranks:
+            # A rank that has reported a failure is running its exit handlers: let it.
+            is_failing = rank.reported_failure is not None
+            if rank.is_running and not (is_failing and number == signal.SIGTERM):
+                rank.asked |= not is_failing
+                rank.send(number)
+
+    def _serve(self, seconds: float | None) -> bool:
+        """Handle events, waiting for one at most ``seconds``; tell whether there was any."""
+        events = self._selector.select(seconds)
+        for key, _ in events:
+            key.data()
+        while self._signals.pending:
+            self._end(self._signals.pending.pop(0))
+        if self._console.broken and self._interrupted_by is None:
+            self._end(signal.SIGPIPE)
+        return bool(events)
+
+    def _when_readable(self, descriptor: int, act: Callable[[], None]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, act)
+
+    def _copy(self, rank: RankProcess, output: int, destination: int) -> None:
+        data = os.read(output, _READ_BYTES)
+        if not data:
+            self._selector.unregister(output)
+            os.close(output)
+        if destination == 2:
+            rank.keep_last_words(data)
+        self._console.feed(rank.rank, destination, data, show_prompt=rank.has_terminal)
+
+    def _read_report(self, rank: RankProcess) -> None:
+        if not rank.read_report():
+            self._selector.unregister(rank.report_descriptor)
+
+    def _lose_caller(self) -> None:
+        assert self._job.caller is not None
+        self._selector.unregister(self._job.caller.socket)
+        self._console.broken = True  # the caller was the reader of the output, too
+
+    def _follow_peer(self, notice: int) -> None:
+        self._selector.unregister(notice)
+        if self._escalation is None:
+            self._peer_failed = True
+            actions = after_signal(signal.SIGTERM, self._job.grace_seconds)
+            self._escalation = Escalation(actions)
+
+    def _end(self, number: int) -> None:
+        """End the ranks because of a signal or, SIGPIPE, because nobody reads the output."""
+        self._interrupted_by = self._interrupted_by or number
+        actions = after_signal(number, self._job.grace_seconds)
+        self._escalation = Escalation(actions if self._escalation is None else at_once())
+
+    def _note_exits(self) -> bool:
+        """Note which ranks have ended; tell whether any has, or has reported, since last time."""
+        if self._signals.child_ended:
+            self._signals.child_ended = False
+            # Orphans that this process has adopted would stay zombies.
+            for pid in {*processes.children()} - {rank.pid for rank in self._ranks} - self._spare:
+                processes.reap(pid, wait=False)
+        for rank in self._ranks:
+            rank.note_exit()
+        before = self._num_news
+        self._num_news = sum((not r.is_running) + (r.report is not None) for r in self._ranks)
+        return self._num_news != before
+
+    def _end_all(self) -> None:
+        """End the ranks and the processes that they have started."""
+        for rank in self._ranks:
+            if rank.is_running:
+                rank.send(signal.SIGKILL)
+        processes.sweep(spare=self._spare, grace_seconds=_SWEEP_SECONDS)
+        self._drain()
+        if self._guardian is not None:
+            self._guardian.dismiss()
+        for rank in self._ranks:
+            processes.reap(rank.pid, wait=False)  # the kernel may hang in one that was killed
+
+    def _drain(self) -> None:
+        """Show what is still in the pipes, without waiting for processes that hold them open."""
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while time.monotonic() < deadline and self._serve(0.0):
+            pass
+        self._console.end_streams()
+        for rank in self._ranks:
+            if rank.told is not None:
+                self._console.log(rank.rank, rank.told.full.encode(errors="backslashreplace"))
+        self._console.close()

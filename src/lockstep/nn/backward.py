@@ -1,14 +1,13 @@
-"""When a backward begins and when it is over, for all parallel models of one process group."""
+"""Beginning and end of backward passes, for all parallel models of one process group."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,12 +16,42 @@ from torch.autograd.function import BackwardCFunction
 from lockstep.comm import Announcement, Step, any_rank, join_state_of, mean_divisor
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed, PeerLost
-from lockstep.grad import LaunchOrder
+from lockstep.grad import Phase
+from lockstep.nn.engine import Engine
 from lockstep.nn.reached import is_compiled_backward
 from lockstep.torch_private import _current_graph_task_id, _execution_engine
 
-if TYPE_CHECKING:
-    from lockstep.nn.engine import Engine
+
+class _Backward:
+    """One backward pass, from its first gradient to the end of its reductions.
+
+    Attributes:
+        task: Autograd's task; None if it is one of other ranks, to which this one adds nothing.
+        engines: The engines that reduce gradients in it, by number.
+        late: Engines that nobody could foresee when it began, as they are inside of reentrant
+            checkpoints. They reduce at its end.
+        tells_late: Whether ranks tell each other of ``late`` ones.
+        awaited: Under compiled autograd, which calls nothing at the end of a backward: the
+            ``id()`` of parameters whose gradients are yet to come. None otherwise.
+        end: The callback that autograd holds.
+        enclosing: The node whose own backward this one runs in; until it is through, the end of
+            the backward can't be waited for.
+    """
+
+    def __init__(self, task: int | None = None) -> None:
+        self.task = task
+        self.engines: list[Engine] = []
+        self.late: list[Engine] = []
+        self.tells_late = False
+        self.awaited: set[int] | None = None
+        self.end: weakref.ref[_EndOfBackward] | None = None
+        self.enclosing: weakref.ref[BackwardCFunction] | None = None
+
+    def has_been_left(self) -> bool:
+        """Whether it has failed although its end was not dropped: an enclosing node holds that."""
+        if self.enclosing is None:
+            return False
+        return self.enclosing() is not _outermost_running_node(sys._getframe())
 
 
 @uncompiled
@@ -30,47 +59,35 @@ class BackwardSync:
     """Begins and ends the backwards of all engines of one group, on this rank.
 
     A backward may run through several models, and through other ones on each rank. Then ranks
-    first tell each other which ones they reach, a number for each: while a model is new, and from
-    then on if it has been in a backward along with another one. Those that any rank reaches begin
-    on all, take turns in the order of their numbers, and end together, when the outermost
-    backward is over. Shown by test_ranks_may_reach_different_models_in_one_backward.
+    first tell each other the numbers of the models that they reach: while a model is new, and from
+    then on if it has been in one backward with another. Those that any rank reaches begin on all,
+    launch in the order of their numbers, and end together, when the outermost backward is over.
+    Shown by test_ranks_may_reach_different_models_in_one_backward.
 
     Attributes:
-        lock: Held by a hook while it works, unless all gradients come from one thread. Autograd has
-            one for each device, and a collective that one of them launches lets another one run.
-        task_id: Which of autograd's tasks began the backward that runs; -1 between backwards.
-        num_ended: How many backwards are over.
-        awaited: Under compiled autograd, which never calls back at the end of a backward: those
-            parameters, by their ``id()``, whose gradients are still to come. With the last of
-            them the backward is over. None otherwise.
+        num_ended: The number of backwards that are over.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.lock = threading.RLock()
-        self.task_id = -1
         self.num_ended = 0
-        self.awaited: set[int] | None = None
         self._group = weakref.ref(group)
-        self._num_engines = 0
-        # The numbers of those that have been in a backward, and in one with others. The same on
-        # every rank, as what ranks do by it has to be.
-        self._seen: set[int] = set()
-        self._kin: set[int] = set()
+        # Autograd has a thread for each device, and while one of them waits for a collective
+        # another one runs.
+        self._lock = threading.RLock()
         self._engines: list[weakref.ref[Engine]] = []
-        # Those in the backward that runs, by number, and those of which nobody could know when
-        # it began, as they are inside of reentrant checkpoints.
-        self._running: list[Engine] = []
-        self._late: list[Engine] = []
-        self._tells_late = False
-        # Those in a backward that failed here, whose end the others may wait for. Weakly, as
-        # engines hold the group, which takes this with it when it is gone.
+        self._num_engines = 0
+        # The numbers of engines that have been in a backward, and in one with others. They are the
+        # same on every rank, since ranks decide by them whether to ask each other.
+        self._trained: set[int] = set()
+        self._trained_together: set[int] = set()
+        self._backward: _Backward | None = None
+        # The backward that failed here, whose end other ranks may wait for: its engines, weakly
+        # since they hold the group, and whether ranks tell each other of late ones in it.
         self._failed: list[weakref.ref[Engine]] = []
-        self._end: weakref.ref[_EndOfBackward] | None = None
-        # What must be through before the end of the backward can be waited for.
-        self._enclosing: weakref.ref[BackwardCFunction] | None = None
+        self._failed_tells_late = False
 
     def add(self, engine: Engine, *, is_copy: bool) -> int:
-        """Let ``engine`` take part, and return its number.
+        """Add an engine, and return its number.
 
         Every rank adds its engines in the same order; copies that a rank has made for itself
         alone get a number when they are trained.
@@ -79,190 +96,215 @@ class BackwardSync:
         return 0 if is_copy else self._next_number()
 
     def remove(self, engine: Engine) -> None:
-        """Let ``engine`` take part no more."""
-        if engine in self._running:
-            self._backward_is_gone()
+        """Remove an engine: its gradients are not reduced any more."""
+        if self.is_reducing(engine):
+            self._drop_backward()
         self._engines = [one for one in self._engines if one() is not engine]
-        self._seen.add(engine.number)  # or ranks would ask for it for ever
+        self._trained.add(engine.number)  # or ranks would always ask for it
 
     def _next_number(self) -> int:
         self._num_engines += 1
         return self._num_engines
 
     def engines(self) -> list[Engine]:
-        """Those that are still there and are no mere copies, by number."""
+        """Return the engines, by number; without copies that have not been trained."""
         alive = [(reference, engine) for reference in self._engines if (engine := reference())]
         self._engines = [reference for reference, _ in alive]
-        trained = [engine for _, engine in alive if engine.number]
-        return sorted(trained, key=lambda engine: engine.number)
+        return sorted((engine for _, engine in alive if engine.number), key=_number)
 
-    def has_begun(self, engine: Engine) -> bool:
-        """Whether ``engine``, to which a gradient came, is in the backward that runs.
+    def is_running(self) -> bool:
+        """Whether a backward of this rank runs."""
+        return self._backward is not None and self._backward.task is not None
 
-        If none runs, it begins. If ``engine`` isn't in it, its gradients are reduced at the end.
-        """
-        if self.task_id != -1 and self._is_forsaken():
-            self._backward_is_gone()
-        if self.task_id == -1:
-            self._begin(engine)
-        if engine in self._running:
+    def is_reducing(self, engine: Engine) -> bool:
+        """Whether ``engine`` reduces gradients in the backward that runs."""
+        return self._backward is not None and engine in self._backward.engines
+
+    def gradient_ready(self, engine: Engine, parameter: torch.Tensor) -> None:
+        """A gradient of ``engine``, or of a parameter that was unfrozen, has come."""
+        if not engine.is_syncing:
+            engine.keep_gradient(parameter)
+            return
+        with self._lock:
+            is_begun = engine.reducer.phase is Phase.COLLECTING
+            backward = self._backward
+            if is_begun and (backward is None or _current_graph_task_id() != backward.task):
+                # A backward inside of a backward, as reentrant checkpoints have. Its gradients
+                # can't be foreseen: see is_reached.
+                engine.sees_nested_tasks = True
+                engine.reducer.copies_early = False
+                is_begun = False
+            is_begun = is_begun or self._join(engine)
+            # The engine may have refreshed, and have other parameters by now.
+            if engine.has({id(parameter)}):
+                if is_begun:
+                    engine.mark_ready(parameter)
+                else:
+                    engine.reducer.mark_late(parameter)
+        backward = self._backward
+        if backward is not None and backward.awaited:
+            backward.awaited.discard(id(parameter))
+            if not backward.awaited:
+                self.end()
+
+    def _join(self, engine: Engine) -> bool:
+        """Return whether ``engine`` is in the backward that runs; if none does, begin it."""
+        if self._backward is not None and self._backward.has_been_left():
+            self._drop_backward()
+        backward = self._backward or self._begin(engine)
+        if engine in backward.engines:
             return True
-        if engine not in self._late:
-            self._late.append(engine)
+        if engine not in backward.late:
+            backward.late.append(engine)
             # It is inside of a reentrant checkpoint, or it would have been seen.
             engine.sees_nested_tasks = True
         return False
 
-    def runs(self, engine: Engine) -> bool:
-        """Whether ``engine`` is in the backward that runs."""
-        return engine in self._running
+    def _begin(self, engine: Engine) -> _Backward:
+        self.finish_failed()
+        engine.number = engine.number or self._next_number()
+        backward = _Backward(_current_graph_task_id())
+        if is_compiled_backward():
+            engines = {engine, *self.engines()}
+            backward.awaited = {key for one in engines for key in one.reached()}
+        self._call_at_the_end(backward)
+        engine.sees_nested_tasks |= backward.enclosing is not None
+        reached = {engine}
+        if self._num_engines > 1:
+            reached |= {one for one in self.engines() if one is not engine and one.is_any_reached()}
+        self._begin_together(backward, reached, asks=self._has_to_ask(reached))
+        return backward
 
     def begin_if_others_must_know(self) -> None:
-        """Begin the backward of what it reaches, before any gradient comes, if ranks ask then."""
-        if self.task_id == -1 and self._num_engines > 1:
-            with self.lock:
-                reached = [engine for engine in self.engines() if engine.takes_part()]
+        """Begin the backward before any gradient comes, if ranks then ask each other."""
+        if not self.is_running() and self._num_engines > 1:
+            with self._lock:
+                reached = [engine for engine in self.engines() if engine.is_any_reached()]
                 if reached:
                     self._begin(reached[0])
 
-    def _begin(self, engine: Engine) -> None:
-        self.finish_failed()  # which forgets what is known of a backward, so before any of it is
-        engine.number = engine.number or self._next_number()
-        self.task_id = _current_graph_task_id()
-        if is_compiled_backward():
-            engines = {engine, *self.engines()}
-            self.awaited = {key for one in engines for key in one.reached()}
-        self._call_at_the_end()
-        engine.sees_nested_tasks |= self.is_nested
-        reached = {engine}
-        if self._num_engines > 1:
-            reached.update(one for one in self.engines() if one is not engine and one.takes_part())
-        self._begin_together(reached, asks=self._has_to_ask(reached))
+    def take_part(self, engine: Engine) -> None:
+        """Take part in backwards of the other ranks up to one of ``engine``, with no gradients.
 
-    def has_come(self, parameter: torch.Tensor) -> None:
-        """The gradient of ``parameter`` has come, in a backward that doesn't tell when it ends."""
-        if self.awaited:
-            self.awaited.discard(id(parameter))
-            if not self.awaited:
-                self.end()
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether the backward began where it can't be seen what it will reach."""
-        return self._enclosing is not None
-
-    def run_empty(self, engine: Engine) -> bool:
-        """Take part in a backward of ``engine`` to which this rank has no gradients to add.
-
-        If it is one of several, other ranks say what they reach, which may be others, or nothing.
-
-        Returns:
-            Whether there was any.
+        Backwards of models that are reached along with it may come first. If ``engine`` is in
+        none, then so on all ranks.
         """
+        before = engine.num_backwards
+        while engine.num_backwards == before and self._run_empty(engine):
+            pass
+
+    def _run_empty(self, engine: Engine) -> bool:
+        """Take part in a backward in which other ranks reach ``engine``, or others, or none."""
         self.finish_failed()
         asks = self._has_to_ask([engine])
-        self._begin_together([] if asks else [engine], asks=asks)
-        was_any = bool(self._running)
+        backward = _Backward()
+        self._begin_together(backward, [] if asks else [engine], asks=asks)
+        was_any = bool(backward.engines)
         self.end()
         return was_any
 
     def take_part_once(self, num_ended: int) -> None:
         """Take part if no backward of a model runs, and none has ended since ``num_ended``.
 
-        With several models that don't belong together it can't be known of which: then it waits
+        It can't be known of which of several models that are not trained together: then it waits
         until an optimizer steps.
         """
         engines = [engine for engine in self.engines() if engine.is_syncing]
-        if self.task_id != -1 or self.num_ended != num_ended or not engines:
+        if self.is_running() or self.num_ended != num_ended or not engines:
             return
-        if len(engines) == 1 or all(engine.number in self._kin for engine in engines):
-            self.run_empty(engines[0])
+        if len(engines) == 1 or self._trained_together.issuperset(map(_number, engines)):
+            self._run_empty(engines[0])
 
-    def follow(self, engines: Sequence[Engine], answer: Announcement) -> None:
+    def follow(self, engines: Sequence[Engine], announcement: Announcement) -> None:
         """Take part in a backward of ranks that still have data, when this one has none."""
-        self._heed(engines, answer)
-        if answer.step is Step.BEGIN:
-            self._begin_all(engines)
+        self._apply(engines, announcement)
+        if announcement.step is Step.BEGIN:
+            self._begin_all(_Backward(), engines)
         else:
             self._finish()
 
-    def _begin_together(self, reached: Collection[Engine], *, asks: bool) -> None:
-        """Begin all that any rank reaches, of which this rank reaches some."""
+    def _begin_together(
+        self, backward: _Backward, reached: Collection[Engine], *, asks: bool
+    ) -> None:
+        """Begin with all engines that any rank reaches, of which this rank has ``reached``."""
         self._announce(Step.BEGIN, reached)
-        engines, self._tells_late = set(reached), False
-        group = self._group()
-        if asks and group is not None:
-            numbers = {engine.number for engine in reached}
-            facts = [number in numbers for number in range(1, self._num_engines + 1)]
+        engines = set(reached)
+        if asks:
             may_be_late = any(engine.sees_nested_tasks for engine in self.engines())
-            *named, self._tells_late = any_rank(group, [*facts, may_be_late])
-            engines.update(one for one in self.engines() if named[one.number - 1])
+            named, (backward.tells_late,) = self._on_any_rank(reached, may_be_late)
+            engines.update(named)
         self._remember(engines)
-        self._begin_all(sorted(engines, key=lambda engine: engine.number))
+        self._begin_all(backward, sorted(engines, key=_number))
+
+    def _on_any_rank(
+        self, engines: Collection[Engine], *facts: bool
+    ) -> tuple[set[Engine], list[bool]]:
+        """Return the engines that any rank gives, and which of ``facts`` hold on any."""
+        group = self._group()
+        assert group is not None
+        numbers = {engine.number for engine in engines}
+        own = [number in numbers for number in range(1, self._num_engines + 1)]
+        on_any = any_rank(group, [*own, *facts])
+        named = {engine for engine in self.engines() if on_any[engine.number - 1]}
+        return named, on_any[len(own) :]
 
     def _remember(self, engines: Collection[Engine]) -> None:
-        """These have been in one backward, on all ranks."""
+        """Note that these engines have been in one backward, on all ranks."""
         numbers = {engine.number for engine in engines}
-        self._seen |= numbers
+        self._trained |= numbers
         if len(numbers) > 1:
-            self._kin |= numbers
+            self._trained_together |= numbers
 
     def _has_to_ask(self, reached: Iterable[Engine]) -> bool:
         """Whether other ranks may reach other models than ``reached``."""
         group = self._group()
         if self._num_engines == 1 or group is None or join_state_of(group) is not None:
-            # In join(), all that have data reach the same ones, and the others have been told.
+            # In join(), all ranks that have data reach the same models, and announce them.
             return False
-        return len(self._seen) < self._num_engines or any(
-            engine.number in self._kin for engine in reached
+        return len(self._trained) < self._num_engines or not self._trained_together.isdisjoint(
+            map(_number, reached)
         )
 
-    def _late_on_any_rank(self) -> list[Engine]:
-        late, group = set(self._late), self._group()
-        if self._tells_late and group is not None:
-            numbers = {engine.number for engine in late}
-            facts = [number in numbers for number in range(1, self._num_engines + 1)]
-            named = any_rank(group, facts)
-            late.update(one for one in self.engines() if named[one.number - 1])
-        late.difference_update(self._running)
-        return sorted(late, key=lambda engine: engine.number)
-
-    def _announce(self, step: Step, engines: Iterable[Engine]) -> None:
-        """Tell ranks that have no data any more what comes, if there may be such ranks."""
+    def _announce(self, step: Step, engines: Collection[Engine]) -> None:
+        """Announce the next step to ranks that have no data any more, if there may be such."""
         group = self._group()
-        roll = join_state_of(group) if group is not None else None
-        if roll is not None and roll.is_active:
-            engines = list(engines)
-            self._heed(engines, roll.call(step, roll.mask([engine.number for engine in engines])))
+        join_state = join_state_of(group) if group is not None else None
+        if join_state is not None and join_state.is_active:
+            mask = join_state.mask([*map(_number, engines)])
+            self._apply(engines, join_state.call(step, mask))
 
-    def _heed(self, engines: Sequence[Engine], answer: Announcement) -> None:
+    def _apply(self, engines: Collection[Engine], announcement: Announcement) -> None:
         for engine in engines:
-            engine.reducer.share = 1 / mean_divisor(engine.reducer.process_group)
-            engine.buffers.source = answer.active[0]
+            engine.reducer.scale = 1 / mean_divisor(engine.process_group)
+            engine.buffers.source = announcement.active[0]
 
-    def _begin_all(self, engines: Sequence[Engine]) -> None:
-        self._running = list(engines)
+    def _begin_all(self, backward: _Backward, engines: Sequence[Engine]) -> None:
+        self._backward = backward
+        backward.engines = list(engines)
         group = self._group()
-        # In join() the end is announced, and nothing may be launched before. And no hook of one
-        # model may find its collectives between those of another one's.
-        waits = (group is not None and join_state_of(group) is not None) or (
-            len(engines) > 1 and any(engine.reducer.comm_hook for engine in engines)
+        # In join() the end is announced, and nothing may be launched before. And communication
+        # hooks of two models must not interleave their collectives.
+        waits = (
+            (group is not None and join_state_of(group) is not None)
+            or (len(engines) > 1 and any(engine.reducer.comm_hook for engine in engines))
+            or any(engine.sums_in_backward for engine in engines)
         )
-        waits = waits or any(engine.sums_in_backward for engine in engines)
         try:
             for engine in engines:
-                engine.adopt_changes()
-            turns = LaunchOrder([] if waits else [engine.reducer for engine in engines])
+                engine.refresh_if_changed()
+            launch_order = [] if waits else [engine.reducer for engine in engines]
             # Autograd has a thread for each accelerator.
             num_devices = len({device for engine in engines for device in engine.devices})
-            in_one_thread = self.task_id != -1 and num_devices == 1 and self.awaited is None
+            in_one_thread = num_devices == 1 and backward.awaited is None
+            sees_graph = backward.task is not None and backward.enclosing is None
             for engine in engines:
-                engine.begin_backward(turns, in_one_thread=in_one_thread)
+                task = backward.task if in_one_thread else None
+                engine.begin_backward(launch_order, task, sees_graph=sees_graph)
         except BaseException:
-            self._backward_is_gone()
+            self._drop_backward()
             raise
 
-    def _call_at_the_end(self) -> None:
+    def _call_at_the_end(self, backward: _Backward) -> None:
         """Have :meth:`end` called at the end of the outermost backward.
 
         Autograd calls back at the end of the innermost, which is an earlier one if this gradient
@@ -271,46 +313,43 @@ class BackwardSync:
         end = _EndOfBackward(self)
         # A backward that raises drops its callbacks without calling them.
         # Shown by test_a_failed_backward_does_not_spoil_the_next.
-        self._end = weakref.ref(end, self._backward_is_gone)
+        backward.end = weakref.ref(end, self._drop_backward)
         enclosing = _outermost_running_node(sys._getframe())
         if enclosing is None:
-            _queue(end)
+            _execution_engine.queue_callback(end)
         else:
             # When that node is through, the outermost backward is the innermost.
-            self._enclosing = weakref.ref(enclosing)
-            enclosing.register_hook(partial(self._node_is_through, end))
+            backward.enclosing = weakref.ref(enclosing)
+            enclosing.register_hook(partial(self._enclosing_is_through, end))
 
-    def _node_is_through(self, end: _EndOfBackward, *_: object) -> None:
-        if self._end is not None and self._end() is end:
-            self._enclosing = None
-            _queue(end)
+    def _enclosing_is_through(self, end: _EndOfBackward, *_: object) -> None:
+        backward = self._backward
+        if backward is not None and backward.end is not None and backward.end() is end:
+            backward.enclosing = None
+            _execution_engine.queue_callback(end)
 
-    def _is_forsaken(self) -> bool:
-        """Whether the backward that is believed to run has failed.
-
-        A node that it was inside of may live on, and so the end that it is to call.
-        """
-        if self._enclosing is None:
-            return False
-        return self._enclosing() is not _outermost_running_node(sys._getframe())
-
-    def _backward_is_gone(self, _: object = None) -> None:
-        for engine in [*self._running, *self._late]:
-            engine.forget_backward()
-        self._failed += [weakref.ref(one) for one in self._running if one.reducer.has_failed]
-        self._running, self._late = [], []
-        self.task_id, self._end, self._enclosing, self.awaited = -1, None, None, None
+    def _drop_backward(self, _: object = None) -> None:
+        """The backward is over, or has failed."""
+        backward, self._backward = self._backward, None
+        if backward is not None:
+            for engine in [*backward.engines, *backward.late]:
+                engine.end_backward()
+            failed = [e for e in backward.engines if e.reducer.phase is Phase.FAILED]
+            self._failed += [weakref.ref(engine) for engine in failed]
+            self._failed_tells_late = bool(failed) and backward.tells_late
 
     def finish_failed(self) -> None:
-        """Finish, with the other ranks, a backward that failed here, before anything else is said.
+        """Finish a backward that failed here with the other ranks, before any other collective.
 
-        The other ranks wait in its end, or have failed too. Then all have sent the same once more,
-        and those whose backward went well have been told.
+        The other ranks wait in its end, or have failed too. Then all have launched the same once
+        more, and those whose backward succeeded have been told.
         """
         failed = [engine for reference in self._failed if (engine := reference())]
         self._failed = []
         if failed:
-            self._running = failed
+            self._backward = _Backward()
+            self._backward.engines = failed
+            self._backward.tells_late = self._failed_tells_late
             self._finish()
 
     def end(self) -> None:
@@ -319,37 +358,50 @@ class BackwardSync:
         Raises:
             CollectiveFailed: If it failed on another rank.
         """
-        engines = self._finish()
+        engines, failed_elsewhere = self._finish()
+        if failed_elsewhere is not None:
+            raise failed_elsewhere
         for engine in engines:
-            engine.reducer.check_all_have_succeeded()
-        for engine in engines:
-            engine.run_hooks_of_others()
+            engine.call_hooks_of_others()
 
-    def _finish(self) -> list[Engine]:
-        """Reduce all gradients of the backward that is over; return whose they were."""
+    def _finish(self) -> tuple[list[Engine], CollectiveFailed | None]:
+        """Reduce all gradients of the backward that is over.
+
+        Returns:
+            The engines whose gradients they are, and the error to raise if it failed on another
+            rank.
+        """
+        backward = self._backward or _Backward()
         try:
             with torch.no_grad():  # as in hooks
-                for engine in self._running:
-                    engine.take_notes()
-            self._announce(Step.END, self._running)
-            self._launch_all_but_last(self._running)
-            late = self._late_on_any_rank()
-            for engine in late:
-                engine.adopt_changes()
-                engine.begin_backward(LaunchOrder([]), in_one_thread=False)
-            self._launch_all_but_last(late)
-            engines = [*self._running, *late]
+                for engine in backward.engines:
+                    engine.flush_pending()
+            self._announce(Step.END, backward.engines)
+            for engine in backward.engines:
+                engine.reducer.launch_all_but_last()
+            late = set(backward.late)
+            if backward.tells_late:
+                late |= self._on_any_rank(late)[0]
+            backward.late = sorted(late.difference(backward.engines), key=_number)
+            for engine in backward.late:
+                engine.refresh_if_changed()
+                engine.begin_backward([])
+            for engine in backward.late:
+                engine.reducer.launch_all_but_last()
+            engines = [*backward.engines, *backward.late]
             self._remember(engines)
             for engine in engines:
                 engine.reducer.launch_last()
-            # Now rather than before the next forward: they travel with the last gradients, and no
-            # forward waits for them, whichever method that will be. After the launch of all
-            # buckets, of which some ranks may have sent more by now than others.
-            on_their_way = [engine.buffers.start() for engine in engines]
-            for engine, buffers in zip(engines, on_their_way, strict=True):
-                engine.finish_backward()
-                buffers.finish()
-            return engines
+            # Now rather than before the next forward: buffers travel with the last gradients, and
+            # no forward waits for them, whichever method that will be. After the launch of all
+            # buckets, of which some ranks may have launched more by now than others.
+            exchanges = [engine.buffers.start() for engine in engines]
+            failed_elsewhere = None
+            for engine, finish_buffers in zip(engines, exchanges, strict=True):
+                error = engine.finish_backward()
+                failed_elsewhere = failed_elsewhere or error
+                finish_buffers()
+            return engines, failed_elsewhere
         except CollectiveFailed as error:
             if not isinstance(error, PeerLost):
                 error.add_note(
@@ -359,32 +411,27 @@ class BackwardSync:
                 )
             raise
         finally:
-            self._backward_is_gone()
+            self._drop_backward()
             self.num_ended += 1
-
-    def _launch_all_but_last(self, engines: Sequence[Engine]) -> None:
-        for engine in engines:
-            engine.reducer.launch_all_but_last()
-            engine.reducer.finish_hooks()
 
 
 @uncompiled
 class _EndOfBackward:
-    """What autograd calls at the end of a backward; only autograd holds it."""
+    """The callback at the end of a backward; only autograd holds it."""
 
-    def __init__(self, conductor: BackwardSync) -> None:
-        self._conductor = conductor
+    def __init__(self, backward_sync: BackwardSync) -> None:
+        self._backward_sync = backward_sync
 
     def __call__(self) -> None:
-        self._conductor.end()
+        self._backward_sync.end()
 
 
-def _queue(callback: Callable[[], None]) -> None:
-    _execution_engine.queue_callback(callback)
+def _number(engine: Engine) -> int:
+    return engine.number
 
 
 def _outermost_running_node(frame: FrameType | None) -> BackwardCFunction | None:
-    """The node whose own backward runs the one that we are in; None if there is no such node.
+    """Return the node whose own backward runs the current one; None if there is no such node.
 
     A reentrant checkpoint is one, and so is every other autograd.Function that calls backward()
     in its backward(). Autograd doesn't tell, but they are on the stack of this thread: their
@@ -401,15 +448,13 @@ def _outermost_running_node(frame: FrameType | None) -> BackwardCFunction | None
     return node
 
 
-# Weakly: a group that is gone takes its conductor with it.
-_conductors: weakref.WeakKeyDictionary[dist.ProcessGroup, BackwardSync] = (
-    weakref.WeakKeyDictionary()
-)
+# Weakly: a group that is gone takes its BackwardSync with it.
+_by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, BackwardSync] = weakref.WeakKeyDictionary()
 
 
-def conductor_of(group: dist.ProcessGroup) -> BackwardSync:
-    """The conductor of ``group``, the same one every time."""
-    return _conductors.setdefault(group, BackwardSync(group))
+def backward_sync_of(group: dist.ProcessGroup) -> BackwardSync:
+    """Return the BackwardSync of ``group``, the same one every time."""
+    return _by_group.setdefault(group, BackwardSync(group))
 
 
 def begin_if_others_must_know(group: dist.ProcessGroup) -> None:
@@ -418,39 +463,37 @@ def begin_if_others_must_know(group: dist.ProcessGroup) -> None:
     Ranks that ask each other which models they reach do so at their first gradient, which some may
     have before that collective and some after it. So they ask before.
     """
-    conductor = _conductors.get(group)
-    if conductor is not None:
-        conductor.begin_if_others_must_know()
+    if (backward_sync := _by_group.get(group)) is not None:
+        backward_sync.begin_if_others_must_know()
 
 
 def take_part_at_the_end(group: dist.ProcessGroup) -> None:
-    """See to it that the backward that is running is one of the models over ``group``.
+    """Let this rank take part in the reduction of the other ranks' backwards over ``group``.
 
-    It may reach no parameter of them on this rank, while it does on others.
+    The backward that is running may reach no parameter of them on this rank.
     """
-    conductor = _conductors.get(group)
-    if conductor is not None:
-        end = partial(conductor.take_part_once, conductor.num_ended)
+    backward_sync = _by_group.get(group)
+    if backward_sync is not None:
+        end = partial(backward_sync.take_part_once, backward_sync.num_ended)
         if not is_compiled_backward():
-            _queue(end)
-        elif not any(engine.takes_part() for engine in conductor.engines()):
-            end()  # nobody calls back, and no gradient of a model is to come
+            _execution_engine.queue_callback(end)
+        elif not any(engine.is_any_reached() for engine in backward_sync.engines()):
+            end()  # nothing is called back, and no gradient of a model will come
 
 
 def finish_failed(group: dist.ProcessGroup) -> None:
-    """Finish, with the other ranks, a backward of models over ``group`` that failed here.
+    """Finish a backward of models over ``group`` that failed here, with the other ranks.
 
-    Whatever else is said over the group would meet what the others still have to say of that.
+    It must be called before any other collective over the group, whose order would differ else.
     """
-    conductor = _conductors.get(group)
-    if conductor is not None:
-        conductor.finish_failed()
+    if (backward_sync := _by_group.get(group)) is not None:
+        backward_sync.finish_failed()
 
 
 def refresh_stale(group: dist.ProcessGroup) -> None:
-    """Let models over ``group`` that have changed take up their parameters, as a forward would."""
-    finish_failed(group)
-    conductor = _conductors.get(group)
-    for engine in conductor.engines() if conductor is not None else ():
-        if engine.is_stale:
-            engine.refresh()
+    """Refresh models over ``group`` that have changed, as a forward would."""
+    if (backward_sync := _by_group.get(group)) is not None:
+        backward_sync.finish_failed()
+        for engine in backward_sync.engines():
+            if engine.is_stale:
+                engine.refresh()

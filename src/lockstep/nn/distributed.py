@@ -4,41 +4,45 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
-from lockstep.arguments import check_flag, check_module, check_type, refusal
-from lockstep.comm import broadcast_tensors
+from lockstep.arguments import Device, check_flag, check_module, check_type, only_device, refusal
+from lockstep.comm import SingleRankGroup, broadcast_tensors
 from lockstep.grad import MIB, CommHook
-from lockstep.nn import mixed_precision as precisely
-from lockstep.nn.arguments import Device, group_of, only_device
+from lockstep.nn.backward import backward_sync_of
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
-from lockstep.nn.changes import mark_stale
 from lockstep.nn.engine import Engine, Options
-from lockstep.nn.join import DDPJoinHook, JoinedModels, join_models
-from lockstep.nn.logging_data import logging_data
-from lockstep.nn.parallel_state import (
-    accumulating,
-    attach,
-    attach_lone_engine,
-    check_bucket_cap,
-    engines_of,
-    release,
+from lockstep.nn.global_hooks import mark_stale
+from lockstep.nn.join import DDPJoinHook, begin_joined_iteration
+from lockstep.nn.mixed_precision import (
+    MixedPrecision,
+    call_in_precision,
+    cast_buffers,
+    check_precision,
+    reducing_in,
 )
-from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, join
+from lockstep.nn.parallelize import (
+    DEFAULT_BUCKET_CAP_MB,
+    attach,
+    check_bucket_cap,
+    join,
+    release,
+    state_of,
+)
 from lockstep.nn.wrapper import Wrapper
-from lockstep.torch_private import _as_overlapped_optim, _JoinConfig, tree_map_only
-from lockstep.world import init
+from lockstep.torch_private import _as_overlapped_optim, tree_map_only
+from lockstep.world import group_or_all, init
 
 if TYPE_CHECKING:  # what is overridden takes and has other types
     _TorchDDP = nn.Module
@@ -46,24 +50,15 @@ else:
     _TorchDDP = nn.parallel.DistributedDataParallel
 
 
-class _Prepared:
-    """What trainers call of torch's reducer around a forward or backward: nothing is needed here.
-
-    They do so if the backward whose gradients are to be reduced isn't of the last forward. Here
-    all depends on the backward. Other methods of torch's reducer are missing.
-    """
-
-    def prepare_for_forward(self) -> None:
-        pass
-
-    def prepare_for_backward(self, tensors: Collection[torch.Tensor]) -> None:
-        pass
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-    def _delay_all_reduce(self) -> None:
-        pass
+# Methods of torch's reducer that trainers call around a forward or backward, if the backward whose
+# gradients are to be reduced isn't of the last forward. Here all depends on the backward alone.
+# Its other methods are missing.
+_REDUCER = SimpleNamespace(
+    prepare_for_forward=lambda: None,
+    prepare_for_backward=lambda tensors: None,
+    _rebuild_buckets=lambda: False,
+    _delay_all_reduce=lambda: None,
+)
 
 
 class DistributedDataParallel(
@@ -81,13 +76,19 @@ class DistributedDataParallel(
 ):
     """A drop-in for :class:`torch.nn.parallel.DistributedDataParallel`.
 
-    It is an instance of torch's class as well, for who asks, but has none of its reducer.
+    It is an instance of torch's class as well, for ``isinstance``, but has none of its reducer.
 
     The model is ``self.module``, and ``state_dict`` keys begin with ``module.``, as there; those
     without are loaded too. Other than there, every method and attribute of the model can be used
     through the wrapper (``model.middle(x)``, ``model.count = 0``), and gradients are synchronised
     whichever method made the loss. To keep the model itself instead of a wrapper, use
-    :func:`lockstep.parallelize`; what is said there of gradients holds here too.
+    :func:`lockstep.parallelize`; what its documentation says of gradients holds here too.
+
+    ``find_unused_parameters``, ``check_reduction``, ``gradient_as_bucket_view``, ``static_graph``,
+    ``delay_all_reduce_named_params``, ``param_to_hook_all_reduce``, ``batched_grad_copy`` and
+    ``lazy_bucket_allocation`` are accepted, and not needed: parameters may be unused and the graph
+    may change at any time, gradients are views of the buckets, which are kept from step to step,
+    and all are reduced alike, in the order in which they come.
 
     Args:
         module: The model, already on its device.
@@ -98,24 +99,14 @@ class DistributedDataParallel(
             They do so with each backward, not before each forward.
         init_sync: Whether to check that the ranks' models agree and to start from rank 0's.
         process_group: The ranks to keep in step; by default all of ``lockstep.init()``.
-        bucket_cap_mb: How much makes a bucket full, in MiB; 25 by default.
-        find_unused_parameters: Not needed: parameters may be unused at any time.
-        check_reduction: Not needed, as in torch.
-        gradient_as_bucket_view: Not needed: gradients are views of the buckets.
-        static_graph: Not needed: the graph may change or not.
-        delay_all_reduce_named_params: Not needed: these gradients are reduced like the others, in
-            buckets that are in the order in which gradients come.
-        param_to_hook_all_reduce: Given with ``delay_all_reduce_named_params``, and as little
-            needed.
+        bucket_cap_mb: The size of a full bucket, in MiB; 25 by default.
         mixed_precision: Dtypes to compute and to reduce in, as in torch's ``_MixedPrecision``. If
             it has no ``reduce_dtype``, gradients are reduced in the parameters' own.
         device_mesh: The ranks to keep in step, as a mesh of one dimension.
         skip_all_reduce_unused_params: Whether buckets of which no rank uses anything are not sent.
             All ranks must then use the same parameters.
         bucket_cap_mb_list: Only for compatibility: the last size is that of all buckets.
-        batched_grad_copy: Not needed: gradients are copied together.
         forward_sync_buffers: torch's newer name for ``broadcast_buffers``, which it overrules.
-        lazy_bucket_allocation: Only for compatibility: buckets are kept from step to step.
 
     Attributes:
         module: The model.
@@ -146,7 +137,7 @@ class DistributedDataParallel(
         static_graph: bool = False,
         delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
         param_to_hook_all_reduce: nn.Parameter | None = None,
-        mixed_precision: precisely.MixedPrecision | None = None,
+        mixed_precision: MixedPrecision | None = None,
         device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
@@ -159,7 +150,7 @@ class DistributedDataParallel(
         check_module(module)
         check_flag("init_sync", init_sync)
         check_flag("skip_all_reduce_unused_params", skip_all_reduce_unused_params)
-        precisely.check_precision(mixed_precision)
+        check_precision(mixed_precision)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce go together: give "
@@ -171,11 +162,11 @@ class DistributedDataParallel(
             bucket_cap_mb = [DEFAULT_BUCKET_CAP_MB, *(bucket_cap_mb_list or ())][-1]
             check_bucket_cap(bucket_cap_mb, "bucket_cap_mb_list[-1]")
         check_bucket_cap(bucket_cap_mb)
-        name, follow = "broadcast_buffers", broadcast_buffers
+        name, policies = "broadcast_buffers", broadcast_buffers
         if forward_sync_buffers is not None:
-            name, follow = "forward_sync_buffers", forward_sync_buffers
-        follow = True if follow is None else follow
-        check_policies(follow, name)
+            name, policies = "forward_sync_buffers", forward_sync_buffers
+        policies = True if policies is None else policies
+        check_policies(policies, name)
         self._input_device = only_device(module, device_ids, output_device)
         self.module = module
         self.device_ids = [self._input_device] if self._input_device else None
@@ -185,61 +176,57 @@ class DistributedDataParallel(
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
-        self.parameters_to_ignore = frozenset(
-            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        )
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        self.parameters_to_ignore = frozenset(ignored)
         self._options = Options(
             bucket_cap_mb,
-            follow,
+            policies,
             init_sync,
             self.parameters_to_ignore,
             skip_all_reduce_unused_params,
             # What torch documents for each of the two names.
             init_buffers=forward_sync_buffers is not None,
         )
-        self.process_group = group_of(device_mesh, process_group)
+        self.process_group = _group_of(device_mesh, process_group)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._attach()
 
     def _attach(self, *, is_copy: bool = False) -> None:
-        # Weakly: torch's Join context has it, and is done with it if it is left with an error.
-        self._joined: weakref.ref[JoinedModels] | None = None
         attach(self, self.module, self.process_group, self._options, is_copy=is_copy)
-        if self.mixed_precision is not None:
-            if self.mixed_precision.buffer_dtype is not None:
-                precisely.cast_buffers(
-                    self.module, self.mixed_precision.buffer_dtype, self.parameters_to_ignore
-                )
-            if self.process_group is not None:
-                self._set_comm_hook(precisely.comm_hook(self.mixed_precision, self.process_group))
+        precision, group = self.mixed_precision, self.process_group
+        if precision is not None and precision.buffer_dtype is not None:
+            cast_buffers(self.module, precision.buffer_dtype, self.parameters_to_ignore)
+        if precision is not None and precision.reduce_dtype is not None and group is not None:
+            self._set_comm_hook(reducing_in(precision.reduce_dtype, group))
         self._is_ready = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the module's
         if self._join_config.enable:
-            self._begin_joined_iteration()
-        if self._input_device is not None:
+            begin_joined_iteration(self, self._engines)
+        device, precision = self._input_device, self.mixed_precision
+        if device is not None:
             inputs, kwargs = tree_map_only(
-                torch.Tensor, lambda tensor: tensor.to(self._input_device), (inputs, kwargs)
+                torch.Tensor, lambda tensor: tensor.to(device), (inputs, kwargs)
             )
-        if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
-            for engine in self._engines:
-                if engine.is_stale:
-                    engine.refresh()  # before parameters are replaced by what they are cast to
-            return precisely.call_in_precision(
-                self.module,
-                self.mixed_precision.param_dtype,
-                self.parameters_to_ignore,
-                inputs,
-                kwargs,
-            )
-        return self.module(*inputs, **kwargs)
+        if precision is None or precision.param_dtype is None:
+            return self.module(*inputs, **kwargs)
+        for engine in self._engines:
+            if engine.is_stale:
+                engine.refresh()  # before parameters are replaced by what they are cast to
+        return call_in_precision(
+            self.module, precision.param_dtype, self.parameters_to_ignore, inputs, kwargs
+        )
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return state_of(self).engines
 
     # When gradients are reduced
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards add up gradients on each rank; the first one after reduces them."""
-        return accumulating(self._engines)
+        return state_of(self).no_sync()
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -254,7 +241,7 @@ class DistributedDataParallel(
 
     # Trainers set it. Here no forward exchanges anything.
     require_forward_param_sync = True
-    reducer = _Prepared()
+    reducer = _REDUCER
 
     def _set_static_graph(self) -> None:
         self.static_graph = True
@@ -277,11 +264,11 @@ class DistributedDataParallel(
 
         Args:
             state: Passed to each call.
-            hook: Takes ``state`` and a bucket, whose ``buffer()`` has this
-                rank's gradients, not divided by anything, and returns a future of what they are
-                to be, as one tensor of the same size: as a rule the mean over the ranks. It is
-                called once for each bucket, in the same order on every rank, when the bucket is
-                full. torch's hooks (``torch.distributed.algorithms.ddp_comm_hooks``) may be given.
+            hook: Takes ``state`` and a bucket, whose ``buffer()`` has this rank's gradients, not
+                divided by anything, and returns a future of the reduced ones, as one tensor of the
+                same size: as a rule the mean over the ranks. It is called once for each bucket,
+                in the same order on every rank, when the bucket is full. torch's hooks
+                (``torch.distributed.algorithms.ddp_comm_hooks``) may be given.
 
         Raises:
             TypeError: If ``hook`` can't be called.
@@ -289,8 +276,11 @@ class DistributedDataParallel(
         """
         if not callable(hook):
             raise TypeError(f"The communication hook is {hook!r}, which can't be called.")
-        if not self._engines:
-            attach_lone_engine(self, self.module, self.process_group, self._options)
+        if not self._engines:  # the rank is alone, but the hook wants its gradients
+            group = self.process_group or cast(dist.ProcessGroup, SingleRankGroup())
+            self._engines.append(
+                Engine(self.module, group, self._options, backward_sync=backward_sync_of(group))
+            )
         for engine in self._engines:
             if engine.reducer.comm_hook is not None:
                 raise RuntimeError(
@@ -299,10 +289,21 @@ class DistributedDataParallel(
                 )
         self._set_comm_hook(CommHook(state, hook))
 
-    def _set_comm_hook(self, hook: CommHook | None) -> None:
+    def _set_comm_hook(self, hook: CommHook) -> None:
         for engine in self._engines:
-            engine.conductor.finish_failed()
+            engine.backward_sync.finish_failed()
             engine.reducer.comm_hook = hook
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        kind = dist.BuiltinCommHookType
+        check_type(
+            "comm_hook_type", comm_hook_type, kind, "a torch.distributed.BuiltinCommHookType"
+        )
+        hooks = {
+            kind.ALLREDUCE: default_hooks.allreduce_hook,
+            kind.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
 
     def _register_buffer_comm_hook(
         self,
@@ -316,32 +317,21 @@ class DistributedDataParallel(
         for engine in self._engines:
             engine.buffers.hook = functools.partial(hook, state)
 
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        kind = dist.BuiltinCommHookType
-        check_type(
-            "comm_hook_type", comm_hook_type, kind, "a torch.distributed.BuiltinCommHookType"
-        )
-        hooks = {
-            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-        }
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
-
-    def _register_fused_optim(
-        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
-    ) -> None:
-        _as_overlapped_optim(optim, optim_params, args, kwargs).register_ddp(self)
-
     def _default_broadcast_coalesced(
         self,
         bufs: Sequence[torch.Tensor] | None = None,
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """What a hook of buffers may call."""
+        """Broadcast buffers, for a hook that calls it."""
         if self.process_group is not None:
             buffers = self.modules_buffers if bufs is None else bufs
             broadcast_tensors(self.process_group, buffers, source=authoritative_rank)
+
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
+    ) -> None:
+        _as_overlapped_optim(optim, optim_params, args, kwargs).register_ddp(self)
 
     # Loops of different lengths
 
@@ -368,19 +358,9 @@ class DistributedDataParallel(
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What :class:`torch.distributed.algorithms.Join` calls, to join it with others."""
-        models = None
-        if self._engines and self.process_group is not None:
-            by_all = kwargs.get("divide_by_initial_world_size", True)
-            models = join_models(
-                self._engines, self.process_group, self.device, divide_by_active=not by_all
-            )
-            self._joined = weakref.ref(models)
-        return DDPJoinHook(models, self._engines, self._leave_join)
-
-    def _leave_join(self) -> None:
-        self._joined = None
-        self._join_config = _JoinConfig.construct_disabled_join_config()
+        """Join a :class:`torch.distributed.algorithms.Join` context, along with others."""
+        by_all = kwargs.get("divide_by_initial_world_size", True)
+        return DDPJoinHook(self, self._engines, divide_by_active=not by_all)
 
     @property
     def join_device(self) -> torch.device:
@@ -392,20 +372,7 @@ class DistributedDataParallel(
         """The ranks that join."""
         return self.process_group
 
-    def _begin_joined_iteration(self) -> None:
-        for engine in self._engines:
-            engine.conductor.finish_failed()
-        joined = self._joined() if self._joined is not None else None
-        if joined is None and self._engines:
-            self._leave_join()  # the context was left with an error
-            return
-        if joined is not None and self._join_config.is_first_joinable:
-            joined.begin_iteration()
-        Join.notify_join_context(self)
-
-    @property
-    def _engines(self) -> list[Engine]:
-        return engines_of(self)
+    # What torch's wrapper tells
 
     @property
     def device(self) -> torch.device:
@@ -427,7 +394,8 @@ class DistributedDataParallel(
         check_policies(value)
         self._options = self._options._replace(broadcast_buffers=value)
         for engine in self._engines:
-            engine.buffers.follow(value, self.module)
+            engine.buffers.broadcast_buffers = value
+            engine.buffers.look(self.module)
 
     forward_sync_buffers = broadcast_buffers
 
@@ -448,17 +416,28 @@ class DistributedDataParallel(
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """How much makes a bucket full, in bytes."""
+        """The size of a full bucket, in bytes."""
         return int(self._options.bucket_cap_mb * MIB)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
+        group, reducers = self.process_group, [engine.reducer for engine in self._engines]
+        parameters = list(self.module.parameters())
         return {
-            **logging_data(self.module, self._engines, self.process_group),
+            "module_name": type(self.module).__name__,
+            "world_size": group.size() if group is not None else 1,
+            "rank": group.rank() if group is not None else 0,
+            "backend_name": group.name() if group is not None else None,
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
+            "bucket_sizes": [size for reducer in reducers for size in reducer.bucket_bytes],
+            "num_backwards": sum(engine.num_backwards for engine in self._engines),
+            "unused_parameters": [name for reducer in reducers for name in reducer.unused],
+            "comm_hook": next((r.comm_hook.name for r in reducers if r.comm_hook), None),
             "bucket_cap_bytes": self.bucket_bytes_cap,
             "broadcast_buffers": self.broadcast_buffers,
         }
 
-    # What a module does
+    # Conversions and copies
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -479,21 +458,35 @@ class DistributedDataParallel(
             )
         return self._state()
 
-    def _state(self) -> dict[str, Any]:
-        left_out = ("process_group", "_joined", "_is_ready")
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become parallel again, among the ranks of ``lockstep.init()``."""
-        nn.Module.__setstate__(self, state)
-        self.process_group = init().process_group
-        self._attach(is_copy=True)
+        self._restore(state, init().process_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         """A wrapper around a copy of the model, over the same group."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        nn.Module.__setstate__(copied, copy.deepcopy(self._state(), memo))
-        copied.process_group = self.process_group
-        copied._attach(is_copy=True)
+        copied._restore(copy.deepcopy(self._state(), memo), self.process_group)
         return copied
+
+    def _state(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "process_group"}
+
+    def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+        nn.Module.__setstate__(self, {**state, "process_group": group})
+        self._attach(is_copy=True)
+
+
+def _group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the ranks that a mesh or a group names; by default all of ``lockstep.init()``."""
+    if mesh is None:
+        return group_or_all(group)
+    check_type("device_mesh", mesh, DeviceMesh, "a DeviceMesh, as init_device_mesh() makes it")
+    if group is not None:
+        raise RuntimeError("Give a process_group or a device_mesh, not both.")
+    if mesh.ndim != 1:
+        raise RuntimeError(
+            f"device_mesh has {mesh.ndim} dimensions, but must have one: that of the replicas. "
+            "Take it out of the mesh by its name, as in mesh['dp']."
+        )
+    return mesh.get_group(0)

@@ -1,46 +1,54 @@
-"""What keeps a module's replicas alike: hooks on its parameters.
+"""The engine: hooks on a module's parameters that keep its replicas alike.
 
 The engine never touches the module's class, methods or attributes. It hangs a hook on each
-parameter, and these fire whichever method made the loss. That is why any method will do, why
-``copy.deepcopy(model)`` gives a plain model, and why nothing has to wrap ``forward``.
+parameter, which fires whichever method computed the loss. So ``forward`` need not be wrapped, and
+``copy.deepcopy(model)`` gives a plain model.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import all_gather_bytes, any_rank, broadcast_tensors
+from lockstep.comm import Announcement, all_gather_bytes, any_rank, broadcast_tensors
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
-from lockstep.grad import MIB, LaunchOrder, Phase, Reducer, gradient_dtype
-from lockstep.nn.agreement import check_same_model
-from lockstep.nn.backward import conductor_of
+from lockstep.grad import MIB, Reducer, gradient_dtype
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
 from lockstep.nn.gradient_hooks import GradientHooks, Hook, hooks_of, take_over_optimizers
 from lockstep.nn.reached import is_any_reached, is_reached
-from lockstep.nn.sync_batch_norm import sums_in_backward
-from lockstep.torch_private import _current_graph_task_id
+from lockstep.nn.verify import check_same_model
+from lockstep.torch_private import _BatchNorm, _current_graph_task_id
 
-# Autograd gives out other numbers.
-_NO_TASK = -2
+
+class _BackwardSync(Protocol):
+    """The methods of :class:`lockstep.nn.backward.BackwardSync` that engines call."""
+
+    def add(self, engine: Engine, *, is_copy: bool) -> int: ...
+    def remove(self, engine: Engine) -> None: ...
+    def gradient_ready(self, engine: Engine, parameter: torch.Tensor) -> None: ...
+    def is_reducing(self, engine: Engine) -> bool: ...
+    def is_running(self) -> bool: ...
+    def take_part(self, engine: Engine) -> None: ...
+    def finish_failed(self) -> None: ...
+    def follow(self, engines: Sequence[Engine], announcement: Announcement) -> None: ...
 
 
 class Options(NamedTuple):
-    """How a module is to be kept in step; the same on every rank.
+    """How the replicas of a module are kept alike; the same on every rank.
 
     Attributes:
-        bucket_cap_mb: How much makes a bucket full, in MiB.
+        bucket_cap_mb: The size from which a bucket is full, in MiB.
         broadcast_buffers: Whether buffers follow rank 0's, or a policy for each pattern of names.
         init_sync: Whether to check the model and start from rank 0's values.
         ignored: Names of parameters and buffers to leave alone.
         skip_unused: Whether buckets of which no rank uses anything are not sent.
-        init_buffers: Whether buffers that are left alone later start from rank 0's values.
+        init_buffers: Whether buffers start from rank 0's values even if they are "local".
     """
 
     bucket_cap_mb: float
@@ -51,7 +59,7 @@ class Options(NamedTuple):
     init_buffers: bool = False
 
     def left_alone(self, module: nn.Module) -> set[str]:
-        """Names of those parameters and buffers of ``module`` that may differ from the start."""
+        """Return the names of parameters and buffers that may differ from the start."""
         local = {
             name
             for name, _ in module.named_buffers()
@@ -61,32 +69,34 @@ class Options(NamedTuple):
 
 
 class Engine:
-    """Keeps the replicas of one module in step, once they are alike.
+    """Reduces the gradients of one module, and keeps its buffers alike on all ranks.
 
     Invariants: an engine holds parameters, never the module, which may hold the engine; and
     hooks hold the engine weakly, since Python's garbage collector doesn't see through a
     parameter's hooks.
 
     Attributes:
+        process_group: As given.
+        backward_sync: As given.
         is_syncing: Whether backwards reduce gradients; without, they add up.
         is_stale: Whether the module may have other parameters by now. Then :meth:`refresh` is
             called before the next forward or backward.
-        num_backwards: In how many backwards it has reduced gradients.
-        num_backwards_stepped: How many it had when an optimizer of its parameters last stepped.
-        number: Which one of its group's engines it is, the same on every rank; 0 if it is a copy
-            that has not been trained yet.
-        conductor: Begins and ends backwards, for all engines of its group.
+        num_backwards: The number of backwards in which it has reduced gradients.
+        num_backwards_stepped: ``num_backwards`` when an optimizer of its parameters last stepped.
+        number: Its number among its group's engines, the same on every rank; 0 for a copy that has
+            not been trained yet.
         sees_nested_tasks: Whether there have been backwards inside of backwards.
         sums_in_backward: Whether its backwards have other collectives of the same group.
-        devices: Where its parameters are.
-        reducer: Has the gradients.
-        buffers: Has the buffers.
+        devices: The devices of its parameters.
+        reducer: Reduces its gradients.
+        buffers: Exchanges its buffers.
 
     Args:
         module: The module, the same on every rank.
-        group: The process group to keep it in step with, of several ranks.
-        options: How.
-        inner: Modules in it that are parallel by themselves, and are left to their own engines.
+        group: The process group of its replicas, of several ranks.
+        options: How they are kept alike.
+        inner: Modules in it that have engines of their own.
+        backward_sync: Begins and ends backwards, for all engines of the group.
         is_copy: Whether other ranks may not have made one.
     """
 
@@ -97,32 +107,33 @@ class Engine:
         options: Options,
         inner: Collection[nn.Module] = (),
         *,
+        backward_sync: _BackwardSync,
         is_copy: bool = False,
     ) -> None:
+        self.process_group = group
+        self.backward_sync = backward_sync
         self.is_syncing = True
         self.is_stale = False
         self.num_backwards = 0
         self.num_backwards_stepped = 0
-        self.conductor = conductor_of(group)
         self.buffers = Buffers(
             module, group, options.broadcast_buffers, leave_out=inner, ignored=options.ignored
         )
+        self.sees_nested_tasks = False
         self._module = weakref.ref(module)
         self._inner = weakref.WeakSet(inner)
-        self._group = group
         self._options = options
-        self._notes = _Notes()
+        self._cap_bytes = int(options.bucket_cap_mb * MIB)
+        self._pending = _Pending()
         self._hooks: list[tuple[GradientHooks, Hook]] = []
         # The id() of parameters on which others have hooks too.
         self._with_others: set[int] = set()
-        self._left_out: Sequence[nn.Parameter] = ()
-        self.sees_nested_tasks = False
         self._take(module)
-        self.number = self.conductor.add(self, is_copy=is_copy)
+        self.number = backward_sync.add(self, is_copy=is_copy)
 
     @property
     def module(self) -> nn.Module | None:
-        """The module, if it is still there."""
+        """The module, if it still exists."""
         return self._module()
 
     @property
@@ -130,12 +141,12 @@ class Engine:
         """The parameters whose gradients it reduces."""
         return self._parameters
 
-    def looks_after(self, ids: Collection[int]) -> bool:
-        """Whether one of its parameters is among those of these ``id()``."""
+    def has(self, ids: Collection[int]) -> bool:
+        """Return whether it reduces one of the parameters of these ``id()``."""
         return not self._trained.keys().isdisjoint(ids)
 
     def _take(self, module: nn.Module, previous: Reducer | None = None) -> None:
-        """Look after the parameters that ``module`` has now, instead of those of ``previous``."""
+        """Reduce the parameters that ``module`` has now, instead of those of ``previous``."""
         own, sparse = self._own_parameters(module), with_sparse_gradients(module)
         named = [(name, p) for name, p in own if p.requires_grad]
         self._names = {id(parameter): name for name, parameter in own}
@@ -146,21 +157,20 @@ class Engine:
         self._frozen = [p for _, p in own if not p.requires_grad and _can_be_trained(p)]
         reducer = Reducer(
             named,
-            self._group,
-            cap_bytes=int(self._options.bucket_cap_mb * MIB),
+            self.process_group,
+            cap_bytes=self._cap_bytes,
             skip_unused=self._options.skip_unused,
             sparse=[i for i, p in enumerate(self._parameters) if id(p) in sparse],
         )
         if previous is not None:
             reducer.take_over(previous)
         self.reducer: Reducer = reducer
-        self.sums_in_backward = sums_in_backward(module, self._group)
+        self.sums_in_backward = _sums_in_backward(module, self.process_group)
         self.devices = {parameter.device for parameter in self._parameters}
-        self._left_out = ()
         self._hang_hooks()
 
     def _describe(self, module: nn.Module) -> tuple[object, ...]:
-        """What of the module makes a difference here."""
+        """Identity, requires_grad and dtype of own parameters, and names of buffers."""
         own = [(id(p), p.requires_grad, gradient_dtype(p)) for _, p in self._own_parameters(module)]
         return own, [name for name, _ in module.named_buffers()]
 
@@ -176,10 +186,11 @@ class Engine:
     def _hang_hooks(self) -> None:
         self.detach()
         me = weakref.ref(self)
-        # The same for all, and so at hand when the next gradient comes.
-        hook, thaw_hook = _gradient_hook(me, self._notes), _thaw_hook(me)
+        hook = _gradient_hook(me, self._pending)
+        # A parameter that is unfrozen isn't the reducer's yet, so its gradient must not be pending.
+        unfreeze_hook = _gradient_hook(me, _Pending())
         self._hooks = [(hooks_of(parameter), hook) for parameter in self._parameters]
-        self._hooks += [(hooks_of(parameter), thaw_hook) for parameter in self._frozen]
+        self._hooks += [(hooks_of(parameter), unfreeze_hook) for parameter in self._frozen]
         for hooks, own in self._hooks:
             hooks.hold_back(own, self._with_others)
 
@@ -189,8 +200,8 @@ class Engine:
             hooks.release(own)
         self._hooks = []
 
-    def run_hooks_of_others(self) -> None:
-        """Call the hooks that others have on parameters whose gradients have been reduced."""
+    def call_hooks_of_others(self) -> None:
+        """Call the hooks of others on parameters whose gradients have been reduced."""
         if self._with_others:
             with torch.no_grad():  # as in hooks
                 for parameter in self.reducer.reduced:
@@ -199,59 +210,28 @@ class Engine:
 
     def is_in_backward(self) -> bool:
         """Whether a backward runs that will reduce its gradients, and hasn't."""
-        return self.conductor.runs(self) and _current_graph_task_id() != -1
+        return self.backward_sync.is_reducing(self) and _current_graph_task_id() != -1
 
-    def gradient_has_come(self, parameter: torch.Tensor) -> None:
-        """The backward that runs has added to the gradient of ``parameter``."""
-        if not self.is_syncing:
-            self.reducer.mark_accumulated(parameter)
-            hooks_of(parameter).call_others(parameter)
-            return
-        with self.conductor.lock:
-            self._take_gradient(parameter)
-        self.conductor.has_come(parameter)
-
-    def _take_gradient(self, parameter: torch.Tensor) -> None:
-        conductor = self.conductor
-        if self.reducer.phase is Phase.IDLE:
-            has_begun = conductor.has_begun(self)
-            # It may have taken up changes, and look after this one no more.
-            if id(parameter) not in self._trained:
-                return
-            if not has_begun:
-                self.reducer.mark_late(parameter)
-                return
-        elif _current_graph_task_id() != conductor.task_id:
-            # A backward inside of a backward, as reentrant checkpoints have. What will come
-            # of it can't be foreseen: see is_reached.
-            self.sees_nested_tasks = True
-            self.reducer.takes_early = False
-            if not conductor.has_begun(self):
-                return
-        self.take_notes()
-        self._notes.room = self.reducer.mark_ready([parameter])
-
-    def take_notes(self) -> None:
-        """Tell the reducer which gradients have come, of those that it need not know at once."""
-        noted = self._notes.parameters
-        if noted:
-            self._notes.room = self.reducer.mark_ready(noted)
-            noted.clear()
-
-    def gradient_has_thawed(self, parameter: torch.Tensor) -> None:
-        """A parameter has got a gradient that was frozen when hooks were hung."""
-        if not self.is_syncing:
-            hooks_of(parameter).call_others(parameter)
-            return  # when gradients are reduced, this one is found where it is
-        with self.conductor.lock:
-            if self.reducer.phase is Phase.IDLE:
-                self.conductor.has_begun(self)
+    def keep_gradient(self, parameter: torch.Tensor) -> None:
+        """A gradient has come that is not to be reduced yet."""
+        # One that was unfrozen isn't the reducer's yet, which will find its gradient.
         if id(parameter) in self._trained:
-            self.gradient_has_come(parameter)
-        else:
-            self.conductor.has_come(parameter)
+            self.reducer.mark_accumulated(parameter)
+        hooks_of(parameter).call_others(parameter)
 
-    def takes_part(self) -> bool:
+    def mark_ready(self, parameter: torch.Tensor) -> None:
+        """A gradient has come in the backward that is reduced."""
+        self.flush_pending()
+        self._pending.threshold = self.reducer.mark_ready([parameter])
+
+    def flush_pending(self) -> None:
+        """Tell the reducer of pending gradients."""
+        pending = self._pending
+        if pending.parameters:
+            pending.threshold = self.reducer.mark_ready(pending.parameters)
+            pending.parameters.clear()
+
+    def is_any_reached(self) -> bool:
         """Whether the backward that is running will reduce some of its gradients."""
         return self.is_syncing and is_any_reached(self._parameters)
 
@@ -260,8 +240,8 @@ class Engine:
         hooked = [*self._parameters, *self._frozen] if self.is_syncing else []
         return [id(parameter) for parameter in hooked if is_reached(parameter)]
 
-    def adopt_changes(self) -> None:
-        """See whether the module's parameters are other ones by now. All ranks must call it."""
+    def refresh_if_changed(self) -> None:
+        """Call :meth:`refresh` if the module may have changed. All ranks must call it."""
         if (
             self.is_stale
             or any(parameter.requires_grad for parameter in self._frozen)
@@ -270,16 +250,15 @@ class Engine:
             self.refresh()
 
     def refresh(self) -> None:
-        """Go on with the parameters that the module has now, and with rank 0's values of new ones.
+        """Continue with the parameters that the module has now; new ones get rank 0's values.
 
-        Every rank must call it, except for a copy that hasn't been trained: that is this rank's
-        own.
+        Every rank must call it, unless it is a copy that hasn't been trained.
 
         Raises:
             ModelMismatch: If the ranks' modules have changed in different ways.
         """
         self.is_stale = False
-        self.conductor.finish_failed()
+        self.backward_sync.finish_failed()
         module = self.module
         if module is None:
             return
@@ -293,7 +272,7 @@ class Engine:
             self._take(module, self.reducer)
             return
         try:
-            check_same_model(module, self._group, left_out=self._options.left_alone(module))
+            check_same_model(module, self.process_group, left_out=self._options.left_alone(module))
         except ModelMismatch as error:
             error.add_note("They were the same when they were made parallel, but changed since.")
             raise
@@ -310,9 +289,9 @@ class Engine:
         self.buffers.look(module, self._inner)
         more = [b for name, b in self.buffers.named().items() if name not in old_buffers]
         added = {name: p.detach() for name, p in own if id(p) not in known}
-        before = [p.clone() for p in added.values()] if self.conductor.task_id != -1 else []
-        broadcast_tensors(self._group, [*more, *added.values()])
-        self._reduce_what_goes(set(trained))
+        before = [p.clone() for p in added.values()] if self.backward_sync.is_running() else []
+        broadcast_tensors(self.process_group, [*more, *added.values()])
+        self._reduce_removed(set(trained))
         self._take(module, self.reducer)
         if before:
             self._check_same_before(added, before)
@@ -325,7 +304,7 @@ class Engine:
         Compiled code calls no hook before it, where it would have got them.
         """
         is_other = [not torch.equal(*both) for both in zip(added.values(), before, strict=True)]
-        for name, differs in zip(added, any_rank(self._group, is_other), strict=True):
+        for name, differs in zip(added, any_rank(self.process_group, is_other), strict=True):
             if differs:
                 raise ParameterChanged(
                     f"{name!r} was put in its place since compiled code was made of the forward, "
@@ -333,88 +312,59 @@ class Engine:
                     "rank. Repeat the step: all ranks have the same ones now."
                 )
 
-    def _reduce_what_goes(self, trained: Collection[int]) -> None:
-        """Reduce gradients added up so far for parameters that are not trained any more."""
+    def _reduce_removed(self, trained: Collection[int]) -> None:
+        """Reduce accumulated gradients of parameters that are not trained any more."""
         going = [(self._names[key], key) for key in self._trained if key not in trained]
         mine = bytes(self.reducer.is_unreduced(self._trained[key]) for _, key in going)
         if not going:
             return
-        everyones = all_gather_bytes(self._group, mine, self._parameters[0].device)
+        everyones = all_gather_bytes(self.process_group, mine, self._parameters[0].device)
         named = [
             (name, self._trained[key])
             for (name, key), *flags in zip(going, *everyones, strict=True)
             if any(flags)
         ]
         if named:
-            last = Reducer(named, self._group, cap_bytes=int(self._options.bucket_cap_mb * MIB))
+            last = Reducer(named, self.process_group, cap_bytes=self._cap_bytes)
             last.take_over(self.reducer)
             last.begin()
             last.finish()
 
-    def begin_backward(self, turns: LaunchOrder, *, in_one_thread: bool) -> None:
+    def begin_backward(
+        self, launch_order: Sequence[Reducer], task: int | None = None, *, sees_graph: bool = False
+    ) -> None:
         """A backward begins whose gradients are to be reduced.
 
         Args:
-            turns: In which order the engines in it launch.
-            in_one_thread: Whether all their gradients come from one thread. Several need the lock.
+            launch_order: The reducers in it, in the order in which they launch.
+            task: Autograd's task if all gradients come from one of its threads: then they may be
+                pending without a lock.
+            sees_graph: Whether autograd can tell which gradients it will compute.
         """
         self.num_backwards += 1
         take_over_optimizers(self._parameters)
-        takes_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
-        self.reducer.begin(turns, takes_early=takes_early)
-        if in_one_thread:
-            self._notes.task, self._notes.room = self.conductor.task_id, 1
-        sees_all = not (self.sees_nested_tasks or self.conductor.is_nested)
-        if self.conductor.task_id != -1 and sees_all:
-            self.reducer.excuse(
-                parameter for parameter in self._left_out if not is_reached(parameter)
+        copies_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
+        self.reducer.begin(launch_order, copies_early=copies_early)
+        self._pending.task, self._pending.threshold = task, 1
+        if sees_graph and not self.sees_nested_tasks:
+            self.reducer.mark_unused(
+                parameter
+                for parameter in self.reducer.unused_parameters
+                if not is_reached(parameter)
             )
 
-    def forget_backward(self) -> None:
-        """The backward is over, or has failed."""
-        self._notes.task = _NO_TASK
-        for parameter in self._notes.parameters:
-            self.reducer.mark_accumulated(parameter)
-        self._notes.parameters.clear()
-        self.reducer.give_up()
+    def finish_backward(self) -> CollectiveFailed | None:
+        """Finish the reduction; return the error to raise if it failed on another rank.
 
-    def finish_backward(self) -> None:
-        """The backward is over: wait until everything has arrived."""
-        self.reducer.finish()
-        before, self._left_out = self._left_out, self.reducer.left_out
-        if [*map(id, before)] != [*map(id, self._left_out)]:
-            self._check_still_the_same()
-
-    def num_gradients(self) -> int:
-        """How many of its parameters have a gradient."""
-        return sum(parameter.grad is not None for parameter in self._parameters)
-
-    def take_part_without_gradients(self) -> None:
-        """Do what the other ranks do in backwards to which this one has nothing to add.
-
-        Those of models that are reached along with this one may be before it. If there is none of
-        this one, all ranks say so: it is on all that it has none.
+        Raises:
+            ParameterChanged: If parameters were unused because the module has others now.
         """
-        before = self.num_backwards
-        while self.conductor.run_empty(self) and self.num_backwards == before:
-            pass
-
-    def drop_reduced_gradients(self) -> None:
-        """Forget the gradients of an earlier step, unless some are still to be reduced."""
-        if not self.reducer.has_unreduced:
-            for parameter in self._parameters:
-                parameter.grad = None
-
-    def everything_that_follows(self) -> list[torch.Tensor]:
-        """Its parameters and those buffers that are kept alike."""
+        before = [*map(id, self.reducer.unused_parameters)]
+        failed_elsewhere = self.reducer.finish()
         module = self.module
-        own = self._own_parameters(module) if module is not None else []
-        return [*(parameter for _, parameter in own), *self.buffers.named().values()]
-
-    def _check_still_the_same(self) -> None:
-        """Raise if parameters were left out because the module has others now."""
-        module = self.module
-        for name, parameter in self._own_parameters(module) if module is not None else ():
+        if module is None or before == [*map(id, self.reducer.unused_parameters)]:
+            return failed_elsewhere
+        for name, parameter in self._own_parameters(module):
             if parameter.requires_grad and id(parameter) not in self._trained:
                 self.is_stale = True
                 raise ParameterChanged(
@@ -422,72 +372,88 @@ class Engine:
                     "module._parameters, as moving a model to another device does), so its "
                     "gradient was not reduced. Repeat the step: it is known from now on."
                 )
+        return failed_elsewhere
+
+    def end_backward(self) -> None:
+        """The backward is over, or has failed."""
+        self._pending.task = None
+        for parameter in self._pending.parameters:
+            self.reducer.mark_accumulated(parameter)
+        self._pending.parameters.clear()
+        self.reducer.give_up()
+
+    def num_gradients(self) -> int:
+        """Return the number of its parameters that have a gradient."""
+        return sum(parameter.grad is not None for parameter in self._parameters)
+
+    def drop_reduced_gradients(self) -> None:
+        """Set the gradients of an earlier step to None, unless some are yet to be reduced."""
+        if not self.reducer.has_unreduced:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def everything_that_follows(self) -> list[torch.Tensor]:
+        """Return its parameters, and the buffers that are kept alike."""
+        module = self.module
+        own = self._own_parameters(module) if module is not None else []
+        return [*(parameter for _, parameter in own), *self.buffers.named().values()]
 
 
 def with_sparse_gradients(module: nn.Module) -> set[int]:
-    """The id() of those parameters that torch gives gradients of some rows only."""
+    """Return the id() of each parameter of ``module`` whose gradients are sparse."""
     tables = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     return {id(table.weight) for table in tables if table.sparse}
+
+
+def _sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
+    """Whether a SyncBatchNorm in ``module``, ours or torch's, is over ``group`` itself."""
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    groups = [part.process_group for part in norms if hasattr(part, "process_group")]
+    return any((dist.group.WORLD if own is None else own) is group for own in groups)
 
 
 def _can_be_trained(parameter: torch.Tensor) -> bool:
     return parameter.is_floating_point() or parameter.is_complex()
 
 
-class _Notes:
-    """Gradients that have come, and that the engine need not know of at once.
+class _Pending:
+    """Gradients that have come, and that the reducer doesn't know of yet.
 
-    To look into each when it comes takes longer than all of them together: what for is no longer in
-    the cores' caches. The first one of a backward, which begins it, is never among them.
+    Telling it of many at once is faster: its memory isn't in the cores' caches in between. The
+    first gradient of a backward, which begins it, is never pending.
 
     Attributes:
-        task: Autograd's task of the backward whose gradients are noted.
-        parameters: Those that have got one. No longer than a backward, as their hooks hold this.
-        room: With how many of them the engine is to look.
+        task: Autograd's task of the backward whose gradients may be pending; None for no backward.
+        parameters: Their parameters; empty between backwards, as the parameters' hooks hold this.
+        threshold: The number of pending gradients at which the reducer is told.
     """
 
     def __init__(self) -> None:
-        self.task = _NO_TASK
+        self.task: int | None = None
         self.parameters: list[torch.Tensor] = []
-        self.room = 1
+        self.threshold = 1
 
 
-def _gradient_hook(engine: weakref.ref[Engine], notes: _Notes) -> Callable[[torch.Tensor], None]:
-    # What every gradient of every step passes through has its names at hand.
-    current_task, parameters = _current_graph_task_id, notes.parameters
+def _gradient_hook(engine: weakref.ref[Engine], pending: _Pending) -> Hook:
+    # As local names, since every gradient of every step passes here.
+    current_task, parameters = _current_graph_task_id, pending.parameters
 
     @uncompiled
-    def gradient_has_come(parameter: torch.Tensor) -> None:
-        if notes.task == current_task():
+    def gradient_ready(parameter: torch.Tensor) -> None:
+        if pending.task == current_task():
             parameters.append(parameter)
-            if len(parameters) < notes.room:
+            if len(parameters) < pending.threshold:
                 return
             alive = engine()
             if alive is not None:
-                alive.take_notes()
-        else:
-            alive = engine()
-            if alive is not None:
-                alive.gradient_has_come(parameter)
-            else:
-                _engine_is_gone(parameter)
-
-    return gradient_has_come
-
-
-def _thaw_hook(engine: weakref.ref[Engine]) -> Callable[[torch.Tensor], None]:
-    @uncompiled
-    def gradient_has_thawed(parameter: torch.Tensor) -> None:
+                alive.flush_pending()
+            return
         alive = engine()
         if alive is not None:
-            alive.gradient_has_thawed(parameter)
+            alive.backward_sync.gradient_ready(alive, parameter)
         else:
-            _engine_is_gone(parameter)
+            hooks = hooks_of(parameter)
+            hooks.release_all()
+            hooks.call_others(parameter)
 
-    return gradient_has_thawed
-
-
-def _engine_is_gone(parameter: torch.Tensor) -> None:
-    hooks = hooks_of(parameter)
-    hooks.release_all()
-    hooks.call_others(parameter)
+    return gradient_ready

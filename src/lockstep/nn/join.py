@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep.comm import Announcement, JoinState, Step, broadcast_tensors, set_join_state
 from lockstep.errors import ModelError
 from lockstep.nn.backward import finish_failed
+from lockstep.torch_private import _JoinConfig
 
 if TYPE_CHECKING:
     from lockstep.nn.engine import Engine
@@ -122,7 +123,7 @@ class UnevenLoop:
                 self._own_gradients = [OwnGradients(engine) for engine in self._engines]
             for own in self._own_gradients:
                 own.engine.drop_reduced_gradients()
-        engines[0].conductor.follow(engines, answer)
+        engines[0].backward_sync.follow(engines, answer)
 
     def close(self) -> None:
         """Call the roll no more; gradients are those of this rank's last step again."""
@@ -132,7 +133,7 @@ class UnevenLoop:
         if self._group is not None:
             set_join_state(self._group, None)
         for engine in self._engines:
-            engine.reducer.share = 1 / engine.reducer.process_group.size()
+            engine.reducer.scale = 1 / engine.reducer.process_group.size()
             engine.buffers.source = 0
 
     def take_the_last_model(self, engines: Sequence[Engine]) -> None:
@@ -247,12 +248,17 @@ class DDPJoinHook(JoinHook):
     """What torch's Join context calls on a rank that is through."""
 
     def __init__(
-        self, models: JoinedModels | None, engines: Sequence[Engine], leave: Callable[[], None]
+        self, model: Joinable, engines: Sequence[Engine], *, divide_by_active: bool
     ) -> None:
         super().__init__()
-        self._models = models
+        self._model = model
         self._engines = engines
-        self._leave = leave
+        self._models: JoinedModels | None = None
+        group = model.join_process_group
+        if engines and group is not None:
+            self._models = join_models(
+                engines, group, model.join_device, divide_by_active=divide_by_active
+            )
 
     def main_hook(self) -> None:
         """Take part in an iteration of the ranks that are not through."""
@@ -263,4 +269,22 @@ class DDPJoinHook(JoinHook):
         """All are through: take the model of the last."""
         if self._models is not None:
             self._models.end(self._engines)
-        self._leave()
+        _leave_join(self._model)
+
+
+def begin_joined_iteration(model: Joinable, engines: Sequence[Engine]) -> None:
+    """Tell torch's Join context, in which ``model`` is, that a forward of it begins."""
+    for engine in engines:
+        engine.backward_sync.finish_failed()
+    if engines:
+        models = _joined.get(model.join_process_group)
+        if models is None or not models.has(engines):
+            _leave_join(model)  # the context was left with an error
+            return
+        if model._join_config.is_first_joinable:
+            models.begin_iteration()
+    Join.notify_join_context(model)
+
+
+def _leave_join(model: Joinable) -> None:
+    model._join_config = _JoinConfig.construct_disabled_join_config()

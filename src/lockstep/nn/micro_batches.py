@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.comm import this_thread
-from lockstep.nn.parallel_state import ParallelState
+from lockstep.nn.parallelize import ParallelState
 from lockstep.nn.reached import is_any_reached
 from lockstep.nn.replicas.enclosing import current_task, is_backward_of_replicas
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -19,7 +19,7 @@ from lockstep.torch_private import tree_map_only
 
 @runtime_checkable
 class MixedPrecision(Protocol):
-    """What torch's ``_MixedPrecision`` says; None leaves a dtype as it is.
+    """The interface of torch's ``_MixedPrecision``; None leaves a dtype as it is.
 
     Attributes:
         param_dtype: Of parameters and floating-point inputs in forward.
@@ -33,7 +33,7 @@ class MixedPrecision(Protocol):
 
 
 def check_precision(precision: MixedPrecision | None) -> None:
-    """Raise TypeError unless all that ``precision`` has are dtypes."""
+    """Raise TypeError unless ``precision`` is None or has three dtypes."""
     if precision is None:
         return
     wanted = "an object with a param_dtype, a reduce_dtype and a buffer_dtype"
@@ -44,7 +44,7 @@ def check_precision(precision: MixedPrecision | None) -> None:
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype, ignored: Collection[str]) -> None:
-    """Give the floating-point buffers of ``module`` another dtype, for good."""
+    """Cast the floating-point buffers of ``module``, but for those ``ignored``, in place."""
     for name, buffer in module.named_buffers():
         if buffer.is_floating_point() and name not in ignored:
             buffer.data = buffer.data.to(dtype)
@@ -59,36 +59,22 @@ def call_in_precision(
 ) -> Any:
     """Call ``module`` with its parameters and inputs cast to ``dtype``.
 
-    The casts are a part of the graph, so gradients come to the parameters themselves, and in
-    their precision.
+    Autograd records the casts, so the parameters get gradients of their own dtype.
     """
-    parameters = {
-        name: parameter.to(dtype)
-        for name, parameter in module.named_parameters()
-        if parameter.is_floating_point() and name not in ignored
-    }
-    inputs, kwargs = tree_map_only(
-        torch.Tensor,
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
-        (inputs, kwargs),
-    )
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    parameters = {n: cast(p) for n, p in module.named_parameters() if n not in ignored}
+    inputs, kwargs = tree_map_only(torch.Tensor, cast, (inputs, kwargs))
     return functional_call(module, parameters, inputs, kwargs)
 
 
-def reducing_in(
-    dtype: torch.dtype,
-) -> Callable[[dist.ProcessGroup, GradBucket], Future[torch.Tensor]]:
-    """A communication hook that averages in ``dtype``; its state is the process group."""
+def reducing_in(dtype: torch.dtype, group: dist.ProcessGroup) -> CommHook:
+    """Return a communication hook that takes the mean over ``group`` in ``dtype``."""
 
     def reduce(group: dist.ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
         narrow = bucket.buffer().div(mean_divisor(group)).to(dtype)
         return group.allreduce([narrow], dist.AllreduceOptions()).get_future()
 
-    return reduce
-
-
-def comm_hook(precision: MixedPrecision, group: dist.ProcessGroup) -> CommHook | None:
-    """The hook that ``precision`` asks for, if it does."""
-    if precision.reduce_dtype is None:
-        return None
-    return CommHook(group, reducing_in(precision.reduce_dtype))
+    return CommHook(group, reduce)

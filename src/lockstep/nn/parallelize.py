@@ -1,22 +1,40 @@
-"""``parallelize(model)``: the same object, kept in step with its replicas on other ranks."""
+"""``parallelize(model)``: the same object, kept in step with its replicas on other ranks.
+
+It verifies the model on all ranks, gives them rank 0's values, and makes an engine. Which modules
+are parallel, and through which engines, is registered here.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Collection
+import sys
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Never, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.arguments import check_flag, check_module
+from lockstep.comm import broadcast_tensors
+from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
+from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
-from lockstep.nn.engine import Options
+from lockstep.nn.engine import Engine, Options
+from lockstep.nn.global_hooks import unwatch, watch
 from lockstep.nn.join import UnevenLoop
-from lockstep.nn.parallel_state import accumulating, attach, check_bucket_cap, engines_of
+from lockstep.nn.verify import check_same_model
+from lockstep.nn.wrapper import Wrapper
 from lockstep.world import group_or_all
+
+# Bound early, as ours may be put in their place.
+_TORCHS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -118,7 +136,7 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     Raises:
         ModelError: If ``module`` isn't parallel.
     """
-    return accumulating(engines_of(module))
+    return state_of(module).no_sync()
 
 
 def join(
@@ -154,7 +172,7 @@ def join(
         raise TypeError("join() takes the models that are trained in the loop, and got none.")
     check_flag("divide_by_initial_world_size", divide_by_initial_world_size)
     check_flag("throw_on_early_termination", throw_on_early_termination)
-    engines = [*dict.fromkeys(engine for module in modules for engine in engines_of(module))]
+    engines = [*dict.fromkeys(engine for module in modules for engine in state_of(module).engines)]
     groups = [engine.reducer.process_group for engine in engines]
     return UnevenLoop(
         engines,
@@ -176,6 +194,231 @@ def sync_buffers(module: nn.Module) -> None:
     Raises:
         ModelError: If ``module`` isn't parallel.
     """
-    for engine in engines_of(module):
-        engine.conductor.finish_failed()
-        engine.buffers.start(late=True).finish()
+    for engine in state_of(module).engines:
+        engine.backward_sync.finish_failed()
+        engine.buffers.start(late=True)()
+
+
+class ParallelState:
+    """Marks a module as parallel, and lists its engines.
+
+    Attributes:
+        engines: Its own, if it has parameters of its own, and those of parallel modules in it;
+            none on a rank that is alone.
+        wrapped: The module in it, if it is the state of a wrapper.
+        parameters: The trained parameters that are its own: no other model may have them.
+    """
+
+    def __init__(self, wrapped: nn.Module | None, engines: Sequence[Engine]) -> None:
+        self.engines = list(engines)
+        self.wrapped = weakref.ref(wrapped) if wrapped is not None else lambda: None
+        self.parameters = WeakIdKeyDictionary()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backwards in this context add up gradients on each rank, without reducing them."""
+        before = [engine.is_syncing for engine in self.engines]
+        for engine in self.engines:
+            engine.is_syncing = False
+        try:
+            yield
+        finally:
+            for engine, was_syncing in zip(self.engines, before, strict=True):
+                engine.is_syncing = was_syncing
+
+
+# Ranks may be threads, and a dictionary that another thread changes can't be iterated over.
+_lock = threading.Lock()
+# By the module that was given to parallelize(), or the wrapper. These are left as they were, to
+# pickle and copy as before. Weakly: a wrapper that is gone leaves its model free.
+_states: weakref.WeakKeyDictionary[nn.Module, ParallelState] = weakref.WeakKeyDictionary()
+
+
+def state_of(module: nn.Module) -> ParallelState:
+    """Return the state of a parallel module.
+
+    Args:
+        module: As given to parallelize(), a wrapper, or the module in one.
+
+    Raises:
+        TypeError: If it is no module.
+        ModelError: If the module isn't parallel.
+    """
+    check_module(module)
+    state = _states.get(module) or _state_around(module)
+    if state is None:
+        raise ModelError(
+            f"This {type(module).__name__} isn't parallel. Call parallelize() on it first, or "
+            "pass the module that was given to parallelize()."
+        )
+    return state
+
+
+def _all_states() -> list[ParallelState]:
+    with _lock:
+        return list(_states.values())
+
+
+def _state_around(module: nn.Module) -> ParallelState | None:
+    """Return the state of the wrapper that ``module`` is in, if it is in one."""
+    return next((state for state in _all_states() if state.wrapped() is module), None)
+
+
+def attach(
+    owner: nn.Module,
+    module: nn.Module,
+    group: dist.ProcessGroup | None,
+    options: Options,
+    *,
+    is_copy: bool = False,
+) -> None:
+    """Keep ``module`` in step with its replicas for as long as ``owner`` lives.
+
+    Every rank must call it. For copies only the ranks that train them must.
+
+    Modules in it that are parallel already, over this group or another, stay as they are. If it is
+    in a wrapper already, ``owner`` takes the place of that wrapper.
+
+    Args:
+        owner: ``module`` itself, or a wrapper around it.
+        module: The model.
+        group: The ranks; None if this rank is alone.
+        options: How to keep it in step.
+        is_copy: Whether it is a copy of a parallel model, which other ranks may not have made.
+
+    Raises:
+        ModelError: If the module can't be made parallel, on this rank or on another.
+    """
+    group = group if group is not None and group.size() > 1 else None
+    inner = [part for part in module.modules() if part in _states]
+    inner_states = [_states[part] for part in inner]
+    previous = _state_around(module) if owner is not module else None
+    refusal = _refusal(owner, module, [previous, *inner_states], options)
+    refusal = refusal or _refusal_of_threads(group)
+    init_sync = group is not None and options.init_sync and not is_copy
+    left_alone = options.left_alone(module)
+    if group is not None:
+        finish_failed(group)
+    for engine in previous.engines if previous is not None else ():
+        engine.backward_sync.finish_failed()
+    if group is not None and init_sync:
+        # Also where there is a refusal: the other ranks would wait for this one.
+        check_same_model(module, group, options._asdict(), refusal, left_alone)
+    if refusal is not None:
+        raise refusal
+    inner_engines = [engine for state in inner_states for engine in state.engines]
+    own: list[Engine] = []
+    if group is not None:
+        if init_sync:
+            named = [*module.named_parameters(), *module.named_buffers()]
+            broadcast_tensors(group, [t.detach() for name, t in named if name not in left_alone])
+        sync = backward_sync_of(group)
+        engine = Engine(module, group, options, inner, backward_sync=sync, is_copy=is_copy)
+        if engine.parameters:
+            own.append(engine)
+            watch(engine)
+    state = ParallelState(module if owner is not module else None, [*inner_engines, *own])
+    with _lock:
+        owners = [other for other, its in _states.items() if its is previous]
+        _states.update(dict.fromkeys([owner, *owners], state))
+    if previous is not None:
+        _replace([engine for engine in previous.engines if engine not in inner_engines], own)
+    others = [other.parameters for other in _all_states()]
+    for parameter in module.parameters():
+        if parameter.requires_grad and not any(parameter in known for known in others):
+            state.parameters[parameter] = None
+
+
+def release(wrapper: nn.Module) -> None:
+    """Make the model in ``wrapper`` parallel no more: gradients stay this rank's own."""
+    state = state_of(wrapper)
+    for engine in state.engines:
+        engine.backward_sync.finish_failed()
+    _replace(list(state.engines), ())
+    state.parameters.clear()
+
+
+def _replace(engines: Collection[Engine], replacements: Sequence[Engine]) -> None:
+    """Stop ``engines``, and put ``replacements`` in their place in all states that list them."""
+    for engine in engines:
+        engine.detach()
+        engine.backward_sync.remove(engine)
+        unwatch(engine)
+    for state in _all_states():
+        kept = [engine for engine in state.engines if engine not in engines]
+        if len(kept) < len(state.engines):
+            state.engines[:] = [*kept, *replacements]
+
+
+def check_bucket_cap(bucket_cap_mb: float, name: str = "bucket_cap_mb") -> None:
+    """Raise ValueError unless ``bucket_cap_mb`` is a positive number of MiB."""
+    if not isinstance(bucket_cap_mb, int | float) or not 0 < bucket_cap_mb < 2**40:
+        raise ValueError(f"{name} is {bucket_cap_mb!r}, but must be a number of MiB, more than 0.")
+
+
+def _refusal_of_threads(group: dist.ProcessGroup | None) -> ModelError | None:
+    """Return why ranks that are threads can't train, if they can't: torch would crash."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if group is None or dynamo is None or not dynamo.config.compiled_autograd:
+        return None
+    if group.name() != "threads":
+        return None
+    return ModelError(
+        "torch._dynamo.config.compiled_autograd is on. It runs one backward at a time in a "
+        "process, and here each rank is a thread, whose backward waits for those of the others. "
+        "Let ranks be processes, or leave it off."
+    )
+
+
+def _refusal(
+    owner: nn.Module,
+    module: nn.Module,
+    known: Collection[ParallelState | None],
+    options: Options,
+) -> ModelError | None:
+    """Return why ``module`` can't be made parallel, if it can't.
+
+    Parameters of ``known`` states may be in it.
+    """
+    kind = type(module).__name__
+    if owner in _states:
+        return AlreadyParallel(
+            f"This {kind} is parallel already. Go on with it as it is: parallelize() is called "
+            "once for each model, and changes it in place."
+        )
+    for name, part in module.named_modules():
+        if isinstance(part, _TORCHS) and not isinstance(part, Wrapper):
+            where = f"its part {name!r}" if name else "it"
+            return AlreadyParallel(
+                f"{kind} can't be made parallel: {where} is parallel already, through torch. Pass "
+                "the bare model, once."
+            )
+    trained = False
+    others = [state.parameters for state in _all_states() if state not in known]
+    for name, parameter in module.named_parameters():
+        if name in options.ignored:
+            continue
+        if is_lazy(parameter):
+            return ModelError(
+                f"{name!r} has no shape yet. Run one forward on a sample before making the model "
+                "parallel."
+            )
+        if parameter.requires_grad and not parameter.is_leaf:
+            return ModelError(
+                f"{name!r} is computed from another tensor, which gets the gradients. Set it to "
+                "nn.Parameter(value.detach()), or, if it is of a copied ScriptModule, copy the "
+                "model before scripting it."
+            )
+        trained |= parameter.requires_grad
+        if any(parameter in theirs for theirs in others):
+            return AlreadyParallel(
+                f"{kind} can't be made parallel: {name!r} is parallel already, in another model "
+                "that has it too or around it, and would be reduced twice. Make the whole model "
+                "parallel, or first the part and then the whole."
+            )
+    if not trained:
+        return NothingToTrain(
+            f"{kind} has no parameter that requires a gradient, so there is nothing to keep in "
+            "step. Use it as it is, or unfreeze a part of it first."
+        )
+    return None

@@ -334,15 +334,6 @@ class _Normalize(torch.autograd.Function):
         )
 
 
-def sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
-    """Whether a SyncBatchNorm in ``module``, ours or torch's, is over ``group`` itself."""
-    norms = [
-        part for part in module.modules() if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm)
-    ]
-    groups = (norm.process_group for norm in norms)
-    return any((dist.group.WORLD if of is None else of) is group for of in groups)
-
-
 def _statistics(
     input: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,12 +1,11 @@
-"""What every module that is wrapped around another one has in common."""
+"""The base of modules that are wrapped around another module."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 
@@ -14,20 +13,33 @@ class _Hidden:
     """A name that a class doesn't have, although its base has it."""
 
     def __get__(self, wrapper: object, owner: type) -> NoReturn:
-        raise AttributeError(  # on which Python asks __getattr__(), and so the model
+        raise AttributeError(  # on which Python calls __getattr__(), and so asks the model
             f"torch has this name in the class that lockstep's {owner.__name__} is derived from, "
             "for a mechanism which isn't used here."
         )
 
 
+def _method_of_model(method: Callable[..., None]) -> Any:
+    """A method of ``nn.Module`` that is called on the model as soon as the wrapper is ready."""
+
+    def call(wrapper: Wrapper, *args: Any, **kwargs: Any) -> None:
+        if "_is_ready" in wrapper.__dict__:
+            getattr(wrapper.module, method.__name__)(*args, **kwargs)
+        else:
+            method(wrapper, *args, **kwargs)
+
+    return call
+
+
 class Wrapper(nn.Module):
-    """A module around ``self.module``, of which all methods and attributes are its own too.
+    """A module around ``self.module`` that has all methods and attributes of it as well.
 
-    A subclass sets ``_is_ready`` when it has set all attributes that are the wrapper's.
+    A subclass sets ``_is_ready`` after all other attributes of the wrapper. Until then every
+    attribute that is set is the wrapper's own, even if the model has one of that name.
 
-    It may be derived from torch's class, for ``isinstance`` alone. What it neither overrides nor
-    ``inherits`` by name is hidden, torch's internals and what later versions add: they would look
-    for a reducer that isn't there, and stand before methods of the model that are called the same.
+    A subclass may be derived from torch's class too, for ``isinstance`` alone. What it neither
+    overrides nor lists in ``inherits`` is hidden, also what later versions of torch add: torch's
+    methods look for a reducer that isn't there, and would hide the model's methods of that name.
     """
 
     module: nn.Module
@@ -45,7 +57,7 @@ class Wrapper(nn.Module):
                         setattr(cls, name, _Hidden())
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper doesn't have is the model's."""
+        """Return the model's attribute, if the wrapper has none."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -55,7 +67,7 @@ class Wrapper(nn.Module):
             return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the model has and the wrapper doesn't is set there."""
+        """Set the model's attribute, if it has one and the wrapper hasn't."""
         is_part = isinstance(value, nn.Module | nn.Parameter) and name != "module"
         if self._is_the_models(name) or (is_part and "_is_ready" in self.__dict__):
             setattr(self.module, name, value)
@@ -63,58 +75,36 @@ class Wrapper(nn.Module):
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """What the model has and the wrapper doesn't is deleted there."""
+        """Delete the model's attribute, if it has one and the wrapper hasn't."""
         if self._is_the_models(name):
             delattr(self.module, name)
         else:
             super().__delattr__(name)
 
     def _is_the_models(self, name: str) -> bool:
-        # Until it is ready, all that is set is the wrapper's own, even if the model has it too.
         if "_is_ready" not in self.__dict__ or name == "module":
             return False
         is_own = name in self.__dict__ or hasattr(type(self), name)
         return not is_own and hasattr(self.module, name)
 
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Add it to the model, where its parameters are looked after."""
-        if "_is_ready" in self.__dict__:
-            self.module.add_module(name, module)
-        else:
-            super().add_module(name, module)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Add it to the model."""
-        if "_is_ready" in self.__dict__:
-            self.module.register_parameter(name, param)
-        else:
-            super().register_parameter(name, param)
-
-    def register_buffer(
-        self, name: str, tensor: torch.Tensor | None, persistent: bool = True
-    ) -> None:
-        """Add it to the model."""
-        if "_is_ready" in self.__dict__:
-            self.module.register_buffer(name, tensor, persistent)
-        else:
-            super().register_buffer(name, tensor, persistent)
+    add_module = _method_of_model(nn.Module.add_module)
+    register_parameter = _method_of_model(nn.Module.register_parameter)
+    register_buffer = _method_of_model(nn.Module.register_buffer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As any module's; what the bare model has saved is loaded, too."""
+        """Load as any module does; a state dict of the bare model is accepted too."""
         if self._is_of_bare_model(state_dict, ""):
-            prefixed = OrderedDict((f"module.{key}", value) for key, value in state_dict.items())
             versions = getattr(state_dict, "_metadata", {})
-            prefixed._metadata = {  # type: ignore[attr-defined]
-                f"module.{path}" if path else "module": version
-                for path, version in versions.items()
+            state_dict = OrderedDict((f"module.{key}", value) for key, value in state_dict.items())
+            state_dict._metadata = {  # type: ignore[attr-defined]
+                f"module.{path}".rstrip("."): version for path, version in versions.items()
             }
-            state_dict = prefixed
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """The same where the wrapper is a part of what is loaded."""
+        # The same for a wrapper that is a part of the module that is loaded.
         if self._is_of_bare_model(state_dict, prefix):
             bare = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
             for key, value in bare.items():

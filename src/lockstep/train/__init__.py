@@ -1,4 +1,4 @@
-"""What a training step is made of, beside forward and backward."""
+"""Functions of a training step: means over the global batch, and averages of gradients."""
 
 from lockstep.train.accumulate import accumulate
 from lockstep.train.average import average_gradients

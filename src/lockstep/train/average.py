@@ -1,4 +1,4 @@
-"""``average_gradients(model)``: the mean over the ranks, taken by hand after a backward."""
+"""``average_gradients(model)``: the mean over the ranks, after a backward."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from lockstep.comm import start_all_reduce
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.grad import (
     MIB,
-    TOUCHED_EARLIER,
     Bucket,
-    SparseGradient,
     assign_buckets,
     gradient_dtype,
+    reduce_sparse,
 )
-from lockstep.nn.agreement import check_same_model
 from lockstep.nn.backward import finish_failed
 from lockstep.nn.engine import with_sparse_gradients
+from lockstep.nn.verify import check_same_model
 from lockstep.world import group_or_all
 
 _CAP_BYTES = 25 * MIB
 
-# Models that all ranks of a group have been seen to have alike.
+# The group whose ranks were last compared and found to have the same model.
 _compared: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -47,14 +46,14 @@ def average_gradients(
 
     Args:
         module: The model, the same on every rank.
-        weight: How much this rank's gradients count: the number of samples that its loss is the
-            mean of, so that uneven parts give the answer of one process on all of them. A rank
-            of weight 0 contributes nothing, whatever its gradients are. By default all count
-            the same.
+        weight: The weight of this rank's gradients in the mean: the number of samples of which
+            its loss is the mean, so that uneven parts give the gradients of one process on all
+            samples. A rank of weight 0 contributes nothing, whatever its gradients are. By default
+            all ranks have the same weight.
         process_group: The ranks to average over; by default all of ``lockstep.init()``.
 
     Raises:
-        ModelMismatch: If the ranks' models differ, which is looked at in the first call.
+        ModelMismatch: If the ranks' models differ, which the first call checks.
         TypeError: If ``module`` isn't a module, or ``weight`` not a number.
         ValueError: If a weight is negative or not finite, or all are zero.
 
@@ -74,7 +73,7 @@ def average_gradients(
     if not named:
         return
     if share == 0:
-        # Not zero times the gradient: where that is infinite or NaN, so is the product.
+        # Not zero times the gradient, which is NaN where the gradient is infinite or NaN.
         module.zero_grad(set_to_none=True)
     with torch.no_grad():
         _average(named, with_sparse_gradients(module), share, group)
@@ -102,18 +101,16 @@ def _average(
     buckets = []
     for indices in groups:
         own = [named[index] for index in indices]
-        touched = memoryview(bytearray([TOUCHED_EARLIER]) * len(own))
-        buckets.append(Bucket([name for name, _ in own], [p for _, p in own], touched))
+        accumulated = memoryview(bytearray(b"\1" * len(own)))
+        buckets.append(Bucket([name for name, _ in own], [p for _, p in own], accumulated))
     for bucket in buckets:
         bucket.fill(share / total)
         bucket.launch(group)
     for bucket, indices in zip(buckets, groups, strict=True):
         bucket.wait(group)
-        for place, index in enumerate(indices):
+        for position, index in enumerate(indices):
             if used_by[index]:
-                bucket.adopt(place)
+                bucket.use_as_grad(position)
     for parameter, was_used in zip(parameters, used_by, strict=True):
         if was_used and id(parameter) in sparse:
-            gradient = SparseGradient(parameter)
-            gradient.reduce(group, share / total)
-            gradient.adopt()
+            parameter.grad = reduce_sparse(parameter, group, share / total)

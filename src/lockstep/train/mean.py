@@ -1,4 +1,4 @@
-"""``mean(losses)``: the mean over the global batch, whatever each rank's part of it."""
+"""``mean(losses)``: the mean over the global batch, however it is split over the ranks."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ def mean(
 ) -> torch.Tensor:
     """Return the mean of ``values`` over the global batch, the parts of all ranks together.
 
-    The mean of the ranks' means is another number as soon as they hold different numbers of
-    samples or tokens. This is the one: its value is the same on every rank, and after
-    ``backward()`` the gradients of a parallel model (or those that
-    :func:`lockstep.average_gradients` averages) are those that one process would have got from
-    the whole batch. ::
+    The mean of the ranks' means differs from it if ranks hold different numbers of samples or
+    tokens. The value is the same on every rank, and after ``backward()`` the gradients of a
+    parallel model (or those that :func:`lockstep.average_gradients` averages) are those that one
+    process would have got from the whole batch. ::
 
         loss = lockstep.mean(F.cross_entropy(model(x), y, reduction="none"))
         loss.backward()
@@ -48,31 +47,29 @@ def mean(
     Under :func:`lockstep.accumulate` the gradients are those of the mean over all micro-batches of
     the step, whatever their sizes.
 
-    Every rank must call it; it waits for the others, so that the backward need not. A rank that has
-    no samples gives what its model makes of an empty batch, or, if the ranks train one model, any
-    tensor without elements.
+    Every rank must call it, and it blocks until all have. A rank without samples passes its model's
+    output for an empty batch or, if the ranks train one model, any tensor without elements.
 
     In a module that is replicated by :class:`lockstep.DataParallel` it is the mean over all
-    replicas, and what the module returns of it stays one number.
+    replicas, and the module's output is then one number, not one for each replica.
 
     Args:
-        values: Losses (or metrics) of single samples or tokens, floating-point, of any shape but
-            that of a single number, unless that has a weight: of how many samples it is the mean.
-        weight: How much each counts, broadcast to the shape of ``values``: 0 for padding, say. By
-            default all count the same.
+        values: Losses (or metrics) of single samples or tokens, floating-point, of any shape. A
+            single number needs a weight: the number of samples of which it is the mean.
+        weight: The weight of each value, broadcast to the shape of ``values``, such as 0 for
+            padding. By default all have the same weight.
         process_group: The ranks; by default all of ``lockstep.init()``.
 
     Returns:
         A tensor without dimensions, of the dtype of ``values``: the sum of ``weight * values``
-        over that of ``weight``, of all ranks. NaN if all weights are zero, as torch's mean of
-        nothing.
+        over all ranks, divided by the sum of ``weight``. NaN if all weights are zero, as torch's
+        mean of no values.
 
     Raises:
-        TypeError: If ``values`` isn't a floating-point tensor, or ``weight`` not of numbers.
+        TypeError: If ``values`` isn't a floating-point tensor, or ``weight`` isn't numbers.
         ValueError: If the weights can't be broadcast to the shape of ``values``, or require a
-            gradient, or ``values`` is a number without a weight.
-            On every rank, if the weights of one are infinite or NaN; if they are on a GPU, the mean
-            is NaN instead, as to look at them would wait for it.
+            gradient, or ``values`` is a number without a weight. On every rank, if weights of any
+            rank are infinite or NaN; on a GPU, where a check would have to wait, the mean is NaN.
     """
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
         kind = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
@@ -88,17 +85,17 @@ def mean(
         )
     counts = _counts(values, weight)
     total = (values.detach().double() * counts).sum()
-    # Whether a batch goes on here that accumulate() has begun: a rank that had no samples of it
-    # can't tell.
+    # Whether this is one of several micro-batches under accumulate(). A rank that had no samples
+    # in the previous ones learns it from the others.
     has_begun, rank = in_caller(_batch_and_thread)
     goes_on = torch.full_like(total, has_begun)
     facts = torch.stack([total, counts.sum(), goes_on])
     seat = this_seat()
-    # What runs again in a replica's backward is recomputed for what it saves, which for a mean is
-    # nothing: it is the one of the forward that is differentiated.
+    # In a replica's backward, a checkpoint recomputes the forward to restore saved tensors. A mean
+    # saves none, so its value there doesn't matter.
     is_recomputed = seat is None and (is_backward_of_replicas() or is_replica_process())
-    # So that a rank without samples has something to run backward from, and backward() can be told
-    # from autograd.grad(), which computes no gradient for it.
+    # A rank without samples runs its backward from this tensor. It also tells backward() from
+    # autograd.grad(), which computes no gradient for it.
     needs_gradient = values.requires_grad or not values.numel()
     anchor = torch.zeros((), device=values.device, requires_grad=needs_gradient)
     if is_recomputed:
@@ -109,8 +106,8 @@ def mean(
             group = None
         facts = sum_over_ranks(facts, group)
         num_means = facts[3]
-    else:  # first over the replicas of this rank, each of which then has the same mean
-        group = None  # a replica without samples leaves it to the others to reach the model
+    else:  # the sum over this rank's replicas, and then over the ranks
+        group = None  # a replica without samples need not take part: other replicas reach the model
         over_ranks = partial(sum_over_ranks, process_group=process_group)
         facts = seat.meeting.add_up(seat.replica, facts, over_ranks)
         num_means = facts[3] * num_replicas()
@@ -155,7 +152,7 @@ def _counts(values: torch.Tensor, weight: torch.Tensor | float | None) -> torch.
 
 @uncompiled
 class _Mean(torch.autograd.Function):
-    """The mean that is known, as a function of this rank's values."""
+    """Returns the mean, which is known, and differentiates it by this rank's values."""
 
     @staticmethod
     def forward(
@@ -170,7 +167,7 @@ class _Mean(torch.autograd.Function):
         is_recomputed: bool,
     ) -> torch.Tensor:
         total, count, goes_on = facts
-        # Not saved for backward: a checkpoint would put those of another forward there.
+        # Not by save_for_backward(): a checkpoint would replace them by those of its recomputation.
         ctx.facts, ctx.is_recomputed = (counts, count, goes_on), is_recomputed
         ctx.num_means, ctx.group, ctx.dtype, ctx.rank = num_means, group, values.dtype, rank
         ctx.anchor = anchor
@@ -191,7 +188,7 @@ class _Mean(torch.autograd.Function):
         if ctx.group is not None and is_backward and not has_samples:
             take_part_at_the_end(ctx.group)
         divisor = in_caller(count_micro_batch, count, goes_on, ctx.rank, has_samples, is_backward)
-        divisor = divisor.to(count.device)  # it may be that of a replica on another one
-        # Times the number of those that have it, by which the reduction of the gradients divides.
+        divisor = divisor.to(count.device)  # another replica may have made it, on its own device
+        # The reduction of the gradients divides by the number of means; so this multiplies by it.
         slope = gradient.double() * ctx.num_means / torch.where(divisor != 0, divisor, 1)
         return (slope * counts).to(ctx.dtype), *[None] * 7

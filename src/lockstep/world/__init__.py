@@ -1,4 +1,4 @@
-"""Who am I, and who are the others? This is the only place that reads environment variables.
+"""This rank among the others. Environment variables are read here, and nowhere else.
 
 The names are listed in ``__init__.pyi`` and imported when first used: the launcher reads the
 environment before torch is loaded.

@@ -1,7 +1,7 @@
-"""From environment variables to a place among the ranks, and back.
+"""From a starter's environment variables to a rank's placement, and back.
 
-:func:`detect` reads what a starter left in the environment; :func:`rank_environment` writes
-what ``lockstep run`` leaves there. Both are pure, so every starter is tested without one.
+:func:`detect` reads the variables of any starter; :func:`rank_environment` makes those of
+``lockstep run``. Both are pure functions, tested without a starter.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 import re
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from lockstep.errors import InitError
 
 RUN_ID = "LOCKSTEP_RUN_ID"
-# The port of a run's store and, after a colon, the path of the file that is used instead.
+# "PORT:PATH": ranks told to use the store at this port use the store in this file instead.
 STORE = "LOCKSTEP_STORE"
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
-# SLURM gives no port. Those below the range from which the kernel picks at random (32768 and
-# up on Linux) are free of everything but long-lived services.
+# SLURM gives no port. Ports below those that Linux gives out at random (32768 and up) are free
+# of everything but long-lived services.
 _SLURM_FIRST_PORT, _SLURM_NUM_PORTS = 20_000, 10_000
 
 
 class Starter(Enum):
-    """What started this process; the value is how it is called in messages."""
+    """What started this process; the value is its name in messages."""
 
     LOCKSTEP = "lockstep run"
     TORCHRUN = "torchrun"  # or whatever else sets the variables of torch's env:// method
@@ -40,14 +40,10 @@ class Starter(Enum):
 
 @dataclass(frozen=True)
 class Placement:
-    """This process's place among the ranks, as its starter gave it.
+    """This process's rank and where it meets the others, as its starter gave them.
 
-    ``local_rank`` and ``local_world_size`` are None where the starter doesn't tell; the ranks
-    then find out by comparing the names of their hosts. ``master`` is (host, port) of the store,
-    which the starter's agent holds open if ``agent_hosts_store``, else rank 0; it is None where
-    the ranks of one host find each other by ``job_id`` instead. ``store_path`` is where they find
-    a store that is a file. ``one_device_per_task`` says that each rank was given a GPU of its own
-    and sees no other.
+    The local rank and world size are None if the starter doesn't tell them: then the ranks
+    compare the names of their hosts.
     """
 
     starter: Starter
@@ -55,11 +51,11 @@ class Placement:
     world_size: int = 1
     local_rank: int | None = 0
     local_world_size: int | None = 1
-    master: tuple[str, int] | None = None
-    job_id: str | None = None
-    store_path: str | None = None
-    agent_hosts_store: bool = False
-    one_device_per_task: bool = False
+    master: tuple[str, int] | None = None  # host and port of the store, if it is at a port
+    job_id: str | None = None  # the run's name, by which the ranks of one host find rank 0
+    store_path: str | None = None  # the file with the store, if it is in a file
+    agent_hosts_store: bool = False  # the starter's agent holds the store open, not rank 0
+    one_device_per_task: bool = False  # each rank was given a GPU of its own and sees no other
 
     @property
     def on_one_host(self) -> bool:
@@ -68,10 +64,10 @@ class Placement:
 
 
 def detect(environ: Mapping[str, str]) -> Placement:
-    """Tell from ``environ`` what started this process, and with which rank.
+    """What started this process, and with which rank, according to ``environ``.
 
-    The innermost starter wins: torchrun inside a SLURM job is torchrun, and so is a rank of
-    MPI whose daemons srun started.
+    The innermost starter wins: torchrun inside a SLURM job is torchrun, and a rank of MPI is one
+    even if srun started MPI's daemons.
 
     Raises:
         InitError: If the variables of a starter are incomplete, not numbers, or contradict
@@ -96,49 +92,48 @@ def _detect(environ: Mapping[str, str]) -> Placement:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torch_variables(environ, Starter.TORCHRUN)
     if "OMPI_COMM_WORLD_RANK" in environ:
-        return _from_open_mpi(environ)
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        variables = [f"OMPI_COMM_WORLD_{name}" for name in names]
+        job_ids = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
+        return _from_mpi(environ, Starter.OPEN_MPI, variables, job_ids)
     if "PMI_RANK" in environ and "PMI_SIZE" in environ:
-        return _from_mpich(environ)
-    # The batch script of a SLURM job has SLURM_PROCID too; only what srun starts is a step.
+        variables = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+        return _from_mpi(environ, Starter.MPICH, variables)
+    # The batch script of a SLURM job has SLURM_PROCID too; only srun's processes are a step.
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
         return _from_slurm(environ)
     return Placement(Starter.NOTHING)
 
 
-def rank_environment(
-    *,
-    run_id: str,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    local_world_size: int,
-    master: tuple[str, int],
-    num_threads: int,
-) -> dict[str, str]:
-    """The variables that ``lockstep run`` sets for one rank.
+def rank_environment(place: Placement, num_threads: int) -> dict[str, str]:
+    """The variables that ``lockstep run`` sets for one rank; :func:`detect` reverses it.
 
-    They are those of torchrun, so that scripts written for it run unchanged, and one more by
-    which :func:`detect` knows us. The store at ``master`` is the launcher's, which is what
-    ``TORCHELASTIC_USE_AGENT_STORE`` tells torch: no rank has to open it.
+    They are those of torchrun, so that scripts written for it run unchanged, and two of our own.
+    ``TORCHELASTIC_USE_AGENT_STORE`` tells torch that no rank has to open the store at
+    ``place.master``, since the launcher holds it.
     """
+    assert place.master is not None
+    assert place.job_id is not None
+    host, port = place.master
     return {
-        RUN_ID: run_id,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
+        RUN_ID: place.job_id,
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "GROUP_RANK": "0",
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": str(master[1]),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RUN_ID": place.job_id,
         "OMP_NUM_THREADS": str(num_threads),
-        **(gloo_environment() if local_world_size == world_size else {}),
+        **({} if place.store_path is None else {STORE: f"{port}:{place.store_path}"}),
+        **(gloo_environment() if place.on_one_host else {}),
     }
 
 
 def num_visible_gpus(environ: Mapping[str, str], num_gpus: int) -> int:
-    """How many of this host's ``num_gpus`` CUDA would show to a process."""
+    """How many of this host's ``num_gpus`` GPUs ``CUDA_VISIBLE_DEVICES`` leaves visible."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return num_gpus
@@ -146,16 +141,16 @@ def num_visible_gpus(environ: Mapping[str, str], num_gpus: int) -> int:
 
 
 def gloo_environment(interface: str | None = _LOOPBACK_INTERFACE) -> dict[str, str]:
-    """The variables that keep Gloo's sockets to one interface: loopback, if on one host."""
+    """The variables that keep Gloo's sockets to one interface, by default loopback."""
     return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
 
 
 def allocator_environment() -> dict[str, str]:
-    """The variables with which glibc keeps the memory of one step for the next.
+    """The variables with which glibc keeps freed memory for the next step.
 
-    Otherwise, by how memory happens to lie, it may give much of it back to the kernel in every step
-    and get it again, page by page, which takes up to a third of a step on the CPU. They have to be
-    there when a process begins. Other C libraries don't look at them.
+    By default, depending on the heap's layout, it may return much of it to the kernel in every
+    step and page it in again, which takes up to a third of a step on the CPU. The variables have
+    to be set before a process begins; other C libraries ignore them.
 
     Source: ``mallopt(3)``.
     """
@@ -179,33 +174,24 @@ def _from_torch_variables(environ: Mapping[str, str], starter: Starter) -> Place
         local_world_size=_number_or_none(environ, "LOCAL_WORLD_SIZE"),
         master=(environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")),
         job_id=environ.get(RUN_ID) or environ.get("TORCHELASTIC_RUN_ID"),
-        # What is started inside such a run, by torchrun say, has a port and a store of its own.
+        # A torchrun inside such a run inherits the variable, but has a port of its own.
         store_path=path if port == environ["MASTER_PORT"] else None,
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
-def _from_open_mpi(environ: Mapping[str, str]) -> Placement:
-    job_ids = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
+def _from_mpi(
+    environ: Mapping[str, str], starter: Starter, names: Sequence[str], job_ids: Sequence[str] = ()
+) -> Placement:
+    """The placement from variables for rank, world size, local rank and local world size."""
     return Placement(
-        Starter.OPEN_MPI,
-        rank=_number(environ, "OMPI_COMM_WORLD_RANK"),
-        world_size=_number(environ, "OMPI_COMM_WORLD_SIZE"),
-        local_rank=_number_or_none(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_world_size=_number_or_none(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        starter,
+        _number(environ, names[0]),
+        _number(environ, names[1]),
+        _number_or_none(environ, names[2]),
+        _number_or_none(environ, names[3]),
         master=_master(environ),
         job_id=next((environ[name] for name in job_ids if name in environ), None),
-    )
-
-
-def _from_mpich(environ: Mapping[str, str]) -> Placement:
-    return Placement(
-        Starter.MPICH,
-        rank=_number(environ, "PMI_RANK"),
-        world_size=_number(environ, "PMI_SIZE"),
-        local_rank=_number_or_none(environ, "MPI_LOCALRANKID"),
-        local_world_size=_number_or_none(environ, "MPI_LOCALNRANKS"),
-        master=_master(environ),
     )
 
 

@@ -1,9 +1,9 @@
-"""How the ranks find each other: a store that all of them reach, and a roll call.
+"""How the ranks meet: a store that all of them reach, and a roll call.
 
-On one host, a store is a file in memory, which no other user can open: that of ``lockstep run``
+On one host, the store is a file in memory, which no other user can open: that of ``lockstep run``
 or, under ``mpiexec`` and ``srun``, that of rank 0. Where an address is given, or there are several
-hosts, it is a port, held open by rank 0 or by the launcher's agent. Whoever reaches that can read
-and write all of it. So nothing that is read from a store is ever executed.
+hosts, the store is at a port, held open by rank 0 or by the launcher's agent. Whoever reaches the
+port can read and write all of the store, so nothing that is read from it is ever executed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,32 +28,31 @@ _LOOPBACK = "127.0.0.1"
 _RETRY_SECONDS = 0.05
 _SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
 
-# What MPI's daemons on each host are called; a rank is their child or grandchild.
+# Names of the processes that start MPI's ranks on a host, as their parent or grandparent.
 _MPI_DAEMONS = ("hydra_pmi_proxy", "orted", "prted", "orterun", "prterun", "mpiexec", "mpirun")
 
 
-# The stores that this process holds open, by address. A port can be listened on once, and a
-# process that calls init() again, after destroy_process_group(), is told the same port.
+# What this process holds open for later calls of init(), which are told the same address. The
+# stores at ports, since a port can be listened on once.
 _held_open: dict[tuple[str, int], dist.TCPStore] = {}
-# Likewise the files of stores, by path, and those that this process has made, by name.
+# The files of stores: this process's own by name, and others by path.
 _open_files: dict[str, int] = {}
-_created: dict[str, int] = {}
 
 
 def meet(place: Placement, timeout: timedelta) -> dist.Store:
     """Connect to the store of this run, opening it first if that is this rank's part.
 
-    Every rank calls it; it returns when this rank is connected, whoever else is there.
+    Every rank calls it; it returns when this rank is connected, and waits for no other rank.
 
     Raises:
         RendezvousFailed: If the store can't be reached within ``timeout``.
         InitError: If the starter told no way to find it.
     """
     if place.store_path is not None:
-        return _file_store(place.store_path, timeout)
+        return _file_store(_open_file(place.store_path), timeout)
     if place.master is not None:
         if place.rank != 0 or place.agent_hosts_store:
-            return _connect(place, timeout)
+            return _connect(place, place.master, timeout)
         if place.master not in _held_open:
             _held_open[place.master] = _open_store(place, *place.master, timeout)
         return _held_open[place.master]
@@ -68,7 +67,7 @@ def meet(place: Placement, timeout: timedelta) -> dist.Store:
 
 
 def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str) -> Sequence[str]:
-    """Wait until every rank is there and return what each one noted about itself.
+    """Wait until every rank has called this and return their notes, in the order of ranks.
 
     Raises:
         RendezvousFailed: Naming the ranks that have not come within ``timeout``.
@@ -79,7 +78,7 @@ def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str
         store.set(keys[place.rank], note)
         for key in keys:
             pause = _RETRY_SECONDS / 64
-            # Not store.wait(), in which no signal is heard.
+            # Not store.wait(), which handles no signals.
             while not store.check([key]):
                 if time.monotonic() > deadline:
                     raise RendezvousFailed(_who_is_missing(store, keys, place, timeout))
@@ -109,12 +108,12 @@ def _who_is_missing(
 def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """Hold the store open on this rank; on loopback, if that is where the ranks meet.
 
-    A TCPStore told 127.0.0.1 listens on every interface all the same. One that is handed a
-    socket does not. Shown by test_store_on_loopback_listens_nowhere_else.
+    A TCPStore told 127.0.0.1 listens on every interface all the same, unless it is handed a
+    socket. Shown by test_store_on_loopback_listens_nowhere_else.
     """
     listener = None
     try:
-        if _is_loopback(host):
+        if host == "localhost" or host.startswith("127."):
             listener = socket.create_server((host, port), backlog=max(128, place.world_size))
             port = listener.getsockname()[1]
         return dist.TCPStore(
@@ -134,9 +133,8 @@ def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> d
         ) from error
 
 
-def _connect(place: Placement, timeout: timedelta) -> dist.TCPStore:
-    assert place.master is not None
-    host, port = place.master
+def _connect(place: Placement, master: tuple[str, int], timeout: timedelta) -> dist.TCPStore:
+    host, port = master
     try:
         return dist.TCPStore(
             host, port, place.world_size, is_master=False, timeout=timeout, wait_for_workers=False
@@ -152,14 +150,17 @@ def _connect(place: Placement, timeout: timedelta) -> dist.TCPStore:
 def _meet_by_name(place: Placement, timeout: timedelta) -> dist.Store:
     """Find the store of rank 0, a file in its memory, among its open files.
 
-    A name that is bound or created can be taken first by another user, who then is asked, or
-    keeps the ranks apart. In the files of a process of one's own nobody else can put anything,
-    and nobody else can open them. They are gone when the process is, so a run that was killed
-    leaves nothing that a later one could mistake for its own.
+    Another user could take a bound or created name first, and then read the store or keep the
+    ranks apart. Nobody else can put or open anything among the open files of a user's process.
+    They are gone when the process is, so a run that was killed leaves nothing that a later one
+    could mistake for its own.
     """
     name = _name_of(place.job_id or _launching_process())
     if place.rank == 0:
-        return _file_store(_own_file(name), timeout)
+        if name not in _open_files:
+            # The process id distinguishes this file from those that its forks inherit.
+            _open_files[name] = os.memfd_create(f"{name}-{os.getpid()}")
+        return _file_store(_open_files[name], timeout)
     deadline = time.monotonic() + timeout.total_seconds()
     while (path := _file_of_rank_0(name)) is None:
         if time.monotonic() > deadline:
@@ -169,15 +170,11 @@ def _meet_by_name(place: Placement, timeout: timedelta) -> dist.Store:
                 "does it run as another user, or did it not call init()?"
             )
         time.sleep(_RETRY_SECONDS)
-    return _file_store(path, timeout)
+    return _file_store(_open_file(path), timeout)
 
 
-def _file_store(path: str, timeout: timedelta) -> dist.Store:
-    """The store in the file at ``path``, which is kept open until this process ends.
-
-    torch opens the file for each operation, so it is given a path that stays: the file's own
-    process may end first.
-    """
+def _open_file(path: str) -> int:
+    """The file at ``path``, which is kept open, since the process that made it may end first."""
     if path not in _open_files:
         try:
             _open_files[path] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -186,7 +183,12 @@ def _file_store(path: str, timeout: timedelta) -> dist.Store:
                 f"the store of the run, {path}, can't be opened: {error.strerror}. Its launcher, "
                 "or rank 0, has ended, or runs as another user."
             ) from error
-    store = dist.FileStore(f"/proc/self/fd/{_open_files[path]}", -1)  # -1: it isn't removed
+    return _open_files[path]
+
+
+def _file_store(descriptor: int, timeout: timedelta) -> dist.Store:
+    # torch opens the file by its path for each operation.
+    store = dist.FileStore(f"/proc/self/fd/{descriptor}", -1)  # -1: it isn't removed
     store.set_timeout(timeout)
     return store
 
@@ -195,48 +197,28 @@ def _name_of(job: str) -> str:
     return f"lockstep-{hashlib.sha256(job.encode()).hexdigest()}"
 
 
-def _own_file(name: str) -> str:
-    # The process is in the name, so that what it forks is not taken for it.
-    if name not in _created:
-        _created[name] = os.memfd_create(f"{name}-{os.getpid()}")
-    return f"/proc/{os.getpid()}/fd/{_created[name]}"
-
-
 def _file_of_rank_0(name: str) -> str | None:
-    for file in _files_of_processes():
-        wanted = f"/memfd:{name}-{file.parts[2]} (deleted)"
-        with contextlib.suppress(OSError):  # it was closed meanwhile
-            # Who may look into all processes must not take the file of a stranger.
-            if os.readlink(file) == wanted and file.stat().st_uid == os.geteuid():
-                return str(file)
+    for process in Path("/proc").glob("[0-9]*"):
+        wanted = f"/memfd:{name}-{process.name} (deleted)"
+        with contextlib.suppress(OSError):  # the process is another user's, or has ended
+            for file in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):  # it was closed meanwhile
+                    # Root can read all processes, but must not take the file of a stranger.
+                    if os.readlink(file) == wanted and file.stat().st_uid == os.geteuid():
+                        return str(file)
     return None
 
 
-def _files_of_processes() -> Iterator[Path]:
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it is another user's, or has ended
-            yield from (process / "fd").iterdir()
-
-
 def _launching_process() -> str:
-    """Name the MPI daemon above this process: its id, and when it started.
+    """The process id and start time of the MPI daemon above this process, or of its parent.
 
-    MPICH gives its jobs no name. The start time tells two processes with one id apart.
+    MPICH gives its jobs no name. The start time distinguishes processes that had the same id.
     """
-    pid = os.getppid()
-    ancestor = pid
-    while ancestor > 1:
-        command, parent = _command_and_parent(ancestor)
-        if command in _MPI_DAEMONS:
-            pid = ancestor
-            break
-        ancestor = parent
+    ancestor = os.getppid()
+    while ancestor > 1 and Path(f"/proc/{ancestor}/comm").read_text().strip() not in _MPI_DAEMONS:
+        ancestor = int(_stat_fields(ancestor)[1])
+    pid = ancestor if ancestor > 1 else os.getppid()
     return f"{pid}-{_stat_fields(pid)[19]}"
-
-
-def _command_and_parent(pid: int) -> tuple[str, int]:
-    command = Path(f"/proc/{pid}/comm").read_text().strip()
-    return command, int(_stat_fields(pid)[1])
 
 
 def _stat_fields(pid: int) -> list[str]:
@@ -256,15 +238,14 @@ def _meet_through_mpi(place: Placement, timeout: timedelta) -> dist.TCPStore:
     store = _open_store(place, socket.getfqdn(), 0, timeout) if place.rank == 0 else None
     address = (socket.getfqdn(), store.port) if store else None
     host, port = MPI.COMM_WORLD.bcast(address)
-    located = Placement(place.starter, place.rank, place.world_size, master=(host, port))
-    return store or _connect(located, timeout)
+    return store or _connect(place, (host, port), timeout)
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface from which this host reaches ``host``, if it can be told.
+    """The network interface from which this host reaches ``host``, or None if that is unknown.
 
-    Gloo would listen at the address that this host's own name stands for, which on many a
-    machine is 127.0.0.1, where nobody else can reach it. Shown by test_two_hosts_of_a_network.
+    Gloo would listen at the address of this host's own name, which on many a machine is
+    127.0.0.1, where no other host can reach it. Shown by test_two_hosts_of_a_network.
     """
     if sys.platform != "linux":
         return None
@@ -280,10 +261,6 @@ def interface_towards(host: str) -> str | None:
                 if answer[20:24] == own_address:
                     return name
     return None
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host.startswith("127.")
 
 
 def _first_line(error: Exception) -> str:

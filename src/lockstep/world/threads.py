@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: each has a place, and a World, of its own."""
+"""What ``init()`` knows of a rank: once in a process, or once in each thread that is a rank."""
 
 from __future__ import annotations
 
@@ -17,52 +17,53 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+
+@dataclass
+class RankContext:
+    """What ``init()`` knows of a rank."""
+
+    placement: Placement | None = None  # None for a process, whose environment tells it
+    store: dist.Store | None = None  # where the threads of a launch meet
+    num_inits: int = 0  # how often it has joined the others
+    world: World | None = None  # the last result of init(), of the group that was default then
+
+    def new_prefix(self) -> str:
+        """A prefix for keys in a store, which outlives the groups whose ranks meet there."""
+        self.num_inits += 1
+        return f"lockstep/init/{self.num_inits}"
+
+
+_of_process = RankContext()
 _of_thread = threading.local()
 
 
-@dataclass
-class ThreadPlace:
-    """What ``init()`` goes by in such a thread, where another process has its environment.
-
-    Attributes:
-        placement: Which rank it is.
-        store: Where all ranks of the launch meet.
-        num_inits: How often it has joined them.
-        world: What ``init()`` returned last.
-    """
-
-    placement: Placement
-    store: dist.Store
-    num_inits: int = 0
-    world: World | None = None
-
-
-def place_of_this_thread() -> ThreadPlace | None:
-    """The place that this thread has as a rank, or None if it isn't one."""
-    return getattr(_of_thread, "place", None)
+def this_rank() -> RankContext:
+    """The context of this thread if it is a rank, else that of the process."""
+    return getattr(_of_thread, "context", _of_process)
 
 
 @contextmanager
-def in_place(placement: Placement, store: dist.Store) -> Iterator[None]:
-    """Have ``init()`` in this thread join the others of ``store`` as the rank that is given."""
-    _of_thread.place = ThreadPlace(placement, store)
-    try:
+def as_rank(placement: Placement, store: dist.Store) -> Iterator[None]:
+    """Let ``init()`` in this thread join the others at ``store`` as the rank of ``placement``."""
+    with _using(RankContext(placement, store)):
         yield
-    finally:
-        del _of_thread.place
 
 
 def of_this_place(target: Callable[[], T]) -> Callable[[], T]:
-    """Let ``target``, which another thread runs, have the place of this one."""
-    place = place_of_this_thread()
-    if place is None:
-        return target
+    """Let ``target``, which another thread runs, have the context of this thread's rank."""
+    context = this_rank()
 
     def run() -> T:
-        _of_thread.place = place
-        try:
+        with _using(context):
             return target()
-        finally:
-            del _of_thread.place
 
-    return run
+    return run if context is not _of_process else target
+
+
+@contextmanager
+def _using(context: RankContext) -> Iterator[None]:
+    _of_thread.context = context
+    try:
+        yield
+    finally:
+        del _of_thread.context

@@ -1,4 +1,4 @@
-"""``init()``: join the other ranks, whatever started them, and say who this one is."""
+"""``init()``: join the other ranks, whatever started them, and return this one's World."""
 
 from __future__ import annotations
 
@@ -6,44 +6,42 @@ import atexit
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from lockstep.arguments import as_device, check_process_group, check_type
-from lockstep.comm.backends import THREADS, register_backends
-from lockstep.errors import (
-    BackendUnavailable,
-    ContradictoryInit,
-    InitError,
-    SharedMemoryFull,
-)
+from lockstep.comm.backends import SHM, THREADS, register_backends
+from lockstep.errors import BackendUnavailable, ContradictoryInit, InitError, SharedMemoryFull
 from lockstep.torch_private import _get_default_store
-from lockstep.world.device import GLOO, choose_backend, choose_device
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
 from lockstep.world.rendezvous import interface_towards, meet, roll_call
-from lockstep.world.threads import ThreadPlace, place_of_this_thread
+from lockstep.world.threads import RankContext, this_rank
 
 _log = logging.getLogger("lockstep")
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+GLOO = "gloo"
+NCCL_AND_GLOO = "cpu:gloo,cuda:nccl"
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others.
+    """This rank among the others.
 
     Attributes:
         rank: Its number, from 0 to ``world_size - 1``.
-        world_size: How many ranks there are.
+        world_size: The number of ranks.
         local_rank: Its number among the ranks on this host.
-        local_world_size: How many ranks there are on this host.
+        local_world_size: The number of ranks on this host.
         device: Where this rank computes.
-        process_group: What it communicates through; None for a rank that is alone.
+        process_group: The group of all ranks; None for a rank that is alone.
         starter: What started it.
     """
 
@@ -56,10 +54,12 @@ class World:
     starter: Starter
 
 
-# torch.distributed has one default group in a process, and so there is one World. It is only
-# believed while that group is still the one it was made from: see _still_current.
-_current: World | None = None
-_num_inits = 0
+class _Wanted(NamedTuple):
+    """The arguments of ``init()``."""
+
+    backend: str | None
+    device: torch.device | None
+    timeout: timedelta
 
 
 def init(
@@ -94,36 +94,42 @@ def init(
         ContradictoryInit: If ``init()`` was called before, for something else.
         InitError: If the starter's environment variables make no sense.
     """
-    global _current
-    wanted = as_device("device", device) if device is not None else None
+    checked_device = as_device("device", device) if device is not None else None
     check_type("backend", backend, str | None, "the name of a backend, such as 'gloo'")
     register_backends()
     _check_backend(backend)
-    timeout = _checked_timeout(timeout)
-    if (here := place_of_this_thread()) is not None:
-        return _init_in_thread(here, backend, wanted, timeout)
-    if _current is not None and _still_current(_current):
-        _check_same(_current, backend, wanted)
-        return _current
+    wanted = _Wanted(backend, checked_device, _checked_timeout(timeout))
+    rank = this_rank()
+    if rank.world is None or not _still_current(rank.world):
+        rank.world = _new_world(rank, wanted)
+    _check_same(rank.world, wanted)
+    return rank.world
+
+
+def _new_world(rank: RankContext, wanted: _Wanted) -> World:
+    if rank.placement is not None:
+        return _join_threads(rank, rank.placement, wanted)
     if dist.is_initialized():
-        _current = _from_existing_group(wanted, timeout)
-        _check_same(_current, backend, wanted)
-        return _current
+        return _from_existing_group(wanted)
     place = detect(os.environ)
-    if place.starter is Starter.NOTHING:
-        chosen = wanted or choose_device(0, 1, _num_cuda_devices(), False)
-        _use(chosen)
-        _current = World(0, 1, 0, 1, chosen, None, place.starter)
-    else:
-        _current = _join(place, backend, wanted, timeout)
-    return _current
+    if place.starter is not Starter.NOTHING:
+        return _join(rank, place, wanted)
+    device = wanted.device or choose_device(0, 1, _num_cuda_devices(), False)
+    _use(device)
+    return _world(place, 0, 1, device)
+
+
+def _world(place: Placement, local_rank: int, local_world_size: int, device: torch.device) -> World:
+    group = dist.group.WORLD if dist.is_initialized() else None
+    rank, size = place.rank, place.world_size
+    return World(rank, size, local_rank, local_world_size, device, group, place.starter)
 
 
 def group_or_all(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """``process_group`` or, if it is None, the group of all ranks, which a lone rank hasn't.
+    """``process_group`` or, if it is None, the group of all ranks: None if this rank is alone.
 
     Raises:
-        TypeError: If it is something else than a process group.
+        TypeError: If it is neither None nor a process group.
     """
     if process_group is None:
         return init().process_group
@@ -143,26 +149,25 @@ def _checked_timeout(timeout: timedelta | None) -> timedelta:
     return timeout
 
 
-def _init_in_thread(
-    here: ThreadPlace, backend: str | None, device: torch.device | None, timeout: timedelta
-) -> World:
-    if here.world is None or not _still_current(here.world):
-        place, chosen = here.placement, device or torch.device("cpu")
-        if not dist.is_initialized():
-            here.num_inits += 1
-            store = dist.PrefixStore(f"lockstep/init/{here.num_inits}", here.store)
-            _create_group(backend or THREADS, store, place, chosen, timeout)
-        here.world = World(
-            place.rank,
-            place.world_size,
-            place.rank,
-            place.world_size,
-            chosen,
-            dist.group.WORLD,
-            place.starter,
-        )
-    _check_same(here.world, backend, device)
-    return here.world
+def choose_device(
+    local_rank: int, local_world_size: int, num_devices: int, one_device_per_task: bool
+) -> torch.device:
+    """A GPU of its own for each rank of the host, or the CPU for all of them."""
+    if one_device_per_task and num_devices == 1:
+        return torch.device("cuda", 0)
+    if num_devices >= local_world_size:
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def choose_backend(device: torch.device) -> str:
+    """NCCL for tensors on a GPU and Gloo for those on the CPU, which every model has some of.
+
+    Without GPUs, ranks of one host share memory where the system lets them: on Linux.
+    """
+    if device.type == "cuda":
+        return NCCL_AND_GLOO
+    return SHM if sys.platform == "linux" else GLOO
 
 
 def _use(device: torch.device) -> None:
@@ -191,24 +196,24 @@ def _still_current(world: World) -> bool:
     return dist.is_initialized() and dist.group.WORLD is world.process_group
 
 
-def _check_same(world: World, backend: str | None, device: torch.device | None) -> None:
-    if device is not None and not _same_device(device, world.device):
+def _check_same(world: World, wanted: _Wanted) -> None:
+    backend, device, _ = wanted
+    there = world.device
+    if device is not None and (
+        device.type != there.type or device.index not in (None, there.index)
+    ):
         raise ContradictoryInit(
             f"init(device={str(device)!r}) was called on rank {world.rank}, but this rank already "
-            f"computes on {world.device}. Call init() once, with all you want of it."
+            f"computes on {there}. Call init() once, with all you want of it."
         )
     if backend is None or world.process_group is None:
         return
-    there = dist.get_backend_config(world.process_group)
-    if _backend_map(backend) != _backend_map(str(there)):
+    used = str(dist.get_backend_config(world.process_group))
+    if _backend_map(backend) != _backend_map(used):
         raise ContradictoryInit(
             f"init(backend={backend!r}) was called on rank {world.rank}, but its process group "
-            f"already uses {str(there)!r}. Call init() once, with all you want of it."
+            f"already uses {used!r}. Call init() once, with all you want of it."
         )
-
-
-def _same_device(asked: torch.device, there: torch.device) -> bool:
-    return asked.type == there.type and asked.index in (None, there.index)
 
 
 def _backend_map(backend: str) -> dict[str, str]:
@@ -219,45 +224,40 @@ def _num_cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _join(
-    place: Placement, backend: str | None, device: torch.device | None, timeout: timedelta
-) -> World:
-    # In the environment for the children too: what this process starts is on the same host.
-    for name, value in _gloo_environment(place).items():
+def _join_threads(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
+    device = wanted.device or torch.device("cpu")
+    if not dist.is_initialized():
+        assert rank.store is not None
+        store = dist.PrefixStore(rank.new_prefix(), rank.store)
+        _create_group(wanted.backend or THREADS, store, place, device, wanted.timeout)
+    return _world(place, place.rank, place.world_size, device)
+
+
+def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
+    backend, device, timeout = wanted
+    variables: dict[str, str] = {}
+    if place.on_one_host:
+        variables = gloo_environment()
+    elif place.master is not None:
+        variables = gloo_environment(interface_towards(place.master[0]))
+    # In the environment for the children too, which are on the same host.
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
-    store = dist.PrefixStore(_new_prefix(), meet(place, timeout))
+    store = dist.PrefixStore(rank.new_prefix(), meet(place, timeout))
     hosts = roll_call(store, place, timeout, note=socket.gethostname())
-    local_rank, local_world_size = _place_on_host(place, hosts)
-    device = device or choose_device(
-        local_rank, local_world_size, _num_cuda_devices(), place.one_device_per_task
-    )
+    local = _place_on_host(place, hosts)
+    device = device or choose_device(*local, _num_cuda_devices(), place.one_device_per_task)
     _use(device)
     if backend is None:
         _create_default_group(store, place, device, timeout)
     else:
         _create_group(backend, store, place, device, timeout)
     atexit.register(_leave)
-    group = dist.group.WORLD
-    return World(
-        place.rank, place.world_size, local_rank, local_world_size, device, group, place.starter
-    )
-
-
-def _gloo_environment(place: Placement) -> dict[str, str]:
-    if place.on_one_host:
-        return gloo_environment()
-    return gloo_environment(interface_towards(place.master[0])) if place.master else {}
-
-
-def _new_prefix() -> str:
-    """A store outlives a group: what one init() leaves there must not mislead a second one."""
-    global _num_inits
-    _num_inits += 1
-    return f"lockstep/init/{_num_inits}"
+    return _world(place, *local, device)
 
 
 def _place_on_host(place: Placement, hosts: Sequence[str]) -> tuple[int, int]:
-    """The local rank and world size: what the starter told, else from the names of the hosts."""
+    """The local rank and world size, from the starter or else from the names of the hosts."""
     if place.local_rank is not None and place.local_world_size is not None:
         return place.local_rank, place.local_world_size
     here = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
@@ -267,7 +267,7 @@ def _place_on_host(place: Placement, hosts: Sequence[str]) -> tuple[int, int]:
 def _create_default_group(
     store: dist.Store, place: Placement, device: torch.device, timeout: timedelta
 ) -> None:
-    """Create the group with the backend that suits ``device``; with Gloo, if that fails."""
+    """Create the group with the backend for ``device`` or, if that fails on any rank, with Gloo."""
     backend = choose_backend(device)
     if backend == GLOO:
         _create_group(backend, store, place, device, timeout)
@@ -277,8 +277,8 @@ def _create_default_group(
         _create_group(backend, dist.PrefixStore("first", store), place, device, timeout)
     except BackendUnavailable as error:
         trouble = f"on rank {place.rank}: {error}"
-    # Either all ranks use it or none does: a rank that alone went on with Gloo would wait
-    # there for ever. So each tells how it went, and all look at the same list.
+    # All ranks use the backend or none does: a rank that alone went on with Gloo would wait
+    # there for ever. So all ranks look at the same list of what went wrong.
     troubles = roll_call(dist.PrefixStore("went", store), place, timeout, note=trouble)
     first_trouble = next(filter(None, troubles), None)
     if first_trouble is None:
@@ -293,7 +293,7 @@ def _create_default_group(
 def _create_group(
     backend: str, store: dist.Store, place: Placement, device: torch.device, timeout: timedelta
 ) -> None:
-    # With a device NCCL connects now, so that what is wrong with it is known now.
+    # With a device NCCL connects now, so that it fails here if it can't be used.
     connect_now = device if "nccl" in backend and device.type == "cuda" else None
     try:
         dist.init_process_group(
@@ -314,39 +314,34 @@ def _create_group(
         ) from error
 
 
-def _from_existing_group(device: torch.device | None, timeout: timedelta) -> World:
+def _from_existing_group(wanted: _Wanted) -> World:
     group = dist.group.WORLD
     assert group is not None
     told = _told_of(group)
     place = Placement(Starter.PROCESS_GROUP, group.rank(), group.size(), None, None)
-    # Whatever a rank is told by its own environment, it calls the roll: the environments may
-    # differ, and a rank that went on alone would leave the others waiting. What they were told
-    # counts if all were told.
+    # Environments may differ: a rank that did without the roll call, by its own, would leave the
+    # others waiting. Local ranks from the environment count if all ranks have them.
     local = f"{told.local_rank}/{told.local_world_size}"
     note = f"{local if 'None' not in local else ''} {socket.gethostname()}"
     store = _get_default_store()
     number = store.add(f"lockstep/inits/{place.rank}", 1)  # the store may outlive the group
-    notes = roll_call(dist.PrefixStore(f"lockstep/roll/{number}", store), place, timeout, note)
+    store = dist.PrefixStore(f"lockstep/roll/{number}", store)
+    notes = roll_call(store, place, wanted.timeout, note)
     if all(note.partition(" ")[0] for note in notes):
         place = replace(place, local_rank=told.local_rank, local_world_size=told.local_world_size)
-    hosts = [note.partition(" ")[2] for note in notes]
-    local_rank, local_world_size = _place_on_host(place, hosts)
+    local_place = _place_on_host(place, [note.partition(" ")[2] for note in notes])
     carries_cuda = "cuda" in _backend_map(str(dist.get_backend_config(group)))
     num_devices = _num_cuda_devices() if carries_cuda else 0
-    device = device or choose_device(
-        local_rank, local_world_size, num_devices, told.one_device_per_task
-    )
-    return World(
-        place.rank, place.world_size, local_rank, local_world_size, device, group, place.starter
-    )
+    device = wanted.device or choose_device(*local_place, num_devices, told.one_device_per_task)
+    return _world(place, *local_place, device)
 
 
 def _told_of(group: dist.ProcessGroup) -> Placement:
-    """What the environment says of this rank's place in ``group``; nothing if it is of another."""
+    """The placement by the environment, if that is of ``group``'s rank and size."""
     nothing = Placement(Starter.NOTHING, local_rank=None, local_world_size=None)
     try:
         told = detect(os.environ)
-    except InitError:  # then it isn't what made the group
+    except InitError:  # the group was made otherwise
         return nothing
     return told if (told.rank, told.world_size) == (group.rank(), group.size()) else nothing
 
@@ -354,8 +349,8 @@ def _told_of(group: dist.ProcessGroup) -> Placement:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-        # One of Gloo's threads may be about to let go of the last collective's tensor, for which
-        # it wants the interpreter lock. Should it find the interpreter shutting down, it takes
-        # the process with it ("terminate called without an active exception"): one run in
-        # ten. It needs microseconds; sleeping gives it the lock.
+        # One of Gloo's threads may be about to release the last collective's tensor, for which
+        # it needs the interpreter lock. If the interpreter is shutting down by then, that ends
+        # the process ("terminate called without an active exception"), in one run of ten. It
+        # takes microseconds; sleeping gives it the lock.
         time.sleep(0.02)

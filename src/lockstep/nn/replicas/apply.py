@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lockstep.nn.arguments import Device
+from lockstep.arguments import Device
 from lockstep.nn.replicas.devices import as_device
 from lockstep.nn.replicas.meeting import attending
 from lockstep.nn.replicas.nested import leaves

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lockstep.arguments import Device
 from lockstep.comm.uncompiled import uncompiled
-from lockstep.nn.arguments import Device
 from lockstep.nn.replicas.apply import parallel_apply
 from lockstep.nn.replicas.devices import as_device, as_devices, as_dim
 from lockstep.nn.replicas.gather import gather

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from lockstep.nn.arguments import Device
+from lockstep.arguments import Device
 
 
 def as_device(device: Device, name: str) -> torch.device:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.nn.arguments import Device
+from lockstep.arguments import Device
 from lockstep.nn.replicas import packed
 from lockstep.nn.replicas.devices import as_device, as_dim, move
 from lockstep.nn.replicas.meeting import is_one, mark_as_one, this_seat

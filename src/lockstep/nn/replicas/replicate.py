@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 import torch
 from torch import nn
 
-from lockstep.nn.arguments import Device
+from lockstep.arguments import Device
 from lockstep.nn.replicas.devices import as_devices
 from lockstep.nn.replicas.tables import as_table, tables_in
 from lockstep.nn.replicas.twins import Twin, check_module, check_shapes, own_tensors

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar, cast, overload
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.nn.arguments import Device
+from lockstep.arguments import Device
 from lockstep.nn.replicas import packed
 from lockstep.nn.replicas.devices import as_devices, as_dim, move
 from lockstep.nn.replicas.nested import Path, children, leaves, like, name_of

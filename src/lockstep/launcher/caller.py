@@ -1,4 +1,7 @@
-"""``launch(fn)``: call a function on new ranks, from a script, a notebook or a test."""
+"""``launch(fn)``: call a function on new ranks, from a script, a notebook or a test.
+
+The file isn't called ``launch``: once imported, it would hide the function in the package.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,30 @@ import os
 import pickle
 import selectors
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Literal, TextIO, TypeVar
+from typing import Literal, TextIO, TypeVar
 
 from lockstep.errors import BadLaunch, LaunchError, RankFailed
-from lockstep.launcher.handover import (
-    Descriptors,
-    Outcome,
-    job_file,
-    supervisor_command,
-    supervisor_environment,
-)
+from lockstep.launcher.failures import Outcome
 from lockstep.launcher.job import (
     Call,
+    Caller,
     Job,
     check_num_ranks,
     check_num_threads,
     default_num_threads,
 )
 from lockstep.launcher.processes import flush_standard_streams
+from lockstep.launcher.run import supervisor_command, supervisor_environment, write_job
 
 Result = TypeVar("Result")
 _READ_BYTES = 1 << 16
-_PATIENCE_SECONDS = 10.0  # longer than the supervisor takes for ranks that don't want to end
+_PATIENCE_SECONDS = 10.0  # longer than the supervisor takes to kill ranks that don't end
 
 
 def launch(
@@ -101,11 +102,23 @@ def launch(
     num_ranks = check_num_ranks(nprocs)
     threads = default_num_threads(num_ranks) if num_threads is None else num_threads
     threads = check_num_threads(threads)
-    _check_callable(fn)
+    if not callable(fn):
+        raise BadLaunch(
+            f"launch() was given a {type(fn).__name__} to call: {fn!r}. Give it a function that "
+            "takes the world, and pass the function's other arguments as args=(...)."
+        )
     if ranks == "threads":
-        return _launch_threads(fn, args, num_ranks, threads, log_dir)
+        # Not before it is needed: it imports torch.
+        from lockstep.launcher.threads import run_threads
+
+        if log_dir is not None:
+            raise BadLaunch(
+                "Ranks that are threads write to the caller's own streams, so their output can't "
+                "be kept in log_dir. Leave it out, or use ranks='processes'."
+            )
+        return run_threads(fn, args, num_ranks, threads)
     job = Job(
-        _call(fn, args),
+        _pickled_call(fn, args),
         num_ranks,
         threads,
         log_dir=None if log_dir is None else os.fspath(Path(log_dir).absolute()),
@@ -114,53 +127,10 @@ def launch(
     outcome = _run(job)
     if outcome.exit_status == 0:
         return [pickle.loads(result) for result in outcome.results]
-    raise _error(outcome)
-
-
-def _check_callable(fn: object) -> None:
-    if not callable(fn):
-        raise BadLaunch(
-            f"launch() was given a {type(fn).__name__} to call: {fn!r}. Give it a function that "
-            "takes the world, and pass the function's other arguments as args=(...)."
-        )
-
-
-def _launch_threads(
-    fn: Callable[..., Result],
-    args: Sequence[object],
-    num_ranks: int,
-    num_threads: int,
-    log_dir: str | os.PathLike[str] | None,
-) -> list[Result]:
-    # Not before it is needed: it imports torch.
-    from lockstep.launcher.threads import run_threads
-
-    if log_dir is not None:
-        raise BadLaunch(
-            "Ranks that are threads write to the caller's own streams, so their output can't be "
-            "kept in log_dir. Leave it out, or use ranks='processes'."
-        )
-    return run_threads(fn, args, num_ranks, num_threads)
-
-
-def _call(fn: Callable[..., object], args: Sequence[object]) -> Call:
-    import cloudpickle
-
-    name = getattr(fn, "__qualname__", type(fn).__qualname__)
-    try:
-        return Call(cloudpickle.dumps((fn, tuple(args))), name)
-    except Exception as error:  # what is pickled raises what it likes
-        raise BadLaunch(
-            f"{name} and its arguments can't be sent to other processes: {error}. Open files, "
-            "locks, sockets and generators can't be pickled: make them inside the function."
-        ) from error
-
-
-def _error(outcome: Outcome) -> LaunchError:
     message = outcome.message or f"The ranks ended with exit code {outcome.exit_status}."
     if outcome.rank is None:
-        return LaunchError(message)
-    return RankFailed(
+        raise LaunchError(message)
+    raise RankFailed(
         message,
         rank=outcome.rank,
         exit_code=outcome.exit_code,
@@ -169,60 +139,69 @@ def _error(outcome: Outcome) -> LaunchError:
     )
 
 
-def _run(job: Job) -> Outcome:
-    """Run ``job`` in a supervisor, copy its output, and return what came of it."""
-    lifeline, outcome = os.pipe(), os.pipe()
-    descriptors = Descriptors(job_file(job), lifeline[0], outcome[1])
-    given = (descriptors.job, *descriptors.after_job())
-    piped = subprocess.PIPE if job.labelled else None
-    flush_standard_streams()
+def _pickled_call(fn: Callable[..., object], args: Sequence[object]) -> Call:
+    import cloudpickle
+
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
     try:
-        supervisor = subprocess.Popen(
-            supervisor_command(descriptors),
-            stdin=subprocess.DEVNULL,
-            stdout=piped,
-            stderr=piped,
-            env=supervisor_environment(os.environ, job),
-            pass_fds=given,
-            # Ctrl-C is for the caller to handle, who may be more than a launcher.
-            start_new_session=True,
-        )
-    except OSError as error:
-        os.close(outcome[0])
-        raise LaunchError(f"{sys.executable} can't be started: {error.strerror}.") from error
-    finally:
-        for descriptor in given:
-            os.close(descriptor)
-    with open(lifeline[1], "wb"), open(outcome[0], "rb") as answer, _ended(supervisor):
-        answered = _copy_until_end(supervisor, answer)
-    if not answered:
+        return Call(cloudpickle.dumps((fn, tuple(args))), name)
+    except Exception as error:  # objects raise all kinds of errors when they are pickled
+        raise BadLaunch(
+            f"{name} and its arguments can't be sent to other processes: {error}. Open files, "
+            "locks, sockets and generators can't be pickled: make them inside the function."
+        ) from error
+
+
+def _run(job: Job) -> Outcome:
+    """Run ``job`` in a supervisor, copy its output, and return its outcome."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            job = replace(job, caller=Caller(os.getpid(), theirs.fileno()))
+            supervisor = _start_supervisor(job, theirs.fileno())
+        try:
+            answer = _copy_until_end(supervisor, ours)
+        except BaseException as error:
+            # Errors other than Ctrl-C come from the caller's output streams.
+            interrupted = isinstance(error, KeyboardInterrupt)
+            supervisor.send_signal(signal.SIGINT if interrupted else signal.SIGTERM)
+            _close_output(supervisor)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                supervisor.wait(_PATIENCE_SECONDS)
+            supervisor.kill()  # its guardian then ends the ranks
+            raise
+        finally:
+            _close_output(supervisor)
+            supervisor.wait()
+    if not answer:
         raise LaunchError(
             "The process that starts and watches the ranks ended with exit code "
             f"{supervisor.returncode} and without a word. Its output, above, may tell why; if "
             "it is -9, it was killed, and the ranks with it."
         )
-    result = pickle.loads(answered)
-    assert isinstance(result, Outcome)
-    return result
+    outcome = pickle.loads(answer)
+    assert isinstance(outcome, Outcome)
+    return outcome
 
 
-@contextlib.contextmanager
-def _ended(supervisor: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Wait for the supervisor in the end, and end it if the block is left by an exception."""
+def _start_supervisor(job: Job, connection: int) -> subprocess.Popen[bytes]:
+    descriptor = write_job(job)
+    output = subprocess.PIPE if job.labelled else None
+    flush_standard_streams()
     try:
-        yield
-    except BaseException as error:
-        # What isn't Ctrl-C is whatever an output stream of the caller's raised.
-        interrupted = isinstance(error, KeyboardInterrupt)
-        supervisor.send_signal(signal.SIGINT if interrupted else signal.SIGTERM)
-        _close_output(supervisor)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            supervisor.wait(_PATIENCE_SECONDS)
-        supervisor.kill()  # its guardian then ends the ranks
-        raise
+        return subprocess.Popen(
+            supervisor_command(descriptor),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=supervisor_environment(job),
+            pass_fds=(descriptor, connection),
+            start_new_session=True,  # Ctrl-C is the caller's to handle
+        )
+    except OSError as error:
+        raise LaunchError(f"{sys.executable} can't be started: {error.strerror}.") from error
     finally:
-        _close_output(supervisor)
-        supervisor.wait()
+        os.close(descriptor)
 
 
 def _close_output(supervisor: subprocess.Popen[bytes]) -> None:
@@ -231,11 +210,11 @@ def _close_output(supervisor: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
-def _copy_until_end(supervisor: subprocess.Popen[bytes], answer: IO[bytes]) -> bytes:
+def _copy_until_end(supervisor: subprocess.Popen[bytes], connection: socket.socket) -> bytes:
     """Copy the supervisor's output to ``sys.stdout`` and ``sys.stderr``; return its answer."""
-    answered = bytearray()
+    answer = bytearray()
     with selectors.DefaultSelector() as selector:
-        selector.register(answer, selectors.EVENT_READ, answered.extend)
+        selector.register(connection, selectors.EVENT_READ, answer.extend)
         for pipe, stream in ((supervisor.stdout, sys.stdout), (supervisor.stderr, sys.stderr)):
             if pipe is not None:
                 selector.register(pipe, selectors.EVENT_READ, _writer(stream))
@@ -245,7 +224,7 @@ def _copy_until_end(supervisor: subprocess.Popen[bytes], answer: IO[bytes]) -> b
                 key.data(data)
                 if not data:
                     selector.unregister(key.fileobj)
-    return bytes(answered)
+    return bytes(answer)
 
 
 def _writer(stream: TextIO) -> Callable[[bytes], None]:

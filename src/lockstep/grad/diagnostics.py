@@ -1,0 +1,127 @@
+"""Errors and log messages about gradients that can't be reduced, or need not be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import explained, global_rank, is_from_group
+from lockstep.errors import CollectiveFailed, LateGradient
+
+_log = logging.getLogger(__name__)
+
+# In how many first backwards the gradients have to be equal on all ranks: in one they may be by
+# coincidence, as with a loss that doesn't depend on the input.
+_NUM_SAME_BACKWARDS = 3
+# About how many elements of each bucket are compared.
+_SAMPLE_NUMEL = 1024
+
+
+@contextmanager
+def naming(names: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Add to errors of collectives that the gradients of ``names`` were being reduced."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Any other error is the communication hook's own.
+        if not is_from_group(error) and not isinstance(error, CollectiveFailed):
+            raise
+        failed = explained(group, "all_reduce", error)
+        failed.add_note(f"This was the all-reduce of the gradients of {names}.")
+        if failed is error:
+            raise
+        raise failed from error
+
+
+def late_gradient(name: str) -> LateGradient:
+    """Return the error of a gradient that came after its bucket was sent."""
+    return LateGradient(
+        f"{name!r} got a gradient in a backward that had already sent the one before, so the mean "
+        "over the ranks would be wrong. A backward inside of a backward does that, such as "
+        "checkpoint(..., use_reentrant=True) on shared weights; use_reentrant=False does not. "
+        "Repeat the step: from now on gradients are sent when a backward is over."
+    )
+
+
+def failed_elsewhere(num_failed: int, ranks: int, group: dist.ProcessGroup) -> CollectiveFailed:
+    """Return the error of a rank whose backward succeeded while others' failed.
+
+    Args:
+        num_failed: The number of ranks on which it failed.
+        ranks: The sum of their ranks in ``group``.
+        group: The process group.
+    """
+    who = f"rank {global_rank(group, ranks)}" if num_failed == 1 else f"{num_failed} other ranks"
+    here = global_rank(group, group.rank())
+    return CollectiveFailed(
+        f"A backward failed on {who}, so that the gradients of this step, on rank {here}, would "
+        "lack a part, and are lost. Look at what that rank wrote. To go on without the step, catch "
+        "the error on every rank."
+    )
+
+
+def log_unused(names: Sequence[str]) -> None:
+    """Log that no rank has used these parameters."""
+    _log.info(
+        "No rank used these parameters in this backward, so their gradients stay as they are: %s. "
+        "(This is said once.)",
+        ", ".join(names),
+    )
+
+
+class SameGradients:
+    """Warns if all ranks have the same gradients, as they do without a distributed sampler.
+
+    In the first few backwards this rank's gradients are compared with the mean over all ranks. If
+    they are equal, so are those of all other ranks. That needs no collective.
+
+    Attributes:
+        is_looking: Whether further backwards are to be compared.
+    """
+
+    def __init__(self) -> None:
+        self.is_looking = True
+        self._num_equal = 0
+        self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(self, gradients: torch.Tensor, factor: int) -> None:
+        """Keep some of the gradients of a bucket, flat, which will be reduced in place.
+
+        Args:
+            gradients: This rank's part of the sum or mean.
+            factor: The factor by which reduction multiplies gradients that all ranks share.
+        """
+        if gradients.numel():
+            sample = gradients[:: max(1, gradients.numel() // _SAMPLE_NUMEL)]
+            self._samples.append((sample, sample * factor))
+
+    def drop(self) -> None:
+        """Drop the kept gradients: their backward has failed."""
+        self._samples = []
+
+    def compare(self, *, is_rank_0: bool) -> None:
+        """Compare the kept gradients with the reduced ones; rank 0 warns."""
+        samples = [(r, e) for r, e in self._samples if bool(e.any()) and bool(e.isfinite().all())]
+        self._samples = []
+        if not samples:
+            return
+        # Scaling by a third, and adding up, rounds.
+        self.is_looking = all(
+            torch.allclose(reduced, expected, rtol=4 * torch.finfo(reduced.dtype).eps, atol=0)
+            for reduced, expected in samples
+        )
+        self._num_equal += self.is_looking
+        if self.is_looking and self._num_equal == _NUM_SAME_BACKWARDS:
+            self.is_looking = False
+            if is_rank_0:
+                _log.warning(
+                    "In each of the first %s backwards all ranks had the same gradients, so they "
+                    "seem to train on the same samples, each doing the work of all. Give each its "
+                    "part: lockstep.partition(dataset)[rank], or torch's DistributedSampler. (This "
+                    "is said once.)",
+                    _NUM_SAME_BACKWARDS,
+                )

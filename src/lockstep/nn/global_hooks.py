@@ -1,0 +1,279 @@
+"""torch's global hooks: on changes of parallel models, and on the steps of optimizers.
+
+torch calls registration hooks when a parameter or a module is put into a module. They mark the
+engine of that model as stale, and before the next forward of any part of it the engine is
+refreshed. Between changes this costs nothing.
+
+Before an optimizer steps, a rank joins backwards in which it had no gradient: if its loss touches
+no parameter of a model, none of the model's hooks runs, so it can't know of the other ranks'
+backward before. But no rank steps without the gradients of all.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.comm.uncompiled import uncompiled
+from lockstep.errors import AlreadyParallel, ModelError
+from lockstep.nn.engine import Engine
+from lockstep.nn.wrapper import Wrapper
+
+_log = logging.getLogger(__name__)
+
+# Bound early, as ours may be put in its place.
+_TorchDDP = nn.parallel.DistributedDataParallel
+# The file of the function that torch puts around every optimizer's step().
+_STEPS_IN = sys.modules[Optimizer.__module__].__file__
+
+# Ranks may be threads, and a set that another thread changes can't be iterated over.
+_lock = threading.RLock()
+# In the order in which they were made.
+_engines: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()
+# The engines of each module's parameters.
+_engines_of: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Engine]] = (
+    weakref.WeakKeyDictionary()
+)
+# How often an engine was watched or unwatched.
+_num_changes = 0
+# The global hooks that are hung, by the function that hangs them.
+_handles: dict[object, RemovableHandle] = {}
+# By the forms of their parameters, the class names of models that are or were parallel; None where
+# one has been asked for.
+_names_by_form: dict[frozenset[tuple[object, int]], str | None] = {}
+
+
+def watch(engine: Engine) -> None:
+    """Notice changes of the modules of ``engine``, and steps of their optimizers."""
+    global _num_changes
+    with _lock:
+        _hang(hooks.register_module_parameter_registration_hook, _registered)
+        _hang(hooks.register_module_module_registration_hook, _registered)
+        _hang(hooks.register_module_buffer_registration_hook, _registered)
+        _hang(register_optimizer_step_pre_hook, _before_step)
+        rpc = sys.modules.get("torch.distributed.rpc.api")
+        if rpc is not None and rpc._is_current_rpc_agent_set():
+            _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
+        _engines[engine] = None
+        _num_changes += 1
+        if engine.module is not None:
+            _watch_parts(engine, engine.module)
+            _names_by_form.setdefault(_form_of(engine.parameters), type(engine.module).__name__)
+
+
+def unwatch(engine: Engine) -> None:
+    """Ignore changes and steps of the modules of ``engine`` from now on."""
+    global _num_changes
+    with _lock:
+        _engines.pop(engine, None)
+        _names_by_form.pop(_form_of(engine.parameters), None)
+        _num_changes += 1
+        for engines in _engines_of.values():
+            engines.discard(engine)
+
+
+def _hang(register: Any, hook: Any) -> None:
+    if (register, hook) not in _handles:
+        _handles[register, hook] = register(hook)
+
+
+def mark_stale(engine: Engine) -> None:
+    """Let ``engine`` refresh before the next forward of any part of its module."""
+    with _lock:
+        engine.is_stale = True
+        _hang(hooks.register_module_forward_pre_hook, _refresh_stale)
+
+
+def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
+    """Return the engines of some of ``parameters``, in the order in which they were made."""
+    wanted = {id(parameter) for parameter in parameters}
+    with _lock:
+        return [engine for engine in _engines if engine.has(wanted)]
+
+
+def _form_of(parameters: Iterable[torch.Tensor]) -> frozenset[tuple[object, int]]:
+    return frozenset(Counter((p.shape, p.dtype) for p in parameters if p.requires_grad).items())
+
+
+def _watch_parts(engine: Engine, module: nn.Module) -> None:
+    for part in module.modules():
+        _engines_of.setdefault(part, weakref.WeakSet()).add(engine)
+
+
+@uncompiled
+def _registered(module: nn.Module, name: str, value: object) -> None:
+    if name in module._buffers:
+        return  # a buffer that was there before, as many forwards set them
+    if isinstance(module, _TorchDDP) and not isinstance(module, Wrapper):
+        _refuse_second_reduction(value)
+    with _lock:
+        for engine in list(_engines_of.get(module, ())):
+            if isinstance(value, nn.Module):
+                _watch_parts(engine, value)
+            mark_stale(engine)
+
+
+def _refuse_second_reduction(value: object) -> None:
+    """Raise if torch's wrapper, which is being constructed, would reduce parameters of engines.
+
+    Both reduce in the memory of ``.grad``, so that gradients are divided twice, or some are.
+    """
+    if not isinstance(value, nn.Module):
+        return
+    ignored = getattr(value, "_ddp_params_and_buffers_to_ignore", ())
+    if engines_with(p for name, p in value.named_parameters() if name not in ignored):
+        raise AlreadyParallel(
+            f"This {type(value).__name__} is parallel already, through lockstep, and torch's "
+            "DistributedDataParallel is about to be put around it: gradients would be averaged "
+            "twice, and come out wrong. If a library does so (Accelerate, Trainer, Lightning), "
+            "give it the bare model, with a strategy of lockstep.integrations or within `with "
+            "lockstep.integrations.replace_torch_ddp():`; or keep the parallel model from it."
+        )
+
+
+@uncompiled
+def _refresh_stale(module: nn.Module, _: object) -> None:
+    with _lock:
+        stale = [engine for engine in _engines_of.get(module, ()) if engine.is_stale]
+    for engine in stale:
+        engine.refresh()  # without the lock, as it waits for the other ranks
+    with _lock:
+        if not any(engine.is_stale for engine in _engines):
+            handle = _handles.pop((hooks.register_module_forward_pre_hook, _refresh_stale), None)
+            if handle is not None:
+                handle.remove()
+
+
+@uncompiled
+def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
+    """Refuse forwards of parallel models in a context of ``torch.distributed.autograd``.
+
+    It gathers gradients in the context, calls no hook of a parameter, and its backward can't be
+    noticed. A forward in such a context can.
+    """
+    if not torch.is_grad_enabled() or not _engines_of.get(module):
+        return
+    from torch.distributed import autograd  # which RPC has imported
+
+    try:
+        autograd._current_context()
+    except RuntimeError:
+        return
+    raise ModelError(
+        f"A parallel {type(module).__name__} runs in a context of "
+        "torch.distributed.autograd, which keeps gradients to itself, so that lockstep "
+        "can't reduce them. Train it with loss.backward(), or wrap it in "
+        "torch.nn.parallel.DistributedDataParallel instead."
+    )
+
+
+class _Stepped:
+    """The engines of an optimizer's parameters, with ``num_backwards`` when it last stepped."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._num_known = len(parameters), _num_changes
+        self.num_backwards = weakref.WeakKeyDictionary(
+            {engine: engine.num_backwards_stepped for engine in engines_with(parameters)}
+        )
+
+    def is_current(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's parameters still have the same engines."""
+        num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+        return self._num_known == (num_parameters, _num_changes)
+
+
+_stepped: weakref.WeakKeyDictionary[Optimizer, _Stepped] = weakref.WeakKeyDictionary()
+
+
+@uncompiled
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if any(callable(value) for value in [*args[1:], *kwargs.values()]):
+        return  # a closure, which runs the backward within the step
+    stepped = _stepped.get(optimizer)
+    if stepped is None or not stepped.is_current(optimizer):
+        before = stepped.num_backwards if stepped is not None else {}
+        stepped = _stepped[optimizer] = _Stepped(optimizer)
+        known = stepped.num_backwards
+        known.update({engine: number for engine, number in before.items() if engine in known})
+        if not known:
+            _warn_of_copy(optimizer)
+        if _is_in_a_step():
+            return  # of an optimizer that has others inside, whose own hook ran before
+    for engine, num_backwards in list(stepped.num_backwards.items()):
+        if engine.is_in_backward():
+            raise ModelError(
+                f"An optimizer, {type(optimizer).__name__}, steps inside of a backward of this "
+                f"{type(engine.module).__name__}, with gradients that are this rank's own still. "
+                "Let it step after backward(), or in a hook of "
+                "register_post_accumulate_grad_hook(), which is called when the gradient is the "
+                "mean over the ranks."
+            )
+        if engine.num_backwards == num_backwards:
+            _take_part(engine)
+        stepped.num_backwards[engine] = engine.num_backwards_stepped = engine.num_backwards
+
+
+def _warn_of_copy(optimizer: Optimizer) -> None:
+    """Warn if ``optimizer`` seems to train a copy of a parallel model that isn't parallel.
+
+    ``copy.deepcopy`` and ``pickle`` make plain models, as an EMA or a checkpoint wants them.
+    """
+    form = _form_of(p for group in optimizer.param_groups for p in group["params"])
+    with _lock:
+        name = _names_by_form.get(form)
+        if name is None:
+            return
+        _names_by_form[form] = None
+    _log.warning(
+        "This %s trains a model that has the same parameters as a parallel %s, and is not "
+        "parallel: each rank trains its own. If it is a copy (copy.deepcopy and pickle make "
+        "plain models), call lockstep.parallelize() on it. (This is said once for a model.)",
+        type(optimizer).__name__,
+        name,
+    )
+
+
+def _is_in_a_step() -> bool:
+    """Whether the step that begins is called by another optimizer's."""
+    frame: FrameType | None = sys._getframe()
+    num_steps = 0
+    while frame is not None:
+        num_steps += frame.f_code.co_filename == _STEPS_IN and frame.f_code.co_name == "wrapper"
+        frame = frame.f_back
+    return num_steps > 1
+
+
+def _take_part(engine: Engine) -> None:
+    # A rank that accumulates gradients without reducing them and then steps means to do so.
+    if not engine.is_syncing or engine.reducer.has_unreduced:
+        return
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and getattr(dynamo.config, "trace_autograd_ops", False):
+        raise ModelError(
+            f"No backward of this {type(engine.module).__name__} was seen since the last step: "
+            "torch._dynamo.config.trace_autograd_ops makes backward() a part of compiled code, "
+            "which calls no hooks of parameters, and so nothing is reduced. Leave it off."
+        )
+    before = engine.num_gradients()
+    engine.backward_sync.take_part(engine)
+    if engine.num_gradients() > before:
+        _log.warning(
+            "No gradient came to this %s since the last step, while other ranks had some, which it "
+            "has now too. What was done to gradients since backward(), such as clipping, was not "
+            "done to these: with lockstep.mean() they come in backward().",
+            type(engine.module).__name__,
+        )
