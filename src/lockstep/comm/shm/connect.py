@@ -89,11 +89,13 @@ class _Handshake:
                 self._offer()
                 poll = select.poll()
                 poll.register(self._socket, select.POLLIN)
-                while self._outbox or len(peers) < self._size - 1:
+                while True:
                     # A rank whose queue is full may itself be sending, so none is waited for.
                     for other in list(self._outbox):
                         if self._introduce(other, self._outbox[other]):
                             _close(self._outbox.pop(other))
+                    if not self._outbox and len(peers) == self._size - 1:
+                        return
                     pause = _RETRY_SECONDS if self._outbox else _CHECK_SECONDS
                     is_ready = poll.poll(min(pause, self._deadline.left()) * 1000)
                     if is_ready and self._deadline.left():
