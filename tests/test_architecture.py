@@ -36,8 +36,8 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 22_350
-MAX_FILES = 130
+MAX_LINES = 21_900
+MAX_FILES = 126
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
@@ -48,10 +48,10 @@ STILL_OPEN = {
     "nn/gradient_hooks.py": "comm.uncompiled",
     "nn/replicas/boundary.py": "comm.uncompiled",
     "nn/replicas/data_parallel.py": "comm.uncompiled",
-    "nn/replicas/member.py": "comm.shm.lines world.environment",
+    "nn/replicas/member.py": "comm.shm.sockets world.environment",
     "nn/replicas/modes.py": "world.threads",
     "nn/replicas/shared.py": "comm.shm.memory",
-    "nn/replicas/wire.py": "comm.shm.lines comm.shm.memory",
+    "nn/replicas/wire.py": "comm.shm.memory comm.shm.sockets",
     "nn/sync_batch_norm.py": "comm.uncompiled",
     "train/accumulate.py": "nn.micro_batches nn.parallelize",
     "train/average.py": "comm.uncompiled nn.backward nn.engine nn.verify",

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.hosts.group import HostsGroup
+from lockstep.comm.hosts.collectives import HostsGroup
 from lockstep.comm.hosts.transport import HostsTransport
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.errors import CollectiveMismatch, PeerLost

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.shm.joining import _Door
-from lockstep.comm.shm.lines import send_message
+from lockstep.comm.shm.connect import _Handshake
 from lockstep.comm.shm.memory import Segment
+from lockstep.comm.shm.sockets import send_message
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.transport import Signature, fingerprint
 from lockstep.errors import (
@@ -92,8 +92,8 @@ def test_strangers_are_turned_away_and_the_ranks_meet_at_once():
             _stranger(address, None),
             _stranger(address, b"[" * 4096),
             _stranger(address, b""),
-            _stranger(address, bytes(48), 3),
-            _stranger(address, bytes(32) + (1).to_bytes(8, "little") * 2, 3),
+            _stranger(address, bytes(40), 3),
+            _stranger(address, bytes(32) + (1).to_bytes(8, "little"), 3),
             _stranger(address, b'{"secret": 1}', 10),
             *(_stranger(address, None) for _ in range(30)),
         ]
@@ -140,7 +140,7 @@ def test_another_user_is_turned_away_although_it_knows_the_secret():
             line.settimeout(5)
             try:
                 line.connect(address)
-                introduction = secret + (1).to_bytes(8, "little") + (7).to_bytes(8, "little")
+                introduction = secret + (1).to_bytes(8, "little")
                 with contextlib.suppress(BrokenPipeError):
                     send_message(line, introduction, [0, 0, 0])
                 os._exit(0 if line.recv(100) == b"" else 1)
@@ -168,14 +168,14 @@ def test_a_rank_that_cannot_join_keeps_nobody_waiting(
     failing: int, monkeypatch: pytest.MonkeyPatch
 ):
     store = dist.HashStore()
-    introduce = _Door._introduce
+    introduce = _Handshake._introduce
 
-    def run_out_of_descriptors(self: _Door, *args: object) -> None:
+    def run_out_of_descriptors(self: _Handshake, *args: object) -> None:
         if self._rank == failing:
             raise OSError(errno.EMFILE, "Too many open files")
         introduce(self, *args)
 
-    monkeypatch.setattr(_Door, "_introduce", run_out_of_descriptors)
+    monkeypatch.setattr(_Handshake, "_introduce", run_out_of_descriptors)
     began = time.monotonic()
     errors = run_each(*(lambda rank=rank: ShmTransport(store, rank, 3, 60) for rank in range(3)))
     assert time.monotonic() - began < 10
@@ -234,7 +234,8 @@ def test_a_death_is_told_while_a_third_rank_is_late():
         time.sleep(0.1)
         began = time.monotonic()
         # It had arrived, so nothing more is expected from it at this meeting.
-        teams[1]._signals.interrupt()
+        for connection in teams[1]._barrier._sockets.values():
+            connection.shutdown(socket.SHUT_RDWR)
         error = waiting[0].exception()
         assert isinstance(error, PeerLost)
         assert error.ranks == (1,)
@@ -245,7 +246,7 @@ def test_who_leaves_after_the_last_meeting_disturbs_nobody():
     with joined(3) as teams, ThreadPoolExecutor(2) as pool:
         slow = pool.submit(teams[0].exchange, A, 0, 10)
         # Rank 1's arrival, and its farewell, are there before rank 2's arrival.
-        for line in teams[1]._signals._lines.values():
+        for line in teams[1]._barrier._sockets.values():
             line.send(fingerprint(A) + bytes(8))
         teams[1].leave()
         time.sleep(0.5)
@@ -284,7 +285,7 @@ def test_an_interrupted_meeting_ends_the_group(monkeypatch: pytest.MonkeyPatch):
         def interrupted(*args: object) -> list[int]:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(teams[0]._signals, "exchange", interrupted)
+        monkeypatch.setattr(teams[0]._barrier, "exchange", interrupted)
         with pytest.raises(KeyboardInterrupt):
             teams[0].exchange(A, 0, 5)
         (error,) = meet_all(teams[1:])

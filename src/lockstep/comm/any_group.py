@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.comm.failures import Pending
 from lockstep.comm.sparse import sum_sparse
@@ -34,9 +35,7 @@ def can_average(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cpu" and hasattr(group, "empty")
 
 
-def start_all_reduce(
-    group: dist.ProcessGroup, tensor: torch.Tensor, *, average: bool = False
-) -> Pending:
+def start_all_reduce(group: dist.ProcessGroup, tensor: Tensor, *, average: bool = False) -> Pending:
     """Start summing ``tensor`` over the ranks, in place, and return at once.
 
     Every rank of ``group`` must call it, in the same order; ``tensor`` may be read or written
@@ -82,7 +81,7 @@ def have_same(group: dist.ProcessGroup, payload: bytes, device: torch.device) ->
     return maxima == mine
 
 
-def all_gather(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
+def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
     """Return every rank's ``tensor``, of one shape and dtype, in rank order, on every rank.
 
     All ranks must call it; it blocks, or on a GPU the current stream does.
@@ -109,21 +108,21 @@ def all_gather_bytes(
     ]
 
 
-def sum_rows(group: dist.ProcessGroup, mine: torch.Tensor) -> torch.Tensor:
+def sum_rows(group: dist.ProcessGroup, mine: Tensor) -> Tensor:
     """Return the sum of the ranks' coalesced sparse tensors; see :func:`sum_sparse`."""
     return sum_sparse(partial(all_gather, group), mine)
 
 
 def zero_buffer(
     group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+) -> Tensor:
     """Return zeros that ``group`` sums with the least copying, in its own memory if it has any.
 
     Only this rank need call it.
     """
     if can_average(group, device):
         try:
-            buffer: torch.Tensor = group.empty(numel, dtype=dtype)  # type: ignore[attr-defined]
+            buffer: Tensor = group.empty(numel, dtype=dtype)  # type: ignore[attr-defined]
             return buffer.zero_()
         except SharedMemoryFull as error:
             _log.warning("Gradients are copied to be reduced, which takes longer. %s", error)
@@ -146,19 +145,19 @@ class TensorBroadcast:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, tensors: Iterable[torch.Tensor], source: int = 0
+        self, group: dist.ProcessGroup, tensors: Iterable[Tensor], source: int = 0
     ) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._group = group
         self._source = source
-        self._transfers: list[tuple[list[torch.Tensor], torch.Tensor, Pending]] = []
+        self._transfers: list[tuple[list[Tensor], Tensor, Pending]] = []
         for chunk in _chunks(tensors):
             wire = torch.cat([_bytes_of(tensor) for tensor in chunk])
             start = partial(group.broadcast, [wire], options)
             self._transfers.append((chunk, wire, Pending(group, "broadcast", start)))
 
-    def finish(self, may_write: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
+    def finish(self, may_write: Callable[[Tensor], bool] = lambda _: True) -> None:
         """Wait, and write the received values to the tensors, on every rank but the source.
 
         Tensors that ``may_write`` refuses stay as they are.
@@ -185,9 +184,7 @@ class TensorBroadcast:
                     own.copy_(part.view(own.dtype).view(own.shape))
 
 
-def broadcast_tensors(
-    group: dist.ProcessGroup, tensors: Iterable[torch.Tensor], source: int = 0
-) -> None:
+def broadcast_tensors(group: dist.ProcessGroup, tensors: Iterable[Tensor], source: int = 0) -> None:
     """Copy the values of ``tensors`` from rank ``source`` to every rank. All must call; it blocks.
 
     Shapes and dtypes must be the same on all ranks.
@@ -195,7 +192,7 @@ def broadcast_tensors(
     TensorBroadcast(group, tensors, source).finish()
 
 
-def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+def without_repeats(tensor: Tensor) -> Tensor:
     """Return a view of an expanded tensor that has each element of its memory once."""
     if tensor.layout is torch.strided:
         for dim in reversed(range(tensor.dim())):
@@ -204,22 +201,22 @@ def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes_of(tensor: Tensor) -> Tensor:
     plain = without_repeats(tensor.detach()).resolve_conj().resolve_neg()
     return plain.contiguous().view(-1).view(torch.uint8)
 
 
-def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors that can travel together: on one device, and of a bounded size."""
-    by_device: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel():
             by_device[tensor.device].append(tensor)
-    chunks: list[list[torch.Tensor]] = []
+    chunks: list[list[Tensor]] = []
     for together in by_device.values():
         room = 0
         # Wide elements first: then each tensor begins at a multiple of its element size.
-        for tensor in sorted(together, key=torch.Tensor.element_size, reverse=True):
+        for tensor in sorted(together, key=Tensor.element_size, reverse=True):
             if room <= 0:
                 chunks.append([])
                 room = _CHUNK_BYTES
@@ -239,17 +236,15 @@ class SingleRankGroup:
         """The number of ranks."""
         return 1
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], options: object = None) -> _Done:
+    def allreduce(self, tensors: Sequence[Tensor], options: object = None) -> _Done:
         """Leave ``tensors`` as they are."""
         return _Done()
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], options: object = None) -> _Done:
+    def broadcast(self, tensors: Sequence[Tensor], options: object = None) -> _Done:
         """Leave ``tensors`` as they are."""
         return _Done()
 
-    def allgather(
-        self, gathered: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
-    ) -> _Done:
+    def allgather(self, gathered: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> _Done:
         """Copy the tensor."""
         gathered[0][0].copy_(tensors[0])
         return _Done()

@@ -8,11 +8,12 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
-Tensors = Sequence[torch.Tensor]
-TensorLists = Sequence[Sequence[torch.Tensor]]
+Tensors = Sequence[Tensor]
+TensorLists = Sequence[Sequence[Tensor]]
 
 
 def operation(
@@ -43,7 +44,7 @@ def operation(
             tensor = _first_tensor(args[:count])
             if tensor is None or tensor.is_cpu:
                 return method(self, *args)
-            result: T = getattr(self._others.group(tensor.device.type), name)(*args)
+            result: T = getattr(self._group_for(tensor.device.type), name)(*args)
             return result
 
         return call
@@ -59,7 +60,7 @@ def of_any_device(method: Callable[..., T]) -> Callable[..., T]:
         tensor = _first_tensor(tensors)
         if tensor is None or tensor.is_cpu:
             return method(self, tensors, *args, **kwargs)
-        other = self._others.group(tensor.device.type)
+        other = self._group_for(tensor.device.type)
         result: T = getattr(other, method.__name__)(tensors, *args, **kwargs)
         return result
 
@@ -97,8 +98,8 @@ def _with_options(
     return (*given[:count], opts)
 
 
-def _first_tensor(values: Any) -> torch.Tensor | None:
-    if isinstance(values, torch.Tensor):
+def _first_tensor(values: Any) -> Tensor | None:
+    if isinstance(values, Tensor):
         return values
     if isinstance(values, (list, tuple)):
         for value in values:
@@ -108,19 +109,19 @@ def _first_tensor(values: Any) -> torch.Tensor | None:
     return None
 
 
-def listed(tensors: torch.Tensor | Tensors) -> list[torch.Tensor]:
+def listed(tensors: Tensor | Tensors) -> list[Tensor]:
     """Return the tensors as a list; some overloads take a single one."""
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def row(tensors: Tensors | TensorLists) -> list[torch.Tensor]:
+def row(tensors: Tensors | TensorLists) -> list[Tensor]:
     """Return one tensor for each rank, given as a list, or as a list that holds one such list."""
-    if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor):
+    if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
         return list(tensors[0])
     return list(tensors)  # type: ignore[arg-type]
 
 
-def flattened(tensor: torch.Tensor) -> torch.Tensor:
+def flattened(tensor: Tensor) -> Tensor:
     """Return the elements as a flat tensor: a view of contiguous memory, else a copy.
 
     As data: autograd neither records what is written nor counts it as a change, as with torch's
@@ -137,7 +138,7 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     return data if data.dim() == 1 else data.view(-1)
 
 
-def put_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
+def put_back(flat: Tensor, tensor: Tensor) -> None:
     """Copy to ``tensor`` the result in ``flat``, which :func:`flattened` made of it."""
     if flat.data_ptr() != tensor.data_ptr():
         target, values = tensor.data, flat.view(tensor.shape)
@@ -188,7 +189,7 @@ def check_count(size: int, tensors: Sequence[object], what: str) -> None:
         )
 
 
-def check_multiple(size: int, operation: str, large: torch.Tensor, small: torch.Tensor) -> None:
+def check_multiple(size: int, operation: str, large: Tensor, small: Tensor) -> None:
     """Raise ValueError unless ``large`` has ``size`` times the elements of ``small``."""
     if large.numel() != small.numel() * size:
         raise ValueError(
@@ -204,7 +205,7 @@ def check_rank(size: int, rank: int, what: str) -> None:
         raise ValueError(f"There is no rank {rank} to {what}: the group has ranks 0 to {size - 1}.")
 
 
-def split_numels(size: int, which: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[int]:
+def split_numels(size: int, which: str, tensor: Tensor, sizes: Sequence[int]) -> list[int]:
     """Return the number of elements in each rank's part of a tensor, split along dimension 0."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if not sizes:

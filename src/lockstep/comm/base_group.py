@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.comm.transport import Ranks
 from lockstep.comm.uncompiled import uncompiled
@@ -48,12 +49,16 @@ class BaseGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(transport.rank, transport.size)  # type: ignore[call-arg]
         self._transport = transport
+        self._rank, self._size = transport.rank, transport.size
         self._backend = backend
         self._store = store
         self._queue = WorkQueue(timeout, lambda error: transport.abort(f" It met with {error!r}."))
         self._name = ""
         self._description = ""
-        self._others = _OtherDevices(self, store, timeout)
+        # By type of device. torch.distributed takes a backend that is written in Python for the
+        # whole group, and creates no other one of "cpu:shm,cuda:nccl". So they are created with
+        # the first tensor for each, which is in the same collective on all ranks.
+        self._others: dict[str, dist.ProcessGroup] = {}
         # A group that is dropped without being destroyed leaves nothing open, at exit either.
         self._finalizer = weakref.finalize(self, _release, self._queue, transport)
         _groups.add(self)
@@ -94,12 +99,60 @@ class BaseGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         # None before torch has registered the group: to one that has some already, torch 2.15
         # would attach its flight recorder, which fails for a group that is written in Python.
-        return [torch.device(device_type) for device_type in self._others.backends()]
+        return [torch.device(device_type) for device_type in self._backends()]
+
+    def _backends(self) -> dict[str, str]:
+        """Return the requested backend by type of device; none if the group isn't registered."""
+        try:
+            config = dist.get_backend_config(self)
+        except TypeError:  # raised for groups that torch.distributed doesn't know
+            return {}
+        return dict(dist.BackendConfig(dist.Backend(str(config))).get_device_backend_map())
 
     def _get_backend(self, device: torch.device) -> dist.Backend:
         if device.type == "cpu":
             return self  # type: ignore[return-value]
-        return self._others.group(device.type)._get_backend(device)  # type: ignore[return-value]
+        return self._group_for(device.type)._get_backend(device)  # type: ignore[return-value]
+
+    def _group_for(self, device_type: str) -> dist.ProcessGroup:
+        """Return the group for tensors on another type of device than the CPU.
+
+        Raises:
+            BackendUnavailable: If none was requested, or torch has no such backend.
+        """
+        if device_type not in self._others:
+            self._others[device_type] = self._create_group_for(device_type)
+        return self._others[device_type]
+
+    def _create_group_for(self, device_type: str) -> dist.ProcessGroup:
+        name, own, timeout = self._backends().get(device_type), self._backend, self._queue.timeout
+        if name is None or self._store is None:
+            raise BackendUnavailable(
+                f"The backend {own!r} is for tensors on the CPU, and this one is on "
+                f"{device_type!r}. Create the group with a backend for both, such as "
+                f"'cpu:{own},{device_type}:nccl'."
+            )
+        store = dist.PrefixStore(f"{device_type}/", self._store)
+        backend: Any
+        if name == "nccl" and dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            backend = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+            kind = dist.ProcessGroup.BackendType.NCCL
+        elif name == "gloo":
+            backend = dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
+            kind = dist.ProcessGroup.BackendType.GLOO
+        else:
+            raise BackendUnavailable(
+                f"The backend {name!r} can't be used beside {own!r}: torch doesn't have it here, "
+                "or it isn't 'nccl' or 'gloo'."
+            )
+        backend._set_sequence_number_for_group()
+        group = dist.ProcessGroup(store, self._rank, self._size)
+        group._set_default_backend(kind)
+        group._register_backend(torch.device(device_type), kind, backend)
+        group._set_group_name(dist.distributed_c10d.GroupName(f"{self._name}/{device_type}"))
+        return group
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: collectives are counted from the group's first one."""
@@ -132,9 +185,11 @@ class BaseGroup(dist.ProcessGroup):
         self._finalizer()
         # Calls that were submitted meanwhile fail at once.
         self._queue.carry_out_all()
-        self._others.shutdown()
+        others, self._others = self._others, {}
+        for group in others.values():
+            group.shutdown()
 
-    def _submit(self, results: list[torch.Tensor], opts: Options, *runs: Run) -> GroupWork:
+    def _submit(self, results: list[Tensor], opts: Options, *runs: Run) -> GroupWork:
         """Submit a call that consists of ``runs``, one after the other."""
         run = runs[0] if len(runs) == 1 else partial(_run_all, runs)
         return self._queue.submit(run, results, is_async=opts.asyncOp, timeout=opts.timeout)
@@ -159,78 +214,3 @@ os.register_at_fork(after_in_child=_renew_in_child)
 def _release(queue: WorkQueue, transport: Ranks) -> None:
     queue.let_go()
     transport.leave()
-
-
-class _OtherDevices:
-    """The backends for devices other than the CPU, as in ``"cpu:shm,cuda:nccl"``.
-
-    torch.distributed takes a backend that is written in Python for the whole group, and doesn't
-    create the other backends. So they are created here, with the first tensor for each; that is
-    the same collective on all ranks.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, store: dist.Store | None, timeout: timedelta
-    ) -> None:
-        self._group = group
-        self._store = store
-        self._timeout = timeout
-        self._groups: dict[str, dist.ProcessGroup] = {}
-
-    def backends(self) -> dict[str, str]:
-        """Return the requested backend by type of device; none if the group isn't registered."""
-        try:
-            config = dist.get_backend_config(self._group)
-        except TypeError:  # raised for groups that torch.distributed doesn't know
-            return {}
-        return dict(dist.BackendConfig(dist.Backend(str(config))).get_device_backend_map())
-
-    def group(self, device_type: str) -> dist.ProcessGroup:
-        """Return the group for tensors on this type of device.
-
-        Raises:
-            BackendUnavailable: If none was requested, or torch has no such backend.
-        """
-        if device_type not in self._groups:
-            self._groups[device_type] = self._create(device_type)
-        return self._groups[device_type]
-
-    def _create(self, device_type: str) -> dist.ProcessGroup:
-        name = self.backends().get(device_type)
-        own = self._group.name()
-        if name is None or self._store is None:
-            raise BackendUnavailable(
-                f"The backend {own!r} is for tensors on the CPU, and this one is on "
-                f"{device_type!r}. Create the group with a backend for both, such as "
-                f"'cpu:{own},{device_type}:nccl'."
-            )
-        store = dist.PrefixStore(f"{device_type}/", self._store)
-        rank, size = self._group.rank(), self._group.size()
-        backend: Any
-        if name == "nccl" and dist.is_nccl_available():
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            backend = dist.ProcessGroupNCCL(store, rank, size, options)
-            kind = dist.ProcessGroup.BackendType.NCCL
-        elif name == "gloo":
-            backend = dist.ProcessGroupGloo(store, rank, size, timeout=self._timeout)
-            kind = dist.ProcessGroup.BackendType.GLOO
-        else:
-            raise BackendUnavailable(
-                f"The backend {name!r} can't be used beside {own!r}: torch doesn't have it here, "
-                "or it isn't 'nccl' or 'gloo'."
-            )
-        backend._set_sequence_number_for_group()
-        group = dist.ProcessGroup(store, rank, size)
-        group._set_default_backend(kind)
-        group._register_backend(torch.device(device_type), kind, backend)
-        group._set_group_name(
-            dist.distributed_c10d.GroupName(f"{self._group.group_name}/{device_type}")
-        )
-        return group
-
-    def shutdown(self) -> None:
-        """Shut down all of them."""
-        groups, self._groups = self._groups, {}
-        for group in groups.values():
-            group.shutdown()

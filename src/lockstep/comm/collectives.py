@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from lockstep.comm.reduction import Reduction
 from lockstep.comm.transport import Address, Signature, Transport
@@ -39,7 +40,7 @@ class Collectives:
         """Wait until every rank has called this."""
         self._exchange()
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Combine all ranks' tensors in rank order; every rank gets the result, in place."""
         if reduction.factor is not None:
             tensor.mul_(reduction.factor)
@@ -48,7 +49,7 @@ class Collectives:
         else:
             reduction.into(tensor, self._publish(tensor))
 
-    def _all_reduce_large(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+    def _all_reduce_large(self, tensor: Tensor, reduction: Reduction) -> None:
         """Each rank combines its share of the elements for all; a second exchange ends it."""
         transport, numel = self._transport, tensor.numel()
         address = transport.find(tensor)
@@ -62,7 +63,7 @@ class Collectives:
                 addresses = self._announce(part, None if address is None else transport.find(part))
             self._all_reduce_piece(part, addresses, reduction)
 
-    def _announce(self, part: torch.Tensor, address: Address | None) -> Sequence[Address]:
+    def _announce(self, part: Tensor, address: Address | None) -> Sequence[Address]:
         """Exchange addresses; a part that the others can't reach is staged first."""
         if address is None:
             address, slot = self._transport.stage(part.dtype, part.numel())
@@ -70,7 +71,7 @@ class Collectives:
         return self._exchange(address)
 
     def _all_reduce_piece(
-        self, part: torch.Tensor, addresses: Sequence[Address], reduction: Reduction
+        self, part: Tensor, addresses: Sequence[Address], reduction: Reduction
     ) -> None:
         transport = self._transport
         everyone = self._everyone(addresses, part)
@@ -87,7 +88,7 @@ class Collectives:
         elif transport.is_staged(addresses[transport.rank]):
             part.copy_(everyone[transport.rank])
 
-    def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
+    def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> None:
         """Combine all ranks' tensors in rank order; rank ``root`` gets the result, in place."""
         source = tensor if reduction.factor is None else tensor.clone().mul_(reduction.factor)
         for piece in self._pieces(tensor):
@@ -99,36 +100,40 @@ class Collectives:
             if self._transport.rank == root:
                 tensor[piece].copy_(everyone[0])
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+    def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy the tensor of rank ``root`` to every rank."""
+        transport = self._transport
         for piece in self._pieces(tensor):
             part = tensor[piece]
-            slot = self._slot_of(root, [part], part.numel(), part.dtype)
-            if self._transport.rank != root:
-                part.copy_(slot)
+            if transport.rank == root:
+                self._announce(part, None)
+            else:
+                address = self._exchange()[root]
+                part.copy_(transport.at(root, address, part.dtype, part.numel()))
 
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
         """Copy the i-th input of rank ``root``, all of one length, to rank i's output."""
         rank, size = self._transport.rank, self._transport.size
         for piece in self._pieces(output, size):
             part = output[piece]
             numel = part.numel()
             parts = [each[piece] for each in inputs]
-            slot = self._slot_of(root, parts, numel * size, output.dtype)
+            addresses = self._stage_together(parts) if rank == root else self._exchange()
+            slot = self._transport.at(root, addresses[root], output.dtype, numel * size)
             part.copy_(slot[rank * numel :][:numel])
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Copy rank i's tensor, all of one length, to every rank's i-th output."""
         self.gather(outputs, tensor)
 
-    def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """As :meth:`all_gather`, on the ranks that give ``outputs``; others give none."""
         for piece in self._pieces(tensor):
             parts = self._publish(tensor[piece])
             for output, part in zip(outputs, parts, strict=False):
                 output[piece].copy_(part)
 
-    def all_gather_uneven(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    def all_gather_uneven(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """As :meth:`all_gather`, for tensors of different lengths.
 
         Raises:
@@ -143,16 +148,16 @@ class Collectives:
                 part.copy_(transport.at(rank, addresses[rank], part.dtype, part.numel()))
 
     def reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction
+        self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction
     ) -> None:
         """Combine all ranks' i-th inputs, which differ in length by i, into rank i's output."""
         if reduction.factor is not None:
             inputs = [part.clone().mul_(reduction.factor) for part in inputs]
-        lengths = [[*map(len, inputs)]] * self._transport.size
+        lengths = [[part.numel() for part in inputs]] * self._transport.size
         for piece, received in self._exchange_parts(inputs, lengths):
             reduction.into(output[piece], received)
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Copy rank i's j-th input to rank j's i-th output; lengths may differ.
 
         Raises:
@@ -163,8 +168,8 @@ class Collectives:
                 output[piece].copy_(part)
 
     def _exchange_parts(
-        self, inputs: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        self, inputs: Sequence[Tensor], lengths: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield each piece, and that piece of every rank's input for this rank.
 
         Args:
@@ -184,7 +189,7 @@ class Collectives:
             yield piece, received
 
     def _check_lengths(
-        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> list[list[int]]:
         """Return, by rank, the lengths of its inputs, one for each rank.
 
@@ -212,32 +217,22 @@ class Collectives:
     def _exchange(self, address: Address = 0) -> Sequence[Address]:
         return self._transport.exchange(self._signature, address, self._timeout)
 
-    def _publish(self, part: torch.Tensor) -> list[torch.Tensor]:
+    def _publish(self, part: Tensor) -> list[Tensor]:
         """Stage ``part``, of one length on all ranks; return what every rank has staged."""
         address, slot = self._transport.stage(part.dtype, part.numel())
         slot.copy_(part)
         return self._everyone(self._exchange(address), slot)
 
-    def _stage_together(self, parts: Sequence[torch.Tensor]) -> Sequence[Address]:
+    def _stage_together(self, parts: Sequence[Tensor]) -> Sequence[Address]:
         """Stage ``parts`` one after the other; return the addresses of all ranks' slots."""
-        address, slot = self._transport.stage(parts[0].dtype, sum(map(len, parts)))
+        address, slot = self._transport.stage(parts[0].dtype, sum(part.numel() for part in parts))
         if len(parts) == 1:
             slot.copy_(parts[0])
         else:
             torch.cat(list(parts), out=slot)
         return self._exchange(address)
 
-    def _slot_of(
-        self, root: int, parts: Sequence[torch.Tensor], numel: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the slot in which rank ``root`` has staged its ``parts``."""
-        if self._transport.rank == root:
-            addresses = self._stage_together(parts)
-        else:
-            addresses = self._exchange()
-        return self._transport.at(root, addresses[root], dtype, numel)
-
-    def _everyone(self, addresses: Sequence[Address], own: torch.Tensor) -> list[torch.Tensor]:
+    def _everyone(self, addresses: Sequence[Address], own: Tensor) -> list[Tensor]:
         """Return every rank's data, of the length and dtype of ``own``, this rank's."""
         transport = self._transport
         return [
@@ -256,7 +251,7 @@ class Collectives:
         each += -each % 64
         return slice(min(rank * each, numel), min((rank + 1) * each, numel))
 
-    def _pieces(self, tensor: torch.Tensor, num_cells: int = 1) -> Iterator[slice]:
+    def _pieces(self, tensor: Tensor, num_cells: int = 1) -> Iterator[slice]:
         """Cut up ``tensor`` so that a slot holds ``num_cells`` such pieces."""
         return pieces(tensor.numel(), self._slot_numel(tensor.dtype) // num_cells)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -44,7 +45,6 @@ from lockstep.comm.arguments import (
 )
 from lockstep.comm.base_group import BaseGroup, Options
 from lockstep.comm.collectives import Collectives
-from lockstep.comm.recv_work import RecvWork
 from lockstep.comm.reduction import reduction_for
 from lockstep.comm.sparse import sum_sparse
 from lockstep.comm.transport import Signature, Transport
@@ -57,7 +57,7 @@ _OP = {"op": "reduceOp"}
 _ROOT = {"root": "rootRank"}
 
 # A collective on flat outputs and inputs.
-_Collective = Callable[[Collectives, list[torch.Tensor], list[torch.Tensor]], None]
+_Collective = Callable[[Collectives, list[Tensor], list[Tensor]], None]
 
 
 @uncompiled
@@ -85,7 +85,7 @@ class SharedMemoryGroup(BaseGroup):
 
     def empty(
         self, *size: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return an uninitialised tensor that all-reduce sums in place, without a copy.
 
         It is in memory that all ranks of this group reach, and otherwise an ordinary tensor; so
@@ -114,9 +114,7 @@ class SharedMemoryGroup(BaseGroup):
         """Whether :meth:`allocate_tensor` can allocate on ``device``; FSDP2 asks."""
         return device.type == "cpu"
 
-    def allocate_tensor(
-        self, size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """As :meth:`empty`."""
         return self.empty(size, dtype=dtype, device=device)
 
@@ -146,7 +144,7 @@ class SharedMemoryGroup(BaseGroup):
         """As :meth:`allreduce`, for each of ``tensors``."""
         return self._all_reduce_each(list(tensors), opts)
 
-    def _all_reduce_each(self, tensors: list[torch.Tensor], opts: Options) -> GroupWork:
+    def _all_reduce_each(self, tensors: list[Tensor], opts: Options) -> GroupWork:
         runs = [self._all_reduce(tensor, opts.reduceOp) for tensor in tensors]
         if len(tensors) > 1 and overlap(tensors):
             runs = [partial(self._all_reduce_copies, tensors, opts.reduceOp)]
@@ -160,7 +158,7 @@ class SharedMemoryGroup(BaseGroup):
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.data.copy_(copy)
 
-    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> Run:
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp) -> Run:
         reduction = reduction_for(op, tensor.dtype)
         if tensor.layout is not torch.strided:
             return self._all_reduce_sparse(tensor, reduction.name)
@@ -173,7 +171,7 @@ class SharedMemoryGroup(BaseGroup):
 
         return run
 
-    def _all_reduce_sparse(self, tensor: torch.Tensor, op: str) -> Run:
+    def _all_reduce_sparse(self, tensor: Tensor, op: str) -> Run:
         if tensor.layout is not torch.sparse_coo or op not in ("SUM", "AVG"):
             raise TypeError(
                 f"all_reduce of a {tensor.layout} tensor by {op}: of sparse tensors it can sum or "
@@ -184,14 +182,14 @@ class SharedMemoryGroup(BaseGroup):
         def run(timeout: float) -> None:
             collectives = self._collectives(signature, timeout)
 
-            def all_gather(own: torch.Tensor) -> list[torch.Tensor]:
-                outputs = [torch.empty_like(own) for _ in range(self.size())]
+            def all_gather(own: Tensor) -> list[Tensor]:
+                outputs = [torch.empty_like(own) for _ in range(self._size)]
                 collectives.all_gather([output.view(-1) for output in outputs], own.view(-1))
                 return outputs
 
             total = sum_sparse(all_gather, tensor.data.coalesce())
             if op == "AVG":
-                total = total / self.size()
+                total = total / self._size
             # Not through `.data`, which has indices and values of its own; and the copy is to be
             # an ordinary tensor, although this runs in inference mode.
             with torch.inference_mode(False), torch.no_grad():
@@ -203,22 +201,27 @@ class SharedMemoryGroup(BaseGroup):
     def broadcast(self, tensors: Tensors, opts: Options) -> GroupWork:
         """Copy the root's tensor to every rank."""
         root, outputs = opts.rootRank, listed(tensors)
-        check_rank(self.size(), root, "broadcast from")
+        check_rank(self._size, root, "broadcast from")
 
-        def run(tensor: torch.Tensor) -> Run:
-            signature = Signature("broadcast", tensor.dtype, tensor.shape, root=root)
-            return self._run(signature, [tensor], [], lambda c, o, _: c.broadcast(o[0], root))
-
-        return self._submit(outputs, opts, *map(run, outputs))
+        runs = [
+            self._run(
+                Signature("broadcast", tensor.dtype, tensor.shape, root=root),
+                [tensor],
+                [],
+                lambda c, o, _: c.broadcast(o[0], root),
+            )
+            for tensor in outputs
+        ]
+        return self._submit(outputs, opts, *runs)
 
     @operation(ReduceOptions, "tensors|tensor", values=_ROOT | _OP)
     def reduce(self, tensors: Tensors, opts: Options) -> GroupWork:
         """Combine the ranks' tensors; the root gets the result."""
         (tensor,), root = listed(tensors), opts.rootRank
-        check_rank(self.size(), root, "reduce to")
+        check_rank(self._size, root, "reduce to")
         reduction = reduction_for(opts.reduceOp, tensor.dtype)
         signature = Signature("reduce", tensor.dtype, tensor.shape, reduction.name, root)
-        outputs, inputs = ([tensor], []) if self.rank() == root else ([], [tensor])
+        outputs, inputs = ([tensor], []) if self._rank == root else ([], [tensor])
         run = self._run(
             signature, outputs, inputs, lambda c, o, i: c.reduce((o or i)[0], reduction, root)
         )
@@ -242,7 +245,7 @@ class SharedMemoryGroup(BaseGroup):
     def allgather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> GroupWork:
         """Copy every rank's tensor to every rank; they may differ in size."""
         outputs, (tensor,) = row(output_lists), listed(inputs)
-        check_count(self.size(), outputs, "output tensors of all_gather")
+        check_count(self._size, outputs, "output tensors of all_gather")
         return self._submit(outputs, opts, self._all_gather(outputs, tensor))
 
     @operation(AllgatherOptions, "output_lists", "input_list")
@@ -253,14 +256,14 @@ class SharedMemoryGroup(BaseGroup):
 
         ``output_lists[i][j]`` gets the j-th input of rank i.
         """
-        check_count(self.size(), output_lists, "lists of outputs of allgather_coalesced")
+        check_count(self._size, output_lists, "lists of outputs of allgather_coalesced")
         runs = [
             self._all_gather(outputs, tensor)
             for *outputs, tensor in zip(*output_lists, inputs, strict=True)
         ]
         return self._submit([*chain.from_iterable(output_lists)], opts, *runs)
 
-    def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Run:
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor) -> Run:
         check_dtypes("all_gather", [tensor, *outputs])
         if all(output.numel() == tensor.numel() for output in outputs):
             signature = Signature("all_gather", tensor.dtype, tensor.shape)
@@ -269,9 +272,7 @@ class SharedMemoryGroup(BaseGroup):
         return self._run(signature, outputs, [tensor], lambda c, o, i: c.all_gather_uneven(o, i[0]))
 
     @operation(AllgatherOptions, "output", "input")
-    def all_gather_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: Options
-    ) -> GroupWork:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Options) -> GroupWork:
         """Copy every rank's tensor, one after the other, to one tensor on every rank."""
         return self._submit([output], opts, self._all_gather_single(output, input))
 
@@ -287,35 +288,35 @@ class SharedMemoryGroup(BaseGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def _all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Run:
+    def _all_gather_single(self, output: Tensor, tensor: Tensor) -> Run:
         check_dtypes("all_gather_single", [tensor, output])
-        check_multiple(self.size(), "all_gather_single", output, tensor)
+        check_multiple(self._size, "all_gather_single", output, tensor)
         signature = Signature("all_gather_single", tensor.dtype, (tensor.numel(),))
         return self._run(
             signature, [output], [tensor], lambda c, o, i: c.all_gather(self._parts(o[0]), i[0])
         )
 
-    def _parts(self, flat: torch.Tensor) -> Tensors:
+    def _parts(self, flat: Tensor) -> Tensors:
         """Split a flat tensor into equal parts, one for each rank."""
-        return flat.split(len(flat) // self.size()) if len(flat) else [flat] * self.size()
+        return flat.split(len(flat) // self._size) if len(flat) else [flat] * self._size
 
     @operation(GatherOptions, "output_tensors", "input_tensors|input_tensor", values=_ROOT)
     def gather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> GroupWork:
         """Copy every rank's tensor to the root."""
         (tensor,), root = listed(inputs), opts.rootRank
-        check_rank(self.size(), root, "gather to")
+        check_rank(self._size, root, "gather to")
         outputs = self._on_root(root, output_lists, "tensors to gather into, on the root,")
         check_alike("gather", [tensor, *outputs])
         signature = Signature("gather", tensor.dtype, tensor.shape, root=root)
         run = self._run(signature, outputs, [tensor], lambda c, o, i: c.gather(o, i[0]))
         return self._submit(outputs, opts, run)
 
-    def _on_root(self, root: int, given: TensorLists, what: str) -> list[torch.Tensor]:
+    def _on_root(self, root: int, given: TensorLists, what: str) -> list[Tensor]:
         """Return the tensors, one for each rank, that the root gives; other ranks give none."""
-        if self.rank() != root:
+        if self._rank != root:
             return []
         tensors = row(given)
-        check_count(self.size(), tensors, what)
+        check_count(self._size, tensors, what)
         return tensors
 
     # One tensor for each rank.
@@ -324,7 +325,7 @@ class SharedMemoryGroup(BaseGroup):
     def scatter(self, outputs: Tensors, input_lists: TensorLists, opts: Options) -> GroupWork:
         """Copy the i-th tensor of the root to rank i."""
         (output,), root = listed(outputs), opts.rootRank
-        check_rank(self.size(), root, "scatter from")
+        check_rank(self._size, root, "scatter from")
         inputs = self._on_root(root, input_lists, "tensors to scatter, on the root,")
         check_alike("scatter", [output, *inputs])
         signature = Signature("scatter", output.dtype, output.shape, root=root)
@@ -337,12 +338,12 @@ class SharedMemoryGroup(BaseGroup):
     ) -> GroupWork:
         """Combine the ranks' i-th tensors; rank i gets the result. Sizes may differ by i."""
         (output,), inputs = listed(outputs), row(input_lists)
-        check_count(self.size(), inputs, "input tensors of reduce_scatter")
+        check_count(self._size, inputs, "input tensors of reduce_scatter")
         return self._submit([output], opts, self._reduce_scatter(opts.reduceOp, output, inputs))
 
-    def _reduce_scatter(self, op: dist.ReduceOp, output: torch.Tensor, inputs: Tensors) -> Run:
+    def _reduce_scatter(self, op: dist.ReduceOp, output: Tensor, inputs: Tensors) -> Run:
         check_dtypes("reduce_scatter", [output, *inputs])
-        own = inputs[self.rank()]
+        own = inputs[self._rank]
         if own.numel() != output.numel():
             raise ValueError(
                 f"reduce_scatter's output has {output.numel()} elements, but the input for this "
@@ -356,9 +357,7 @@ class SharedMemoryGroup(BaseGroup):
         )
 
     @operation(ReduceScatterOptions, "output|outputTensor", "input|inputTensor", values=_OP)
-    def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: Options
-    ) -> GroupWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Options) -> GroupWork:
         """Combine the i-th of equal parts of the ranks' tensors; rank i gets the result."""
         run = self._reduce_scatter_single(opts.reduceOp, output, input)
         return self._submit([output], opts, run)
@@ -376,10 +375,8 @@ class SharedMemoryGroup(BaseGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter_single(
-        self, op: dist.ReduceOp, output: torch.Tensor, tensor: torch.Tensor
-    ) -> Run:
-        check_multiple(self.size(), "reduce_scatter_single", tensor, output)
+    def _reduce_scatter_single(self, op: dist.ReduceOp, output: Tensor, tensor: Tensor) -> Run:
+        check_multiple(self._size, "reduce_scatter_single", tensor, output)
         return self._reduce_scatter(op, output, self._parts(tensor.reshape(-1)))
 
     # From each rank to each.
@@ -387,8 +384,8 @@ class SharedMemoryGroup(BaseGroup):
     @operation(AllToAllOptions, "output_tensors", "input_tensors")
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> GroupWork:
         """Copy rank i's j-th input to rank j's i-th output."""
-        check_count(self.size(), outputs, "output tensors of all_to_all")
-        check_count(self.size(), inputs, "input tensors of all_to_all")
+        check_count(self._size, outputs, "output tensors of all_to_all")
+        check_count(self._size, inputs, "input tensors of all_to_all")
         check_dtypes("all_to_all", [*inputs, *outputs])
         signature = Signature("all_to_all", inputs[0].dtype)
         run = self._run(signature, outputs, inputs, lambda c, o, i: c.all_to_all(o, i))
@@ -397,8 +394,8 @@ class SharedMemoryGroup(BaseGroup):
     @operation(AllToAllOptions, "output", "input", "output_split_sizes", "input_split_sizes")
     def all_to_all_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensor,
+        input: Tensor,
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
         opts: Options,
@@ -408,8 +405,8 @@ class SharedMemoryGroup(BaseGroup):
         Without split sizes the parts are equal.
         """
         check_dtypes("all_to_all_single", [input, output])
-        outgoing = split_numels(self.size(), "input", input, input_sizes)
-        incoming = split_numels(self.size(), "output", output, output_sizes)
+        outgoing = split_numels(self._size, "input", input, input_sizes)
+        incoming = split_numels(self._size, "output", output, output_sizes)
         run = self._run(
             Signature("all_to_all_single", input.dtype),
             [output],
@@ -426,18 +423,14 @@ class SharedMemoryGroup(BaseGroup):
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Send a tensor; it is copied at once and may be written to again."""
         (tensor,) = listed(tensors)
-        check_rank(self.size(), dst, "send to")
+        check_rank(self._size, dst, "send to")
         self._transport.check_open()
-        return self._send(tensor, dst, tag)
-
-    def _send(self, tensor: torch.Tensor, destination: int, tag: int) -> dist.Work:
-        self._transport.mailbox.send(flattened(tensor), destination, tag)
-        return GroupWork.done([])
+        return self._transport.mailbox.start_send(tensor, dst, tag, self._queue.timeout)
 
     @of_any_device
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         """Receive the next tensor that rank ``src`` sends with this tag."""
-        check_rank(self.size(), src, "receive from")
+        check_rank(self._size, src, "receive from")
         return self._receive(tensors, src, tag)
 
     @of_any_device
@@ -448,12 +441,4 @@ class SharedMemoryGroup(BaseGroup):
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> dist.Work:
         (tensor,) = listed(tensors)
         self._transport.check_open()
-        return RecvWork(
-            self._transport.mailbox,
-            flattened(tensor),
-            tensor,
-            put_back,
-            source=source,
-            tag=tag,
-            timeout=self._queue.timeout,
-        )
+        return self._transport.mailbox.start_receive(tensor, source, tag, self._queue.timeout)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.comm.any_group import all_gather, start_all_reduce
 from lockstep.errors import CollectiveFailed
@@ -166,7 +167,7 @@ def set_join_state(group: dist.ProcessGroup, state: JoinState | None) -> None:
         _states[group] = weakref.ref(state)
 
 
-def gather_in_step(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
+def gather_in_step(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
     """Return each rank's ``tensor``, of float64, in rank order; zeros for ranks without data.
 
     Every rank that has data must call it, with tensors of one shape; it blocks.
@@ -176,7 +177,7 @@ def gather_in_step(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch
     return all_gather(group, tensor)
 
 
-def sum_in_step(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+def sum_in_step(group: dist.ProcessGroup, tensor: Tensor) -> None:
     """Add up ``tensor``, of float64, over the ranks, in place; ranks without data add zeros.
 
     Every rank that has data must call it, with tensors of one shape; it blocks.

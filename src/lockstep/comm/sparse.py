@@ -7,11 +7,10 @@ from functools import reduce
 from operator import add
 
 import torch
+from torch import Tensor
 
 
-def sum_sparse(
-    all_gather: Callable[[torch.Tensor], list[torch.Tensor]], mine: torch.Tensor
-) -> torch.Tensor:
+def sum_sparse(all_gather: Callable[[Tensor], list[Tensor]], mine: Tensor) -> Tensor:
     """Return the sum of the ranks' sparse tensors, taken in rank order, so that bits are equal.
 
     The group need not be able to sum sparse tensors, which NCCL's can't. All ranks must call it;

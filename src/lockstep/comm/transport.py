@@ -9,14 +9,15 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from lockstep.comm.mail import Mailbox
+from lockstep.comm.messages import Mailbox
 
 FINGERPRINT_BYTES = 16
 
 # Where a rank has put data, for its peers: a number between processes, between threads a number
 # (of a slot) or the tensor itself.
-Address = int | torch.Tensor
+Address = int | Tensor
 
 
 class Signature(NamedTuple):
@@ -64,7 +65,7 @@ class Ranks(ABC):
     size: int
 
     @abstractmethod
-    def empty(self, num_bytes: int) -> torch.Tensor:
+    def empty(self, num_bytes: int) -> Tensor:
         """Return new memory, as uint8, that is reduced with the least copying."""
 
     @abstractmethod
@@ -97,7 +98,7 @@ class Transport(Ranks):
     mailbox: Mailbox
 
     @abstractmethod
-    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, torch.Tensor]:
+    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, Tensor]:
         """Return the address of the next slot, and the slot as a flat tensor to write to."""
 
     @abstractmethod
@@ -113,14 +114,14 @@ class Transport(Ranks):
         """
 
     @abstractmethod
-    def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:
         """Return, as a flat tensor, the data that ``rank`` announced at ``address``.
 
         Of this rank itself only slots: other memory is the caller's own tensor.
         """
 
     @abstractmethod
-    def find(self, tensor: torch.Tensor) -> Address | None:
+    def find(self, tensor: Tensor) -> Address | None:
         """Return the address of a contiguous ``tensor``; None if the others can't reach it."""
 
     @abstractmethod

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.comm.threads.ranks import of_this_rank
 from lockstep.comm.uncompiled import uncompiled
@@ -89,7 +90,7 @@ class GroupWork(dist.Work):
     """A submitted call, as the Work that torch.distributed returns to the caller."""
 
     def __init__(
-        self, queue: WorkQueue, run: Run, results: Sequence[torch.Tensor], timeout: timedelta
+        self, queue: WorkQueue, run: Run, results: Sequence[Tensor], timeout: timedelta
     ) -> None:
         super().__init__()
         self.timeout = timeout
@@ -113,7 +114,7 @@ class GroupWork(dist.Work):
             self._queue.dropped.append(self)
 
     @classmethod
-    def done(cls, results: Sequence[torch.Tensor]) -> GroupWork:
+    def done(cls, results: Sequence[Tensor]) -> GroupWork:
         """Return a work that is complete."""
         work = cls(WorkQueue(timedelta(0)), lambda timeout: None, results, timedelta(0))
         work._is_done = work._is_taken = True
@@ -151,12 +152,12 @@ class GroupWork(dist.Work):
         """The error, if it failed."""
         return self._error
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Tensor]:
         """The tensors that hold the result."""
         self.wait()
         return self._results
 
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the tensors that hold the result."""
         self._is_taken = True
         with self._future_lock:
@@ -233,7 +234,7 @@ class WorkQueue:
     def submit(
         self,
         run: Run,
-        results: Sequence[torch.Tensor],
+        results: Sequence[Tensor],
         *,
         is_async: bool,
         timeout: timedelta | None = None,
@@ -335,24 +336,15 @@ class WorkQueue:
 
     def _carry_out_leftovers(self) -> None:
         num_idle_looks = 0
-        found: GroupWork | None = None
         while not self._is_closed and num_idle_looks < _MAX_IDLE_LOOKS:
+            newest = (self._calls.copy() or [None])[-1]
             is_urgent = self._is_urgent.wait(_GRACE_SECONDS)
             self._is_urgent.clear()
-            num_idle_looks += 1
-            if is_urgent or (found is not None and not found._is_done):
-                num_idle_looks = 0
+            num_idle_looks = 0 if is_urgent or newest is not None else num_idle_looks + 1
+            if is_urgent or (newest is not None and not newest._is_done):
                 self.carry_out_all()
                 if not self._step_back():
                     return
-            try:
-                newest = self._calls[-1]
-            except IndexError:
-                found = None
-                continue
-            if newest is not found:
-                num_idle_looks = 0
-            found = newest
         self._is_watched = False
         # A call that came since the last look relied on this thread.
         if self._calls:

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.comm.deadline import Deadline
-from lockstep.comm.mail import Expected, Letter, Mailbox
+from lockstep.comm.messages import Mailbox, Message
 from lockstep.comm.threads.ranks import context
 from lockstep.comm.transport import Address, Signature, Transport
 from lockstep.errors import (
@@ -68,8 +69,8 @@ class ThreadTransportState:
     def __init__(self, size: int, members: Sequence[int] | None = None) -> None:
         self.size = size
         self.members = list(members or range(size))
-        self.slots: dict[int, torch.Tensor] = {}
-        self.letters: dict[int, deque[Letter]] = {rank: deque() for rank in range(size)}
+        self.slots: dict[int, Tensor] = {}
+        self.messages: dict[int, deque[Message]] = {rank: deque() for rank in range(size)}
         # Notified of every change to this object.
         self.changed = threading.Condition(_lock)
         # A new object for each exchange, so that a rank that comes to the next one before another
@@ -80,7 +81,7 @@ class ThreadTransportState:
         self._fault: _Fault | None = None
         self._given_up: str | None = None
 
-    def come_in(self, rank: int, slots: torch.Tensor) -> None:
+    def come_in(self, rank: int, slots: Tensor) -> None:
         """Join as ``rank``.
 
         Raises:
@@ -223,73 +224,50 @@ class ThreadMailbox(Mailbox):
     """The mailbox of a rank that is a thread.
 
     Args:
-        room: Where its letters, and those of the others, are put.
-        rank: Whose it is.
+        state: What the ranks share, with the messages that are yet to be delivered.
+        rank: This rank.
     """
 
-    def __init__(self, room: ThreadTransportState, rank: int) -> None:
-        super().__init__(rank, room.members)
-        self._room = room
-        self._is_closed = False
-        # Those who were gone when all that had come was sorted.
-        self._seen_gone: set[int] = set()
+    def __init__(self, state: ThreadTransportState, rank: int) -> None:
+        super().__init__(rank, state.members)
+        self._state = state
 
-    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
+    def send(self, tensor: Tensor, destination: int, tag: int) -> None:
         """Send a flat tensor; it is copied, and may be written to again."""
-        letter = Letter(self._rank, tag, str(tensor.dtype), tensor.view(torch.uint8).clone())
-        room = self._room
-        with room.changed:
-            if room.is_gone(destination):
+        message = Message(self._rank, tag, str(tensor.dtype), tensor.view(torch.uint8).clone())
+        with self._state.changed:
+            if self._state.is_gone(destination):
                 raise self._lost(destination, f"send to rank {self._members[destination]}")
-            room.letters[destination].append(letter)
-            room.changed.notify_all()
+            self._state.messages[destination].append(message)
+            self._state.changed.notify_all()
 
-    def _look(self, sources: Sequence[int], seconds: float) -> list[Letter]:
-        room, mine = self._room, self._room.letters[self._rank]
+    def _poll(self, seconds: float) -> None:
+        state, mine = self._state, self._state.messages[self._rank]
 
-        def is_decided() -> bool:
-            if mine:
-                return True
-            self._seen_gone = set(filter(room.is_gone, range(room.size)))
-            return self._is_hopeless(sources)
+        def gone() -> dict[int, bool]:
+            return {rank: True for rank in range(state.size) if state.is_gone(rank)}
 
-        with room.changed:
-            room.changed.wait_for(is_decided, min(seconds, threading.TIMEOUT_MAX))
-            letters = list(mine)
+        with state.changed:
+            state.changed.wait_for(
+                lambda: mine or self._is_closed or gone() != self._ended,
+                min(seconds, threading.TIMEOUT_MAX),
+            )
+            messages, ended = list(mine), gone()
             mine.clear()
-            if not letters:
-                self._check_sources(sources)
-            return letters
-
-    def _is_hopeless(self, sources: Sequence[int]) -> bool:
-        return self._is_closed or (bool(sources) and self._seen_gone.issuperset(sources))
-
-    def _check_sources(self, sources: Sequence[int]) -> None:
-        """Raise PeerLost if nothing more can come from ``sources``, as far as was seen."""
-        if self._is_hopeless(sources):
-            raise self._lost(self._rank if self._is_closed else sources[0], "recv")
+        # Without the state's lock: a thread that has the mailbox's may collect a group, which takes
+        # the state's.
+        for message in messages:
+            self._deliver(message)
+        self._ended = ended
 
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:
-        if not self._room.is_gone(rank):
-            name = self._members[self._rank]
-            return GroupClosed(f"Rank {name} has destroyed this process group.")
-        return self._room.loss(rank, self._rank, operation, operation)
+        return self._state.loss(rank, self._rank, operation, operation)
 
-    def _sources(self, expected: Expected) -> Sequence[int]:
-        if expected.source is None:
-            return [peer for peer in range(self._room.size) if peer != self._rank]
-        return [expected.source] if expected.source != self._rank else []
-
-    def flush(self) -> None:
-        """Nothing waits to be sent."""
-
-    def interrupt(self) -> None:
-        """Make every wait here end as if the others had gone."""
-        with self._room.changed:
+    def close(self) -> None:
+        """Make current and later receives of this rank fail."""
+        with self._state.changed:
             self._is_closed = True
-            self._room.changed.notify_all()
-
-    close = interrupt
+            self._state.changed.notify_all()
 
 
 class ThreadTransport(Transport):
@@ -299,6 +277,8 @@ class ThreadTransport(Transport):
         state: The state that it shares with the others.
         rank: This rank.
     """
+
+    mailbox: ThreadMailbox
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
         state.come_in(rank, torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device="cpu"))
@@ -314,7 +294,7 @@ class ThreadTransport(Transport):
         self._is_closed = False
         context().memberships.add(self)
 
-    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, torch.Tensor]:
+    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, Tensor]:
         """Return the next slot's address, which is its number, and the slot as a flat tensor."""
         # After an exchange that failed, others may still read the slot. Shown by
         # test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on.
@@ -331,13 +311,13 @@ class ThreadTransport(Transport):
             self._fault = self._fault or error
             raise
 
-    def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:
         """Return, as a flat tensor, the data that ``rank`` announced at ``address``."""
         if isinstance(address, int):
             return self._state.slots[rank][address, : numel * dtype.itemsize].view(dtype)
         return address[:numel]
 
-    def find(self, tensor: torch.Tensor) -> Address | None:
+    def find(self, tensor: Tensor) -> Address | None:
         """Return ``tensor`` itself: every thread reaches it."""
         return tensor.data
 
@@ -345,7 +325,7 @@ class ThreadTransport(Transport):
         """Whether ``address``, of any rank, is in a slot."""
         return isinstance(address, int)
 
-    def empty(self, num_bytes: int) -> torch.Tensor:
+    def empty(self, num_bytes: int) -> Tensor:
         """Return new memory, as uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
@@ -388,7 +368,7 @@ class ThreadTransport(Transport):
 
     def _go(self, how: str) -> None:
         self._state.lose(self.rank, how)
-        self.mailbox.interrupt()
+        self.mailbox.close()
 
 
 def join(
