@@ -1,12 +1,12 @@
-"""Every private name of torch that lockstep uses, and what for.
+"""All private names of torch that lockstep uses, and their purpose.
 
-Private is a name that begins with an underscore, or is in a module whose name does: any release of
-torch may rename it. Other modules import such names from here, and may use only those attributes
-of torch's objects that :data:`ATTRIBUTES` lists; tests/test_torch_private.py holds that, and names
-what a release of torch no longer has.
+A name is private if it begins with an underscore, or is in a module whose name does: any release
+of torch may rename it. Other modules import such names from here, and may use only those attributes
+of torch's objects that :data:`ATTRIBUTES` lists. tests/test_torch_private.py verifies that, and
+reports names that a release of torch no longer has.
 
-Importing torch must not import this module: it imports lockstep.comm.backends, and would fail
-where a name is gone.
+``import torch`` imports lockstep.comm.backends, which therefore must not import this module: it
+would fail if a name is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.overrides
 import torch.utils._device
 import torch.utils._pytree
 
-# Autograd. The number of the backward that runs in this thread; -1 if none does.
+# Autograd. The number of the backward that runs in this thread; -1 if none runs.
 _current_graph_task_id = torch._C._current_graph_task_id
 # The node that runs in this thread; None in a backward of compiled autograd, which runs no nodes.
 _current_autograd_node = torch._C._current_autograd_node
@@ -30,19 +30,17 @@ _current_autograd_node = torch._C._current_autograd_node
 _will_engine_execute_node = torch._C._will_engine_execute_node
 # Whether that backward was called with retain_graph=True: DataParallel's replicas do the same.
 _get_current_graph_task_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
-# Has queue_callback: what is to be done when the backward that runs here ends.
+# Its queue_callback() calls a function at the end of the running backward.
 _execution_engine = torch.autograd.Variable._execution_engine
-# A node that raises in a backward: of a gradient that can't be differentiated again.
-DelayedError = torch._C._functions.DelayedError
 
-# Dynamo. Has it leave a function alone, without an import of torch._dynamo and a wrapper.
+# Dynamo. Excludes a function from tracing, without an import of torch._dynamo and a wrapper.
 _FrameAction = torch._C._dynamo.eval_frame._FrameAction
 _FrameExecStrategy = torch._C._dynamo.eval_frame._FrameExecStrategy
 set_code_exec_strategy = torch._C._dynamo.eval_frame.set_code_exec_strategy
 
 # Tensors. Inference mode as a guard, without the cost of torch.inference_mode().
 _InferenceMode = torch._C._InferenceMode
-# Lets a subclass of Tensor call torch's functions without being asked about them again.
+# Lets a subclass of Tensor call torch's functions without its own __torch_function__.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 # Arithmetic on the gradients of a bucket in one call.
 _foreach_add_ = torch._foreach_add_
@@ -50,7 +48,7 @@ _foreach_copy_ = torch._foreach_copy_
 _foreach_div_ = torch._foreach_div_
 _foreach_mul_ = torch._foreach_mul_
 _foreach_zero_ = torch._foreach_zero_
-# A default device that was set, to be set in the replicas' threads too.
+# The default device, which is set in the replicas' threads too.
 DeviceContext = torch.utils._device.DeviceContext
 _get_current_function_mode_stack: Callable[[], list[Any]] = (
     torch.overrides._get_current_function_mode_stack
@@ -58,25 +56,26 @@ _get_current_function_mode_stack: Callable[[], list[Any]] = (
 # Moves and casts the tensors among a forward's arguments, as torch's DDP does.
 tree_map_only = torch.utils._pytree.tree_map_only
 
-# Modules. The base of BatchNorm and its kin, that of SyncBatchNorm, and what join() looks at.
+# Modules. The base of all normalisations with running statistics, that of the BatchNorms, and the
+# state of a Joinable.
 _NormBase = torch.nn.modules.batchnorm._NormBase
 _BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 _JoinConfig = torch.distributed.algorithms.join._JoinConfig
 
-# Process groups. What all_gather is called with: the one of its kind that isn't exported.
+# Process groups. The options of all_gather, the only ones that torch doesn't export.
 AllgatherOptions = torch._C._distributed_c10d.AllgatherOptions
-# What torch gives to the function that creates a group of a registered backend.
+# The argument of the function that creates a group of a registered backend.
 _DistributedBackendOptions = torch.distributed.distributed_c10d._DistributedBackendOptions
-# The store of a group that exists already, for ranks to tell each other their hosts.
+# The store of the default group, through which ranks tell each other their hosts.
 _get_default_store = torch.distributed.distributed_c10d._get_default_store
-# The record of the groups that a process is in; a rank that is a thread has one of its own.
+# The record of a process's groups; a rank that is a thread has one of its own.
 _World = torch.distributed.distributed_c10d._World
-# The same for the record that functional collectives look into.
+# The same for the record that functional collectives use.
 _set_thread_isolation_mode = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
 
 
 def _as_overlapped_optim(optim: type, params: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """What DDP's _register_fused_optim takes; imported when called, as it imports FSDP."""
+    """Return the argument of _register_fused_optim; imported when called, as it imports FSDP."""
     from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 
     return _as_overlapped_optim(optim, params, *args, **kwargs)
@@ -89,7 +88,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
     "torch.Tensor": {
         "_make_subclass": "a parameter of an embedding that replicas look up together",
-        "_post_accumulate_grad_hooks": "whether somebody else wants to see a new gradient as it is",
+        "_post_accumulate_grad_hooks": "whether others have hooks on a new gradient",
         "_use_count": "whether a graph still needs a buffer that is to be overwritten",
         "_version": "whether a tensor was written to since the replicas were told its values",
     },
@@ -97,8 +96,8 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_apply": "conversions of a wrapper's module, after which it is looked at anew",
         "_buffers": "buffers by name, of which None is one too",
         "_load_from_state_dict": "loads state dicts without the wrapper's prefix",
-        "_modules": "children by name, which SyncBatchNorm replaces",
-        "_parameters": "parameters by name, which a replica has its own of",
+        "_modules": "children by name",
+        "_parameters": "parameters by name, which are replaced in replicas",
     },
     "torch.nn.RNN": {
         "_flat_weights": "a recurrent module's second list of its parameters",
@@ -132,7 +131,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_remove_autograd_hooks": "overridden: programs end the synchronisation",
         "_set_ddp_sink_clone": "overridden: programs set it",
         "_set_params_and_buffers_to_ignore_for_model": "inherited: sets the following",
-        "_ddp_params_and_buffers_to_ignore": "what a model asks DDP to leave alone",
+        "_ddp_params_and_buffers_to_ignore": "names that a model asks DDP to ignore",
         "_set_static_graph": "overridden: programs set it",
     },
     "torch.distributed.ProcessGroup": {
@@ -150,10 +149,10 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_timeout": "how long NCCL waits",
     },
     "torch.distributed.ProcessGroupGloo": {
-        "_set_default_timeout": "by this name torch sets a group's timeout",
-        "_set_sequence_number_for_group": "what torch does with a backend before its first call",
+        "_set_default_timeout": "torch calls it to set a group's timeout",
+        "_set_sequence_number_for_group": "torch calls it before the first collective of a backend",
     },
     "torch.distributed.Work": {
-        "_source_rank": "whose message was received",
+        "_source_rank": "the sender of a received message",
     },
 }

@@ -1,6 +1,8 @@
 """Modules whose replicas stay in step."""
 
+from lockstep.nn.backward import finish_failed
 from lockstep.nn.distributed import DistributedDataParallel
+from lockstep.nn.engine import with_sparse_gradients
 from lockstep.nn.parallelize import join, no_sync, parallelize, sync_buffers
 from lockstep.nn.replicas import (
     DataParallel,
@@ -12,12 +14,15 @@ from lockstep.nn.replicas import (
     scatter_kwargs,
 )
 from lockstep.nn.sync_batch_norm import SyncBatchNorm
+from lockstep.nn.verify import check_same_model
 
 __all__ = [
     "DataParallel",
     "DistributedDataParallel",
     "SyncBatchNorm",
+    "check_same_model",
     "data_parallel",
+    "finish_failed",
     "gather",
     "join",
     "no_sync",
@@ -27,4 +32,5 @@ __all__ = [
     "scatter",
     "scatter_kwargs",
     "sync_buffers",
+    "with_sparse_gradients",
 ]

@@ -175,6 +175,7 @@ class DistributedDataParallel(
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
+        self.bucket_bytes_cap = int(bucket_cap_mb * MIB)
         self.mixed_precision = mixed_precision
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore = frozenset(ignored)
@@ -343,10 +344,7 @@ class DistributedDataParallel(
     ) -> AbstractContextManager[None]:
         """Let ranks leave a training loop at different times, as :func:`lockstep.join` does.
 
-        Args:
-            divide_by_initial_world_size: As there.
-            enable: Whether to do this at all.
-            throw_on_early_termination: As there.
+        With ``enable=False`` it does nothing.
         """
         check_flag("enable", enable)
         if not enable:
@@ -413,11 +411,6 @@ class DistributedDataParallel(
     def modules_buffers(self) -> list[torch.Tensor]:
         """The buffers that are not ignored."""
         return list(self.named_module_buffers.values())
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """The size of a full bucket, in bytes."""
-        return int(self._options.bucket_cap_mb * MIB)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         group, reducers = self.process_group, [engine.reducer for engine in self._engines]

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Never, TypeVar
+from typing import TYPE_CHECKING, Never, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from lockstep.nn.join import UnevenLoop
 from lockstep.nn.verify import check_same_model
 from lockstep.nn.wrapper import Wrapper
 from lockstep.world import group_or_all
+
+if TYPE_CHECKING:
+    from lockstep.nn.micro_batches import Batch
 
 # Bound early, as ours may be put in their place.
 _TORCHS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -64,7 +67,7 @@ def parallelize(
     start from rank 0's values at the next forward. (One that is unfrozen only for backwards under
     :func:`no_sync`, and frozen again before the reducing one, keeps its gradient to itself.)
     Parts that are parallel already, over these ranks or others (an expert over some of them,
-    say), keep to what they were given.
+    say), keep their own options.
 
     Hooks of ``register_post_accumulate_grad_hook()``, such as optimizers that step in them, see the
     mean over the ranks, and run on every rank when it has come: those of backwards that reduce
@@ -79,8 +82,8 @@ def parallelize(
         module: The model, already on its device and with its final dtypes. Rank 0's parameters
             and buffers go to everyone.
         process_group: The ranks to keep in step; by default all of ``lockstep.init()``.
-        bucket_cap_mb: How much makes a bucket full, in MiB. Gradients are sent in
-            buckets, each when it is full, while backward computes the next ones.
+        bucket_cap_mb: The size of a full bucket, in MiB. Gradients are sent in buckets, each when
+            it is full, while backward computes the next ones.
         broadcast_buffers: Whether buffers (BatchNorm's statistics) follow rank 0's, with each
             backward that reduces gradients. Or, for each pattern of names, such as
             ``{"*.running_*": "mean"}``, one of ``"rank0"``; ``"mean"``, the mean over the ranks,
@@ -130,7 +133,7 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     What counts is where ``backward()`` runs, not where ``forward()`` did.
 
     Args:
-        module: A module that was given to :func:`parallelize`, a wrapper, or what is in one.
+        module: A module that was given to :func:`parallelize`, a wrapper, or the module in one.
             Parallel parts of it accumulate too.
 
     Raises:
@@ -155,10 +158,10 @@ def join(
                 ...
 
     Args:
-        modules: All that are trained in the loop. Each was given to :func:`parallelize`, is a
-            wrapper, or is what is in one; they are parallel over the same ranks.
+        modules: All models that are trained in the loop. Each was given to :func:`parallelize`, is
+            a wrapper, or is the module in one; they are parallel over the same ranks.
         divide_by_initial_world_size: Whether gradients are divided by the number of all ranks, or
-            else by that of those which still have data.
+            else by the number of ranks that still have data.
         throw_on_early_termination: Whether the first rank that is through ends the loop on every
             rank, with a RuntimeError.
 
@@ -173,7 +176,7 @@ def join(
     check_flag("divide_by_initial_world_size", divide_by_initial_world_size)
     check_flag("throw_on_early_termination", throw_on_early_termination)
     engines = [*dict.fromkeys(engine for module in modules for engine in state_of(module).engines)]
-    groups = [engine.reducer.process_group for engine in engines]
+    groups = [engine.process_group for engine in engines]
     return UnevenLoop(
         engines,
         next((group for group in groups if group.size() > 1), None),
@@ -189,7 +192,7 @@ def sync_buffers(module: nn.Module) -> None:
     Call it before you evaluate or save. Every rank must call it; it blocks.
 
     Args:
-        module: A module that was given to :func:`parallelize`, a wrapper, or what is in one.
+        module: A module that was given to :func:`parallelize`, a wrapper, or the module in one.
 
     Raises:
         ModelError: If ``module`` isn't parallel.
@@ -207,12 +210,14 @@ class ParallelState:
             none on a rank that is alone.
         wrapped: The module in it, if it is the state of a wrapper.
         parameters: The trained parameters that are its own: no other model may have them.
+        batch: The micro-batches of a step under accumulate(), if there have been any.
     """
 
     def __init__(self, wrapped: nn.Module | None, engines: Sequence[Engine]) -> None:
         self.engines = list(engines)
         self.wrapped = weakref.ref(wrapped) if wrapped is not None else lambda: None
         self.parameters = WeakIdKeyDictionary()
+        self.batch: Batch | None = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -254,14 +259,15 @@ def state_of(module: nn.Module) -> ParallelState:
     return state
 
 
-def _all_states() -> list[ParallelState]:
+def all_states() -> list[ParallelState]:
+    """Return the states of all parallel modules, each once."""
     with _lock:
-        return list(_states.values())
+        return list(dict.fromkeys(_states.values()))
 
 
 def _state_around(module: nn.Module) -> ParallelState | None:
     """Return the state of the wrapper that ``module`` is in, if it is in one."""
-    return next((state for state in _all_states() if state.wrapped() is module), None)
+    return next((state for state in all_states() if state.wrapped() is module), None)
 
 
 def attach(
@@ -323,7 +329,7 @@ def attach(
         _states.update(dict.fromkeys([owner, *owners], state))
     if previous is not None:
         _replace([engine for engine in previous.engines if engine not in inner_engines], own)
-    others = [other.parameters for other in _all_states()]
+    others = [other.parameters for other in all_states()]
     for parameter in module.parameters():
         if parameter.requires_grad and not any(parameter in known for known in others):
             state.parameters[parameter] = None
@@ -344,7 +350,7 @@ def _replace(engines: Collection[Engine], replacements: Sequence[Engine]) -> Non
         engine.detach()
         engine.backward_sync.remove(engine)
         unwatch(engine)
-    for state in _all_states():
+    for state in all_states():
         kept = [engine for engine in state.engines if engine not in engines]
         if len(kept) < len(state.engines):
             state.engines[:] = [*kept, *replacements]
@@ -394,7 +400,7 @@ def _refusal(
                 "the bare model, once."
             )
     trained = False
-    others = [state.parameters for state in _all_states() if state not in known]
+    others = [state.parameters for state in all_states() if state not in known]
     for name, parameter in module.named_parameters():
         if name in options.ignored:
             continue

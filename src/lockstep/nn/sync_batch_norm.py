@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import functools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,25 +31,25 @@ from lockstep.torch_private import _BatchNorm
 class SyncBatchNorm(_BatchNorm):
     """A drop-in for :class:`torch.nn.SyncBatchNorm`, on the CPU too.
 
-    In training, mean and variance are those of the whole batch, the samples of all ranks
-    together, whatever each rank's number of samples, none included: outputs, gradients and running
-    statistics are those of BatchNorm in one process. Every rank's forward and backward take part,
-    so a rank with no samples runs both as well, on an input of size 0. In evaluation, on one
-    rank, and without a process group, it is BatchNorm.
+    In training, mean and variance are those of the samples of all ranks together, whatever each
+    rank's number of samples: outputs, gradients and running statistics are those of BatchNorm in
+    one process. Every rank's forward and backward take part, so a rank without samples runs both
+    as well, on an input of size 0. In evaluation, on one rank, and without a process group, it is
+    BatchNorm.
 
     A model that has one whose ``process_group`` is the model's own reduces its gradients at the end
-    of each backward: the ranks may compute them in different orders, and then their reductions
-    would come between the sums of different SyncBatchNorms. One with a group of its own leaves
-    them free to overlap with the backward.
+    of each backward: ranks may compute them in different orders, and the reductions would come
+    between the sums of different SyncBatchNorms. With a process group of its own, reductions
+    overlap with the backward.
 
     Args:
-        num_features: How many channels there are: ``C`` of inputs of shape ``(N, C, *)``.
-        eps: What is added to the variance.
+        num_features: The number of channels: ``C`` of inputs of shape ``(N, C, *)``.
+        eps: Added to the variance.
         momentum: The weight of a new value in the running statistics; None for their mean.
         affine: Whether it has ``weight`` and ``bias``, of shape ``(C,)``.
         track_running_stats: Whether it has running statistics, of shape ``(C,)``.
         process_group: The ranks whose samples belong together; by default all.
-        device: Where it is to be.
+        device: Of parameters and running statistics.
         dtype: Of parameters and running statistics.
 
     Raises:
@@ -88,58 +89,39 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
     ) -> nn.Module:
-        """Put a SyncBatchNorm in the place of each BatchNorm of ``module``.
+        """Make each BatchNorm of ``module`` a SyncBatchNorm, in place.
 
-        They take over the parameters and the running statistics themselves, so an optimizer that
-        has them may stay. A BatchNorm that is used in several places stays one.
-
-        One of a class derived from BatchNorm stays what it is, and becomes a SyncBatchNorm as
-        well: the ``batch_norm()`` in its ``forward`` is over all ranks, and whatever else its
-        class does (an activation, say), it does still.
+        Parameters and running statistics stay the same tensors, so an optimizer that has them may
+        stay. One of a class derived from BatchNorm stays of that class as well: the
+        ``batch_norm()`` in its ``forward`` is over all ranks, and whatever else its class does
+        (an activation, say), it does still.
 
         Args:
-            module: A module, changed in place, or a BatchNorm.
+            module: A module, which may be a BatchNorm.
             process_group: The ranks whose samples belong together; by default all.
 
         Returns:
-            ``module``, or what takes its place if it is a BatchNorm itself.
+            ``module``.
 
         Raises:
             ValueError: If a BatchNorm has no shape yet.
         """
         check_module(module)
-        made: dict[nn.Module, nn.Module] = {}
-        for parent in list(module.modules()):
-            for name, child in parent._modules.items():
-                if isinstance(child, _BatchNorm):
-                    if child not in made:
-                        made[child] = cls._in_place_of(child, process_group)
-                    parent._modules[name] = made[child]
-        return cls._in_place_of(module, process_group) if isinstance(module, _BatchNorm) else module
-
-    @classmethod
-    def _in_place_of(
-        cls, module: _BatchNorm, process_group: dist.ProcessGroup | None
-    ) -> SyncBatchNorm:
-        kind = type(module)
-        if any(map(is_lazy, module.parameters())):
-            raise ValueError(
-                f"A {kind.__name__} has no shape yet. Run one forward on a sample before you "
-                "convert the model."
-            )
-        if kind not in _PLAIN:
-            if not issubclass(kind, SyncBatchNorm | nn.SyncBatchNorm):
-                module.__class__ = _synchronised(cls, kind)
-            module.process_group = process_group  # type: ignore[assignment]
-            return cast(SyncBatchNorm, module)
-        new = cls(module.num_features, module.eps, module.momentum, process_group=process_group)
-        new.affine, new.track_running_stats = module.affine, module.track_running_stats
-        for name in ("weight", "bias"):
-            new.register_parameter(name, getattr(module, name))
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            new.register_buffer(name, getattr(module, name))
-        new.training = module.training
-        return new
+        for part in module.modules():
+            if not isinstance(part, _BatchNorm):
+                continue
+            kind = type(part)
+            if any(map(is_lazy, part.parameters())):
+                raise ValueError(
+                    f"A {kind.__name__} has no shape yet. Run one forward on a sample before you "
+                    "convert the model."
+                )
+            if kind in _PLAIN:
+                part.__class__ = cls
+            elif not issubclass(kind, SyncBatchNorm | nn.SyncBatchNorm):
+                part.__class__ = _synchronised(cls, kind)  # type: ignore[arg-type]
+            part.process_group = process_group  # type: ignore[assignment]
+        return module
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         check_type("input", input, torch.Tensor, "a tensor of shape (N, C, *)")
@@ -158,16 +140,17 @@ class SyncBatchNorm(_BatchNorm):
         if group is None or not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        momentum = 0.0
-        if self.track_running_stats and self.num_batches_tracked is not None:
+        mean, variance, momentum = self.running_mean, self.running_var, 0.0
+        if not self.track_running_stats:
+            mean = variance = None
+        elif self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             momentum = self.momentum or 0.0
             if self.momentum is None:
                 momentum = 1 / self.num_batches_tracked.item()
-        mean, variance = self.running_mean, self.running_var
-        if not self.track_running_stats:
-            mean = variance = None
-        return _normalize(input, mean, variance, self.weight, self.bias, momentum, self.eps, group)
+        return _batch_norm(
+            group, input, mean, variance, self.weight, self.bias, True, momentum, self.eps
+        )
 
     def _group(self) -> dist.ProcessGroup | None:
         group = self.process_group
@@ -177,13 +160,11 @@ class SyncBatchNorm(_BatchNorm):
 
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
-_made: dict[tuple[type, type], type[SyncBatchNorm]] = {}
 
 
+@functools.cache
 def _synchronised(cls: type[SyncBatchNorm], kind: type[_BatchNorm]) -> type[SyncBatchNorm]:
-    """A class that does what ``kind`` does, but normalises with the statistics of all ranks."""
-    if (cls, kind) in _made:
-        return _made[cls, kind]
+    """Return a class that does what ``kind`` does, but normalises over all ranks."""
 
     def forward(self: SyncBatchNorm, *args: Any, **kwargs: Any) -> Any:
         group = self._group()
@@ -203,17 +184,16 @@ def _synchronised(cls: type[SyncBatchNorm], kind: type[_BatchNorm]) -> type[Sync
         return _made_of, (cls, kind), self.__dict__
 
     methods = {"forward": forward, "__reduce__": reduce, "__module__": kind.__module__}
-    _made[cls, kind] = type(f"Sync{kind.__name__}", (cls, kind), methods)
-    return _made[cls, kind]
+    return type(f"Sync{kind.__name__}", (cls, kind), methods)
 
 
 def _made_of(cls: type[SyncBatchNorm], kind: type[_BatchNorm]) -> SyncBatchNorm:
-    made = _synchronised(cls, kind)
+    made = _synchronised(cls, kind)  # type: ignore[arg-type]
     return made.__new__(made)
 
 
 class _OverAllRanks(TorchFunctionMode):
-    """Lets ``batch_norm()`` in training normalise with the statistics of all ranks."""
+    """Replaces ``F.batch_norm()`` by one over all ranks, and counts its calls."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -226,61 +206,44 @@ class _OverAllRanks(TorchFunctionMode):
         if function is not F.batch_norm:
             return function(*args, **(kwargs or {}))
         self.num_calls += 1
-        return self._batch_norm(*args, **(kwargs or {}))
-
-    def _batch_norm(
-        self,
-        input: torch.Tensor,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> torch.Tensor:
-        if not training:
-            return F.batch_norm(
-                input, running_mean, running_var, weight, bias, training, momentum, eps
-            )
-        return _normalize(input, running_mean, running_var, weight, bias, momentum, eps, self.group)
+        return _batch_norm(self.group, *args, **(kwargs or {}))
 
 
 @uncompiled
-def _normalize(
+def _batch_norm(
+    group: dist.ProcessGroup,
     input: torch.Tensor,
     running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    momentum: float,
-    eps: float,
-    group: dist.ProcessGroup,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``batch_norm()`` in training, of all ranks' samples."""
+    """``F.batch_norm()``, in training with the statistics of all ranks."""
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     finish_failed(group)
-    output, mean, square, count = cast(
-        tuple[torch.Tensor, ...],
-        _Normalize.apply(input, weight, bias, eps, group),  # type: ignore[no-untyped-call]
-    )
-    if running_mean is not None and running_var is not None:
-        with torch.no_grad():
+    with torch.no_grad():
+        mean, square, count = _statistics(input, group)
+        if running_mean is not None and running_var is not None:
             running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
             running_var.mul_(1 - momentum).add_(square / (count - 1), alpha=momentum)
+        # Half precision is normalised in float32, anything else in the input's dtype.
+        wide = torch.promote_types(input.dtype, torch.float32)
+        mean, variance = mean.to(wide), (square / count).to(wide)
+    output: torch.Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+        input, weight, bias, mean, variance, count, eps, group
+    )
     return output
 
 
 @uncompiled
 class _Normalize(torch.autograd.Function):
-    """Normalise with the statistics of all ranks.
+    """Normalises with given statistics, which depend on the inputs of all ranks.
 
-    Returns, beside the output, their mean, the sum of their squared deviations from it, and how
-    many values per channel they are of. These are exact to float64, and summed up in rank order, so
-    they have the same bits on every rank.
-
-    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
-    sample variances", 1979, for statistics of parts; Ioffe and Szegedy, "Batch normalization",
-    2015, for the gradients.
+    Source: Ioffe and Szegedy, "Batch normalization", 2015, for the gradients.
     """
 
     @staticmethod
@@ -289,31 +252,30 @@ class _Normalize(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        variance: torch.Tensor,
+        count: torch.Tensor,
         eps: float,
         group: dist.ProcessGroup,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        mean, square, count = _statistics(input, group)
-        # Of the input's precision, or better: half precision is normalised in float32.
-        wide = torch.promote_types(input.dtype, torch.float32)
-        variance = square / count
-        scale = (mean.to(wide), variance.to(wide))
-        output = torch.empty_like(input)
-        if input.numel():
-            output = F.batch_norm(input, *scale, weight, bias, training=False, eps=eps)
-        ctx.save_for_backward(input, weight, *scale, count)
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight, mean, variance, count)
         ctx.eps, ctx.group = eps, group
-        ctx.mark_non_differentiable(mean, square, count)
-        return output, mean, square, count
+        if not input.numel():
+            return torch.empty_like(input)
+        return F.batch_norm(input, mean, variance, weight, bias, training=False, eps=eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_output: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
         input, weight, mean, variance, count = ctx.saved_tensors
-        # As if the statistics were constants. What it gives for weight and bias is this rank's
-        # part of their gradients, which is reduced as those of all parameters are.
-        d_input, d_weight, d_bias = _backward_of_constants(
-            d_output, input, weight, mean, variance, ctx.eps
-        )
+        # As if the statistics were constants. The gradients of weight and bias are this rank's
+        # part, which is reduced as those of all parameters are.
+        if input.numel():
+            d_input, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
+                d_output, input, weight, mean, variance, None, None, False, ctx.eps, [True] * 3
+            )
+        else:
+            d_input, d_weight, d_bias = map(torch.zeros_like, (input, mean, mean))
         if ctx.needs_input_grad[0]:
             # How the loss, of all ranks, depends on the input through the statistics.
             begin_if_others_must_know(ctx.group)
@@ -323,21 +285,30 @@ class _Normalize(torch.autograd.Function):
             inverse = (variance + ctx.eps).rsqrt()
             factor = inverse if weight is None else inverse * weight
             slope = factor * inverse * to_weight
-            _subtract_line(d_input, input, slope, factor * to_bias - slope * mean)
+            offset = factor * to_bias - slope * mean
+            per_channel = [1, -1, *[1] * (input.dim() - 2)]
+            wide = input.to(slope.dtype)
+            line = torch.addcmul(offset.view(per_channel), slope.view(per_channel), wide)
+            d_input.sub_(line.to(d_input.dtype))
         needs = ctx.needs_input_grad
         return (
             d_input if needs[0] else None,
             d_weight.to(weight.dtype) if needs[1] else None,
             d_bias.to(weight.dtype) if needs[2] else None,
-            None,
-            None,
+            *[None] * 5,
         )
 
 
 def _statistics(
     input: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean, sum of squared deviations, and count, per channel, over all ranks; in float64."""
+    """Return mean, sum of squared deviations and count per channel, over all ranks.
+
+    They are computed in float64 and summed in rank order, so all ranks have the same bits.
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+    sample variances", 1979.
+    """
     channels = input.shape[1]
     count = input.numel() // channels
     own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
@@ -349,7 +320,7 @@ def _statistics(
     everyone = torch.stack(gather_in_step(group, own))
     means, squares, counts = everyone.split([channels, channels, 1], dim=1)
     total = counts.sum(0)
-    # If there is one value in all, no rank has two; to look at the total waits for a GPU.
+    # A rank with two values need not look at the total, which would wait for a GPU.
     if count < 2 and total < 2:
         raise ValueError(
             f"All ranks together have {int(total)} values per channel, of an input of shape "
@@ -358,31 +329,3 @@ def _statistics(
     mean = (means * counts).sum(0) / total
     square = (squares + counts * (means - mean).square()).sum(0)
     return mean, square, total
-
-
-def _backward_of_constants(
-    d_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of input, weight and bias, if mean and variance were constants."""
-    if not input.numel():
-        return torch.zeros_like(input), torch.zeros_like(mean), torch.zeros_like(mean)
-    return cast(
-        tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        torch.ops.aten.native_batch_norm_backward(
-            d_output, input, weight, mean, variance, None, None, False, eps, [True, True, True]
-        ),
-    )
-
-
-def _subtract_line(
-    target: torch.Tensor, input: torch.Tensor, slope: torch.Tensor, offset: torch.Tensor
-) -> None:
-    """Subtract ``slope * input + offset``, which are per channel, from ``target``."""
-    shape = [1, -1, *[1] * (input.dim() - 2)]
-    line = torch.addcmul(offset.view(shape), slope.view(shape), input.to(slope.dtype))
-    target.sub_(line.to(target.dtype))

@@ -9,7 +9,6 @@ from torch import nn
 
 from lockstep.nn import no_sync
 from lockstep.nn.micro_batches import batch_of
-from lockstep.nn.parallelize import state_of
 
 
 @contextlib.contextmanager
@@ -39,12 +38,12 @@ def accumulate(module: nn.Module) -> Iterator[None]:
         ModelError: If ``module`` isn't parallel.
     """
     with no_sync(module):
-        batch = batch_of(module, state_of(module))
+        batch = batch_of(module)
         batch.num_contexts += 1
         try:
             yield
         except BaseException:
-            batch.forget()
+            batch.drop()
             raise
         finally:
             batch.num_contexts -= 1

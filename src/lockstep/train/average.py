@@ -19,9 +19,7 @@ from lockstep.grad import (
     gradient_dtype,
     reduce_sparse,
 )
-from lockstep.nn.backward import finish_failed
-from lockstep.nn.engine import with_sparse_gradients
-from lockstep.nn.verify import check_same_model
+from lockstep.nn import check_same_model, finish_failed, with_sparse_gradients
 from lockstep.world import group_or_all
 
 _CAP_BYTES = 25 * MIB
