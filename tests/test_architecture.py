@@ -21,41 +21,34 @@ LAYERS = {
     "torch_private": 0,
     "errors": 0,
     "arguments": 0,
-    "comm": 1,
-    "world": 2,
-    "grad": 2,
-    "data": 3,
-    "nn": 3,
-    "launcher": 4,
-    "train": 4,
-    "integrations": 5,
-    "bench": 5,
-    "demo": 5,
-    "cli": 6,
-    "__main__": 7,
+    "uncompiled": 1,
+    "comm": 2,
+    "world": 3,
+    "grad": 3,
+    "data": 4,
+    "nn": 4,
+    "launcher": 5,
+    "train": 5,
+    "integrations": 6,
+    "bench": 6,
+    "demo": 6,
+    "cli": 7,
+    "__main__": 8,
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 21_900
+MAX_LINES = 21_850
 MAX_FILES = 126
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
 STILL_OPEN = {
-    "nn/backward.py": "comm.uncompiled",
-    "nn/engine.py": "comm.uncompiled",
-    "nn/global_hooks.py": "comm.uncompiled",
-    "nn/gradient_hooks.py": "comm.uncompiled",
-    "nn/replicas/boundary.py": "comm.uncompiled",
-    "nn/replicas/data_parallel.py": "comm.uncompiled",
     "nn/replicas/member.py": "comm.shm.sockets world.environment",
     "nn/replicas/modes.py": "world.threads",
     "nn/replicas/shared.py": "comm.shm.memory",
     "nn/replicas/wire.py": "comm.shm.memory comm.shm.sockets",
-    "nn/sync_batch_norm.py": "comm.uncompiled",
-    "train/accumulate.py": "nn.micro_batches",
-    "train/average.py": "comm.uncompiled",
-    "train/mean.py": "comm.uncompiled nn.backward nn.micro_batches nn.reached nn.replicas.enclosing nn.replicas.meeting",
+    "train/mean.py": "nn.backward nn.micro_batches "
+    "nn.reached nn.replicas.enclosing nn.replicas.meeting",
 }
 
 FILES = {

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.transport import Ranks
-from lockstep.comm.uncompiled import uncompiled
 from lockstep.comm.work import GroupWork, Run, WorkQueue
 from lockstep.errors import BackendUnavailable
+from lockstep.uncompiled import uncompiled
 
 _groups: weakref.WeakSet[BaseGroup] = weakref.WeakSet()
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from lockstep.comm.arguments import flattened, put_back
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.threads.ranks import of_this_rank
-from lockstep.comm.uncompiled import uncompiled
 from lockstep.comm.work import GroupWork, Outcome
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
 from lockstep.torch_private import _InferenceMode
+from lockstep.uncompiled import uncompiled
 
 # What precedes the contents of a message between processes: tag, number of bytes, dtype. Contents
 # are aligned, as its size is a multiple of that of any element.

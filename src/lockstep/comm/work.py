@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.threads.ranks import of_this_rank
-from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed
 from lockstep.torch_private import _InferenceMode
+from lockstep.uncompiled import uncompiled
 
 # How often the queue's own thread looks for calls that it has seen before. Calls don't wake it:
 # that takes 50 us, and most calls are waited for sooner than it looks.

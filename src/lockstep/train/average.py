@@ -11,7 +11,6 @@ from torch import nn
 
 from lockstep.arguments import as_finite_number, check_module
 from lockstep.comm import start_all_reduce
-from lockstep.comm.uncompiled import uncompiled
 from lockstep.grad import (
     MIB,
     Bucket,
@@ -20,6 +19,7 @@ from lockstep.grad import (
     reduce_sparse,
 )
 from lockstep.nn import check_same_model, finish_failed, with_sparse_gradients
+from lockstep.uncompiled import uncompiled
 from lockstep.world import group_or_all
 
 _CAP_BYTES = 25 * MIB

@@ -23,10 +23,10 @@ from lockstep.comm.hosts.network import Network
 from lockstep.comm.hosts.transport import HostsTransport
 from lockstep.comm.reduction import Reduction, reduction_for
 from lockstep.comm.transport import Signature
-from lockstep.comm.uncompiled import uncompiled
 from lockstep.comm.work import GroupWork, Run
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from lockstep.torch_private import AllgatherOptions
+from lockstep.uncompiled import uncompiled
 
 # What leaders exchange at a time: it bounds the memory for what comes from the other hosts.
 _PIECE_BYTES = 32 * 1024 * 1024
