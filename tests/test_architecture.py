@@ -21,7 +21,6 @@ LAYERS = {
     "torch_private": 0,
     "errors": 0,
     "arguments": 0,
-    "uncompiled": 1,
     "comm": 2,
     "world": 3,
     "grad": 3,
@@ -37,16 +36,13 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 21_850
+MAX_LINES = 21_800
 MAX_FILES = 126
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
 STILL_OPEN = {
-    "nn/replicas/member.py": "comm.shm.sockets world.environment",
-    "nn/replicas/modes.py": "world.threads",
-    "nn/replicas/shared.py": "comm.shm.memory",
-    "nn/replicas/wire.py": "comm.shm.memory comm.shm.sockets",
+    "nn/replicas/member.py": "world.environment",
     "train/mean.py": "nn.backward nn.micro_batches "
     "nn.reached nn.replicas.enclosing nn.replicas.meeting",
 }

@@ -15,6 +15,7 @@ from .backends import THREADS as THREADS
 from .backends import register_backends as register_backends
 from .collectives import Collectives as Collectives
 from .deadline import Deadline as Deadline
+from .dynamo import uncompiled as uncompiled
 from .failures import Pending as Pending
 from .failures import explained as explained
 from .failures import global_rank as global_rank
@@ -32,9 +33,13 @@ from .reduction import reduction_for as reduction_for
 from .shm.memory import Segment as Segment
 from .shm.memory import check_room as check_room
 from .shm.memory import map_segment as map_segment
+from .shm.sockets import receive_message as receive_message
+from .shm.sockets import send_message as send_message
+from .shm.sockets import shut_down as shut_down
 from .threads.ranks import RankThreads as RankThreads
 from .threads.ranks import a_rank_of as a_rank_of
 from .threads.ranks import end_this_rank as end_this_rank
 from .threads.ranks import of_this_rank as of_this_rank
+from .threads.ranks import rank_context as rank_context
 from .threads.ranks import this_thread as this_thread
 from .transport import Signature as Signature

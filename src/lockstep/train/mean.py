@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import refusal
-from lockstep.comm import this_thread
+from lockstep.comm import this_thread, uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn.backward import take_part_at_the_end
 from lockstep.nn.micro_batches import count_micro_batch, has_begun_batch
@@ -23,7 +23,6 @@ from lockstep.nn.replicas.meeting import (
     sum_over_ranks,
     this_seat,
 )
-from lockstep.uncompiled import uncompiled
 from lockstep.world import group_or_all
 
 

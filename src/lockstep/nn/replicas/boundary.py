@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
+from lockstep.comm import uncompiled
 from lockstep.nn.micro_batches import remember_reached
 from lockstep.nn.replicas.enclosing import as_backward_of_replicas
 from lockstep.nn.replicas.meeting import is_one, mark_as_one
 from lockstep.nn.replicas.tensors import map_tensors
 from lockstep.torch_private import _foreach_add_, _get_current_graph_task_keep_graph
-from lockstep.uncompiled import uncompiled
 
 Gradients = list[torch.Tensor | None]
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.arguments import Device
+from lockstep.comm import uncompiled
 from lockstep.nn.replicas.apply import parallel_apply
 from lockstep.nn.replicas.devices import as_device, as_devices, as_dim
 from lockstep.nn.replicas.gather import gather
@@ -24,7 +25,6 @@ from lockstep.nn.replicas.tensors import map_tensors
 from lockstep.nn.replicas.threads import ThreadReplicas
 from lockstep.nn.replicas.twins import check_home, check_module
 from lockstep.nn.wrapper import Wrapper
-from lockstep.uncompiled import uncompiled
 
 # More threads than that fight for the interpreter more than they compute.
 _MOST_THREADS = 4

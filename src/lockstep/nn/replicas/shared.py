@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from lockstep.comm.shm.memory import Segment
+from lockstep.comm import Segment
 
 _ALIGNMENT_BYTES = 64
 
