@@ -43,6 +43,7 @@ MAX_LINES_OF_A_FILE = 500
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
 STILL_OPEN = {
     "nn/replicas/member.py": "world.environment",
+    "train/accumulate.py": "nn.micro_batches",
     "train/mean.py": "nn.backward nn.micro_batches "
     "nn.reached nn.replicas.enclosing nn.replicas.meeting",
 }

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lockstep.nn import batch_of, no_sync
+from lockstep.nn import no_sync
+from lockstep.nn.micro_batches import batch_of
 
 
 @contextlib.contextmanager
