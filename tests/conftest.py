@@ -29,10 +29,11 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=LONG)
 hypothesis.settings.register_profile("short", deadline=None, max_examples=SHORT)
 hypothesis.settings.load_profile("short")
 
-# A shell has programs in the background ignore Ctrl-C, and nohup has them ignore SIGHUP: then those
-# that tests start would, too.
+# A shell has programs in the background ignore SIGINT, and nohup has them ignore SIGHUP. Programs
+# inherit that from those that start them, but not a handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 # Tests run beside each other, on all cores.
 torch.set_num_threads(1)
@@ -122,8 +123,8 @@ def _shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
-def _used_by_others(name: str) -> bool:
-    """Whether a process has that shared memory which is neither this one nor below it."""
+def _is_gone_or_others(name: str) -> bool:
+    """Whether that shared memory isn't there, or a process has it that isn't this or below it."""
     ours = {os.getpid(), *(child.pid for child in _children())}
     path = f"/dev/shm/{name}"
     for process in psutil.process_iter():
@@ -133,7 +134,7 @@ def _used_by_others(name: str) -> bool:
                 or any(path in map.path for map in process.memory_maps())
             ):
                 return True
-    return False
+    return not os.path.exists(path)
 
 
 def _environment() -> dict[str, str]:
@@ -167,7 +168,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     environment = _environment()
     yield
     more = {kind: _settle(look, before[kind]) for kind, look in watched.items()}
-    more["shared memory"] = {name for name in more["shared memory"] if not _used_by_others(name)}
+    more["shared memory"] = {name for name in more["shared memory"] if not _is_gone_or_others(name)}
     leaks = [f"{kind} {left}" for kind, left in more.items() if left]
     if changed := set(_environment().items()) ^ set(environment.items()):
         leaks.append(f"environment {changed}")

@@ -32,20 +32,6 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-# None of these starts a thread, and none but torch and lockstep's own is imported by every rank.
-PRELOADED = (
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",  # imported by the first step of an optimizer
-    "lockstep.bench.command",
-    "lockstep.data",
-    "lockstep.grad",
-    "lockstep.launcher.supervisor",
-    "lockstep.nn",
-    "lockstep.nn.replicas",
-    "lockstep.train",
-    "lockstep.world",
-)
 # The server's environment begins with this variable, and a fork writes its own over it, for those
 # who read /proc/PID/environ.
 _SPACE, _SPACE_BYTES = "LOCKSTEP_TESTS_SPACE", 1 << 16
@@ -68,7 +54,6 @@ class _Start(NamedTuple):
         descriptors: The numbers under which it has the descriptors that come with this.
         parent: The process whose child it becomes.
         new_session: Whether it leads a session of its own.
-        ignored: The signals that it ignores.
         before: What to call before it begins, by cloudpickle; or nothing.
     """
 
@@ -78,7 +63,6 @@ class _Start(NamedTuple):
     descriptors: Sequence[int]
     parent: int
     new_session: bool
-    ignored: Sequence[int]
     before: bytes
 
 
@@ -161,7 +145,6 @@ class ForkServer:
             list(descriptors),
             self._owner,
             bool(new_session),
-            [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_IGN],
             _pickled(before),
         )
         return start, list(descriptors.values())
@@ -247,9 +230,14 @@ class _Replaced(BaseException):
 
 def _serve(line: socket.socket) -> object:
     import gc
+    import pkgutil
 
-    for name in PRELOADED:
-        importlib.import_module(name)
+    import lockstep
+
+    importlib.import_module("torch._dynamo")  # by the first step of an optimizer
+    for module in pkgutil.walk_packages(lockstep.__path__, "lockstep."):
+        if "__main__" not in module.name and "integrations" not in module.name:
+            importlib.import_module(module.name)
     # But for OpenBLAS's, which end before a fork and start anew on both sides.
     assert threading.active_count() == 1
     gc.collect()
@@ -288,9 +276,7 @@ def _become(*received: int) -> object:
         time.sleep(0.0005)
     if start.new_session:
         os.setsid()
-    for number in (signal.SIGINT, signal.SIGHUP):
-        is_ignored = number in start.ignored
-        signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.chdir(start.directory)
     if start.before:
         pickle.loads(start.before)()
@@ -305,9 +291,13 @@ def _become(*received: int) -> object:
             _close_on_exec()
 
 
+_own_execve = os.execve
+
+
 def _execve(path: str, argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    assert path == sys.executable
-    raise _Replaced(argv, environment)
+    if path == sys.executable and _can_be_forked(argv):
+        raise _Replaced(argv, environment)
+    _own_execve(path, argv, environment)
 
 
 def _set_descriptors(sources: Mapping[int, int]) -> None:

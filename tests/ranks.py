@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.group import SharedMemoryGroup
-from lockstep.comm.threads import join
+from lockstep.comm.threads.transport import join
 
 Backend = Literal["threads", "gloo"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)

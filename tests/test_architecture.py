@@ -36,40 +36,27 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 23_700
-MAX_FILES = 154
+MAX_LINES = 22_350
+MAX_FILES = 130
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
 STILL_OPEN = {
-    "bench/command.py": "comm.shm.memory launcher.job",
-    "bench/measuring.py": "comm.algorithms comm.backends comm.call comm.group comm.reduction",
-    "cli.py": "launcher.job launcher.starting",
-    "demo/command.py": "launcher.job",
-    "launcher/handover.py": "world.environment",
-    "launcher/host.py": "world.environment",
-    "launcher/job.py": "world.environment",
-    "launcher/threads.py": "comm.rank_threads comm.threads world.threads",
     "nn/backward.py": "comm.uncompiled",
-    "nn/changes.py": "comm.uncompiled",
-    "nn/distributed_autograd.py": "comm.uncompiled",
     "nn/engine.py": "comm.uncompiled",
+    "nn/global_hooks.py": "comm.uncompiled",
     "nn/gradient_hooks.py": "comm.uncompiled",
-    "nn/micro_batches.py": "comm.rank_threads",
     "nn/replicas/boundary.py": "comm.uncompiled",
     "nn/replicas/data_parallel.py": "comm.uncompiled",
-    "nn/replicas/member.py": "comm.shm.lines world.environment",
-    "nn/replicas/modes.py": "comm.rank_threads world.threads",
+    "nn/replicas/member.py": "comm.shm.sockets world.environment",
+    "nn/replicas/modes.py": "world.threads",
     "nn/replicas/shared.py": "comm.shm.memory",
-    "nn/replicas/wire.py": "comm.shm.lines comm.shm.memory",
-    "nn/steps.py": "comm.uncompiled",
+    "nn/replicas/wire.py": "comm.shm.memory comm.shm.sockets",
     "nn/sync_batch_norm.py": "comm.uncompiled",
     "train/accumulate.py": "nn.micro_batches",
     "train/average.py": "comm.uncompiled",
-    "train/mean.py": "comm.rank_threads comm.uncompiled nn.backward "
-    "nn.micro_batches nn.reached nn.replicas.enclosing nn.replicas.meeting",
-    "world/device.py": "comm.backends",
-    "world/world.py": "comm.backends",
+    "train/mean.py": "comm.uncompiled nn.backward nn.micro_batches "
+    "nn.reached nn.replicas.enclosing nn.replicas.meeting",
 }
 
 FILES = {
@@ -196,6 +183,21 @@ def test_size_is_bounded() -> None:
     assert len(num_lines) <= MAX_FILES
     assert sum(num_lines.values()) <= MAX_LINES
     assert {m: n for m, n in num_lines.items() if n > MAX_LINES_OF_A_FILE} == {}
+
+
+def test_tests_notes_and_files_that_are_referred_to_exist() -> None:
+    tests = "".join(path.read_text() for path in sorted(Path(__file__).parent.rglob("test_*.py")))
+    source = {module: path.read_text() for module, path in FILES.items()}
+    for module, text in source.items():
+        for name in re.findall(r"[Ss]hown\W+(?:by|in)\W+(test_\w+)", text):
+            assert f"def {name}(" in tests, f"{module}: there is no {name}"
+    notes = re.findall(r"Note \[(.*?)\]", "".join(source.values()))
+    assert [note for note in notes if f"Note [{note}]:" not in "".join(source.values())] == []
+    for document in (README, README.parent / "CONTRIBUTING.md"):
+        for name in re.findall(
+            r"`((?:nn|grad|comm|world|launcher|train)/\w+\.py)`", document.read_text()
+        ):
+            assert (SOURCE / name).exists(), f"{document.name}: there is no {name}"
 
 
 def test_readme_lists_packages_from_the_highest_layer_to_the_lowest() -> None:

@@ -1,7 +1,7 @@
-"""Checks of arguments at the entrance of public functions.
+"""Checks of the arguments of public functions.
 
-A wrong argument that gets into torch or Python fails there, in words that don't name it. Each check
-says which argument it is, what it was and what is wanted; ``wanted`` is that in words.
+Without them, a wrong argument fails inside torch or Python, with an error that doesn't name it. The
+error of a check has the argument's name, its value, and in words the value that is wanted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Device = int | str | torch.device
 
 
 def refusal(name: str, value: object, wanted: str) -> str:
-    """What an error says of an argument."""
+    """The message of an error about an argument; ``wanted`` describes a right one."""
     return f"{name} is {reprlib.repr(value)} ({type(value).__name__}), not {wanted}."
 
 
@@ -31,15 +31,15 @@ def check_type(name: str, value: object, kind: type | UnionType, wanted: str) ->
 
 
 def check_module(module: object) -> None:
-    """Raise TypeError unless ``module`` is one."""
+    """Raise TypeError unless ``module`` is a module."""
     check_type("module", module, nn.Module, "a torch.nn.Module")
 
 
 def check_flag(name: str, value: object, wanted: str = "True or False") -> None:
-    """Raise TypeError unless ``value`` is True or False, or equal to one, as 0 and 1 are."""
+    """Raise TypeError unless ``value`` equals True or False, as 1 and 0 do."""
     try:
         is_flag = value in (False, True)
-    except (RuntimeError, ValueError):  # tensors and arrays of several numbers
+    except (RuntimeError, ValueError):  # a tensor or array of several numbers
         is_flag = False
     if not is_flag:
         raise TypeError(refusal(name, value, wanted))
@@ -63,7 +63,7 @@ def as_whole_number(
     """``value`` as an int.
 
     Raises:
-        TypeError: If it isn't an integer of Python's, NumPy's or torch's; a bool isn't either.
+        TypeError: If it isn't an integer of Python, NumPy or torch, or is a bool.
         ValueError: If it is less than ``at_least``.
     """
     try:
@@ -83,7 +83,7 @@ def as_finite_number(
     """``value`` as a float.
 
     Raises:
-        TypeError: If it isn't a number, which a tensor of one element is too.
+        TypeError: If it isn't a number or a tensor of one element.
         ValueError: If it is NaN, infinite, or less than ``at_least``.
     """
     try:

@@ -1,6 +1,6 @@
 """The command ``lockstep``: its options and their help.
 
-It answers at once: nothing that is imported here imports torch.
+Help is shown at once: nothing that is imported here imports torch.
 """
 
 from __future__ import annotations
@@ -81,10 +81,9 @@ A quick look:
 
 
 def main() -> None:
-    """Run the command; what goes wrong for a reason that we know is said in one paragraph."""
+    """Run the command; an error of lockstep's own is shown as its message, without a traceback."""
     try:
-        parser = _parser()
-        options = parser.parse_args()
+        options = _parser().parse_args()
         options.act(options)
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
@@ -92,7 +91,7 @@ def main() -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose help is laid out as it is written here, and whose refusals are BadLaunch."""
+    """A parser whose help is laid out as written here, and whose errors are BadLaunch."""
 
     def __init__(self, **options: object) -> None:
         defaults = {
@@ -108,7 +107,7 @@ class _Parser(argparse.ArgumentParser):
         raise BadLaunch(f"{message}. '{self.prog} --help' shows what can be given.")
 
     def _tell(self, _: argparse.Namespace) -> NoReturn:
-        """What a command does that only has others below it."""
+        """The action of a command that has only subcommands."""
         self.print_help()
         sys.exit(2)
 
@@ -153,13 +152,12 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         *("-n", "--nprocs"),
-        dest="num_ranks",
         metavar="N",
         help="How many ranks to start on this host; by default one for each GPU, or 2 where "
         "there is none.",
     )
-    add("--nproc-per-node", dest="num_ranks", metavar="N", help="The same, as torchrun calls it.")
-    add("--nproc_per_node", dest="num_ranks", help=argparse.SUPPRESS)
+    add("--nproc-per-node", dest="nprocs", metavar="N", help="The same, as torchrun calls it.")
+    add("--nproc_per_node", dest="nprocs", help=argparse.SUPPRESS)
     add(
         "--threads",
         metavar="T",
@@ -180,33 +178,28 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--nnodes",
-        dest="num_hosts",
         default="1",
         metavar="N",
         help="On how many hosts this command is given; by default 1.",
     )
     add(
         "--node-rank",
-        dest="host",
         metavar="R",
         help="Which of them this is, from 0. Left out, the hosts settle it among themselves.",
     )
     add(
         "--rdzv-endpoint",
-        dest="endpoint",
         metavar="HOST:PORT",
         help="Where the hosts meet: a free port of the first of them.",
     )
     add(
         "--rdzv-id",
-        dest="run_id",
         default="lockstep",
         metavar="ID",
         help="Tells jobs that meet there apart; by default %(default)s.",
     )
     add(
         "--rdzv-timeout",
-        dest="timeout_seconds",
         default="300",
         metavar="SECONDS",
         help="How long hosts wait to meet; by default %(default)s.",
@@ -218,30 +211,33 @@ def _run(options: argparse.Namespace) -> NoReturn:
     words = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not words:
         raise BadLaunch("SCRIPT is missing: say what to run, as in 'lockstep run -n 2 train.py'.")
-    program, *argv = words
+    name, *argv = words
     num_ranks = launcher.default_num_ranks()
-    if options.num_ranks is None:
+    if options.nprocs is None:
         _warn_of_late_options(argv, num_ranks)
     else:
-        num_ranks = launcher.check_num_ranks(options.num_ranks)
+        num_ranks = launcher.check_num_ranks(options.nprocs)
     num_threads = launcher.default_num_threads(num_ranks)
     if options.threads is not None:
         num_threads = launcher.check_num_threads(options.threads)
     num_hosts = launcher.whole_number(
-        options.num_hosts, "The number of hosts", "Leave --nnodes out to run on one."
+        options.nnodes, "The number of hosts", "Leave --nnodes out to run on one."
     )
+    program: launcher.Module | launcher.Script
+    if options.module:
+        program = launcher.check_module(launcher.Module(name, tuple(argv)))
+    else:
+        program = launcher.check_script(launcher.Script(name, tuple(argv)))
+    stdin_rank = launcher.check_stdin(options.stdin, num_ranks, num_hosts)
+    hosts = (options.node_rank, options.rdzv_endpoint, options.rdzv_id, options.rdzv_timeout)
     job = launcher.Job(
-        launcher.check_module(launcher.Module(program, tuple(argv)))
-        if options.module
-        else launcher.check_script(launcher.Script(program, tuple(argv))),
+        program,
         num_ranks,
         num_threads,
         log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
-        stdin_rank=launcher.check_stdin(options.stdin, num_ranks, num_hosts),
+        meeting=launcher.check_meeting(num_hosts, *hosts),
+        stdin_rank=stdin_rank,
         full_traceback=options.full_traceback,
-        meeting=launcher.check_meeting(
-            num_hosts, options.host, options.endpoint, options.run_id, options.timeout_seconds
-        ),
     )
     launcher.run_job(job)
 

@@ -8,18 +8,20 @@ test_torch_over_shm.py.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache, reduce
 from typing import TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import threads
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.shm.transport import ShmTransport
+from lockstep.comm.threads.transport import join as join_threads
 from tests.ranks import gloo_group
 
 T = TypeVar("T")
@@ -27,7 +29,6 @@ T = TypeVar("T")
 # Ours promise what Gloo doesn't: every dtype and layout, sums in rank order, uneven sizes.
 OURS = ("shm", "threads")
 BACKENDS = ("gloo", *OURS)
-SIZES = (1, 2, 3, 4)
 
 TIMEOUT_SECONDS = 60
 
@@ -48,6 +49,23 @@ NARROW = (torch.float16, torch.bfloat16, *FLOAT8)
 SHAPES = ((), (0,), (3, 0), (7,), (2, 3, 5), (16_385,), (600_001,))
 
 
+def over_sizes(backends: Sequence[str]) -> pytest.MarkDecorator:
+    """Each of ``backends`` with one to four ranks.
+
+    Those that take most of the time are left to ``make test-long``: four ranks, and Gloo, by
+    which the tests themselves are tested, with other than two.
+    """
+    cases = []
+    for backend, size in itertools.product(backends, (1, 2, 3, 4)):
+        is_long = size == 4 or (backend == "gloo" and size != 2)
+        cases.append(pytest.param(backend, size, marks=[pytest.mark.long] if is_long else []))
+    return pytest.mark.parametrize(("backend", "size"), cases)
+
+
+over_backends_and_sizes = over_sizes(BACKENDS)
+over_ours_and_sizes = over_sizes(OURS)
+
+
 def make_group(
     backend: str,
     store: dist.Store,
@@ -59,7 +77,7 @@ def make_group(
     """A group that torch.distributed knows nothing of."""
     if backend == "gloo":
         return gloo_group(store, rank, size, seconds)
-    join = ShmTransport if backend == "shm" else threads.join
+    join = ShmTransport if backend == "shm" else join_threads
     team = join(store, rank, size, seconds, members)
     return SharedMemoryGroup(team, backend, timedelta(seconds=seconds), store)
 

@@ -16,20 +16,14 @@ from tests.comm.groups import (
     GLOO_DTYPES,
     OURS,
     SHAPES,
-    SIZES,
     all_gather_single,
     assert_same_bits,
     laid_out,
+    over_backends_and_sizes,
+    over_ours_and_sizes,
     reduce_scatter_single,
     run_on,
     values,
-)
-
-over_backends_and_sizes = pytest.mark.parametrize(
-    ("backend", "size"), [(backend, size) for backend in BACKENDS for size in SIZES]
-)
-over_ours_and_sizes = pytest.mark.parametrize(
-    ("backend", "size"), [(backend, size) for backend in OURS for size in SIZES]
 )
 
 

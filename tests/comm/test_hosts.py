@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.hosts.group import HostsGroup
+from lockstep.comm.hosts.collectives import HostsGroup
 from lockstep.comm.hosts.transport import HostsTransport
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.errors import CollectiveMismatch, PeerLost
@@ -143,7 +143,7 @@ def test_a_lost_store_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch
         def gone(*_: object) -> bool:
             raise dist.DistNetworkError("the store is gone")
 
-        for network in filter(None, (group._team.everyone, group._team.leaders)):
+        for network in filter(None, (group._transport.everyone, group._transport.leaders)):
             network._store = types.SimpleNamespace(check=gone, set=gone)
         began = time.monotonic()
         with pytest.raises(PeerLost) as caught:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from tests.comm.groups import (
-    BACKENDS,
     COMPLEX,
     DTYPES,
     FLOAT8,
@@ -18,10 +17,11 @@ from tests.comm.groups import (
     INTS,
     OURS,
     SHAPES,
-    SIZES,
     assert_reduced,
     assert_same_bits,
     laid_out,
+    over_backends_and_sizes,
+    over_ours_and_sizes,
     reduce_scatter_single,
     reduced,
     run_on,
@@ -31,13 +31,6 @@ from tests.comm.groups import (
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _BITWISE = ("BAND", "BOR", "BXOR")
 _ORDERED = ("MIN", "MAX")
-
-over_backends_and_sizes = pytest.mark.parametrize(
-    ("backend", "size"), [(backend, size) for backend in BACKENDS for size in SIZES]
-)
-over_ours_and_sizes = pytest.mark.parametrize(
-    ("backend", "size"), [(backend, size) for backend in OURS for size in SIZES]
-)
 
 
 def supports(backend: str, op: str, dtype: torch.dtype) -> bool:

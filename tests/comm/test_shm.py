@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.call import Call, fingerprint
-from lockstep.comm.shm.joining import _Door
-from lockstep.comm.shm.lines import send_message
+from lockstep.comm.shm.connect import _Handshake
 from lockstep.comm.shm.memory import Segment
+from lockstep.comm.shm.sockets import send_message
 from lockstep.comm.shm.transport import ShmTransport
+from lockstep.comm.transport import Signature, fingerprint
 from lockstep.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -28,7 +28,7 @@ from lockstep.errors import (
     SharedMemoryFull,
 )
 
-A, B = Call("all_reduce", torch.float32, (3,), "SUM"), Call("barrier")
+A, B = Signature("all_reduce", torch.float32, (3,), "SUM"), Signature("barrier")
 
 
 def run_each(*calls: Callable[[], object]) -> list[object]:
@@ -63,8 +63,8 @@ def die(team: ShmTransport) -> None:
     team.close()
 
 
-def meet_all(teams: list[ShmTransport], call: Call = A, timeout: float = 5) -> list[object]:
-    return run_each(*(lambda team=team: team.meet(call, 0, timeout) for team in teams))
+def meet_all(teams: list[ShmTransport], call: Signature = A, timeout: float = 5) -> list[object]:
+    return run_each(*(lambda team=team: team.exchange(call, 0, timeout) for team in teams))
 
 
 # Who is let in.
@@ -92,8 +92,8 @@ def test_strangers_are_turned_away_and_the_ranks_meet_at_once():
             _stranger(address, None),
             _stranger(address, b"[" * 4096),
             _stranger(address, b""),
-            _stranger(address, bytes(48), 3),
-            _stranger(address, bytes(32) + (1).to_bytes(8, "little") * 2, 3),
+            _stranger(address, bytes(40), 3),
+            _stranger(address, bytes(32) + (1).to_bytes(8, "little"), 3),
             _stranger(address, b'{"secret": 1}', 10),
             *(_stranger(address, None) for _ in range(30)),
         ]
@@ -140,7 +140,7 @@ def test_another_user_is_turned_away_although_it_knows_the_secret():
             line.settimeout(5)
             try:
                 line.connect(address)
-                introduction = secret + (1).to_bytes(8, "little") + (7).to_bytes(8, "little")
+                introduction = secret + (1).to_bytes(8, "little")
                 with contextlib.suppress(BrokenPipeError):
                     send_message(line, introduction, [0, 0, 0])
                 os._exit(0 if line.recv(100) == b"" else 1)
@@ -168,14 +168,14 @@ def test_a_rank_that_cannot_join_keeps_nobody_waiting(
     failing: int, monkeypatch: pytest.MonkeyPatch
 ):
     store = dist.HashStore()
-    introduce = _Door._introduce
+    introduce = _Handshake._introduce
 
-    def run_out_of_descriptors(self: _Door, *args: object) -> None:
+    def run_out_of_descriptors(self: _Handshake, *args: object) -> None:
         if self._rank == failing:
             raise OSError(errno.EMFILE, "Too many open files")
         introduce(self, *args)
 
-    monkeypatch.setattr(_Door, "_introduce", run_out_of_descriptors)
+    monkeypatch.setattr(_Handshake, "_introduce", run_out_of_descriptors)
     began = time.monotonic()
     errors = run_each(*(lambda rank=rank: ShmTransport(store, rank, 3, 60) for rank in range(3)))
     assert time.monotonic() - began < 10
@@ -218,7 +218,7 @@ def test_who_is_told_of_a_death_and_leaves_is_not_blamed_for_it():
 
 def test_what_a_rank_said_last_is_heard_although_it_left_without_reading():
     with joined(3) as teams, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(teams[0].meet, A, 0, 20)
+        waiting = pool.submit(teams[0].exchange, A, 0, 20)
         time.sleep(0.1)
         # The kernel resets a line whose other end is closed with something unread.
         teams[1].break_off(PeerLost("Rank 2 is gone.", [2], "all_reduce"))
@@ -230,11 +230,12 @@ def test_what_a_rank_said_last_is_heard_although_it_left_without_reading():
 
 def test_a_death_is_told_while_a_third_rank_is_late():
     with joined(3) as teams, ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(team.meet, A, 0, 20) for team in teams[:2]]
+        waiting = [pool.submit(team.exchange, A, 0, 20) for team in teams[:2]]
         time.sleep(0.1)
         began = time.monotonic()
         # It had arrived, so nothing more is expected from it at this meeting.
-        teams[1]._signals.interrupt()
+        for connection in teams[1]._barrier._sockets.values():
+            connection.shutdown(socket.SHUT_RDWR)
         error = waiting[0].exception()
         assert isinstance(error, PeerLost)
         assert error.ranks == (1,)
@@ -243,20 +244,20 @@ def test_a_death_is_told_while_a_third_rank_is_late():
 
 def test_who_leaves_after_the_last_meeting_disturbs_nobody():
     with joined(3) as teams, ThreadPoolExecutor(2) as pool:
-        slow = pool.submit(teams[0].meet, A, 0, 10)
+        slow = pool.submit(teams[0].exchange, A, 0, 10)
         # Rank 1's arrival, and its farewell, are there before rank 2's arrival.
-        for line in teams[1]._signals._lines.values():
+        for line in teams[1]._barrier._sockets.values():
             line.send(fingerprint(A) + bytes(8))
         teams[1].leave()
         time.sleep(0.5)
         assert not slow.done()
-        pool.submit(teams[2].meet, A, 0, 10)
+        pool.submit(teams[2].exchange, A, 0, 10)
         assert slow.result() == [0, 0, 0]
 
 
 def test_everyone_is_told_of_a_mismatch_the_late_one_after_the_others_have_gone():
     with joined(3) as teams:
-        errors = run_each(lambda: teams[0].meet(A, 0, 5), lambda: teams[1].meet(B, 0, 5))
+        errors = run_each(lambda: teams[0].exchange(A, 0, 5), lambda: teams[1].exchange(B, 0, 5))
         teams[0].leave()
         teams[1].leave()
         errors += meet_all(teams[2:])
@@ -272,7 +273,7 @@ def test_a_rank_that_was_stopped_gets_no_wrong_sum():
         # Rank 1 is still to read that slot. Rank 0 goes on without it, and tries again.
         teams[0].stage(torch.float32, 3)[1].fill_(2)
         with pytest.raises(CollectiveTimeout, match="Rank 1 did not come"):
-            teams[0].meet(A, 0, 0.1)
+            teams[0].exchange(A, 0, 0.1)
         with pytest.raises(CollectiveTimeout):
             teams[0].stage(torch.float32, 3)
         assert slot.tolist() == [1, 1, 1]
@@ -284,9 +285,9 @@ def test_an_interrupted_meeting_ends_the_group(monkeypatch: pytest.MonkeyPatch):
         def interrupted(*args: object) -> list[int]:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(teams[0]._signals, "exchange", interrupted)
+        monkeypatch.setattr(teams[0]._barrier, "exchange", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            teams[0].meet(A, 0, 5)
+            teams[0].exchange(A, 0, 5)
         (error,) = meet_all(teams[1:])
         assert isinstance(error, PeerLost)
         assert "KeyboardInterrupt" in str(error)
@@ -295,7 +296,7 @@ def test_an_interrupted_meeting_ends_the_group(monkeypatch: pytest.MonkeyPatch):
 
 def test_abort_ends_the_waits_of_all_threads_and_ranks():
     with joined(2) as teams, ThreadPoolExecutor(3) as pool:
-        meeting = pool.submit(teams[0].meet, A, 0, 20)
+        meeting = pool.submit(teams[0].exchange, A, 0, 20)
         mailbox = teams[0].mailbox
         receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
         time.sleep(0.1)
@@ -310,7 +311,7 @@ def test_abort_ends_the_waits_of_all_threads_and_ranks():
 
 def test_leaving_ends_the_waits_of_other_threads():
     with joined(2) as teams, ThreadPoolExecutor(2) as pool:
-        meeting = pool.submit(teams[0].meet, A, 0, 20)
+        meeting = pool.submit(teams[0].exchange, A, 0, 20)
         mailbox = teams[0].mailbox
         receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
         time.sleep(0.1)
@@ -407,7 +408,7 @@ def test_memory_that_nobody_uses_goes_back():
         tensor = teams[0].empty(8 << 20)
         descriptor = os.dup(teams[0]._own[1].descriptor)
         place = teams[0].find(tensor)
-        run_each(lambda: teams[0].meet(A, place, 5), lambda: teams[1].meet(A, 0, 5))
+        run_each(lambda: teams[0].exchange(A, place, 5), lambda: teams[1].exchange(A, 0, 5))
         other = teams[1].at(0, place, torch.uint8, 8 << 20)
         assert os.fstat(descriptor).st_blocks >= (8 << 20) // 512
         del tensor
@@ -417,7 +418,7 @@ def test_memory_that_nobody_uses_goes_back():
         # With the next one, the others hear that they need not map it any more.
         tensor = teams[0].empty(64)
         place = teams[0].find(tensor)
-        run_each(lambda: teams[0].meet(A, place, 5), lambda: teams[1].meet(A, 0, 5))
+        run_each(lambda: teams[0].exchange(A, place, 5), lambda: teams[1].exchange(A, 0, 5))
         teams[1].at(0, place, torch.uint8, 64)
         assert set(teams[1]._mapped) == {(0, 0), (1, 0), (0, 2)}
         assert not teams[0]._retired
@@ -442,7 +443,9 @@ def test_what_was_sent_is_read_though_the_sender_went():
     with joined(2) as teams:
         tensors = [team.empty(16).fill_(7) for team in teams]
         places = [team.find(tensor) for team, tensor in zip(teams, tensors, strict=True)]
-        run_each(lambda: teams[0].meet(A, places[0], 5), lambda: teams[1].meet(A, places[1], 5))
+        run_each(
+            lambda: teams[0].exchange(A, places[0], 5), lambda: teams[1].exchange(A, places[1], 5)
+        )
         # What rank 1 has handed out to it is unread, so the kernel resets the line.
         die(teams[0])
         assert teams[1].at(0, places[0], torch.uint8, 16).tolist() == [7] * 16
@@ -470,11 +473,11 @@ def test_more_than_1024_descriptors_may_be_open():
     opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
     try:
         with joined(2) as teams, ThreadPoolExecutor(2) as pool:
-            waiting = pool.submit(teams[0].meet, A, 0, 5)
+            waiting = pool.submit(teams[0].exchange, A, 0, 5)
             mailbox = teams[0].mailbox
             receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 5)
             time.sleep(0.1)
-            assert teams[1].meet(A, 0, 5) == [0, 0]
+            assert teams[1].exchange(A, 0, 5) == [0, 0]
             assert waiting.result() == [0, 0]
             for _ in range(500):
                 teams[1].mailbox.send(torch.ones(1), 0, 0)

@@ -314,7 +314,7 @@ def test_memory_that_all_ranks_have_mapped_takes_no_descriptor(tmp_path: Path):
 
 
 @needs_root
-@pytest.mark.parametrize("size", ["64m", "none"])
+@pytest.mark.parametrize("size", [pytest.param("64m", marks=pytest.mark.long), "none"])
 def test_dev_shm_may_be_small_or_absent(tmp_path: Path, size: str):
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare")

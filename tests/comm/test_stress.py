@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import stress
+from tests.counts import num_examples
 from tests.processes import Processes, processes
+
+pytestmark = pytest.mark.shortened
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +20,8 @@ def ranks() -> Iterator[Processes]:
 
 
 def test_random_collectives_from_several_threads_of_processes(ranks: Processes) -> None:
-    ranks.run(stress.stress_process, "", stress.SIZE, 600, 1)
+    ranks.run(stress.stress_process, "", stress.SIZE, num_examples(600), 1)
 
 
 def test_random_collectives_from_several_threads_of_threads() -> None:
-    stress.stress_threads(600, 2)
+    stress.stress_threads(num_examples(600), 2)

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep.comm.backends import THREADS, register_backends
-from lockstep.comm.call import Call
 from lockstep.comm.group import SharedMemoryGroup
-from lockstep.comm.rank_threads import RankThreads, a_rank_of
-from lockstep.comm.threads import ThreadTransport, ThreadTransportState, join
+from lockstep.comm.threads.ranks import RankThreads, a_rank_of
+from lockstep.comm.threads.transport import ThreadTransport, ThreadTransportState, join
+from lockstep.comm.transport import Signature
 from lockstep.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -111,7 +111,7 @@ def test_successive_meetings_dont_mix() -> None:
     def body(rank: int, room: ThreadTransportState, wrong: list[object]) -> None:
         for number in range(2000):
             mine = torch.tensor([rank, number])
-            places = room.meet(rank, Call("test", root=number), mine, LATER)
+            places = room.exchange(rank, Signature("test", root=number), mine, LATER)
             seen = [place.tolist() for place in places]
             if seen != [[peer, number] for peer in range(room.size)]:
                 wrong.append((rank, number, seen))
@@ -324,7 +324,9 @@ def test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on() -> None:
     teams = [ThreadTransport(room, rank) for rank in range(2)]
     for team in teams:
         team.stage(torch.float32, 3)[1].fill_(1)
-    both = [threading.Thread(target=t.meet, args=(Call("barrier"), 0, LATER)) for t in teams]
+    both = [
+        threading.Thread(target=t.exchange, args=(Signature("barrier"), 0, LATER)) for t in teams
+    ]
     for thread in both:
         thread.start()
     for thread in both:
@@ -332,7 +334,7 @@ def test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on() -> None:
     # Rank 1 is still to read what rank 0 has staged. Rank 0 goes on without it, and tries again.
     teams[0].stage(torch.float32, 3)
     with pytest.raises(CollectiveTimeout):
-        teams[0].meet(Call("barrier"), 0, 0.1)
+        teams[0].exchange(Signature("barrier"), 0, 0.1)
     with pytest.raises(CollectiveTimeout):
         teams[0].stage(torch.float32, 3)
     assert teams[1].at(0, 1, torch.float32, 3).tolist() == [1, 1, 1]
@@ -347,7 +349,7 @@ def test_a_forked_child_cannot_use_the_group() -> None:
     child = os.fork()
     if child == 0:
         try:
-            team.meet(Call("barrier"), 0, 1.0)
+            team.exchange(Signature("barrier"), 0, 1.0)
         except GroupClosed:
             os._exit(0)
         os._exit(1)
@@ -406,13 +408,13 @@ def test_nobody_waits_for_a_rank_that_failed_before_it_came() -> None:
 
 
 def test_rooms_are_forgotten() -> None:
-    from lockstep.comm import threads
+    from lockstep.comm.threads import transport
 
-    before = set(threads._rooms)  # which a failure in another test may have left
+    before = set(transport._states)  # which a failure in another test may have left
     store = dist.HashStore()
     outcomes(2, lambda rank, _: join(store, rank, 2, LATER).leave())
     gc.collect()
-    assert set(threads._rooms) <= before
+    assert set(transport._states) <= before
 
 
 # As a backend of torch.distributed.

@@ -25,6 +25,7 @@ from tests.nn import test_parallelize
 from tests.nn.test_comm_hooks import FEATURES, SEVERAL_BUCKETS_MB, OurDDP, net
 from tests.nn.test_parallelize import parts
 from tests.ranks import run_ranks
+from tests.same import gradients_of
 
 Future = torch.futures.Future
 
@@ -41,10 +42,6 @@ def wrapped(group: dist.ProcessGroup, hook: Callable[..., Any] | None = None) ->
     if hook is not None:
         model.register_comm_hook(group, hook)
     return model
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters()]
 
 
 def done(tensor: Any) -> Future:
@@ -124,7 +121,7 @@ def test_what_the_future_holds_is_the_gradient() -> None:
         model = wrapped(group, new_values)
         for _ in range(2):
             model(batches(2)[rank]).sum().backward()
-        values = {value for gradient in gradients(model) for value in gradient.unique().tolist()}
+        values = {value for gradient in gradients_of(model) for value in gradient.unique().tolist()}
         assert values == {10.0 * rank + index for index in range(len(values))}
         assert len(values) > 2
 
@@ -147,7 +144,7 @@ def test_a_buffer_that_was_set_is_the_buckets_from_then_on(wrap: type[nn.Module]
         model = wrap(net())
         model.register_comm_hook(None, halve)
         model(batches(2)[world.rank]).sum().backward()
-        assert all(gradient.eq(3).all() for gradient in gradients(model))
+        assert all(gradient.eq(3).all() for gradient in gradients_of(model))
 
     lockstep.launch(body, 2, ranks="threads")
 
@@ -246,7 +243,7 @@ def three_steps(rank: int, model: nn.Module) -> list[torch.Tensor]:
     for _ in range(3):
         model.zero_grad()
         model(batches(2)[rank]).sum().backward()
-    return gradients(model)
+    return gradients_of(model)
 
 
 def test_a_future_that_fails_is_told_of_with_what_it_says() -> None:
@@ -333,7 +330,7 @@ def test_a_hook_is_called_where_a_rank_is_alone() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = wrapped(group, ten)
         model(batches(1)[rank]).sum().backward()
-        assert all(gradient.eq(10).all() for gradient in gradients(model))
+        assert all(gradient.eq(10).all() for gradient in gradients_of(model))
 
     run_ranks(1, body)
 
@@ -360,7 +357,7 @@ def test_no_sync_calls_no_hook_and_the_next_backward_reduces_the_sum() -> None:
             model(3 * batches(2)[world.rank]).sum().backward()
             assert calls == list(range(len(calls)))
             assert len(calls) > 2
-            results.append(gradients(model))
+            results.append(gradients_of(model))
         ours, theirs = results
         assert all(map(torch.equal, ours, theirs))
 

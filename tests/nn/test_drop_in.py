@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import lockstep
 from tests.nn.test_parallelize import net, parts
 from tests.ranks import run_ranks
+from tests.same import assert_same, gradients_of
 
 OurDDP = lockstep.DistributedDataParallel
 # torch before 2.13 has broadcast_buffers alone, which is True where it has become None since.
@@ -31,17 +32,6 @@ def mean_gradients(model: nn.Module, data: torch.Tensor) -> list[torch.Tensor | 
     alone = copy.deepcopy(model)
     alone(data.flatten(0, 1)).square().mean().backward()
     return [p.grad for p in alone.parameters()]
-
-
-def assert_same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> None:
-    assert [g is None for g in ours] == [g is None for g in theirs]
-    for mine, other in zip(ours, theirs, strict=True):
-        if mine is not None:
-            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 class Counting(nn.Module):
@@ -78,7 +68,7 @@ def test_everything_may_be_given_by_position() -> None:
         assert model.find_unused_parameters
         assert model.gradient_as_bucket_view
         model(parts(2)[rank]).square().mean().backward()
-        return gradients(model)
+        return gradients_of(model)
 
     for mine in run_ranks(2, body):
         assert_same(mine, mean_gradients(net(), parts(2)))
@@ -111,7 +101,7 @@ def test_options_that_change_no_gradient(options: dict[str, Any]) -> None:
         for _ in range(3):
             model.zero_grad()
             model(parts(2)[rank], 1).square().mean().backward()
-        assert_same(gradients(model), expected)
+        assert_same(gradients_of(model), expected)
 
     alone = net()
     alone(parts(2).flatten(0, 1), 1).square().mean().backward()
@@ -248,11 +238,11 @@ def test_require_backward_grad_sync_is_what_no_sync_sets() -> None:
         model.require_backward_grad_sync = False
         model(x).square().mean().backward()
         alone(x).square().mean().backward()
-        assert_same(gradients(model), [p.grad for p in alone.parameters()])
+        assert_same(gradients_of(model), [p.grad for p in alone.parameters()])
         model.require_backward_grad_sync = True
         model.zero_grad()
         model(x).square().mean().backward()
-        assert_same(gradients(model), mean_gradients(net(), parts(2)))
+        assert_same(gradients_of(model), mean_gradients(net(), parts(2)))
 
     run_ranks(2, body)
 
@@ -333,7 +323,7 @@ def test_delayed_parameters_get_the_mean_as_well() -> None:
         for _ in range(2):
             model.zero_grad()
             model(parts(2)[rank]).square().mean().backward()
-        return gradients(model)
+        return gradients_of(model)
 
     for mine in run_ranks(2, body):
         assert_same(mine, mean_gradients(net(), parts(2)))
@@ -356,7 +346,7 @@ def test_a_static_graph_may_be_promised_later() -> None:
         for _ in range(3):
             model.zero_grad()
             model(parts(2)[rank]).square().mean().backward()
-        return gradients(model)
+        return gradients_of(model)
 
     for mine in run_ranks(2, body):
         assert_same(mine, mean_gradients(net(), parts(2)))
@@ -372,7 +362,7 @@ def test_without_its_hooks_gradients_are_each_ranks_own() -> None:
         if rank == 0:  # alone, without the other
             model(x).square().mean().backward()
             alone(x).square().mean().backward()
-            assert_same(gradients(model), [p.grad for p in alone.parameters()])
+            assert_same(gradients_of(model), [p.grad for p in alone.parameters()])
 
     run_ranks(2, body)
 

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.nn.reached import is_any_reached
 from tests.nn.test_parallelize import in_place
-from tests.nn.test_several_models import assert_close, gradients_of
+from tests.nn.test_several_models import assert_close
 from tests.ranks import run_ranks
+from tests.same import gradients_of
 
 WIDTH = 3
 Models = Sequence["Layers"]

@@ -23,7 +23,6 @@ import lockstep
 from tests.counts import num_examples
 from tests.nn.random_models import RandomModel, Use, build, outputs_of, samples
 from tests.nn.random_plans import mean_trainings, trainings
-from tests.nn.test_oracle import gradients_of
 from tests.nn.training_plans import (
     Batch,
     Loss,
@@ -35,6 +34,7 @@ from tests.nn.training_plans import (
     Training,
 )
 from tests.ranks import run_ranks
+from tests.same import gradients_of
 
 PlanT = TypeVar("PlanT")
 Tensors = Sequence[torch.Tensor | None]

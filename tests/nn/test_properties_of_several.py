@@ -16,7 +16,6 @@ import lockstep
 from tests.counts import num_examples
 from tests.nn.plans_of_several import Call, Pass, Plan, plans, touched
 from tests.nn.random_models import WIDTH, RandomModel, Use, samples
-from tests.nn.test_oracle import gradients_of
 from tests.nn.test_properties import (
     GROUP_TIMEOUT_SECONDS,
     LEARNING_RATE,
@@ -27,6 +26,7 @@ from tests.nn.test_properties import (
     first_model,
 )
 from tests.ranks import run_ranks
+from tests.same import gradients_of
 
 
 class Trainer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -14,17 +15,9 @@ from lockstep.grad.ready_state import num_facts
 from lockstep.nn.global_hooks import engines_with
 from tests.nn.test_parallelize import BOTH, in_place, net, parts, wrapped
 from tests.ranks import BACKENDS, Backend, run_ranks
+from tests.same import assert_same, gradients_of
 
-
-def gradients_of(*models: nn.Module) -> list[torch.Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for m in models for p in m.parameters()]
-
-
-def assert_close(mine: list, theirs: list, tolerance: float = 1e-10) -> None:
-    for a, b in zip(mine, theirs, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+assert_close = partial(assert_same, tolerance=1e-10)
 
 
 class Tower(nn.Module):

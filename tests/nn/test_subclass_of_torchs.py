@@ -21,9 +21,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from lockstep.errors import AlreadyParallel
-from tests.nn.test_drop_in import assert_same, gradients, mean_gradients
+from tests.nn.test_drop_in import mean_gradients
 from tests.nn.test_parallelize import net, parts
 from tests.ranks import run_ranks
+from tests.same import assert_same, gradients_of
 
 OurDDP = lockstep.DistributedDataParallel
 
@@ -105,7 +106,7 @@ def test_torchs_constructor_has_not_run() -> None:
         # torch's would have made its reducer's hooks fire in the first forward and backward.
         assert not isinstance(model.reducer, dist.Reducer)
         model(parts(2)[world.rank]).square().mean().backward()
-        assert_same(gradients(model), mean_gradients(net(), parts(2)))
+        assert_same(gradients_of(model), mean_gradients(net(), parts(2)))
 
     launch(body)
 
@@ -123,7 +124,7 @@ def test_who_forwards_under_no_sync_may_ask_for_the_reduction_as_of_torchs() -> 
                 model.reducer.prepare_for_backward([loss])
                 loss.backward()
                 model.require_backward_grad_sync = False
-            assert_same(gradients(model), mean_gradients(net(), parts(2)))
+            assert_same(gradients_of(model), mean_gradients(net(), parts(2)))
             assert model.require_backward_grad_sync
             assert model.require_forward_param_sync
 
@@ -179,7 +180,7 @@ def test_a_stage_of_torchs_pipeline_is_reduced_with_its_last_micro_batch() -> No
         Schedule1F1B(stage, 2, loss_fn=loss, scale_grads=True).step(
             x, target=torch.zeros(len(x), 1, dtype=torch.double)
         )
-        return gradients(model)
+        return gradients_of(model)
 
     for mine in launch(body):
         assert_same(mine, mean_gradients(net(), parts(2)))

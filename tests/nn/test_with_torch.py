@@ -17,21 +17,19 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from tests.nn.test_parallelize import net, parts
 from tests.ranks import run_ranks
+from tests.same import assert_same, gradients_of
 
 OurDDP = lockstep.DistributedDataParallel
 WHOLE = parts(2).flatten(0, 1)
 
 
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Those that there are: not all layers are used."""
+    return [gradient for gradient in gradients_of(model) if gradient is not None]
+
+
 def launch(body: Callable[[lockstep.World], Any], world_size: int = 2) -> list[Any]:
     return lockstep.launch(body, world_size, ranks="threads")
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def assert_close(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-    torch.testing.assert_close(list(ours), list(theirs), rtol=1e-12, atol=1e-12)
 
 
 def of_the_whole_batch(model: nn.Module | None = None) -> list[torch.Tensor]:
@@ -120,7 +118,7 @@ def test_gradients_are_clipped_by_their_norm(set_to_none: bool, foreach: bool) -
         return train(OurDDP(net(), process_group=group), parts(2)[rank])
 
     for mine in run_ranks(2, body):
-        assert_close(mine, alone)
+        assert_same(mine, alone)
 
 
 @pytest.mark.parametrize("keepers", [(0, 1), (0,)], ids=["every rank", "rank 0 alone"])
@@ -154,7 +152,7 @@ def test_a_moving_average_of_the_model(of: str, keepers: tuple[int, ...]) -> Non
         average = averaged(source) if rank in keepers else None
         train(source, inner, average, parts(2)[rank])
         if average is not None:
-            assert_close(list(average.parameters()), list(expected.parameters()))
+            assert_same(list(average.parameters()), list(expected.parameters()))
             kept = average.module
             kept = kept.module if of == "the wrapper" else kept
             with torch.no_grad():  # alone
@@ -183,7 +181,7 @@ def test_an_optimizer_whose_state_is_shared_out() -> None:
     def body(world: lockstep.World) -> None:
         model = OurDDP(net())
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-        assert_close(train(model, optimizer, parts(2)[world.rank]), expected)
+        assert_same(train(model, optimizer, parts(2)[world.rank]), expected)
         own = sum(len(group["params"]) for group in optimizer.optim.param_groups)
         assert own < len(expected)
         optimizer.consolidate_state_dict(to=0)
@@ -228,7 +226,7 @@ def test_activation_checkpoints(use_reentrant: bool, where: str, options: dict[s
             model.zero_grad()
             out = model(x) if where == "inside" else checkpoint(model, x, **chosen)
             out.square().mean().backward()
-            assert_close(gradients(model), expected)
+            assert_same(gradients(model), expected)
 
     run_ranks(2, body)
 
@@ -240,7 +238,7 @@ def test_backward_that_makes_a_graph_gives_reduced_gradients() -> None:
         for _ in range(2):
             model.zero_grad()
             model(parts(2)[rank]).square().mean().backward(create_graph=True)
-            assert_close([g.detach() for g in gradients(model)], of_the_whole_batch())
+            assert_same([g.detach() for g in gradients(model)], of_the_whole_batch())
 
     run_ranks(2, body)
 
@@ -262,7 +260,7 @@ def test_a_loss_made_of_gradients() -> None:
         for _ in range(2):
             model.zero_grad()
             penalty(model, parts(2)[rank]).backward()
-            assert_close(gradients(model), gradients(alone))
+            assert_same(gradients(model), gradients(alone))
 
     run_ranks(2, body)
 
@@ -274,10 +272,10 @@ def test_autograd_grad_gives_each_ranks_own_and_waits_for_none() -> None:
             own = torch.autograd.grad(model(parts(2)[0]).square().mean(), model.second.weight)
             alone = net()
             theirs = torch.autograd.grad(alone(parts(2)[0]).square().mean(), alone.second.weight)
-            assert_close(own, theirs)
+            assert_same(own, theirs)
             assert model.second.weight.grad is None
         model(parts(2)[rank]).square().mean().backward()
-        assert_close(gradients(model), of_the_whole_batch())
+        assert_same(gradients(model), of_the_whole_batch())
 
     run_ranks(2, body)
 
@@ -291,8 +289,8 @@ def test_a_backward_for_some_parameters_leaves_the_others() -> None:
             loss.backward(inputs=[model.second.weight, model.first.bias])
             used = {name for name, p in model.module.named_parameters() if p.grad is not None}
             assert used == {"second.weight", "first.bias"}
-            assert_close([model.second.weight.grad], [alone.second.weight.grad])
-            assert_close([model.first.bias.grad], [alone.first.bias.grad])
+            assert_same([model.second.weight.grad], [alone.second.weight.grad])
+            assert_same([model.first.bias.grad], [alone.first.bias.grad])
 
     alone = net()
     of_the_whole_batch(alone)
@@ -319,6 +317,6 @@ def test_weights_that_are_computed_from_others(when: str) -> None:
         for _ in range(2):
             model.zero_grad()
             model(parts(2)[rank]).square().mean().backward()
-            assert_close(gradients(model), gradients(expected))
+            assert_same(gradients(model), gradients(expected))
 
     run_ranks(2, body)

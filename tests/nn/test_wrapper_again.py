@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from tests.nn.test_drop_in import assert_same, gradients, mean_gradients
+from tests.nn.test_drop_in import mean_gradients
 from tests.nn.test_parallelize import net, parts
 from tests.ranks import run_ranks
+from tests.same import assert_same, gradients_of
 
 OurDDP = lockstep.DistributedDataParallel
 
@@ -70,7 +71,7 @@ def test_a_second_wrapper_may_be_over_other_ranks() -> None:
         if world.rank == 0:
             model(parts(2)[0]).square().mean().backward()
             plain(parts(2)[0]).square().mean().backward()
-            assert_same(gradients(inner), gradients(plain))
+            assert_same(gradients_of(inner), gradients_of(plain))
             assert first.require_backward_grad_sync
 
     lockstep.launch(body, 2, ranks="threads")
@@ -104,7 +105,7 @@ def test_a_comm_hook_of_the_first_goes_with_it() -> None:
         OurDDP(inner, process_group=group)  # which is gone at once
         OurDDP(inner, process_group=group)
         first(parts(2)[rank]).square().mean().backward()
-        return gradients(first)
+        return gradients_of(first)
 
     for mine in run_ranks(2, body):
         assert_same(mine, mean_gradients(net(), parts(2)))
@@ -133,7 +134,7 @@ def test_without_its_hooks_a_model_is_this_ranks_own_altogether() -> None:
         optimizer = torch.optim.Adam(inner.parameters(), lr=0.1)
         lockstep.parallelize(inner, process_group=group)
         step(inner, optimizer, parts(2)[rank])
-        return gradients(inner)
+        return gradients_of(inner)
 
     def expected() -> list[torch.Tensor | None]:
         model = net()
@@ -142,7 +143,7 @@ def test_without_its_hooks_a_model_is_this_ranks_own_altogether() -> None:
             if _:
                 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
             step(model, optimizer, parts(2).flatten(0, 1))
-        return gradients(model)
+        return gradients_of(model)
 
     for mine in run_ranks(2, body):
         assert_same(mine, expected())
@@ -167,7 +168,7 @@ def test_hooks_are_taken_off_after_a_failed_backward() -> None:
         model.zero_grad()
         again = OurDDP(inner, process_group=group)
         again(parts(2)[rank]).square().mean().backward()
-        return gradients(inner)
+        return gradients_of(inner)
 
     for mine in run_ranks(2, body):
         assert_same(mine, mean_gradients(net(), parts(2)))

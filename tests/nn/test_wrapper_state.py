@@ -18,6 +18,7 @@ import lockstep
 from lockstep.errors import ModelError
 from tests.nn.test_parallelize import Net, net, parts
 from tests.ranks import run_ranks
+from tests.same import assert_same
 
 OurDDP = lockstep.DistributedDataParallel
 State = dict[str, torch.Tensor]
@@ -175,10 +176,6 @@ def one_step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 def expected_gradients(model: nn.Module) -> list[torch.Tensor]:
     return one_step(copy.deepcopy(model), parts(2).flatten(0, 1))
-
-
-def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("assign", [False, True])

@@ -14,7 +14,7 @@ from lockstep.bench.measuring import measure, report_progress
 from lockstep.bench.mpi import measure_with_mpi
 from lockstep.bench.plan import Outcome, Plan, check_operations, format_size, parse_sizes
 from lockstep.bench.report import PLAIN_WIDTH, Report, machine_facts, print_report, with_mpi
-from lockstep.comm.shm.memory import check_room
+from lockstep.comm import check_room
 from lockstep.errors import BackendUnavailable, BadLaunch, SharedMemoryFull
 from lockstep.launcher import check_num_ranks, launch, whole_number
 

@@ -37,11 +37,13 @@ from lockstep.bench.plan import (
     SmallCall,
     format_size,
 )
-from lockstep.comm import backends
-from lockstep.comm.algorithms import Collectives
-from lockstep.comm.call import Call
-from lockstep.comm.group import SharedMemoryGroup
-from lockstep.comm.reduction import reduction_for
+from lockstep.comm import (
+    Collectives,
+    SharedMemoryGroup,
+    Signature,
+    reduction_for,
+    register_backends,
+)
 from lockstep.errors import SharedMemoryFull
 from lockstep.world import World
 
@@ -79,8 +81,8 @@ class Ranks(NamedTuple):
 
 def measure(world: World, plan: Plan) -> Outcome:
     """Measure ``plan`` on every rank of ``world``, which must all call it; all return the same."""
-    backends.register_backends()
-    gloo, shm = dist.new_group(backend="gloo"), dist.new_group(backend=backends.SHM)
+    register_backends()
+    gloo, shm = dist.new_group(backend="gloo"), dist.new_group(backend=SHM)
     assert isinstance(gloo, dist.ProcessGroup)
     assert isinstance(shm, SharedMemoryGroup)
 
@@ -216,15 +218,17 @@ def _passes(shared: torch.Tensor, shm: SharedMemoryGroup) -> Callable[[], None]:
     Each rank reads its share of the elements from every rank's buffer, and writes the sum to every
     rank's buffer: the least that an all-reduce needs in which each element is summed once.
     """
-    team = shm._team
-    place = team.find(shared)
-    assert place is not None
-    places = team.meet(Call("bound"), place, _TIMEOUT_SECONDS)
+    transport = shm._transport
+    address = transport.find(shared)
+    assert address is not None
+    addresses = transport.exchange(Signature("bound"), address, _TIMEOUT_SECONDS)
     buffers = [
-        shared if rank == team.rank else team.at(rank, place, shared.dtype, shared.numel())
-        for rank, place in enumerate(places)
+        shared
+        if rank == transport.rank
+        else transport.at(rank, address, shared.dtype, shared.numel())
+        for rank, address in enumerate(addresses)
     ]
-    shares = [buffer.chunk(team.size)[team.rank] for buffer in buffers]
+    shares = [buffer.chunk(shm.size())[shm.rank()] for buffer in buffers]
     blocks = list(zip(*(share.split(_BLOCK_NUMEL) for share in shares), strict=True))
 
     @torch.inference_mode()
@@ -271,23 +275,24 @@ def _measure_small_call(ranks: Ranks, shm: SharedMemoryGroup, rounds: int) -> Sm
 def _parts_of_all_reduce(
     tensor: torch.Tensor, shm: SharedMemoryGroup
 ) -> dict[str, Callable[[], object]]:
-    team, options = shm._team, dist.AllreduceOptions()
+    transport, options = shm._transport, dist.AllreduceOptions()
     options.asyncOp = False
     reduction = reduction_for(dist.ReduceOp.SUM, tensor.dtype)
-    call = Call("all_reduce", tensor.dtype, tensor.shape, reduction.name)
-    place, slot = team.stage(tensor.dtype, tensor.numel())
-    places = team.meet(call, place, _TIMEOUT_SECONDS)
+    signature = Signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
+    address, slot = transport.stage(tensor.dtype, tensor.numel())
+    addresses = transport.exchange(signature, address, _TIMEOUT_SECONDS)
 
     def algorithm() -> None:
-        Collectives(team, call, _TIMEOUT_SECONDS).all_reduce(tensor, reduction)
+        Collectives(transport, signature, _TIMEOUT_SECONDS).all_reduce(tensor, reduction)
 
     def copy() -> None:
-        team.stage(tensor.dtype, tensor.numel())
+        transport.stage(tensor.dtype, tensor.numel())
         slot.copy_(tensor)
 
     def add_up() -> None:
         buffers = [
-            team.at(rank, place, tensor.dtype, tensor.numel()) for rank, place in enumerate(places)
+            transport.at(rank, address, tensor.dtype, tensor.numel())
+            for rank, address in enumerate(addresses)
         ]
         reduction.into(tensor, buffers)
 
@@ -295,7 +300,7 @@ def _parts_of_all_reduce(
     return {
         "whole": partial(dist.all_reduce, tensor, group=shm),
         "group": lambda: shm.allreduce([tensor], options).wait(),
-        "meeting": partial(team.meet, call, 0, _TIMEOUT_SECONDS),
+        "meeting": partial(transport.exchange, signature, 0, _TIMEOUT_SECONDS),
         **{name: torch.inference_mode()(part) for name, part in parts.items()},
     }
 

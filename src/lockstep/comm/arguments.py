@@ -1,32 +1,131 @@
-"""What callers give to collectives, checked and brought into one row."""
+"""Arguments of collectives: the overloads of torch's groups, checks, and flat views of tensors."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+Tensors = Sequence[Tensor]
+TensorLists = Sequence[Sequence[Tensor]]
 
 
-def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors as a list, also where a caller gave a single one."""
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+def operation(
+    options: type, *parameters: str, values: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Let a method of a group be called by every overload of torch's groups.
+
+    torch takes options, as in ``group.broadcast([tensor], opts)``, or in their place the fields
+    themselves, as in ``group.broadcast(tensor, 0, timeout=timeout)``. The method always gets
+    options. Calls with tensors on other devices go to the group for that device.
+
+    Args:
+        options: The class of the options.
+        parameters: The names of the parameters before them; ``"a|b"`` where overloads differ.
+        values: The fields of the options that may be given in their place, by the names and in
+            the order of torch's parameters; after them, the time-out.
+    """
+    count = len(parameters)
+    fields = {**(values or {}), "timeout": "timeout"}
+
+    def decorate(method: Callable[..., T]) -> Callable[..., T]:
+        name = method.__name__
+
+        @wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> T:
+            if kwargs or len(args) != count + 1 or not isinstance(args[count], options):
+                args = _with_options(name, options, parameters, fields, args, kwargs)
+            tensor = _first_tensor(args[:count])
+            if tensor is None or tensor.is_cpu:
+                return method(self, *args)
+            result: T = getattr(self._group_for(tensor.device.type), name)(*args)
+            return result
+
+        return call
+
+    return decorate
 
 
-def row(
-    tensors: Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]],
-) -> list[torch.Tensor]:
-    """One tensor for each rank, given as a list of them or as a list that holds one such list."""
-    if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor):
+def of_any_device(method: Callable[..., T]) -> Callable[..., T]:
+    """As :func:`operation`, for methods without options: tensors choose the group by device."""
+
+    @wraps(method)
+    def call(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> T:
+        tensor = _first_tensor(tensors)
+        if tensor is None or tensor.is_cpu:
+            return method(self, tensors, *args, **kwargs)
+        other = self._group_for(tensor.device.type)
+        result: T = getattr(other, method.__name__)(tensors, *args, **kwargs)
+        return result
+
+    return call
+
+
+def _with_options(
+    name: str,
+    options: type,
+    parameters: Sequence[str],
+    fields: Mapping[str, str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, ...]:
+    """Return the arguments of an overload as those before the options, and the options."""
+    given, count = list(args), len(parameters)
+    for aliases in parameters[len(given) :]:
+        alias = next((alias for alias in aliases.split("|") if alias in kwargs), None)
+        if alias is None:
+            raise TypeError(f"{name}() lacks the argument {aliases.split('|')[0]!r}.")
+        given.append(kwargs.pop(alias))
+    rest = given[count:]
+    opts, values = kwargs.pop("opts", None), kwargs
+    if opts is None:
+        opts = rest.pop(0) if rest and isinstance(rest[0], options) else options()
+        values = dict(zip(fields, rest, strict=False)) | kwargs
+    if len(rest) > len(fields) or not set(values) <= set(fields):
+        raise TypeError(
+            f"{name}() was given {[*map(repr, rest), *kwargs]} beside the tensors. It takes "
+            f"{options.__name__}, or {', '.join(fields)}."
+        )
+    for parameter, value in values.items():
+        if value is not None:
+            setattr(opts, fields[parameter], value)
+    return (*given[:count], opts)
+
+
+def _first_tensor(values: Any) -> Tensor | None:
+    if isinstance(values, Tensor):
+        return values
+    if isinstance(values, (list, tuple)):
+        for value in values:
+            tensor = _first_tensor(value)
+            if tensor is not None:
+                return tensor
+    return None
+
+
+def listed(tensors: Tensor | Tensors) -> list[Tensor]:
+    """Return the tensors as a list; some overloads take a single one."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def row(tensors: Tensors | TensorLists) -> list[Tensor]:
+    """Return one tensor for each rank, given as a list, or as a list that holds one such list."""
+    if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
         return list(tensors[0])
     return list(tensors)  # type: ignore[arg-type]
 
 
-def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in one row: the tensor's own memory if they lie in order, else a copy.
+def flattened(tensor: Tensor) -> Tensor:
+    """Return the elements as a flat tensor: a view of contiguous memory, else a copy.
 
-    As data: autograd is neither to record what is written nor to count it as a change, as it
-    doesn't with the other backends.
+    As data: autograd neither records what is written nor counts it as a change, as with torch's
+    own backends.
     """
     data = tensor.data
     if data.is_complex() or data.is_neg():
@@ -39,8 +138,8 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     return data if data.dim() == 1 else data.view(-1)
 
 
-def put_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Have in ``tensor`` what is in ``flat``, which :func:`flattened` made of it."""
+def put_back(flat: Tensor, tensor: Tensor) -> None:
+    """Copy to ``tensor`` the result in ``flat``, which :func:`flattened` made of it."""
     if flat.data_ptr() != tensor.data_ptr():
         target, values = tensor.data, flat.view(tensor.shape)
         for dim, stride in enumerate(tensor.stride()):
@@ -49,8 +148,8 @@ def put_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
         target.copy_(values)
 
 
-def overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether some of them share elements, or lie between each other's; a tensor may come twice."""
+def overlap(tensors: Tensors) -> bool:
+    """Whether some of the tensors share memory, or interleave; one may be given twice."""
     if len(set(map(id, tensors))) < len(tensors):
         return True
     dense = [t for t in tensors if t.layout is torch.strided and t.numel()]
@@ -62,7 +161,7 @@ def overlap(tensors: Sequence[torch.Tensor]) -> bool:
     return any(start < stop for (_, stop), (start, _) in itertools.pairwise(extents))
 
 
-def check_dtypes(operation: str, tensors: Sequence[torch.Tensor]) -> None:
+def check_dtypes(operation: str, tensors: Tensors) -> None:
     """Raise TypeError unless all have one dtype."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
@@ -72,8 +171,9 @@ def check_dtypes(operation: str, tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def check_sizes(operation: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError unless all have one number of elements."""
+def check_alike(operation: str, tensors: Tensors) -> None:
+    """Raise TypeError or ValueError unless all have one dtype and one number of elements."""
+    check_dtypes(operation, tensors)
     sizes = {tensor.numel() for tensor in tensors}
     if len(sizes) > 1:
         raise ValueError(
@@ -82,15 +182,15 @@ def check_sizes(operation: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def check_count(size: int, tensors: Sequence[object], what: str) -> None:
-    """Raise ValueError unless there is one for each of ``size`` ranks."""
+    """Raise ValueError unless there is one tensor for each of ``size`` ranks."""
     if len(tensors) != size:
         raise ValueError(
             f"{len(tensors)} {what} were given, but the group has {size} ranks. Give one for each."
         )
 
 
-def check_multiple(size: int, operation: str, large: torch.Tensor, small: torch.Tensor) -> None:
-    """Raise ValueError unless ``large`` is ``size`` times ``small``."""
+def check_multiple(size: int, operation: str, large: Tensor, small: Tensor) -> None:
+    """Raise ValueError unless ``large`` has ``size`` times the elements of ``small``."""
     if large.numel() != small.numel() * size:
         raise ValueError(
             f"In {operation}, the tensor of all {size} ranks has {large.numel()} "
@@ -99,8 +199,14 @@ def check_multiple(size: int, operation: str, large: torch.Tensor, small: torch.
         )
 
 
-def split_numels(size: int, which: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[int]:
-    """How many elements each rank's part of a tensor has, that is split along dimension 0."""
+def check_rank(size: int, rank: int, what: str) -> None:
+    """Raise ValueError unless ``rank`` is one of ``size`` ranks."""
+    if not 0 <= rank < size:
+        raise ValueError(f"There is no rank {rank} to {what}: the group has ranks 0 to {size - 1}.")
+
+
+def split_numels(size: int, which: str, tensor: Tensor, sizes: Sequence[int]) -> list[int]:
+    """Return the number of elements in each rank's part of a tensor, split along dimension 0."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
         if rows % size:
@@ -116,9 +222,3 @@ def split_numels(size: int, which: str, tensor: torch.Tensor, sizes: Sequence[in
         )
     row = tensor.numel() // rows if rows else 0
     return [part * row for part in sizes]
-
-
-def check_rank(size: int, rank: int, what: str) -> None:
-    """Raise ValueError unless ``rank`` is one of ``size`` ranks."""
-    if not 0 <= rank < size:
-        raise ValueError(f"There is no rank {rank} to {what}: the group has ranks 0 to {size - 1}.")

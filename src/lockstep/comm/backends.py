@@ -37,15 +37,14 @@ def _own_store(options: _DistributedBackendOptions) -> dist.Store:
 
 def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:
     from lockstep.comm.group import SharedMemoryGroup
-    from lockstep.comm.hosts.census import take_census
-    from lockstep.comm.hosts.group import HostsGroup
-    from lockstep.comm.hosts.transport import HostsTransport
+    from lockstep.comm.hosts.collectives import HostsGroup
+    from lockstep.comm.hosts.transport import HostsTransport, ranks_by_host
     from lockstep.comm.shm.transport import ShmTransport
 
     rank, size, store = options.group_rank, options.group_size, _own_store(options)
     seconds = options.timeout.total_seconds()
     members = options.global_ranks_in_group
-    hosts = take_census(store, rank, size, seconds)
+    hosts = ranks_by_host(store, rank, size, seconds)
     if len(hosts) == 1:
         return SharedMemoryGroup(
             ShmTransport(store, rank, size, seconds, members), SHM, options.timeout, store
@@ -60,7 +59,7 @@ def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessG
 
 def _create_threads(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:
     from lockstep.comm.group import SharedMemoryGroup
-    from lockstep.comm.threads import join
+    from lockstep.comm.threads.transport import join
 
     rank, size, store = options.group_rank, options.group_size, _own_store(options)
     seconds = options.timeout.total_seconds()

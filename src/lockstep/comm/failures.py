@@ -1,9 +1,9 @@
-"""Whose fault it is that a collective of one of torch's own groups has failed.
+"""Which rank is to blame for the failure of a collective, over groups that don't tell.
 
-Gloo and NCCL raise a RuntimeError that names no rank. Ours name the culprit because every rank
-tells the others why it goes; for other groups that is done here, afterwards: each rank that meets
-with an error leaves a note in the group's store. Whoever's connection has ended without a note is
-gone; whoever leaves none although the others' time is up has not come.
+Gloo and NCCL raise a RuntimeError that names no rank. Our own groups name the culprit, because
+every rank tells the others why it goes; for other groups that is done here, afterwards: each rank
+that gets an error leaves a note in the group's store. A rank whose connection has ended and that
+left no note is gone; if time was up, a rank that left no note has not come.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from lockstep.errors import CollectiveFailed, CollectiveTimeout, LockstepError, 
 
 # How long to wait for the note of a rank whose connection has ended: it may be about to leave it.
 _GRACE_SECONDS = 0.3
-# How long to wait for notes where no connection has ended. Ranks whose time is up differ by what
-# they came apart.
+# How long to wait for notes if no connection has ended. Ranks time out as far apart as they came.
 _PATIENCE_SECONDS = 2.0
-# After so long the store is taken to be stopped, and what is known by then has to do.
+# A store that takes longer is taken to be stopped.
 _LIMIT_SECONDS = 5.0
 _POLL_SECONDS = 0.02
-# What errors say that come from Gloo, and ours.
+# The beginnings of errors of Gloo's, and of ours.
 _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
-# That of messages that nobody receives: to send one tells whether the connection stands.
+# Of messages that nobody receives: sending one tells whether the connection stands.
 _TAG = 0x6C6F636B
 
 
 class Pending:
-    """A call of a group's that has been made, whose errors say who is to blame.
+    """A collective that has been started, whose errors name the ranks to blame.
 
     Args:
         group: The group.
-        operation: What is called, as in ``torch.distributed``.
-        start: Makes the call.
+        operation: Its name, as in ``torch.distributed``.
+        start: Starts it.
     """
 
     def __init__(
@@ -67,31 +66,39 @@ class Pending:
 
 
 def is_from_group(error: RuntimeError) -> bool:
-    """Whether ``error`` is what torch's groups raise when ranks can't go on together."""
-    text = str(error)  # of what a future brings, only the text is left
+    """Whether ``error`` is one that groups raise when ranks can't go on together."""
+    text = str(error)  # of an error in a future, only the text is left
     return isinstance(error, dist.DistError) or any(kind in text for kind in _KINDS)
 
 
-def explained(group: dist.ProcessGroup, operation: str, error: RuntimeError) -> CollectiveFailed:
-    """Return what to raise in place of ``error``, which ``group`` has met with in ``operation``.
+def global_rank(group: dist.ProcessGroup, rank: int) -> int:
+    """Return the number of ``rank`` of ``group`` in the whole run."""
+    try:
+        return dist.get_global_rank(group, rank)
+    except (ValueError, RuntimeError):  # torch.distributed doesn't know the group
+        return rank
 
-    It takes up to some seconds, where it isn't plain who is to blame.
+
+def explained(group: dist.ProcessGroup, operation: str, error: RuntimeError) -> CollectiveFailed:
+    """Return the error to raise in place of ``error``, which ``group`` raised in ``operation``.
+
+    It takes up to some seconds to find out which rank is to blame.
     """
     if isinstance(error, CollectiveFailed):
         return error
     try:
-        if (ours := getattr(group, "_team", None)) is not None:
-            ours.check_open()
+        if (check_open := getattr(group, "check_open", None)) is not None:
+            check_open()
     except CollectiveFailed as fault:
         return fault
-    mine = _Note(is_late="timed out" in str(error).lower(), gone=[])
+    own = _Note(is_late="timed out" in str(error).lower(), gone=[])
     found: dict[int, _Note] = {}
     asking = threading.Thread(
-        target=_ask, args=(group, mine, found), name="lockstep-blame", daemon=True
+        target=_exchange_notes, args=(group, own, found), name="lockstep-blame", daemon=True
     )
     asking.start()
     asking.join(_LIMIT_SECONDS)
-    gone, late = _blame(range(group.size()), group.rank(), mine, dict(found))
+    gone, late = _blame(range(group.size()), group.rank(), own, dict(found))
     rank, said = global_rank(group, group.rank()), f"Torch says: {error}"
     names = [global_rank(group, each) for each in gone or late or []]
     ranks = f"Rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"
@@ -118,7 +125,7 @@ def explained(group: dist.ProcessGroup, operation: str, error: RuntimeError) -> 
 
 
 class _Note(NamedTuple):
-    """What a rank knows that has met with an error.
+    """What a rank knows that got an error.
 
     Attributes:
         is_late: Whether its time was up.
@@ -130,34 +137,35 @@ class _Note(NamedTuple):
 
 
 def _blame(
-    ranks: range, own: int, mine: _Note, others: Mapping[int, _Note]
+    ranks: range, rank: int, own: _Note, others: Mapping[int, _Note]
 ) -> tuple[list[int], list[int] | None]:
-    """Return which ranks are gone, and, if time was up, which have not come (else None)."""
-    notes = {**others, own: mine}
-    gone = _without_a_word(notes)
+    """Return the ranks that are gone, and those that have not come; None if no time was up."""
+    notes = {**others, rank: own}
+    gone = _gone_without_note(notes)
     is_late = not gone and any(note.is_late for note in notes.values())
     return sorted(gone), sorted(set(ranks) - set(notes)) if is_late else None
 
 
-def _without_a_word(notes: Mapping[int, _Note]) -> Set[int]:
+def _gone_without_note(notes: Mapping[int, _Note]) -> Set[int]:
     return {rank for note in notes.values() for rank in note.gone} - set(notes)
 
 
-def _ask(group: dist.ProcessGroup, mine: _Note, found: dict[int, _Note]) -> None:
-    """Find out to whom connections have ended, tell the others, and hear what they tell."""
-    own, others = group.rank(), [r for r in range(group.size()) if r != group.rank()]
-    mine.gone[:] = [rank for rank in others if _has_ended(group, rank)]
+def _exchange_notes(group: dist.ProcessGroup, own: _Note, found: dict[int, _Note]) -> None:
+    """Complete this rank's note, leave it in the store, and collect the others'."""
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    own.gone[:] = [rank for rank in others if _has_ended(group, rank)]
     # The store may be gone with the rank that held it.
     with suppress(RuntimeError, AttributeError):
         store = dist.PrefixStore("lockstep/failed", group.get_group_store())
-        store.set(str(own), json.dumps(mine))
+        store.set(str(group.rank()), json.dumps(own))
         began = time.monotonic()
         while len(found) < len(others):
             for rank in others:
                 if rank not in found and store.check([str(rank)]):
                     found[rank] = _Note(*json.loads(bytes(store.get(str(rank)))))
-            notes, waited = {**found, own: mine}, time.monotonic() - began
-            if _without_a_word(notes) and (waited > _GRACE_SECONDS or set(mine.gone) <= set(found)):
+            waited = time.monotonic() - began
+            is_known = waited > _GRACE_SECONDS or set(own.gone) <= set(found)
+            if is_known and _gone_without_note({**found, group.rank(): own}):
                 return
             if waited > _PATIENCE_SECONDS:
                 return
@@ -177,11 +185,3 @@ def _has_ended(group: dist.ProcessGroup, rank: int) -> bool:
     except RuntimeError as error:
         return "timeout" not in str(error).lower()
     return False
-
-
-def global_rank(group: dist.ProcessGroup, rank: int) -> int:
-    """What the whole run calls ``rank`` of ``group``."""
-    try:
-        return dist.get_global_rank(group, rank)
-    except (ValueError, RuntimeError):  # torch.distributed doesn't know the group
-        return rank

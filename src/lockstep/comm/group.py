@@ -1,16 +1,19 @@
-"""A process group of torch.distributed whose ranks reach each other's memory."""
+"""The process group of ranks that reach each other's memory: the operations that torch calls."""
 
 # The stubs of torch name some parameters otherwise than torch calls them by.
 # mypy: disable-error-code="override,assignment"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from itertools import chain, starmap
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -23,70 +26,73 @@ from torch.distributed import (
     ScatterOptions,
 )
 
-from lockstep.comm.algorithms import Collectives
 from lockstep.comm.arguments import (
+    TensorLists,
+    Tensors,
+    check_alike,
     check_count,
     check_dtypes,
     check_multiple,
     check_rank,
-    check_sizes,
     flattened,
     listed,
+    of_any_device,
+    operation,
+    overlap,
     put_back,
     row,
     split_numels,
 )
-from lockstep.comm.call import Call
-from lockstep.comm.hosts.collectives import HostsCollectives
-from lockstep.comm.named_group import NamedGroup
-from lockstep.comm.operation import of_any_device, operation
-from lockstep.comm.recv_work import RecvWork
+from lockstep.comm.base_group import BaseGroup, Options
+from lockstep.comm.collectives import Collectives
 from lockstep.comm.reduction import reduction_for
-from lockstep.comm.sparse import all_reduce_sparse
-from lockstep.comm.transport import Transport
+from lockstep.comm.sparse import sum_sparse
+from lockstep.comm.transport import Signature, Transport
 from lockstep.comm.uncompiled import uncompiled
-from lockstep.comm.work import GroupWork, Run, in_turn, reading_first
+from lockstep.comm.work import GroupWork, Run
 from lockstep.torch_private import AllgatherOptions
 
-# What torch calls these options where they are given without the others.
+# The fields of the options for the parameters of overloads without options.
 _OP = {"op": "reduceOp"}
 _ROOT = {"root": "rootRank"}
 
+# A collective on flat outputs and inputs.
+_Collective = Callable[[Collectives, list[Tensor], list[Tensor]], None]
+
 
 @uncompiled
-class SharedMemoryGroup(NamedGroup):
+class SharedMemoryGroup(BaseGroup):
     """The process group behind the backends ``"shm"`` and ``"threads"``, for CPU tensors.
 
-    It offers what :class:`torch.distributed.ProcessGroup` does, under the names that torch calls
-    it by, so that ``torch.distributed``, and what is built on it, runs over it. Beyond that it
-    offers :meth:`empty`. Every sum is taken in rank order, so all ranks get the same bits, and
-    the same bits in every run.
+    It has the methods of :class:`torch.distributed.ProcessGroup`, so that ``torch.distributed``
+    and everything built on it runs over it, and :meth:`empty`. Every sum is taken in rank order,
+    so all ranks get the same bits, and the same bits in every run.
 
     Any number of threads may call it. Ranks must make the same calls in the same order; a call
     that doesn't match raises CollectiveMismatch on every rank.
 
     Args:
-        team: The ranks, connected.
-        backend: The name that it is registered by.
-        timeout: How long to wait for the other ranks, in each call.
-        store: What the ranks met through, if others may want it.
+        transport: The connected ranks.
+        backend: The name of the backend.
+        timeout: How long each call waits for the other ranks.
+        store: The store through which the ranks have met, for tensors on other devices.
     """
 
-    _team: Transport
+    _transport: Transport
 
-    def _collectives(self, call: Call, timeout: float) -> Collectives | HostsCollectives:
-        return Collectives(self._team, call, timeout)
+    def _collectives(self, signature: Signature, timeout: float) -> Collectives:
+        return Collectives(self._transport, signature, timeout)
 
     def empty(
         self, *size: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
-        """Return an uninitialised tensor that all-reduce sums where it is, with no copy.
+    ) -> Tensor:
+        """Return an uninitialised tensor that all-reduce sums in place, without a copy.
 
-        It is in memory that all ranks of this group reach; apart from that it is a tensor like
-        any other, and so are its views. Only this rank need call it; whether the others use
-        such tensors too is theirs to choose, but the copies are saved only if all do. While an
-        all-reduce of it is under way, other ranks write to it. If that fails, what is in it means
-        nothing, and a rank that was only stopped may write to it yet: drop it with the group.
+        It is in memory that all ranks of this group reach, and otherwise an ordinary tensor; so
+        are its views. Only this rank need call it; whether the others use such tensors too is
+        their choice, but copies are saved only if all do. While an all-reduce of it runs, other
+        ranks write to it. If that fails, its values mean nothing, and a rank that was only
+        stopped may still write to it: drop it with the group.
 
         Args:
             size: Its shape, as in :func:`torch.empty`; a dtype may follow.
@@ -101,260 +107,243 @@ class SharedMemoryGroup(NamedGroup):
         if size and isinstance(size[-1], torch.dtype):
             *size, dtype = size
         form = torch.empty(*size, dtype=dtype, device="meta")
-        memory = self._team.empty(form.nbytes)
+        memory = self._transport.empty(form.nbytes)
         return memory[: form.nbytes].view(form.dtype).view(form.shape)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether :meth:`allocate_tensor` does; FSDP2 asks."""
+        """Whether :meth:`allocate_tensor` can allocate on ``device``; FSDP2 asks."""
         return device.type == "cpu"
 
-    def allocate_tensor(
-        self, size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """As :meth:`empty`."""
         return self.empty(size, dtype=dtype, device=device)
+
+    def _run(
+        self, signature: Signature, outputs: Tensors, inputs: Tensors, collective: _Collective
+    ) -> Run:
+        """Return a function that flattens the tensors, calls ``collective``, and puts back."""
+
+        def run(timeout: float) -> None:
+            flats = [flattened(output) for output in outputs]
+            parts = [flattened(part) for part in inputs]
+            collective(self._collectives(signature, timeout), flats, parts)
+            for flat, output in zip(flats, outputs, strict=True):
+                put_back(flat, output)
+
+        return run
 
     # One tensor, the same on all ranks.
 
     @operation(AllreduceOptions, "tensors|tensor", values=_OP)
-    def allreduce(self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions) -> GroupWork:
-        """Combine the ranks' tensors, and have the result in each."""
+    def allreduce(self, tensors: Tensors, opts: Options) -> GroupWork:
+        """Combine the ranks' tensors; every rank gets the result."""
         return self._all_reduce_each(listed(tensors), opts)
 
-    def _all_reduce_each(
-        self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions | AllreduceCoalescedOptions
-    ) -> GroupWork:
-        def prepare(given: Sequence[torch.Tensor]) -> Run:
-            return in_turn([self._all_reduce(tensor, opts.reduceOp) for tensor in given])
+    @operation(AllreduceCoalescedOptions, "tensors")
+    def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> GroupWork:
+        """As :meth:`allreduce`, for each of ``tensors``."""
+        return self._all_reduce_each(list(tensors), opts)
 
-        return self._submit(reading_first(tensors, prepare), list(tensors), opts)
+    def _all_reduce_each(self, tensors: list[Tensor], opts: Options) -> GroupWork:
+        runs = [self._all_reduce(tensor, opts.reduceOp) for tensor in tensors]
+        if len(tensors) > 1 and overlap(tensors):
+            runs = [partial(self._all_reduce_copies, tensors, opts.reduceOp)]
+        return self._submit(tensors, opts, *runs)
 
-    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> Run:
-        if tensor.layout is not torch.strided:
-            return all_reduce_sparse(self._collectives, self._team.size, tensor, op)
+    def _all_reduce_copies(self, tensors: Tensors, op: dist.ReduceOp, timeout: float) -> None:
+        """Read every tensor before any that overlaps it is written."""
+        copies = [tensor.clone() for tensor in tensors]
+        for copy in copies:
+            self._all_reduce(copy, op)(timeout)
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.data.copy_(copy)
+
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp) -> Run:
         reduction = reduction_for(op, tensor.dtype)
-        call = Call("all_reduce", tensor.dtype, tensor.shape, reduction.name)
+        if tensor.layout is not torch.strided:
+            return self._all_reduce_sparse(tensor, reduction.name)
+        signature = Signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
 
-        def run(timeout: float) -> None:
+        def run(timeout: float) -> None:  # as _run(), for the most frequent operation
             flat = flattened(tensor)
-            self._collectives(call, timeout).all_reduce(flat, reduction)
+            self._collectives(signature, timeout).all_reduce(flat, reduction)
             put_back(flat, tensor)
 
         return run
 
-    @operation(AllreduceCoalescedOptions, "tensors")
-    def allreduce_coalesced(
-        self, tensors: Sequence[torch.Tensor], opts: AllreduceCoalescedOptions
-    ) -> GroupWork:
-        """As :meth:`allreduce`, for each of ``tensors``."""
-        return self._all_reduce_each(tensors, opts)
+    def _all_reduce_sparse(self, tensor: Tensor, op: str) -> Run:
+        if tensor.layout is not torch.sparse_coo or op not in ("SUM", "AVG"):
+            raise TypeError(
+                f"all_reduce of a {tensor.layout} tensor by {op}: of sparse tensors it can sum or "
+                "average those in COO layout. Use to_sparse_coo() or to_dense()."
+            )
+        signature = Signature("sparse all_reduce", tensor.dtype, tensor.shape, op)
+
+        def run(timeout: float) -> None:
+            collectives = self._collectives(signature, timeout)
+
+            def all_gather(own: Tensor) -> list[Tensor]:
+                outputs = [torch.empty_like(own) for _ in range(self._size)]
+                collectives.all_gather([output.view(-1) for output in outputs], own.view(-1))
+                return outputs
+
+            total = sum_sparse(all_gather, tensor.data.coalesce())
+            if op == "AVG":
+                total = total / self._size
+            # Not through `.data`, which has indices and values of its own; and the copy is to be
+            # an ordinary tensor, although this runs in inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                tensor.copy_(total)
+
+        return run
 
     @operation(BroadcastOptions, "tensors|tensor", values=_ROOT)
-    def broadcast(self, tensors: Sequence[torch.Tensor], opts: BroadcastOptions) -> GroupWork:
-        """Have what the root has on every rank."""
-        root = opts.rootRank
-        check_rank(self._team.size, root, "broadcast from")
+    def broadcast(self, tensors: Tensors, opts: Options) -> GroupWork:
+        """Copy the root's tensor to every rank."""
+        root, outputs = opts.rootRank, listed(tensors)
+        check_rank(self._size, root, "broadcast from")
 
-        def run(timeout: float) -> None:
-            for tensor in listed(tensors):
-                call = Call("broadcast", tensor.dtype, tensor.shape, root=root)
-                flat = flattened(tensor)
-                self._collectives(call, timeout).broadcast(flat, root)
-                put_back(flat, tensor)
-
-        return self._submit(run, listed(tensors), opts)
+        runs = [
+            self._run(
+                Signature("broadcast", tensor.dtype, tensor.shape, root=root),
+                [tensor],
+                [],
+                lambda c, o, _: c.broadcast(o[0], root),
+            )
+            for tensor in outputs
+        ]
+        return self._submit(outputs, opts, *runs)
 
     @operation(ReduceOptions, "tensors|tensor", values=_ROOT | _OP)
-    def reduce(self, tensors: Sequence[torch.Tensor], opts: ReduceOptions) -> GroupWork:
-        """Combine the ranks' tensors, and have the result on the root."""
-        (tensor,) = listed(tensors)
-        root = opts.rootRank
-        check_rank(self._team.size, root, "reduce to")
+    def reduce(self, tensors: Tensors, opts: Options) -> GroupWork:
+        """Combine the ranks' tensors; the root gets the result."""
+        (tensor,), root = listed(tensors), opts.rootRank
+        check_rank(self._size, root, "reduce to")
         reduction = reduction_for(opts.reduceOp, tensor.dtype)
-        call = Call("reduce", tensor.dtype, tensor.shape, reduction.name, root)
-
-        def run(timeout: float) -> None:
-            flat = flattened(tensor)
-            self._collectives(call, timeout).reduce(flat, reduction, root)
-            if self._team.rank == root:
-                put_back(flat, tensor)
-
-        return self._submit(run, [tensor], opts)
+        signature = Signature("reduce", tensor.dtype, tensor.shape, reduction.name, root)
+        outputs, inputs = ([tensor], []) if self._rank == root else ([], [tensor])
+        run = self._run(
+            signature, outputs, inputs, lambda c, o, i: c.reduce((o or i)[0], reduction, root)
+        )
+        return self._submit([tensor], opts, run)
 
     @operation(BarrierOptions)
-    def barrier(self, opts: BarrierOptions) -> GroupWork:
-        """Wait until every rank is here."""
-        call = Call("barrier")
-        return self._submit(lambda seconds: self._collectives(call, seconds).barrier(), [], opts)
+    def barrier(self, opts: Options) -> GroupWork:
+        """Wait until every rank has called it."""
+        run = self._run(Signature("barrier"), [], [], lambda c, *_: c.barrier())
+        return self._submit([], opts, run)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier that tells who didn't come; here every barrier does, naming all of them."""
-        opts = BarrierOptions()
-        if timeout is not None:
-            opts.timeout = timeout
-        self.barrier(opts).wait()
+        """A barrier whose error names the absent ranks; here every barrier's names all of them."""
+        self.barrier(timeout=timeout).wait()
 
     # One tensor of each rank.
 
     @operation(AllgatherOptions, "output_tensors", "input_tensors|input_tensor")
-    def allgather(
-        self,
-        output_tensors: Sequence[Sequence[torch.Tensor]],
-        input_tensors: Sequence[torch.Tensor],
-        opts: AllgatherOptions,
-    ) -> GroupWork:
-        """Have every rank's tensor on every rank; they may differ in size."""
-        outputs, (tensor,) = row(output_tensors), listed(input_tensors)
-        check_count(self._team.size, outputs, "output tensors of all_gather")
-        run = self._all_gather(outputs, tensor)
-        return self._submit(run, outputs, opts)
-
-    def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Run:
-        check_dtypes("all_gather", [tensor, *outputs])
-        is_even = all(output.numel() == tensor.numel() for output in outputs)
-        shape = tuple(tensor.shape) if is_even else ()
-        call = Call("all_gather" if is_even else "uneven all_gather", tensor.dtype, shape)
-
-        def run(timeout: float) -> None:
-            flats = [flattened(output) for output in outputs]
-            collectives = self._collectives(call, timeout)
-            gather = collectives.all_gather if is_even else collectives.all_gather_uneven
-            gather(flats, flattened(tensor))
-            for flat, output in zip(flats, outputs, strict=True):
-                put_back(flat, output)
-
-        return run
+    def allgather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> GroupWork:
+        """Copy every rank's tensor to every rank; they may differ in size."""
+        outputs, (tensor,) = row(output_lists), listed(inputs)
+        check_count(self._size, outputs, "output tensors of all_gather")
+        return self._submit(outputs, opts, self._all_gather(outputs, tensor))
 
     @operation(AllgatherOptions, "output_lists", "input_list")
     def allgather_coalesced(
-        self,
-        output_lists: Sequence[Sequence[torch.Tensor]],
-        input_list: Sequence[torch.Tensor],
-        opts: AllgatherOptions,
+        self, output_lists: TensorLists, inputs: Tensors, opts: Options
     ) -> GroupWork:
-        """As :meth:`allgather`, for each of ``input_list``.
+        """As :meth:`allgather`, for each of ``inputs``.
 
-        ``output_lists[i][j]`` is what rank i gave as the j-th.
+        ``output_lists[i][j]`` gets the j-th input of rank i.
         """
-        check_count(self._team.size, output_lists, "lists of outputs of allgather_coalesced")
+        check_count(self._size, output_lists, "lists of outputs of allgather_coalesced")
         runs = [
-            self._all_gather(list(outputs), tensor)
-            for *outputs, tensor in zip(*output_lists, input_list, strict=True)
+            self._all_gather(outputs, tensor)
+            for *outputs, tensor in zip(*output_lists, inputs, strict=True)
         ]
-        outputs = [output for outputs in output_lists for output in outputs]
-        return self._submit(in_turn(runs), outputs, opts)
+        return self._submit([*chain.from_iterable(output_lists)], opts, *runs)
+
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor) -> Run:
+        check_dtypes("all_gather", [tensor, *outputs])
+        if all(output.numel() == tensor.numel() for output in outputs):
+            signature = Signature("all_gather", tensor.dtype, tensor.shape)
+            return self._run(signature, outputs, [tensor], lambda c, o, i: c.all_gather(o, i[0]))
+        signature = Signature("uneven all_gather", tensor.dtype)
+        return self._run(signature, outputs, [tensor], lambda c, o, i: c.all_gather_uneven(o, i[0]))
 
     @operation(AllgatherOptions, "output", "input")
-    def all_gather_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions
-    ) -> GroupWork:
-        """Have every rank's tensor, one after the other, in one tensor on every rank."""
-        run = self._all_gather_single(output, input)
-        return self._submit(run, [output], opts)
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Options) -> GroupWork:
+        """Copy every rank's tensor, one after the other, to one tensor on every rank."""
+        return self._submit([output], opts, self._all_gather_single(output, input))
 
     _allgather_base = all_gather_single
 
-    def _all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Run:
-        check_dtypes("all_gather_single", [tensor, output])
-        check_multiple(self._team.size, "all_gather_single", output, tensor)
-        call = Call("all_gather_single", tensor.dtype, (tensor.numel(),))
-
-        def run(timeout: float) -> None:
-            flat = flattened(output)
-            parts = flat.split(tensor.numel()) if flat.numel() else [flat] * self._team.size
-            self._collectives(call, timeout).all_gather(parts, flattened(tensor))
-            put_back(flat, output)
-
-        return run
-
     @operation(AllgatherOptions, "outputs", "inputs")
     def all_gather_single_coalesced(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        opts: AllgatherOptions,
+        self, outputs: Tensors, inputs: Tensors, opts: Options
     ) -> GroupWork:
         """As :meth:`all_gather_single`, for each of ``inputs``."""
-        runs = [
-            self._all_gather_single(output, tensor)
-            for output, tensor in zip(outputs, inputs, strict=True)
-        ]
-        return self._submit(in_turn(runs), list(outputs), opts)
+        runs = starmap(self._all_gather_single, zip(outputs, inputs, strict=True))
+        return self._submit(list(outputs), opts, *runs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    def _all_gather_single(self, output: Tensor, tensor: Tensor) -> Run:
+        check_dtypes("all_gather_single", [tensor, output])
+        check_multiple(self._size, "all_gather_single", output, tensor)
+        signature = Signature("all_gather_single", tensor.dtype, (tensor.numel(),))
+        return self._run(
+            signature, [output], [tensor], lambda c, o, i: c.all_gather(self._parts(o[0]), i[0])
+        )
+
+    def _parts(self, flat: Tensor) -> Tensors:
+        """Split a flat tensor into equal parts, one for each rank."""
+        return flat.split(len(flat) // self._size) if len(flat) else [flat] * self._size
+
     @operation(GatherOptions, "output_tensors", "input_tensors|input_tensor", values=_ROOT)
-    def gather(
-        self,
-        output_tensors: Sequence[Sequence[torch.Tensor]],
-        input_tensors: Sequence[torch.Tensor],
-        opts: GatherOptions,
-    ) -> GroupWork:
-        """Have every rank's tensor on the root."""
-        (tensor,), root = listed(input_tensors), opts.rootRank
-        check_rank(self._team.size, root, "gather to")
-        outputs = row(output_tensors) if self._team.rank == root else []
-        if self._team.rank == root:
-            check_count(self._team.size, outputs, "tensors to gather into, on the root,")
-            check_dtypes("gather", [tensor, *outputs])
-            check_sizes("gather", [tensor, *outputs])
-        call = Call("gather", tensor.dtype, tensor.shape, root=root)
+    def gather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> GroupWork:
+        """Copy every rank's tensor to the root."""
+        (tensor,), root = listed(inputs), opts.rootRank
+        check_rank(self._size, root, "gather to")
+        outputs = self._on_root(root, output_lists, "tensors to gather into, on the root,")
+        check_alike("gather", [tensor, *outputs])
+        signature = Signature("gather", tensor.dtype, tensor.shape, root=root)
+        run = self._run(signature, outputs, [tensor], lambda c, o, i: c.gather(o, i[0]))
+        return self._submit(outputs, opts, run)
 
-        def run(timeout: float) -> None:
-            flats = [flattened(output) for output in outputs]
-            self._collectives(call, timeout).gather(flats, flattened(tensor))
-            for flat, output in zip(flats, outputs, strict=True):
-                put_back(flat, output)
-
-        return self._submit(run, outputs, opts)
+    def _on_root(self, root: int, given: TensorLists, what: str) -> list[Tensor]:
+        """Return the tensors, one for each rank, that the root gives; other ranks give none."""
+        if self._rank != root:
+            return []
+        tensors = row(given)
+        check_count(self._size, tensors, what)
+        return tensors
 
     # One tensor for each rank.
 
     @operation(ScatterOptions, "output_tensors|output_tensor", "input_tensors", values=_ROOT)
-    def scatter(
-        self,
-        output_tensors: Sequence[torch.Tensor],
-        input_tensors: Sequence[Sequence[torch.Tensor]],
-        opts: ScatterOptions,
-    ) -> GroupWork:
-        """Have on each rank what the root gives for it."""
-        (output,), root = listed(output_tensors), opts.rootRank
-        check_rank(self._team.size, root, "scatter from")
-        inputs = row(input_tensors) if self._team.rank == root else []
-        if self._team.rank == root:
-            check_count(self._team.size, inputs, "tensors to scatter, on the root,")
-            check_dtypes("scatter", [output, *inputs])
-            check_sizes("scatter", [output, *inputs])
-        call = Call("scatter", output.dtype, output.shape, root=root)
-
-        def run(timeout: float) -> None:
-            flat = flattened(output)
-            parts = [flattened(part) for part in inputs]
-            self._collectives(call, timeout).scatter(flat, parts, root)
-            put_back(flat, output)
-
-        return self._submit(run, [output], opts)
+    def scatter(self, outputs: Tensors, input_lists: TensorLists, opts: Options) -> GroupWork:
+        """Copy the i-th tensor of the root to rank i."""
+        (output,), root = listed(outputs), opts.rootRank
+        check_rank(self._size, root, "scatter from")
+        inputs = self._on_root(root, input_lists, "tensors to scatter, on the root,")
+        check_alike("scatter", [output, *inputs])
+        signature = Signature("scatter", output.dtype, output.shape, root=root)
+        run = self._run(signature, [output], inputs, lambda c, o, i: c.scatter(o[0], i, root))
+        return self._submit([output], opts, run)
 
     @operation(ReduceScatterOptions, "output_tensors|output", "input_tensors|input", values=_OP)
     def reduce_scatter(
-        self,
-        output_tensors: Sequence[torch.Tensor],
-        input_tensors: Sequence[Sequence[torch.Tensor]],
-        opts: ReduceScatterOptions,
+        self, outputs: Tensors, input_lists: TensorLists, opts: Options
     ) -> GroupWork:
-        """Combine, on rank i, the i-th of each rank's tensors; those may differ in size."""
-        (output,), inputs = listed(output_tensors), row(input_tensors)
-        check_count(self._team.size, inputs, "input tensors of reduce_scatter")
-        run = self._reduce_scatter(output, inputs, opts.reduceOp)
-        return self._submit(run, [output], opts)
+        """Combine the ranks' i-th tensors; rank i gets the result. Sizes may differ by i."""
+        (output,), inputs = listed(outputs), row(input_lists)
+        check_count(self._size, inputs, "input tensors of reduce_scatter")
+        return self._submit([output], opts, self._reduce_scatter(opts.reduceOp, output, inputs))
 
-    def _reduce_scatter(
-        self, output: torch.Tensor, inputs: list[torch.Tensor], op: dist.ReduceOp
-    ) -> Run:
+    def _reduce_scatter(self, op: dist.ReduceOp, output: Tensor, inputs: Tensors) -> Run:
         check_dtypes("reduce_scatter", [output, *inputs])
-        own = inputs[self._team.rank]
+        own = inputs[self._rank]
         if own.numel() != output.numel():
             raise ValueError(
                 f"reduce_scatter's output has {output.numel()} elements, but the input for this "
@@ -362,137 +351,94 @@ class SharedMemoryGroup(NamedGroup):
             )
         reduction = reduction_for(op, output.dtype)
         sizes = tuple(part.numel() for part in inputs)
-        call = Call("reduce_scatter", output.dtype, sizes, reduction.name)
-
-        def run(timeout: float) -> None:
-            flat, parts = flattened(output), [flattened(part) for part in inputs]
-            self._collectives(call, timeout).reduce_scatter(flat, parts, reduction)
-            put_back(flat, output)
-
-        return run
+        signature = Signature("reduce_scatter", output.dtype, sizes, reduction.name)
+        return self._run(
+            signature, [output], inputs, lambda c, o, i: c.reduce_scatter(o[0], i, reduction)
+        )
 
     @operation(ReduceScatterOptions, "output|outputTensor", "input|inputTensor", values=_OP)
-    def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions
-    ) -> GroupWork:
-        """Combine, on rank i, the i-th of equal parts of each rank's tensor."""
-        run = self._reduce_scatter_single(output, input, opts.reduceOp)
-        return self._submit(run, [output], opts)
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Options) -> GroupWork:
+        """Combine the i-th of equal parts of the ranks' tensors; rank i gets the result."""
+        run = self._reduce_scatter_single(opts.reduceOp, output, input)
+        return self._submit([output], opts, run)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def _reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: dist.ReduceOp
-    ) -> Run:
-        check_multiple(self._team.size, "reduce_scatter_single", tensor, output)
-        flat = tensor.reshape(-1)
-        parts = list(flat.split(output.numel())) if flat.numel() else [flat] * self._team.size
-        return self._reduce_scatter(output, parts, op)
-
     @operation(ReduceScatterOptions, "outputs", "inputs")
     def reduce_scatter_single_coalesced(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        opts: ReduceScatterOptions,
+        self, outputs: Tensors, inputs: Tensors, opts: Options
     ) -> GroupWork:
         """As :meth:`reduce_scatter_single`, for each of ``inputs``."""
-        runs = [
-            self._reduce_scatter_single(output, tensor, opts.reduceOp)
-            for output, tensor in zip(outputs, inputs, strict=True)
-        ]
-        return self._submit(in_turn(runs), list(outputs), opts)
+        make_run = partial(self._reduce_scatter_single, opts.reduceOp)
+        runs = starmap(make_run, zip(outputs, inputs, strict=True))
+        return self._submit(list(outputs), opts, *runs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter_single(self, op: dist.ReduceOp, output: Tensor, tensor: Tensor) -> Run:
+        check_multiple(self._size, "reduce_scatter_single", tensor, output)
+        return self._reduce_scatter(op, output, self._parts(tensor.reshape(-1)))
 
     # From each rank to each.
 
     @operation(AllToAllOptions, "output_tensors", "input_tensors")
-    def alltoall(
-        self,
-        output_tensors: Sequence[torch.Tensor],
-        input_tensors: Sequence[torch.Tensor],
-        opts: AllToAllOptions,
-    ) -> GroupWork:
-        """Have the j-th rank's i-th input as the i-th rank's j-th output."""
-        outputs, inputs = list(output_tensors), list(input_tensors)
-        check_count(self._team.size, outputs, "output tensors of all_to_all")
-        check_count(self._team.size, inputs, "input tensors of all_to_all")
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> GroupWork:
+        """Copy rank i's j-th input to rank j's i-th output."""
+        check_count(self._size, outputs, "output tensors of all_to_all")
+        check_count(self._size, inputs, "input tensors of all_to_all")
         check_dtypes("all_to_all", [*inputs, *outputs])
-        call = Call("all_to_all", inputs[0].dtype)
-
-        def run(timeout: float) -> None:
-            flats, parts = [flattened(o) for o in outputs], [flattened(i) for i in inputs]
-            self._collectives(call, timeout).all_to_all(flats, parts)
-            for flat, output in zip(flats, outputs, strict=True):
-                put_back(flat, output)
-
-        return self._submit(run, outputs, opts)
+        signature = Signature("all_to_all", inputs[0].dtype)
+        run = self._run(signature, outputs, inputs, lambda c, o, i: c.all_to_all(o, i))
+        return self._submit(list(outputs), opts, run)
 
     @operation(AllToAllOptions, "output", "input", "output_split_sizes", "input_split_sizes")
     def all_to_all_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int],
-        input_split_sizes: Sequence[int],
-        opts: AllToAllOptions,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Options,
     ) -> GroupWork:
         """As :meth:`alltoall`, with parts of one tensor along its first dimension.
 
-        If there are no split sizes, the parts are equal.
+        Without split sizes the parts are equal.
         """
         check_dtypes("all_to_all_single", [input, output])
-        outgoing = split_numels(self._team.size, "input", input, input_split_sizes)
-        incoming = split_numels(self._team.size, "output", output, output_split_sizes)
-        call = Call("all_to_all_single", input.dtype)
-
-        def run(timeout: float) -> None:
-            flat = flattened(output)
-            collectives = self._collectives(call, timeout)
-            collectives.all_to_all(flat.split(incoming), flattened(input).split(outgoing))
-            put_back(flat, output)
-
-        return self._submit(run, [output], opts)
+        outgoing = split_numels(self._size, "input", input, input_sizes)
+        incoming = split_numels(self._size, "output", output, output_sizes)
+        run = self._run(
+            Signature("all_to_all_single", input.dtype),
+            [output],
+            [input],
+            lambda c, o, i: c.all_to_all(o[0].split(incoming), i[0].split(outgoing)),
+        )
+        return self._submit([output], opts, run)
 
     alltoall_base = all_to_all_single
 
     # From one rank to another.
 
     @of_any_device
-    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Send a tensor; it is copied at once and may be written to again."""
         (tensor,) = listed(tensors)
-        check_rank(self._team.size, dst, "send to")
-        self._team.check_open()
-        return self._send(tensor, dst, tag)
-
-    def _send(self, tensor: torch.Tensor, destination: int, tag: int) -> dist.Work:
-        self._team.mailbox.send(flattened(tensor), destination, tag)
-        return GroupWork.done([])
+        check_rank(self._size, dst, "send to")
+        self._transport.check_open()
+        return self._transport.mailbox.start_send(tensor, dst, tag, self._queue.timeout)
 
     @of_any_device
-    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
-        """Receive what rank ``src`` sends with this tag."""
-        (tensor,) = listed(tensors)
-        check_rank(self._team.size, src, "receive from")
-        self._team.check_open()
-        return self._receive(tensor, src, tag)
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
+        """Receive the next tensor that rank ``src`` sends with this tag."""
+        check_rank(self._size, src, "receive from")
+        return self._receive(tensors, src, tag)
 
     @of_any_device
-    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> dist.Work:
-        """Receive what the first rank sends with this tag, and tell which that was."""
-        (tensor,) = listed(tensors)
-        self._team.check_open()
-        return self._receive(tensor, None, tag)
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        """Receive the next tensor that any rank sends with this tag; the work names the sender."""
+        return self._receive(tensors, None, tag)
 
-    def _receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> dist.Work:
-        return RecvWork(
-            self._team.mailbox,
-            flattened(tensor),
-            tensor,
-            put_back,
-            source=source,
-            tag=tag,
-            timeout=self._queue.timeout,
-        )
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> dist.Work:
+        (tensor,) = listed(tensors)
+        self._transport.check_open()
+        return self._transport.mailbox.start_receive(tensor, source, tag, self._queue.timeout)

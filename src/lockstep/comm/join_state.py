@@ -1,8 +1,8 @@
-"""Who still has data: ranks that ask each other before everything that they do together.
+"""Uneven inputs: ranks announce each collective of a step, so that those without data take part.
 
-In a loop of different length on each rank, those that are through go on taking part, with zeros, in
-what the others do. For that they have to know what it is: before each collective of a step every
-rank says what comes next, and those that are through say that they are.
+In a loop of different length on each rank, the ranks that are through go on taking part, with
+zeros, in the others' collectives. To know which those are, every rank announces its next one before
+each collective of a step, and the ranks that are through announce that.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from lockstep.comm.exchange import all_gather, start_all_reduce
+from lockstep.comm.any_group import all_gather, start_all_reduce
 from lockstep.errors import CollectiveFailed
 
 
 class Step(IntEnum):
-    """What a rank is about to do."""
+    """The next step of a rank."""
 
-    THROUGH = 0  # it has no more data: whatever the others do
+    THROUGH = 0  # no more data: take part in the steps of the others
     BEGIN = 1  # begin a backward of the engines whose bits are set
     END = 2  # reduce their gradients
-    GATHER = 3  # all-gather so many elements of float64
-    SUM = 4  # all-reduce so many elements of float64
-    NOTHING = 5  # go on to the next forward, without having reduced anything
+    GATHER = 3  # all-gather that many elements of float64
+    SUM = 4  # all-reduce that many elements of float64
+    NOTHING = 5  # go on to the next forward without having reduced anything
 
 
 class Announcement(NamedTuple):
-    """What the roll call brought.
+    """The ranks' common next step.
 
     Attributes:
-        active: The ranks that are not through, in ascending order.
-        step: What they are about to do; THROUGH if there are none.
-        detail: A number that goes with it.
+        active: The ranks that still have data, in ascending order.
+        step: Their next step; THROUGH if there are none.
+        detail: The number that belongs to it.
     """
 
     active: Sequence[int]
@@ -45,19 +46,19 @@ class Announcement(NamedTuple):
 
 
 class JoinState:
-    """The roll of one group, while its ranks' loops may end at different times.
+    """The state of a group while its ranks' loops may end at different times.
 
     Attributes:
         is_active: Whether this rank still has data.
-        mean_divisor: By how many ranks sums are divided to get means.
-        last_active: Those ranks that weren't through when the roll was last called, or that were
-            the last not to be.
+        mean_divisor: The number of ranks by which sums are divided to get means.
+        last_active: The ranks that had data at the last announcement; after the end of all, the
+            last ranks that had.
 
     Args:
         group: The ranks.
-        device: Of a kind whose tensors the group can carry.
-        divide_by_active: Whether ranks that are through don't count in means.
-        throws: Whether the first rank that is through ends it for all.
+        device: A device whose tensors the group can carry.
+        divide_by_active: Whether ranks without data don't count in means.
+        throws: Whether the first rank that is through ends the loop for all.
     """
 
     def __init__(
@@ -78,58 +79,58 @@ class JoinState:
         self._members: list[int] = []
 
     def add(self, numbers: Iterable[int]) -> None:
-        """Let engines of these numbers, in the same order on every rank, be spoken of."""
+        """Add engines by their numbers, in the same order on every rank."""
         self._members += numbers
 
     def mask(self, numbers: Collection[int]) -> int:
-        """What stands for the engines of these numbers in a call.
+        """Return a bit mask of the engines of these numbers, for announcements.
 
         Raises:
-            CollectiveFailed: If one of them hasn't joined.
+            CollectiveFailed: If one of them wasn't added.
         """
         if not set(self._members).issuperset(numbers):
             raise CollectiveFailed(
                 "A model is trained in join() that hasn't joined, so ranks that are through know "
                 "nothing of it. Let all models join that the loop trains."
             )
-        return sum(1 << place for place, number in enumerate(self._members) if number in numbers)
+        return sum(1 << bit for bit, number in enumerate(self._members) if number in numbers)
 
     def unmask(self, mask: int) -> list[int]:
-        """The numbers of the engines that ``mask`` stands for."""
-        return [number for place, number in enumerate(self._members) if mask >> place & 1]
+        """Return the numbers of the engines in ``mask``."""
+        return [number for bit, number in enumerate(self._members) if mask >> bit & 1]
 
     def call(self, step: Step, detail: int = 0) -> Announcement:
-        """Say what this rank is about to do, and hear what all are. Every rank must call it.
+        """Announce this rank's next step; return that of all. Every rank must call it; it blocks.
 
         Raises:
-            RuntimeError: If a rank is through, and that is to end it for all.
-            CollectiveFailed: If those that are not through are about to do different things.
+            RuntimeError: If a rank is through, and that is to end the loop for all.
+            CollectiveFailed: If the ranks that still have data announce different steps.
         """
         self.is_active = step is not Step.THROUGH
-        said = torch.tensor([step, detail], device=self._device)
-        heard = [tuple(row.tolist()) for row in all_gather(self._group, said)]
-        active = [rank for rank, row in enumerate(heard) if row[0] != Step.THROUGH]
+        own = torch.tensor([step, detail], device=self._device)
+        told = [tuple(row.tolist()) for row in all_gather(self._group, own)]
+        active = [rank for rank, row in enumerate(told) if row[0] != Step.THROUGH]
         if not active:
             return Announcement(active, Step.THROUGH, 0)
         self.last_active = active
-        if self._throws and len(active) < len(heard):
-            through = [rank for rank in range(len(heard)) if rank not in active]
+        if self._throws and len(active) < len(told):
+            through = [rank for rank in range(len(told)) if rank not in active]
             raise RuntimeError(
                 f"Rank {through[0]} has exhausted its inputs, which ends the loop on every rank."
             )
-        if len({heard[rank] for rank in active}) > 1:
-            steps = ", ".join(f"rank {rank}: {Step(heard[rank][0]).name}" for rank in active)
+        if len({told[rank] for rank in active}) > 1:
+            steps = ", ".join(f"rank {rank}: {Step(told[rank][0]).name}" for rank in active)
             raise CollectiveFailed(
                 "Ranks that still have data do different things, one after the other, in join(): "
                 f"{steps}. They must run the same model in the same way."
             )
         if self._divide_by_active:
             self.mean_divisor = len(active)
-        kind, agreed = heard[active[0]]
+        kind, agreed = told[active[0]]
         return Announcement(active, Step(kind), agreed)
 
     def follow(self, answer: Announcement) -> None:
-        """Take part, with zeros, in a collective that the others are about to run."""
+        """Take part, with zeros, in the collective that the others have announced."""
         zeros = torch.zeros(answer.detail, dtype=torch.float64, device=self._device)
         if answer.step is Step.GATHER:
             all_gather(self._group, zeros)
@@ -137,46 +138,56 @@ class JoinState:
             start_all_reduce(self._group, zeros).wait()
 
 
-# The rolls that are being called. They belong to whom joins, and are gone when that is.
-_rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[JoinState]] = (
+# They belong to the contexts of join(), and end with those.
+_states: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[JoinState]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def join_state_of(group: dist.ProcessGroup) -> JoinState | None:
-    """The roll to call before a step of ``group``; None outside of join()."""
-    reference = _rolls.get(group)
+    """Return the state to announce steps of ``group`` to; None outside of join()."""
+    reference = _states.get(group)
     return reference() if reference is not None else None
 
 
-def set_join_state(group: dist.ProcessGroup, roll: JoinState | None) -> None:
-    """Call ``roll`` from now on before each step of ``group``, or no more."""
-    if roll is None:
-        _rolls.pop(group, None)
+def set_join_state(group: dist.ProcessGroup, state: JoinState | None) -> None:
+    """Have each step of ``group`` be announced to ``state`` from now on; None: no more.
+
+    Raises:
+        CollectiveFailed: If there is another one already.
+    """
+    if state is None:
+        _states.pop(group, None)
     elif join_state_of(group) is not None:
         raise CollectiveFailed(
             "join() is entered in another join() over the same ranks. Let all models join at once: "
             "with lockstep.join(first, second), or torch.distributed.algorithms.Join([...])."
         )
     else:
-        _rolls[group] = weakref.ref(roll)
+        _states[group] = weakref.ref(state)
 
 
-def gather_in_step(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return each rank's ``tensor``, of float64, in rank order; zeros of those that are through."""
-    if (roll := join_state_of(group)) is not None:
-        roll.call(Step.GATHER, tensor.numel())
+def gather_in_step(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
+    """Return each rank's ``tensor``, of float64, in rank order; zeros for ranks without data.
+
+    Every rank that has data must call it, with tensors of one shape; it blocks.
+    """
+    if (state := join_state_of(group)) is not None:
+        state.call(Step.GATHER, tensor.numel())
     return all_gather(group, tensor)
 
 
-def sum_in_step(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Add up ``tensor``, of float64, over the ranks, in place; who is through adds nothing."""
-    if (roll := join_state_of(group)) is not None:
-        roll.call(Step.SUM, tensor.numel())
+def sum_in_step(group: dist.ProcessGroup, tensor: Tensor) -> None:
+    """Add up ``tensor``, of float64, over the ranks, in place; ranks without data add zeros.
+
+    Every rank that has data must call it, with tensors of one shape; it blocks.
+    """
+    if (state := join_state_of(group)) is not None:
+        state.call(Step.SUM, tensor.numel())
     start_all_reduce(group, tensor.view(-1)).wait()
 
 
 def mean_divisor(group: dist.ProcessGroup) -> int:
-    """By how many ranks sums over ``group`` are divided to get means."""
-    roll = join_state_of(group)
-    return group.size() if roll is None else roll.mean_divisor
+    """Return the number of ranks by which sums over ``group`` are divided to get means."""
+    state = join_state_of(group)
+    return group.size() if state is None else state.mean_divisor

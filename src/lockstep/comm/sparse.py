@@ -1,4 +1,4 @@
-"""All-reduce of sparse tensors: only what is there travels."""
+"""Sums of sparse tensors over ranks, of which only the elements that are there travel."""
 
 from __future__ import annotations
 
@@ -7,74 +7,34 @@ from functools import reduce
 from operator import add
 
 import torch
-import torch.distributed as dist
-
-from lockstep.comm.algorithms import Collectives
-from lockstep.comm.call import Call
-from lockstep.comm.hosts.collectives import HostsCollectives
-from lockstep.comm.reduction import reduction_for
-from lockstep.comm.work import Run
+from torch import Tensor
 
 
-def all_reduce_sparse(
-    collectives_for: Callable[[Call, float], Collectives | HostsCollectives],
-    size: int,
-    tensor: torch.Tensor,
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-) -> Run:
-    """Sum a sparse COO tensor over the ranks, in rank order, in place.
+def sum_sparse(all_gather: Callable[[Tensor], list[Tensor]], mine: Tensor) -> Tensor:
+    """Return the sum of the ranks' sparse tensors, taken in rank order, so that bits are equal.
 
-    Ranks may hold different elements, and different numbers of them.
+    The group need not be able to sum sparse tensors, which NCCL's can't. All ranks must call it;
+    it blocks.
 
     Args:
-        collectives_for: Makes the collectives for a call, and a timeout in seconds.
-        size: How many ranks there are.
-        tensor: This rank's tensor.
-        op: SUM or AVG.
-
-    Returns:
-        What carries it out.
-
-    Raises:
-        TypeError: At once, if the layout is another, or ``op`` is neither SUM nor AVG.
+        all_gather: Returns every rank's tensor, of one shape and dtype, in rank order.
+        mine: This rank's tensor: coalesced, in COO layout. Ranks may hold different elements, and
+            different numbers of them.
     """
-    name = reduction_for(op, tensor.dtype).name
-    if tensor.layout is not torch.sparse_coo or name not in ("SUM", "AVG"):
-        raise TypeError(
-            f"all_reduce of a {tensor.layout} tensor by {name}: of sparse tensors it can sum or "
-            "average those in COO layout. Use to_sparse_coo() or to_dense()."
+    indices, values = mine.indices().T, mine.values()
+    counts = [int(n) for n in all_gather(torch.tensor([len(values)], device=values.device))]
+    if len(counts) == 1 or not max(counts):
+        return mine
+    padding = max(counts) - len(values)
+    all_indices, all_values = (
+        all_gather(torch.cat([own, own.new_zeros(padding, *own.shape[1:])]))
+        for own in (indices, values)
+    )
+    parts = (
+        torch.sparse_coo_tensor(
+            i[:n].T, v[:n], mine.shape, is_coalesced=True, check_invariants=False
         )
-    call = Call("sparse all_reduce", tensor.dtype, tensor.shape, name)
-    return lambda timeout: _sum_up(collectives_for(call, timeout), size, tensor, name)
-
-
-def _sum_up(
-    collectives: Collectives | HostsCollectives, size: int, tensor: torch.Tensor, name: str
-) -> None:
-    mine = tensor.data.coalesce()
-    indices, values = mine.indices(), mine.values()
-    count = torch.tensor([values.shape[0]], device="cpu")
-    counts = torch.empty(size, dtype=torch.int64, device="cpu")
-    collectives.all_gather(counts.split(1), count)
-    all_indices = [indices.new_empty(len(indices), n) for n in counts.tolist()]
-    all_values = [values.new_empty(n, *values.shape[1:]) for n in counts.tolist()]
-    collectives.all_gather_uneven(
-        [part.view(-1) for part in all_indices], indices.contiguous().view(-1)
+        for i, v, n in zip(all_indices, all_values, counts, strict=True)
     )
-    collectives.all_gather_uneven(
-        [part.view(-1) for part in all_values], values.contiguous().view(-1)
-    )
-    # Two at a time: how more than two values for one place are associated is not ours to say.
-    total = reduce(
-        add,
-        (
-            torch.sparse_coo_tensor(i, v, tensor.shape, is_coalesced=True, check_invariants=False)
-            for i, v in zip(all_indices, all_values, strict=True)
-        ),
-    ).coalesce()
-    if name == "AVG":
-        total = total / size
-    # Not through `.data`, which has indices and values of its own; and what is copied is to be
-    # an ordinary tensor, although this runs in inference mode.
-    with torch.inference_mode(False), torch.no_grad():
-        tensor.copy_(total)
+    # Two at a time: torch doesn't say in which order it sums more than two values of one element.
+    return reduce(add, parts).coalesce()

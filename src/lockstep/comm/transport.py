@@ -1,38 +1,76 @@
-"""What the ranks of one host share, as the algorithms see it: places to put data, and meetings."""
+"""What collectives need of a group's ranks: memory that all can read, and a way to exchange."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from lockstep.comm.call import Call
-from lockstep.comm.mail import Mailbox
+from lockstep.comm.messages import Mailbox
 
-# Where a rank has put something, in words that its peers understand: a number for processes, the
-# memory itself for threads.
-Place = int | torch.Tensor
+FINGERPRINT_BYTES = 16
+
+# Where a rank has put data, for its peers: a number between processes, between threads a number
+# (of a slot) or the tensor itself.
+Address = int | Tensor
+
+
+class Signature(NamedTuple):
+    """One call of a collective. Ranks must make equal calls, in the same order.
+
+    Attributes:
+        operation: Its name, as in ``torch.distributed``.
+        dtype: The tensors' dtype, or None if there are none.
+        shape: The shape, or sizes, that must be the same on every rank.
+        reduce_op: How values are combined, such as ``"SUM"``, or ``""``.
+        root: The rank that sends or receives, or None.
+    """
+
+    operation: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    reduce_op: str = ""
+    root: int | None = None
+
+    def __str__(self) -> str:
+        details = [self.reduce_op] if self.reduce_op else []
+        if self.root is not None:
+            details.append(f"root {self.root}")
+        words = f"{self.operation}({', '.join(details)})"
+        if self.dtype is not None:
+            words += f" of {tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+        return words
+
+
+@lru_cache(maxsize=4096)
+def fingerprint(signature: Signature) -> bytes:
+    """Return 16 bytes by which ranks compare signatures."""
+    return blake2b(str(signature).encode(), digest_size=FINGERPRINT_BYTES).digest()
 
 
 class Ranks(ABC):
-    """The ranks of a group, connected.
+    """The connected ranks of a group, seen from one of them.
 
     Attributes:
-        rank: Which of the ranks this is.
-        size: How many there are.
+        rank: This rank.
+        size: The number of ranks.
     """
 
     rank: int
     size: int
 
     @abstractmethod
-    def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return new memory, as bytes, that is reduced with the least copying."""
+    def empty(self, num_bytes: int) -> Tensor:
+        """Return new memory, as uint8, that is reduced with the least copying."""
 
     @abstractmethod
     def check_open(self) -> None:
-        """Raise what broke this group, if something did."""
+        """Raise the error that broke this group, if one did."""
 
     @abstractmethod
     def abort(self, why: str = "") -> None:
@@ -40,52 +78,52 @@ class Ranks(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Tell the others that this rank takes no further part, and let go of everything."""
+        """Tell the others that this rank takes no further part, and release all resources."""
 
 
 class Transport(Ranks):
     """Ranks that reach each other's memory.
 
-    Note [Two slots]: each rank has two slots of ``slot_bytes``, and stages in them by turns.
-    What was staged may be read from the meeting that announces it until the reader's next
-    meeting but one: a rank stages in the same slot again only after a meeting at which everyone
-    had finished with it. So one meeting is enough for data to go from everyone to everyone.
+    Note [Two slots]: each rank has two slots of ``slot_bytes`` and stages data in them by turns.
+    Staged data may be read from the exchange that announces it until the reader's next exchange
+    but one: a rank stages in the same slot again only after an exchange at which all ranks had
+    finished reading it. So one exchange is enough for data to go from every rank to every rank.
 
     Attributes:
-        slot_bytes: How much can be staged at a time; the same on every rank.
-        mailbox: Through which single ranks send to single ranks.
+        slot_bytes: The size of a slot; the same on every rank.
+        mailbox: For messages between two ranks.
     """
 
     slot_bytes: int
     mailbox: Mailbox
 
     @abstractmethod
-    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Place, torch.Tensor]:
-        """Return the next slot's place, and the slot as a flat tensor to write to."""
+    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, Tensor]:
+        """Return the address of the next slot, and the slot as a flat tensor to write to."""
 
     @abstractmethod
-    def meet(self, call: Call, place: Place, timeout: float) -> Sequence[Place]:
-        """Wait until every rank has made the same call; return the places they announce.
+    def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:
+        """Wait until every rank has made the same call; return the addresses they announce.
 
-        What a rank wrote before it met, the others see after they met.
+        What a rank has written before, the others see afterwards.
 
         Raises:
             PeerLost: If a rank is gone.
-            CollectiveTimeout: If one doesn't come within ``timeout`` seconds.
-            CollectiveMismatch: If one makes another call.
+            CollectiveTimeout: If a rank doesn't come within ``timeout`` seconds.
+            CollectiveMismatch: If a rank makes another call.
         """
 
     @abstractmethod
-    def at(self, rank: int, place: Place, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return, as a flat tensor, what ``rank`` announced to have at ``place``.
+    def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return, as a flat tensor, the data that ``rank`` announced at ``address``.
 
-        Of this rank itself, only slots: other memory is the caller's, who has it at hand.
+        Of this rank itself only slots: other memory is the caller's own tensor.
         """
 
     @abstractmethod
-    def find(self, tensor: torch.Tensor) -> Place | None:
-        """Return where the others reach a contiguous ``tensor``, or None if they don't."""
+    def find(self, tensor: Tensor) -> Address | None:
+        """Return the address of a contiguous ``tensor``; None if the others can't reach it."""
 
     @abstractmethod
-    def is_staged(self, place: Place) -> bool:
-        """Whether ``place``, of any rank, is in a slot."""
+    def is_staged(self, address: Address) -> bool:
+        """Whether ``address``, of any rank, is in a slot."""

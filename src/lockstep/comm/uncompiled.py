@@ -1,8 +1,8 @@
-"""What torch.compile leaves as it is.
+"""Functions that torch.compile leaves as they are.
 
-While compiled code runs, dynamo takes up every Python function that is called in its thread, and so
+While compiled code runs, dynamo traces every Python function that is called in its thread, and so
 hooks, callbacks of autograd and methods of process groups, which torch calls from C++. Ours can't
-be traced: they wait for other ranks, and ask autograd where it is.
+be traced: they wait for other ranks, and ask for autograd's state.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _REASON = "it works with other ranks, or with autograd's state, neither of which
 
 
 def uncompiled(target: _T) -> _T:
-    """Have torch.compile run a function, and all that it calls, as it is.
+    """Have torch.compile run a function, and all functions that it calls, as they are.
 
-    It does what ``torch.compiler.disable`` does, without its costs: an import of dynamo, which
-    takes seconds, and in every call a wrapper in Python.
+    It does what ``torch.compiler.disable`` does, without an import of dynamo, which takes seconds,
+    and without a wrapper in Python around every call.
 
     Args:
         target: The function, or a class, for each of its methods.

@@ -170,11 +170,15 @@ class Bucket:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
         copied = bytes(self._is_copied)
-        for position in itertools.compress(range(len(copied)), copied):
-            if self._parameters[position].grad is not self._views[position]:
-                self._copy(position, position + 1, 1)  # another hook has replaced it since
-        if self._copy_scale != scale and 1 in copied:
-            _foreach_mul_(self._copied_views(), scale)
+        if views := self._copied_views():
+            gradients = [p.grad for p in itertools.compress(self._parameters, copied)]
+            if not all(map(operator.is_, gradients, views)):
+                # Another hook has replaced some gradients since.
+                for position in itertools.compress(range(len(copied)), copied):
+                    if self._parameters[position].grad is not self._views[position]:
+                        self._copy(position, position + 1, 1)
+            if self._copy_scale != scale:
+                _foreach_mul_(self._copied_views(), scale)
         first = copied.find(0)
         while first >= 0:
             last = copied.find(1, first)
@@ -274,14 +278,14 @@ class Bucket:
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
-        position = first
+        position, parameters, views = first, self._parameters, self._views
         try:
             for position in range(first, first + 1 if last is None else last):
-                self._parameters[position].grad = self._views[position]
+                parameters[position].grad = views[position]
         except RuntimeError as error:
-            name, parameter = self.parameter_names[position], self._parameters[position]
+            name, parameter = self.parameter_names[position], parameters[position]
             now = _describe(parameter, gradient_dtype(parameter))
-            before = _describe(self._views[position], self._buffer.dtype)
+            before = _describe(views[position], self._buffer.dtype)
             raise ParameterChanged(
                 f"The gradient of {name!r} is {now}, but was {before} when it was made parallel. "
                 "Build the model as it is to be trained, then call parallelize() or "
@@ -327,6 +331,34 @@ class Bucket:
             work, self._work = self._work, None
             with naming(self.names, group):
                 work.wait()
+
+
+def make_buckets(
+    names: Sequence[Sequence[str]],
+    parameters: Sequence[torch.nn.Parameter],
+    accumulated: bytearray,
+    tail_size: int,
+    buffers_from: dist.ProcessGroup | None,
+) -> list[Bucket]:
+    """Return a bucket for each group of ``names``, and the tail behind the last one.
+
+    There is at least one bucket, if only for the tail; see :class:`Bucket` for the arguments.
+    """
+    buckets: list[Bucket] = []
+    start = 0
+    for number, own in enumerate(names or [[]], 1):
+        bucket = Bucket(
+            own,
+            parameters[start : start + len(own)],
+            memoryview(accumulated)[start : start + len(own)],
+            start=start,
+            tail_size=tail_size if number >= len(names) else 0,
+            buffers_from=buffers_from,
+            like=parameters[start if own else 0],
+        )
+        buckets.append(bucket)
+        start = bucket.stop
+    return buckets
 
 
 def _are_new(gradients: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor]) -> bool:

@@ -6,6 +6,9 @@ import operator
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
+
+from lockstep.comm import broadcast_tensors
 
 # The state of a gradient in one backward: its bucket waits for it, or doesn't since the backward
 # won't compute it (it may come nevertheless), or it has come. Numbers and not an Enum, as each
@@ -47,6 +50,13 @@ class Positions:
         self.accumulated[:] = bytes(accumulated[index] for index in self.order)
         self.parameters = [self._by_index[index] for index in self.order]
         self.of = {id(parameter): position for position, parameter in enumerate(self.parameters)}
+
+    def order_of_rank_0(self, own: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+        """Return the order, by index, in which gradients came on rank 0; all ranks must call it."""
+        missing = sorted(set(self.order) - set(own), reverse=True)
+        order = torch.tensor([*own, *missing], device=self.parameters[0].device)
+        broadcast_tensors(group, [order])
+        return [int(index) for index in order.tolist()]
 
     def take_over(self, previous: Positions) -> None:
         """Mark gradients as accumulated that ``previous``, of other parameters, has not reduced."""

@@ -14,10 +14,9 @@ from enum import Enum, auto
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import broadcast_tensors
 from lockstep.errors import CollectiveFailed
 from lockstep.grad.assign import FIRST_BUCKET_BYTES, assign_buckets, gradient_dtype
-from lockstep.grad.bucket import Bucket
+from lockstep.grad.bucket import Bucket, make_buckets
 from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.diagnostics import (
     SameGradients,
@@ -68,8 +67,7 @@ class Reducer:
         group: The process group; every rank of it must have a reducer of the same parameters.
         cap_bytes: The size from which a bucket is full.
         first_cap_bytes: The same for the first bucket.
-        skip_unused: Whether a bucket of which this rank uses nothing is not sent. The other ranks
-            must skip the same buckets.
+        skip_unused: Whether buckets are skipped of which no rank uses anything.
         sparse: The indices of those ``named_parameters`` whose gradients are sparse.
 
     Attributes:
@@ -78,8 +76,8 @@ class Reducer:
         scale: The factor of each rank's gradients in the sum.
         is_rearranged: Whether buckets have the order in which gradients came.
         copies_early: Whether gradients are copied to their bucket when they come, and not only
-            when it is full. A backward inside of this one may add to them later, and one with
-            ``create_graph`` gives them a graph: then they must not be.
+            when it is full. They must not be if a backward inside of this one adds to them later,
+            or ``create_graph`` gives them a graph.
     """
 
     def __init__(
@@ -108,18 +106,13 @@ class Reducer:
         # Empty until the first backward: a copy that is never trained needs no memory for them.
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
-        # From the last backward: parameters without a gradient, and at each position whether any
-        # rank had one.
+        # Of the last backward: parameters without a gradient, and positions that any rank used.
         self._unused: list[int] = []
         self._used_by_any: Iterable[float] = ()
-        # The order in which gradients came in the first backward, until it is used.
-        self._first_order: list[int] | None = None
-        self.is_rearranged = False
-        self._launches_early = False
+        self._last_order: list[int] | None = None  # in which its gradients came
+        self.is_rearranged = self._launches_early = False
         self._gets_gradients_twice = False
         self._has_logged_unused = False
-        # The backward that runs; see _end_backward().
-        self.phase = Phase.IDLE
         self.copies_early = False
         self._end_backward()
 
@@ -181,20 +174,19 @@ class Reducer:
         """A backward begins on every rank; an earlier one that failed is finished first.
 
         Args:
-            launch_order: The reducers of the same group that the backward runs through, this one
-                included, in the same order on every rank. One launches before the end of the
-                backward only when those before it have nothing but their last bucket left; last
-                buckets follow at the end, in the same order. Which gradients come first differs
-                among ranks. Shown by test_two_models_in_one_backward_launch_in_one_order.
+            launch_order: The reducers of one group in this backward, in the same order on every
+                rank. Before the end of the backward, a reducer launches when those before it have
+                only their last bucket left; last buckets follow at the end, in the same order.
+                Shown by test_two_models_in_one_backward_launch_in_one_order.
             copies_early: Whether to copy gradients to their bucket when they come.
         """
         if self.phase is Phase.FAILED:
             self.finish()
         self.phase = Phase.COLLECTING
         self._launch_order = [self] if launch_order is None else launch_order
-        if self._first_order is not None and not self.is_rearranged:
+        if self._last_order is not None and not self.is_rearranged:
             self.is_rearranged = True
-            self._arrange(self._order_of_rank_0(self._first_order))
+            self._arrange(self._positions.order_of_rank_0(self._last_order, self.process_group))
         if not self._buckets:
             self._arrange(self._positions.order)
         self._ready = ReadyState(self._positions)
@@ -204,48 +196,29 @@ class Reducer:
                 # In the first backward, some may come twice.
                 bucket.copy_early(self._scale_of(bucket) if self._launches_early else 1)
 
-    def _order_of_rank_0(self, own: list[int]) -> list[int]:
-        unseen = sorted(set(range(len(self._parameters))) - set(own), reverse=True)
-        order = torch.tensor([*own, *unseen], device=self._parameters[0].device)
-        broadcast_tensors(self.process_group, [order])
-        return [int(index) for index in order.tolist()]
-
     def _arrange(self, order: Sequence[int]) -> None:
-        """Make buckets for gradients that become ready in ``order``, all or none.
-
-        There is at least one: the last one, even if it is empty, carries the facts.
-        """
+        """Make buckets for gradients that become ready in ``order``, all or none."""
         # First of all, as they are as large as all gradients: memory may be short.
         self._buckets, self._bucket_at = [], []
         self._skipped.clear()
-        positions, dtypes = self._positions, [gradient_dtype(p) for p in self._parameters]
-        dense = set(positions.order[: positions.num_dense])
+        num_dense = self._positions.num_dense
+        dense = set(self._positions.order[:num_dense])
         groups = assign_buckets(
-            [p.numel() * dtype.itemsize for p, dtype in zip(self._parameters, dtypes, strict=True)],
-            [(dtype, p.device) for p, dtype in zip(self._parameters, dtypes, strict=True)],
+            [p.numel() * gradient_dtype(p).itemsize for p in self._parameters],
+            [(gradient_dtype(p), p.device) for p in self._parameters],
             [index for index in order if index in dense],
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
-        ) or [[]]
-        positions.rearrange(itertools.chain(*groups))
-        buckets: list[Bucket] = []
-        start = 0
-        for group in groups:
-            own = slice(start, start + len(group))
-            is_last = len(buckets) == len(groups) - 1
-            bucket = Bucket(
-                [self._names[index] for index in group],
-                positions.parameters[own],
-                memoryview(positions.accumulated)[own],
-                start=start,
-                tail_size=num_facts(len(self._names)) if is_last else 0,
-                buffers_from=self.process_group if self.comm_hook is None else None,
-                like=positions.parameters[start if group else 0],
-            )
-            buckets.append(bucket)
-            start = bucket.stop
-        self._buckets = buckets
-        self._bucket_at = [bucket for bucket in buckets for _ in bucket.parameter_names]
+        )
+        self._positions.rearrange(itertools.chain(*groups))
+        self._buckets = make_buckets(
+            [[self._names[index] for index in group] for group in groups],
+            self._positions.parameters,
+            self._positions.accumulated,
+            num_facts(len(self._names)),
+            self.process_group if self.comm_hook is None else None,
+        )
+        self._bucket_at = [bucket for bucket in self._buckets for _ in bucket.parameter_names]
 
     def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
         """This backward won't compute these gradients: buckets don't wait for them."""
@@ -394,9 +367,8 @@ class Reducer:
         A parameter that no rank used keeps the gradient that it had, None included.
 
         Returns:
-            The error to raise if the backward failed on another rank: its gradients are lost. By
-            then all ranks have finished it, so that the caller may finish those of other models
-            before it raises.
+            The error to raise, after other models' reducers have finished too, if the backward
+            failed on another rank: its gradients are lost.
 
         Raises:
             ParameterChanged: As :meth:`launch_all_but_last`, which need not have been called.
@@ -414,7 +386,7 @@ class Reducer:
                     error = self._use_reduced()
                     self._positions.accumulated[:] = bytes(len(self._parameters))
             self._launches_early = not self._gets_gradients_twice
-            self._first_order = self._ready.indices
+            self._last_order = self._ready.indices
         finally:
             self._end_backward()
         return error
@@ -443,24 +415,29 @@ class Reducer:
             return failed_elsewhere(num_failed, ranks, self.process_group)
         accumulated = self._positions.accumulated
         # Reading the facts waits for a GPU. A rank that used everything need not.
-        uses_all = all(accumulated)
-        self._used_by_any = itertools.repeat(1) if uses_all else used_by_any(last.tail)
-        used = list(itertools.compress(range(len(accumulated)), self._used_by_any))
-        for position in used if not uses_all else self._sparse:
+        used: Sequence[int] = self._sparse
+        self._used_by_any = itertools.repeat(1)
+        if not all(accumulated):
+            self._used_by_any = used_by_any(last.tail)
+            used = list(itertools.compress(range(len(accumulated)), self._used_by_any))
+            self._log_unused({self._positions.order[position] for position in used})
+        for position in used:
             if position in self._reduced_sparse:
                 parameter = self._positions.parameters[position]
                 parameter.grad = self._reduced_sparse[position]
             elif position < self._positions.num_dense and not accumulated[position]:
                 bucket = self._bucket_at[position]
                 bucket.use_as_grad(position - bucket.start)
-        if len(used) < len(accumulated) and not self._has_logged_unused:
-            self._has_logged_unused = True
-            unused = sorted({*range(len(accumulated))} - {self._positions.order[p] for p in used})
-            if self.process_group.rank() == 0:
-                log_unused([self._names[index] for index in unused])
         if self._same_gradients.is_looking:
             self._same_gradients.compare(is_rank_0=self.process_group.rank() == 0)
         return None
+
+    def _log_unused(self, used: set[int]) -> None:
+        """Log once which parameters no rank used."""
+        if len(used) < len(self._names) and not self._has_logged_unused:
+            self._has_logged_unused = True
+            if self.process_group.rank() == 0:
+                log_unused([name for i, name in enumerate(self._names) if i not in used])
 
     def _launch(self) -> None:
         """Launch the next bucket."""

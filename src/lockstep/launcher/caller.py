@@ -49,7 +49,7 @@ def launch(
 ) -> list[Result]:
     """Call ``fn(world, *args)`` on ``nprocs`` new processes and wait for all of them.
 
-    Each process is a rank: ``world`` is what :func:`lockstep.init` returns in it. The processes
+    Each process is a rank, and ``world`` its World, as from :func:`lockstep.init`. The processes
     are fresh ones, not forks of the caller, so it doesn't matter which threads, locks or devices
     the caller uses. When ``launch`` returns or raises, none of them is left.
 
@@ -57,31 +57,31 @@ def launch(
     at a debugger's breakpoints, and compute on the CPU. Each has its own World, process groups,
     grad mode and autocast; groups are of the backend ``"threads"``. All else is shared:
 
-    - ``fn``, ``args`` and what they refer to are the caller's own objects, not copies, and so
-      is what ``fn`` returns. Each rank must make its own model and optimizer.
+    - ``fn``, its arguments and its results are the caller's own objects, not copies. Each rank
+      must make its own model and optimizer.
     - torch's random numbers: the ranks draw from one generator, in an order that changes from
-      run to run. Give a :class:`torch.Generator` to what draws, or initialise a model on one
+      run to run. Use a :class:`torch.Generator` for each rank, or initialise a model on one
       rank; :func:`lockstep.parallelize` hands its parameters to the others.
     - A thread that a rank starts is no rank: it has no World, and sees the caller's groups.
-    - What they write is written as it is, with no label; and nothing can end a thread that
-      hangs. After a rank has failed, the others have ten seconds to end.
+    - Output isn't labelled, and nothing can end a thread that hangs. After a rank has failed,
+      the others have ten seconds to end.
 
     Args:
-        fn: What to call. It is pickled by ``cloudpickle``, so a lambda, a function inside a
+        fn: The function. It is pickled by ``cloudpickle``, so a lambda, a function inside a
             function or one of a notebook will do. Changes that it makes to the caller's
-            variables are lost; what it returns is not. (Threads: neither pickled nor lost.)
+            variables are lost. (Threads: neither pickled nor lost.)
         nprocs: The number of ranks.
-        args: What to pass to ``fn`` after the world, the same to every rank.
+        args: The arguments of ``fn`` after the world, the same for every rank.
         ranks: ``"processes"`` or ``"threads"``.
         num_threads: How many threads each rank computes with; by default the cores that this
             process may use, divided by ``nprocs``.
-        output: ``"labelled"`` writes what the ranks write to ``sys.stdout`` and ``sys.stderr``
-            of the caller, line by line, each with its rank. ``"plain"`` lets the ranks write to
-            the caller's file descriptors 1 and 2 themselves. Threads write as the caller does.
+        output: With ``"labelled"``, the ranks' output goes to ``sys.stdout`` and ``sys.stderr``
+            of the caller, line by line, each labelled with its rank. With ``"plain"``, the ranks
+            write to the caller's file descriptors 1 and 2 themselves. Threads do so in any case.
         log_dir: A directory in which to keep each rank's output, as ``rank-R.log``.
 
     Returns:
-        What each rank returned, in the order of ranks.
+        The ranks' results, in the order of ranks.
 
     Raises:
         BadLaunch: If ``fn`` isn't callable, it or ``args`` can't be pickled, or the numbers make

@@ -51,7 +51,7 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank reports of itself before it ends."""
+    """A rank's own report of how it ends."""
 
     at_seconds: float  # by time.monotonic(), which all processes of a host share
     exit_code: int  # that it is about to end with
@@ -95,7 +95,7 @@ class Ending:
 
     @property
     def reported_failure(self) -> Report | None:
-        """Its report, if that is of a failure. What follows one is a mere consequence."""
+        """Its report, if that is of a failure: its exit is then a mere consequence."""
         return self.report if self.report is not None and self.report.exit_code else None
 
     @property
@@ -172,7 +172,7 @@ def failure_outcome(
 def describe(
     culprit: Ending, endings: Sequence[Ending], world_size: int, *, full_traceback: bool = False
 ) -> str:
-    """The message for ``culprit``: who, how, with which traceback, and who failed after it."""
+    """The message for ``culprit``: its exit and traceback, and the ranks that failed later."""
     if culprit.report is not None and culprit.report.advice is not None:
         return culprit.report.advice
     others = [ending for ending in endings if ending.failed and ending.rank != culprit.rank]

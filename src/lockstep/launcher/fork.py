@@ -1,4 +1,4 @@
-"""Fork the ranks, and what the supervisor keeps of each: its pipes, its report, its end."""
+"""Fork the ranks; a rank's process as the supervisor sees it: pipes, report and exit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RankProcess(Ending):
             self.without_result = self.wants_result and not has_result
 
     def read_report(self) -> bool:
-        """Read what there is of its report; tell whether there may be more to come."""
+        """Read the available part of its report; tell whether more may come."""
         while self.report is None:
             try:
                 data = os.read(self.report_descriptor, 1 << 20)
@@ -102,7 +102,7 @@ def fork_ranks(
     are the signals that a rank blocks, once it has handlers of its own.
 
     Raises:
-        LaunchError: If there can't be so many processes or pipes. None is left behind.
+        LaunchError: If a limit on processes or descriptors is reached. None is left behind.
     """
     started: list[RankProcess] = []
     for rank, environment in zip(ranks, environments, strict=True):

@@ -66,7 +66,7 @@ class Host:
         """Agree with the other hosts on the outcome of the run, given that of this host's ranks.
 
         It is that of the rank that failed first on any host. ``interrupted()`` tells whether this
-        host has to end now, whatever the others do.
+        host has to end without waiting for the others.
         """
         return outcome
 
@@ -88,8 +88,8 @@ class LoneHost(Host):
         path = None
         if sys.platform == "linux":
             path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
-        first = Placement(Starter.LOCKSTEP, 0, size, 0, size, master, uuid.uuid4().hex, path)
-        super().__init__(job, first)
+        run_id = uuid.uuid4().hex
+        super().__init__(job, Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path))
 
     def start_threads(self) -> None:
         """Open the store."""
@@ -126,9 +126,15 @@ class HostOfSeveral(Host):
                 "has given up, or something else than 'lockstep run' uses that port."
             ) from error
         self._num_hosts = len(sizes)
-        rank, master = sum(sizes[: self._number]), (meeting.address, meeting.port)
-        start = (rank, sum(sizes), 0, job.num_ranks, master, meeting.run_id)
-        super().__init__(job, Placement(Starter.LOCKSTEP, *start))
+        first = Placement(
+            Starter.LOCKSTEP,
+            rank=sum(sizes[: self._number]),
+            world_size=sum(sizes),
+            local_world_size=job.num_ranks,
+            master=(meeting.address, meeting.port),
+            job_id=meeting.run_id,
+        )
+        super().__init__(job, first)
         of_host = {"GROUP_RANK": str(self._number), "GROUP_WORLD_SIZE": str(self._num_hosts)}
         for environment in self.environments:
             environment.update(of_host)

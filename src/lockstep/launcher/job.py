@@ -1,4 +1,4 @@
-"""What to run, and on how many ranks. Nothing here starts anything."""
+"""Jobs: a program and the number of its ranks, with checks of both. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -170,13 +170,13 @@ def check_meeting(
 
 
 def whole_number(
-    value: object, what: str, advice: str, *, at_least: int = 1, at_most: int = _MOST
+    value: object, name: str, advice: str, *, at_least: int = 1, at_most: int = _MOST
 ) -> int:
     """``value``, a number or the text of a command line, as a whole number.
 
     Raises:
-        BadLaunch: If it isn't one, or out of range. The message begins with ``what`` the number
-            is, and ends with ``advice``.
+        BadLaunch: If it isn't one, or out of range. The message begins with ``name`` and ends
+            with ``advice``.
     """
     number = value
     if isinstance(value, str):
@@ -185,7 +185,7 @@ def whole_number(
         number = int(value) if is_number else None
     if isinstance(number, bool) or not isinstance(number, int) or not at_least <= number <= at_most:
         raise BadLaunch(
-            f"{what} is {value!s:.99}, but a whole number from {at_least} to {at_most:,} is "
+            f"{name} is {value!s:.99}, but a whole number from {at_least} to {at_most:,} is "
             f"needed. {advice}"
         )
     return number

@@ -100,7 +100,7 @@ def send_signal(target: int, number: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends.
 
-    A process that a rank started so remains a descendant, in whatever session it is.
+    So a process that a rank started remains a descendant, even in another session.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,7 +1,7 @@
 """A rank, from the fork that makes it to its exit code; and the program that it runs.
 
-A rank is forked from the supervisor, which has imported torch, but must be to the program what
-a fresh interpreter is: with a process group, signal handlers, a standard input, streams and
+A rank is forked from the supervisor, which has imported torch, but to the program it must look
+like a fresh interpreter: with a process group, signal handlers, a standard input, streams and
 random numbers of its own. When the program is over, :func:`run_rank` returns, and the
 interpreter ends as it always does: it waits for threads and runs exit handlers.
 
@@ -36,7 +36,7 @@ REPORT_LENGTH_BYTES = 8
 
 
 class RankStart(NamedTuple):
-    """What a rank is forked with."""
+    """Data of one rank, which it has from the fork on."""
 
     rank: int
     environment: Mapping[str, str]  # variables to add
@@ -108,7 +108,7 @@ def _run(program: Program, rank: int, reads_stdin: bool) -> Report:
         return Report(time.monotonic(), code, tell(error, _hint(program)) if code else None)
     except KeyboardInterrupt:
         return Report(time.monotonic(), 128 + signal.SIGINT)
-    except BaseException as error:  # whatever ends the program has to be reported
+    except BaseException as error:  # all that ends the program is reported
         # Raised by this package before the program began, not by a launch() inside the program.
         if isinstance(error, BadLaunch) and program_frames(error.__traceback__) is None:
             return Report(time.monotonic(), 2, advice=str(error))
@@ -196,7 +196,7 @@ def _run_module(module: Module) -> None:
         BadLaunch: If there is no such module, or it can't be run.
     """
     _replace_first_path_entry(os.getcwd())
-    sys.argv[:] = ["-m", *module.argv]  # what python has there while it looks for the module
+    sys.argv[:] = ["-m", *module.argv]  # as python has it while it looks for the module
     spec = _find(module.name)
     if spec.submodule_search_locations is not None:
         spec = _find(f"{module.name}.__main__", package=module.name)

@@ -76,7 +76,7 @@ def _start(job: Job) -> int:
     forked = fork_ranks(job, host.ranks, host.environments, private=private, signal_mask=mask)
     if isinstance(forked, RankStart):
         return run_rank(forked, job, supervisor)
-    # From here on this is the supervisor, whatever happens.
+    # From here on this is the supervisor.
     watch = Watch(job, forked, Console(log_files, signals), signals, {*spare, *host.helpers})
     watch.run(host, mask)
     outcome = watch.outcome(host.world_size)
@@ -251,7 +251,7 @@ class Watch:
             processes.reap(rank.pid, wait=False)  # the kernel may hang in one that was killed
 
     def _drain(self) -> None:
-        """Show what is still in the pipes, without waiting for processes that hold them open."""
+        """Show the output left in the pipes, without waiting for processes that hold them open."""
         deadline = time.monotonic() + _DRAIN_SECONDS
         while time.monotonic() < deadline and self._serve(0.0):
             pass

@@ -13,8 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.rank_threads import RankThreads, a_rank_of
-from lockstep.comm.threads import end_this_rank
+from lockstep.comm import Deadline, RankThreads, a_rank_of, end_this_rank
 from lockstep.errors import RankFailed
 from lockstep.launcher.failures import Ending, Report, describe, exit_code_of, first_failure, tell
 from lockstep.world import Placement, Starter, as_rank, init
@@ -45,7 +44,7 @@ def run_threads(
             try:
                 torch.set_num_threads(num_threads)
                 results[rank] = fn(init(), *args)
-            except BaseException as error:  # whatever ends a rank has to be reported
+            except BaseException as error:  # all that ends a rank is reported
                 # Before other ranks learn of it, so that failures that follow are later.
                 ending = _ending(rank, error)
                 rank_threads.fail(f"Rank {rank} of the launch has failed.")
@@ -91,21 +90,20 @@ def run_threads(
 def _wait_for_endings(ended: queue.SimpleQueue[Ending], num_ranks: int) -> list[Ending]:
     """Wait until every rank has ended or, once one has failed, for a while."""
     endings: list[Ending] = []
-    deadline: float | None = None
+    deadline: Deadline | None = None
     with suppress(queue.Empty):
         while len(endings) < num_ranks:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            endings.append(ended.get(timeout=left))
+            endings.append(ended.get(timeout=None if deadline is None else deadline.left()))
             if deadline is None and endings[-1].failed:
-                deadline = time.monotonic() + _PATIENCE_SECONDS
+                deadline = Deadline(_PATIENCE_SECONDS)
     return endings
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = Deadline(_PATIENCE_SECONDS)
     for thread in threads:
         if thread.ident is not None:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(deadline.left())
 
 
 def _ending(rank: int, error: BaseException) -> Ending:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -18,8 +16,10 @@ from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import CollectiveFailed, PeerLost
 from lockstep.grad import Phase
 from lockstep.nn.engine import Engine
-from lockstep.nn.reached import is_compiled_backward
+from lockstep.nn.reached import is_compiled_backward, outermost_running_node
 from lockstep.torch_private import _current_graph_task_id, _execution_engine
+
+_End = partial[None]
 
 
 class _Backward:
@@ -33,7 +33,7 @@ class _Backward:
         tells_late: Whether ranks tell each other of ``late`` ones.
         awaited: Under compiled autograd, which calls nothing at the end of a backward: the
             ``id()`` of parameters whose gradients are yet to come. None otherwise.
-        end: The callback that autograd holds.
+        end: The callback at its end, as long as autograd holds it.
         enclosing: The node whose own backward this one runs in; until it is through, the end of
             the backward can't be waited for.
     """
@@ -44,14 +44,14 @@ class _Backward:
         self.late: list[Engine] = []
         self.tells_late = False
         self.awaited: set[int] | None = None
-        self.end: weakref.ref[_EndOfBackward] | None = None
+        self.end: weakref.ref[_End] | None = None
         self.enclosing: weakref.ref[BackwardCFunction] | None = None
 
     def has_been_left(self) -> bool:
         """Whether it has failed although its end was not dropped: an enclosing node holds that."""
         if self.enclosing is None:
             return False
-        return self.enclosing() is not _outermost_running_node(sys._getframe())
+        return self.enclosing() is not outermost_running_node()
 
 
 @uncompiled
@@ -149,6 +149,8 @@ class BackwardSync:
 
     def _join(self, engine: Engine) -> bool:
         """Return whether ``engine`` is in the backward that runs; if none does, begin it."""
+        if self._backward is not None and self._backward.task is None:
+            self._backward = None  # of other ranks, in a join() that was left with an error
         if self._backward is not None and self._backward.has_been_left():
             self._drop_backward()
         backward = self._backward or self._begin(engine)
@@ -310,11 +312,11 @@ class BackwardSync:
         Autograd calls back at the end of the innermost, which is an earlier one if this gradient
         comes from a segment of a reentrant checkpoint.
         """
-        end = _EndOfBackward(self)
+        end = partial(self.end)  # autograd alone holds it
         # A backward that raises drops its callbacks without calling them.
         # Shown by test_a_failed_backward_does_not_spoil_the_next.
         backward.end = weakref.ref(end, self._drop_backward)
-        enclosing = _outermost_running_node(sys._getframe())
+        enclosing = outermost_running_node()
         if enclosing is None:
             _execution_engine.queue_callback(end)
         else:
@@ -322,7 +324,7 @@ class BackwardSync:
             backward.enclosing = weakref.ref(enclosing)
             enclosing.register_hook(partial(self._enclosing_is_through, end))
 
-    def _enclosing_is_through(self, end: _EndOfBackward, *_: object) -> None:
+    def _enclosing_is_through(self, end: _End, *_: object) -> None:
         backward = self._backward
         if backward is not None and backward.end is not None and backward.end() is end:
             backward.enclosing = None
@@ -415,37 +417,8 @@ class BackwardSync:
             self.num_ended += 1
 
 
-@uncompiled
-class _EndOfBackward:
-    """The callback at the end of a backward; only autograd holds it."""
-
-    def __init__(self, backward_sync: BackwardSync) -> None:
-        self._backward_sync = backward_sync
-
-    def __call__(self) -> None:
-        self._backward_sync.end()
-
-
 def _number(engine: Engine) -> int:
     return engine.number
-
-
-def _outermost_running_node(frame: FrameType | None) -> BackwardCFunction | None:
-    """Return the node whose own backward runs the current one; None if there is no such node.
-
-    A reentrant checkpoint is one, and so is every other autograd.Function that calls backward()
-    in its backward(). Autograd doesn't tell, but they are on the stack of this thread: their
-    first argument is the node.
-    """
-    node = None
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "backward" and code.co_argcount:
-            first = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(first, BackwardCFunction):
-                node = first
-        frame = frame.f_back
-    return node
 
 
 # Weakly: a group that is gone takes its BackwardSync with it.
@@ -463,8 +436,7 @@ def begin_if_others_must_know(group: dist.ProcessGroup) -> None:
     Ranks that ask each other which models they reach do so at their first gradient, which some may
     have before that collective and some after it. So they ask before.
     """
-    if (backward_sync := _by_group.get(group)) is not None:
-        backward_sync.begin_if_others_must_know()
+    backward_sync_of(group).begin_if_others_must_know()
 
 
 def take_part_at_the_end(group: dist.ProcessGroup) -> None:
@@ -472,13 +444,12 @@ def take_part_at_the_end(group: dist.ProcessGroup) -> None:
 
     The backward that is running may reach no parameter of them on this rank.
     """
-    backward_sync = _by_group.get(group)
-    if backward_sync is not None:
-        end = partial(backward_sync.take_part_once, backward_sync.num_ended)
-        if not is_compiled_backward():
-            _execution_engine.queue_callback(end)
-        elif not any(engine.is_any_reached() for engine in backward_sync.engines()):
-            end()  # nothing is called back, and no gradient of a model will come
+    backward_sync = backward_sync_of(group)
+    end = partial(backward_sync.take_part_once, backward_sync.num_ended)
+    if not is_compiled_backward():
+        _execution_engine.queue_callback(end)
+    elif not any(engine.is_any_reached() for engine in backward_sync.engines()):
+        end()  # nothing is called back, and no gradient of a model will come
 
 
 def finish_failed(group: dist.ProcessGroup) -> None:
@@ -486,14 +457,13 @@ def finish_failed(group: dist.ProcessGroup) -> None:
 
     It must be called before any other collective over the group, whose order would differ else.
     """
-    if (backward_sync := _by_group.get(group)) is not None:
-        backward_sync.finish_failed()
+    backward_sync_of(group).finish_failed()
 
 
 def refresh_stale(group: dist.ProcessGroup) -> None:
     """Refresh models over ``group`` that have changed, as a forward would."""
-    if (backward_sync := _by_group.get(group)) is not None:
-        backward_sync.finish_failed()
-        for engine in backward_sync.engines():
-            if engine.is_stale:
-                engine.refresh()
+    backward_sync = backward_sync_of(group)
+    backward_sync.finish_failed()
+    for engine in backward_sync.engines():
+        if engine.is_stale:
+            engine.refresh()

@@ -7,6 +7,7 @@ parameter, which fires whichever method computed the loss. So ``forward`` need n
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
@@ -24,6 +25,8 @@ from lockstep.nn.gradient_hooks import GradientHooks, Hook, hooks_of, take_over_
 from lockstep.nn.reached import is_any_reached, is_reached
 from lockstep.nn.verify import check_same_model
 from lockstep.torch_private import _BatchNorm, _current_graph_task_id
+
+_dtype_of = operator.attrgetter("dtype")
 
 
 class _BackwardSync(Protocol):
@@ -85,6 +88,7 @@ class Engine:
         num_backwards_stepped: ``num_backwards`` when an optimizer of its parameters last stepped.
         number: Its number among its group's engines, the same on every rank; 0 for a copy that has
             not been trained yet.
+        parameters: The parameters whose gradients it reduces.
         sees_nested_tasks: Whether there have been backwards inside of backwards.
         sums_in_backward: Whether its backwards have other collectives of the same group.
         devices: The devices of its parameters.
@@ -136,11 +140,6 @@ class Engine:
         """The module, if it still exists."""
         return self._module()
 
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters whose gradients it reduces."""
-        return self._parameters
-
     def has(self, ids: Collection[int]) -> bool:
         """Return whether it reduces one of the parameters of these ``id()``."""
         return not self._trained.keys().isdisjoint(ids)
@@ -150,9 +149,9 @@ class Engine:
         own, sparse = self._own_parameters(module), with_sparse_gradients(module)
         named = [(name, p) for name, p in own if p.requires_grad]
         self._names = {id(parameter): name for name, parameter in own}
-        self._parameters = [parameter for _, parameter in named]
-        self._trained = {id(parameter): parameter for parameter in self._parameters}
-        self._dtypes = [parameter.dtype for parameter in self._parameters]
+        self.parameters = [parameter for _, parameter in named]
+        self._trained = {id(parameter): parameter for parameter in self.parameters}
+        self._dtypes = [*map(_dtype_of, self.parameters)]
         self._description = self._describe(module)
         self._frozen = [p for _, p in own if not p.requires_grad and _can_be_trained(p)]
         reducer = Reducer(
@@ -160,13 +159,13 @@ class Engine:
             self.process_group,
             cap_bytes=self._cap_bytes,
             skip_unused=self._options.skip_unused,
-            sparse=[i for i, p in enumerate(self._parameters) if id(p) in sparse],
+            sparse=[i for i, p in enumerate(self.parameters) if id(p) in sparse],
         )
         if previous is not None:
             reducer.take_over(previous)
         self.reducer: Reducer = reducer
         self.sums_in_backward = _sums_in_backward(module, self.process_group)
-        self.devices = {parameter.device for parameter in self._parameters}
+        self.devices = {parameter.device for parameter in self.parameters}
         self._hang_hooks()
 
     def _describe(self, module: nn.Module) -> tuple[object, ...]:
@@ -189,7 +188,7 @@ class Engine:
         hook = _gradient_hook(me, self._pending)
         # A parameter that is unfrozen isn't the reducer's yet, so its gradient must not be pending.
         unfreeze_hook = _gradient_hook(me, _Pending())
-        self._hooks = [(hooks_of(parameter), hook) for parameter in self._parameters]
+        self._hooks = [(hooks_of(parameter), hook) for parameter in self.parameters]
         self._hooks += [(hooks_of(parameter), unfreeze_hook) for parameter in self._frozen]
         for hooks, own in self._hooks:
             hooks.hold_back(own, self._with_others)
@@ -233,11 +232,11 @@ class Engine:
 
     def is_any_reached(self) -> bool:
         """Whether the backward that is running will reduce some of its gradients."""
-        return self.is_syncing and is_any_reached(self._parameters)
+        return self.is_syncing and is_any_reached(self.parameters)
 
     def reached(self) -> list[int]:
         """The ``id()`` of each parameter whose gradient comes in the backward that is running."""
-        hooked = [*self._parameters, *self._frozen] if self.is_syncing else []
+        hooked = [*self.parameters, *self._frozen] if self.is_syncing else []
         return [id(parameter) for parameter in hooked if is_reached(parameter)]
 
     def refresh_if_changed(self) -> None:
@@ -245,7 +244,7 @@ class Engine:
         if (
             self.is_stale
             or any(parameter.requires_grad for parameter in self._frozen)
-            or [parameter.dtype for parameter in self._parameters] != self._dtypes
+            or [*map(_dtype_of, self.parameters)] != self._dtypes
         ):
             self.refresh()
 
@@ -318,7 +317,7 @@ class Engine:
         mine = bytes(self.reducer.is_unreduced(self._trained[key]) for _, key in going)
         if not going:
             return
-        everyones = all_gather_bytes(self.process_group, mine, self._parameters[0].device)
+        everyones = all_gather_bytes(self.process_group, mine, self.parameters[0].device)
         named = [
             (name, self._trained[key])
             for (name, key), *flags in zip(going, *everyones, strict=True)
@@ -342,7 +341,7 @@ class Engine:
             sees_graph: Whether autograd can tell which gradients it will compute.
         """
         self.num_backwards += 1
-        take_over_optimizers(self._parameters)
+        take_over_optimizers(self.parameters)
         copies_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
         self.reducer.begin(launch_order, copies_early=copies_early)
         self._pending.task, self._pending.threshold = task, 1
@@ -382,14 +381,10 @@ class Engine:
         self._pending.parameters.clear()
         self.reducer.give_up()
 
-    def num_gradients(self) -> int:
-        """Return the number of its parameters that have a gradient."""
-        return sum(parameter.grad is not None for parameter in self._parameters)
-
     def drop_reduced_gradients(self) -> None:
         """Set the gradients of an earlier step to None, unless some are yet to be reduced."""
         if not self.reducer.has_unreduced:
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 parameter.grad = None
 
     def everything_that_follows(self) -> list[torch.Tensor]:
@@ -407,8 +402,8 @@ def with_sparse_gradients(module: nn.Module) -> set[int]:
 
 def _sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
     """Whether a SyncBatchNorm in ``module``, ours or torch's, is over ``group`` itself."""
-    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
-    groups = [part.process_group for part in norms if hasattr(part, "process_group")]
+    norms = [vars(part) for part in module.modules() if isinstance(part, _BatchNorm)]
+    groups = [norm["process_group"] for norm in norms if "process_group" in norm]
     return any((dist.group.WORLD if own is None else own) is group for own in groups)
 
 

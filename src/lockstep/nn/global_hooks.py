@@ -268,9 +268,9 @@ def _take_part(engine: Engine) -> None:
             "torch._dynamo.config.trace_autograd_ops makes backward() a part of compiled code, "
             "which calls no hooks of parameters, and so nothing is reduced. Leave it off."
         )
-    before = engine.num_gradients()
+    before = sum(parameter.grad is not None for parameter in engine.parameters)
     engine.backward_sync.take_part(engine)
-    if engine.num_gradients() > before:
+    if sum(parameter.grad is not None for parameter in engine.parameters) > before:
         _log.warning(
             "No gradient came to this %s since the last step, while other ranks had some, which it "
             "has now too. What was done to gradients since backward(), such as clipping, was not "

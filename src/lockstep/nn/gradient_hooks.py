@@ -1,4 +1,4 @@
-"""What others hang on parameters, to be called when a gradient has come: when it is the mean."""
+"""Post-accumulate hooks of others on parameters: they are called when the gradient is the mean."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ Hook = Callable[[torch.Tensor], object]
 
 @uncompiled
 class GradientHooks(OrderedDict[int, Hook]):
-    """The hooks of one parameter that torch calls in the middle of a backward: only lockstep's.
+    """The post-accumulate hooks of one parameter, of which torch calls lockstep's alone.
 
-    Those of others, such as an optimizer that steps as soon as a gradient is there, are kept back
-    until the gradient is the mean over the ranks, as which it would come in one process. Before,
-    each rank would step with its own, and the replicas would drift apart. Shown by
-    test_hooks_of_others_see_the_mean.
+    Hooks of others, such as an optimizer that steps as soon as a gradient is there, are held back
+    until the gradient is the mean over the ranks. Before, each rank would step with its own
+    gradient, and the replicas would differ. Shown by test_hooks_of_others_see_the_mean.
 
     torch takes the hooks out of this dictionary's own storage, without its methods.
     ``register_post_accumulate_grad_hook()`` and the handles that it returns call the methods.
 
     Attributes:
         others: The hooks of others. Handles that were made before hold this dictionary.
-        with_others: The ids of those parameters that have any, as far as their engine knows.
+        with_others: The engine's set of ids of parameters that have such hooks.
     """
 
     def __init__(self, others: dict[int, Hook], key: int) -> None:
@@ -40,30 +39,25 @@ class GradientHooks(OrderedDict[int, Hook]):
         self.release_all()
 
     def hold_back(self, own: Hook, with_others: set[int]) -> None:
-        """Let torch call ``own`` alone; who made it calls :meth:`call_others`.
-
-        Args:
-            own: The hook.
-            with_others: Where to say that there are others.
-        """
+        """Let torch call the engine's hook ``own`` alone; the engine calls :meth:`call_others`."""
         self.with_others = with_others
         if self.others:
             with_others.add(self._key)
         super().__setitem__(0, own)
 
     def release(self, own: Hook) -> None:
-        """Hold others back no more, unless another one than ``own`` does by now."""
+        """Let torch call the hooks of others, unless another hook than ``own`` holds them back."""
         if self[0] is own:
             self.release_all()
 
     def release_all(self) -> None:
-        """Let torch call the hooks of others at once."""
+        """Let torch call the hooks of others."""
         self.with_others.discard(self._key)
         self.with_others = set()
         super().__setitem__(0, self.call_others)
 
     def call_others(self, parameter: torch.Tensor) -> None:
-        """Call the hooks of others, in the order in which they were hung."""
+        """Call the hooks of others, in the order of their registration."""
         for hook in list(self.others.values()):
             hook(parameter)
 
@@ -80,12 +74,12 @@ class GradientHooks(OrderedDict[int, Hook]):
             self.with_others.discard(self._key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, which a handle may hold, is a plain dictionary: no parameter calls it."""
+        """A copy, which a handle may hold, is a plain dictionary, as no parameter has it."""
         return OrderedDict, (list(self.others.items()),)
 
 
 def hooks_of(parameter: torch.Tensor) -> GradientHooks:
-    """The hooks of ``parameter``, a leaf that requires a gradient, from now on of this class."""
+    """Return the hooks of ``parameter``, a leaf; from now on they are of this class."""
     hooks = parameter._post_accumulate_grad_hooks
     if not isinstance(hooks, GradientHooks):
         others = hooks if hooks is not None else OrderedDict()
@@ -94,10 +88,9 @@ def hooks_of(parameter: torch.Tensor) -> GradientHooks:
 
 
 def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
-    """Let optimizers step as hooks that torch's ``_apply_optimizer_in_backward`` has hung.
+    """Move steps of torch's ``_apply_optimizer_in_backward`` to hooks of parameters.
 
-    It hangs them on the nodes that accumulate gradients, where they come too early, but not before
-    the first hook of a parameter in a backward.
+    Its own hooks are on the nodes that accumulate gradients, and run before gradients are reduced.
     """
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     handles: Any = getattr(module, "param_to_optim_hook_handle_map", None)

@@ -1,4 +1,4 @@
-"""The micro-batches of a step, as far as ``lockstep.mean`` has to know of them."""
+"""The micro-batches of a step under ``accumulate()``, for the scales of ``lockstep.mean``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,91 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from lockstep.comm.rank_threads import this_thread
+from lockstep.comm import this_thread
 from lockstep.nn.parallelize import all_states, state_of
 from lockstep.nn.reached import is_any_reached
 from lockstep.nn.replicas.enclosing import current_task, is_backward_of_replicas
+
+
+class Batch:
+    """The batch of one step: the micro-batches that have had their backward.
+
+    Attributes:
+        num_contexts: The number of accumulate() contexts that this thread is in. When it is 0, the
+            next micro-batch is the last.
+        rank: The thread that accumulates.
+        is_hidden: Whether its backwards don't seem to reach the model.
+        reached_in: The last backward with replicas in it that reached the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.num_contexts = 0
+        self.rank = this_thread()
+        self.is_hidden = False
+        self.reached_in: int | None = None
+        self._module = weakref.ref(module)
+        # The number of samples that the gradients are the mean of.
+        self._count: torch.Tensor | None = None
+        # The last backward, with the count of its mean and the sum that it came to.
+        self._last: tuple[int, torch.Tensor, torch.Tensor] | None = None
+
+    def is_open(self) -> bool:
+        """Whether a mean may be over a part of it."""
+        is_last = self._last is not None and self._last[0] == current_task()
+        return bool(self.num_contexts) or self._count is not None or is_last
+
+    def is_reached(self) -> bool:
+        """Whether the backward that is running is one of this model."""
+        if is_backward_of_replicas():
+            return self.reached_in == current_task()
+        return is_any_reached(self._parameters())
+
+    def has_gradients(self) -> bool:
+        """Whether there are gradients of earlier micro-batches."""
+        return self._count is not None and bool(self._gradients())
+
+    def drop(self) -> None:
+        """The batch is not to be finished."""
+        self._count = None
+
+    def _parameters(self) -> list[nn.Parameter]:
+        module = self._module()
+        return [] if module is None else [p for p in module.parameters() if p.requires_grad]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters() if p.grad is not None]
+
+    def add(self, count: torch.Tensor, goes_on: torch.Tensor, scaled: set[int]) -> torch.Tensor:
+        """Add a micro-batch, scale gradients whose id() is not in ``scaled``; return the sum."""
+        task = current_task()
+        if self._last is not None and self._last[0] == task:
+            _, last, total = self._last
+            if not torch.equal(last, count.to(last.device)):
+                raise ValueError(
+                    f"One backward under accumulate() has two means, over {count.item():g} and "
+                    f"over {last.item():g} samples, and gradients that are added up can't be "
+                    "divided by both. Let both be over as many, or put the values into one mean, "
+                    "with weights."
+                )
+            return total
+        total = count
+        if self._count is not None:
+            # If no rank has gradients any more, zero_grad() has dropped the batch.
+            before = torch.where(goes_on > 0, self._count.to(count.device), 0)
+            total = before + count
+            scale = before / torch.where(total != 0, total, 1)
+            with torch.no_grad():
+                for gradient in self._gradients():
+                    if id(gradient) not in scaled:
+                        gradient.mul_(scale.to(gradient.device))
+                        scaled.add(id(gradient))
+        self._last = (task, count, total) if task != -1 else None
+        self._count = total if self.num_contexts else None
+        return total
+
+
+# Replicas have their backwards at the same time.
+_scaling = threading.Lock()
 
 
 def batch_of(module: nn.Module) -> Batch:
@@ -24,27 +105,36 @@ def batch_of(module: nn.Module) -> Batch:
     return state.batch
 
 
+def _all_batches() -> list[Batch]:
+    return [state.batch for state in all_states() if state.batch is not None]
+
+
+def _batches_of(rank: int) -> list[Batch]:
+    """Return the batches that a mean of that thread may be over a part of."""
+    return [batch for batch in _all_batches() if batch.rank == rank and batch.is_open()]
+
+
 def has_begun_batch() -> bool:
-    """Whether gradients are there, on this rank, of some micro-batches of a batch."""
+    """Return whether this rank has gradients of some micro-batches of a batch."""
     return any(batch.has_gradients() for batch in _batches_of(this_thread()))
 
 
 def count_micro_batch(
     count: torch.Tensor, goes_on: torch.Tensor, rank: int, has_samples: bool, is_backward: bool
 ) -> torch.Tensor:
-    """Make room in the gradients for those of a micro-batch; return what to divide it by.
+    """Scale the gradients to make room for those of a micro-batch; return its divisor.
 
     It is called in the backward of a mean over ``count`` samples, before any gradient comes. If
     the backward is one of several for a batch, gradients that are there are those of a mean over
     fewer samples than the batch has now.
 
     Args:
-        count: Over how many samples, or what weight, the mean is; of all ranks.
-        goes_on: On how many ranks gradients of earlier micro-batches were there.
+        count: The number of samples, or their weight, of the mean; of all ranks.
+        goes_on: The number of ranks that had gradients of earlier micro-batches.
         rank: The thread that took the mean. Autograd may have another one for its backward.
         has_samples: Whether this rank has any of them.
-        is_backward: Whether it is a backward of all that the mean depends on. In
-            ``torch.autograd.grad()`` it isn't, and then no gradient is added to any other.
+        is_backward: Whether gradients are accumulated, as they aren't in
+            ``torch.autograd.grad()``.
 
     Raises:
         ValueError: If it is one of two means over different numbers in one backward.
@@ -57,7 +147,7 @@ def count_micro_batch(
         batches = []
     # Parallel parts of a parallel model share parameters with it: each is scaled once.
     scaled: set[int] = set()
-    with _counting:  # replicas have their backwards at the same time
+    with _scaling:
         totals = [batch.add(count, goes_on, scaled) for batch in batches]
     if has_samples and any(not torch.equal(total, totals[0]) for total in totals[1:]):
         numbers = ", ".join(f"{total.item():g}" for total in totals)
@@ -68,19 +158,7 @@ def count_micro_batch(
     return totals[0] if totals else count
 
 
-def remember_reached() -> None:
-    """Remember which models the backward that is running reaches, as replicas' come next.
-
-    They ask from theirs, which reach only leaves of their own.
-    """
-    if not is_backward_of_replicas():
-        for batch in _all_batches():
-            if batch.is_open() and batch.is_reached():
-                batch.reached_in = current_task()
-
-
 def _reached(batches: Sequence[Batch], is_backward: bool) -> list[Batch]:
-    """Those of ``batches`` whose model the backward that is running is one of."""
     reached = [
         batch for batch in batches if (is_backward and batch.is_hidden) or batch.is_reached()
     ]
@@ -92,93 +170,12 @@ def _reached(batches: Sequence[Batch], is_backward: bool) -> list[Batch]:
     return reached
 
 
-class Batch:
-    """The batch of one step, of which some micro-batches may have had their backward.
+def remember_reached() -> None:
+    """Note which models the backward that is running reaches, before those of replicas run.
 
-    Attributes:
-        num_contexts: How often accumulate() is entered and not yet left. When it is 0, the next
-            micro-batch is the last.
-        rank: The thread that accumulates.
-        is_hidden: Whether its backwards don't seem to reach the model.
-        reached_in: Which backward with replicas in it was the last to reach the model.
+    From the replicas' backwards, which reach only leaves of their own, it can't be seen.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.num_contexts = 0
-        self.rank = this_thread()
-        self.is_hidden = False
-        self.reached_in = -1
-        self._module = weakref.ref(module)
-        self._count: torch.Tensor | None = None  # how many samples the gradients are the mean of
-        self._last_task = -1
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def is_open(self) -> bool:
-        """Whether a mean may be over a part of it."""
-        return bool(self.num_contexts) or self._count is not None or self._is_last_task()
-
-    def is_reached(self) -> bool:
-        """Whether the backward that is running is one of this model."""
-        if is_backward_of_replicas():
-            return self.reached_in == current_task()
-        return is_any_reached(self._parameters())
-
-    def has_gradients(self) -> bool:
-        """Whether there are gradients of earlier micro-batches."""
-        return self._count is not None and bool(self._gradients())
-
-    def forget(self) -> None:
-        """The batch is not to be finished."""
-        self._count = None
-
-    def _is_last_task(self) -> bool:
-        return current_task() == self._last_task != -1
-
-    def _parameters(self) -> list[nn.Parameter]:
-        module = self._module()
-        return [] if module is None else [p for p in module.parameters() if p.requires_grad]
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._parameters() if p.grad is not None]
-
-    def add(self, count: torch.Tensor, goes_on: torch.Tensor, scaled: set[int]) -> torch.Tensor:
-        """Add a micro-batch, scale gradients whose id() is not in ``scaled``; return the sum."""
-        if self._is_last_task() and self._last is not None:
-            return self._add_to_same_backward(count)
-        total = count
-        if self._count is not None:
-            # If no rank has gradients any more, zero_grad() has dropped the batch.
-            before = torch.where(goes_on > 0, self._count.to(count.device), 0)
-            total = before + count
-            share = before / torch.where(total != 0, total, 1)
-            with torch.no_grad():
-                for gradient in self._gradients():
-                    if id(gradient) not in scaled:
-                        gradient.mul_(share.to(gradient.device))
-                        scaled.add(id(gradient))
-        self._last_task, self._last = current_task(), (count, total)
-        self._count = total if self.num_contexts else None
-        return total
-
-    def _add_to_same_backward(self, count: torch.Tensor) -> torch.Tensor:
-        assert self._last is not None
-        last, total = self._last
-        if not torch.equal(last, count.to(last.device)):
-            raise ValueError(
-                f"One backward under accumulate() has two means, over {count.item():g} and over "
-                f"{last.item():g} samples, and gradients that are added up can't be divided by "
-                "both. Let both be over as many, or put the values into one mean, with weights."
-            )
-        return total
-
-
-_counting = threading.Lock()
-
-
-def _all_batches() -> list[Batch]:
-    return [state.batch for state in all_states() if state.batch is not None]
-
-
-def _batches_of(rank: int) -> list[Batch]:
-    """Return the batches that a mean of that thread may be over a part of."""
-    return [batch for batch in _all_batches() if batch.rank == rank and batch.is_open()]
+    if not is_backward_of_replicas():
+        for batch in _all_batches():
+            if batch.is_open() and batch.is_reached():
+                batch.reached_in = current_task()

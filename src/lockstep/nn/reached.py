@@ -1,11 +1,13 @@
-"""What is known of the backward that is running."""
+"""What autograd tells of the backward that is running."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from lockstep.torch_private import (
@@ -16,22 +18,22 @@ from lockstep.torch_private import (
 
 
 def is_reached(parameter: torch.Tensor) -> bool:
-    """Whether the backward that is running will add to the gradient of ``parameter``, a leaf.
+    """Return whether the backward that is running will add to the gradient of ``parameter``.
 
-    It can't see into the segments of reentrant checkpoints, and then says no too often.
+    It can't see into the segments of reentrant checkpoints, where it may wrongly return False.
     """
-    # The node is not kept. While somebody holds it autograd believes the shape that it was made
-    # with, and a parameter that has changed fails inside of autograd, without its name.
+    # The node is not kept: as long as it lives, autograd expects the shape that it was made with,
+    # and a parameter that has changed fails inside of autograd, without its name.
     if not parameter.requires_grad:
         return False
     try:
         return _will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # in autograd.grad(), which was asked for a leaf: nothing is added up
+    except RuntimeError:  # in autograd.grad() of a leaf: no gradient is accumulated
         return False
 
 
 def is_any_reached(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether :func:`is_reached` is true of any; to ask for all at once takes a quarter."""
+    """Return whether :func:`is_reached` is true of any; asking at once takes a quarter."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained or is_reached(trained[0]):
         return bool(trained)
@@ -48,7 +50,7 @@ def is_any_reached(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 class _UsesAll(torch.autograd.Function):
-    """Has what accumulates the gradient of each parameter behind it; it has no backward to run."""
+    """Its node is followed by those that accumulate the parameters' gradients; it is never run."""
 
     @staticmethod
     def forward(ctx: object, *parameters: torch.Tensor) -> torch.Tensor:
@@ -56,6 +58,24 @@ class _UsesAll(torch.autograd.Function):
 
 
 def is_compiled_backward() -> bool:
-    """Whether the backward that is running is one of compiled autograd, which runs no nodes."""
+    """Return whether the running backward is one of compiled autograd, which runs no nodes."""
     is_running = _current_graph_task_id() != -1
     return is_running and _current_autograd_node() is None
+
+
+def outermost_running_node() -> BackwardCFunction | None:
+    """Return the node whose own backward runs the current one; None if there is no such node.
+
+    A reentrant checkpoint is one, and so is every other autograd.Function that calls backward()
+    in its backward(). Autograd doesn't tell, but they are on the stack of this thread: their
+    first argument is the node.
+    """
+    node, frame = None, sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, BackwardCFunction):
+                node = first
+        frame = frame.f_back
+    return node

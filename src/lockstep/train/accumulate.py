@@ -43,7 +43,7 @@ def accumulate(module: nn.Module) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            batch.forget()
+            batch.drop()
             raise
         finally:
             batch.num_contexts -= 1

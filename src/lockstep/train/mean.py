@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import refusal
-from lockstep.comm.rank_threads import this_thread
+from lockstep.comm import this_thread
 from lockstep.comm.uncompiled import uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn.backward import take_part_at_the_end

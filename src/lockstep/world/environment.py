@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from lockstep.errors import InitError
@@ -26,10 +26,10 @@ _SLURM_FIRST_PORT, _SLURM_NUM_PORTS = 20_000, 10_000
 
 
 class Starter(Enum):
-    """What started this process; the value is its name in messages."""
+    """The program that started this process; the value is its name in messages."""
 
     LOCKSTEP = "lockstep run"
-    TORCHRUN = "torchrun"  # or whatever else sets the variables of torch's env:// method
+    TORCHRUN = "torchrun"  # or any program that sets the variables of torch's env:// method
     OPEN_MPI = "Open MPI's mpiexec"
     MPICH = "MPICH's mpiexec"
     SLURM = "srun"
@@ -64,7 +64,7 @@ class Placement:
 
 
 def detect(environ: Mapping[str, str]) -> Placement:
-    """What started this process, and with which rank, according to ``environ``.
+    """The starter of this process and its rank, according to ``environ``.
 
     The innermost starter wins: torchrun inside a SLURM job is torchrun, and a rank of MPI is one
     even if srun started MPI's daemons.
@@ -92,13 +92,10 @@ def _detect(environ: Mapping[str, str]) -> Placement:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torch_variables(environ, Starter.TORCHRUN)
     if "OMPI_COMM_WORLD_RANK" in environ:
-        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-        variables = [f"OMPI_COMM_WORLD_{name}" for name in names]
-        job_ids = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
-        return _from_mpi(environ, Starter.OPEN_MPI, variables, job_ids)
+        return _from_open_mpi(environ)
     if "PMI_RANK" in environ and "PMI_SIZE" in environ:
-        variables = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
-        return _from_mpi(environ, Starter.MPICH, variables)
+        names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        return _placement(environ, Starter.MPICH, *names)
     # The batch script of a SLURM job has SLURM_PROCID too; only srun's processes are a step.
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
         return _from_slurm(environ)
@@ -165,14 +162,10 @@ def _from_torch_variables(environ: Mapping[str, str], starter: Starter) -> Place
             "with 'lockstep run' or torchrun, which set them all, or unset RANK and WORLD_SIZE "
             "to run on one rank."
         )
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     port, _, path = environ.get(STORE, "").partition(":")
-    return Placement(
-        starter,
-        rank=_number(environ, "RANK"),
-        world_size=_number(environ, "WORLD_SIZE"),
-        local_rank=_number_or_none(environ, "LOCAL_RANK"),
-        local_world_size=_number_or_none(environ, "LOCAL_WORLD_SIZE"),
-        master=(environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")),
+    return replace(
+        _placement(environ, starter, *names),
         job_id=environ.get(RUN_ID) or environ.get("TORCHELASTIC_RUN_ID"),
         # A torchrun inside such a run inherits the variable, but has a port of its own.
         store_path=path if port == environ["MASTER_PORT"] else None,
@@ -180,42 +173,48 @@ def _from_torch_variables(environ: Mapping[str, str], starter: Starter) -> Place
     )
 
 
-def _from_mpi(
-    environ: Mapping[str, str], starter: Starter, names: Sequence[str], job_ids: Sequence[str] = ()
-) -> Placement:
-    """The placement from variables for rank, world size, local rank and local world size."""
-    return Placement(
-        starter,
-        _number(environ, names[0]),
-        _number(environ, names[1]),
-        _number_or_none(environ, names[2]),
-        _number_or_none(environ, names[3]),
-        master=_master(environ),
-        job_id=next((environ[name] for name in job_ids if name in environ), None),
-    )
+def _from_open_mpi(environ: Mapping[str, str]) -> Placement:
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    job_ids = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
+    job_id = next((environ[name] for name in job_ids if name in environ), None)
+    return replace(_placement(environ, Starter.OPEN_MPI, *names), job_id=job_id)
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Placement:
-    sizes = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    world_size = _number(environ, sizes)
-    job_id = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    place = _placement(environ, Starter.SLURM, "SLURM_PROCID", size, "SLURM_LOCALID")
     tasks = _slurm_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number_or_none(environ, "SLURM_NODEID")
-    local_world_size = tasks[node] if node is not None and node < len(tasks) else None
-    master = _master(environ)
-    nodes = environ.get("SLURM_STEP_NODELIST", "")
-    if master is None and local_world_size != world_size and nodes:
-        port = _SLURM_FIRST_PORT + zlib.crc32(job_id.encode()) % _SLURM_NUM_PORTS
-        master = (_first_slurm_host(nodes), port)
-    return Placement(
-        Starter.SLURM,
-        rank=_number(environ, "SLURM_PROCID"),
-        world_size=world_size,
-        local_rank=_number_or_none(environ, "SLURM_LOCALID"),
-        local_world_size=local_world_size,
-        master=master,
-        job_id=job_id,
+    place = replace(
+        place,
+        local_world_size=tasks[node] if node is not None and node < len(tasks) else None,
+        job_id=f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}",
         one_device_per_task=environ.get("SLURM_GPUS_PER_TASK", "").split(":")[-1] == "1",
+    )
+    nodes = environ.get("SLURM_STEP_NODELIST", "")
+    if place.master is not None or place.on_one_host or not nodes:
+        return place
+    port = _SLURM_FIRST_PORT + zlib.crc32(str(place.job_id).encode()) % _SLURM_NUM_PORTS
+    return replace(place, master=(_first_slurm_host(nodes), port))
+
+
+def _placement(
+    environ: Mapping[str, str],
+    starter: Starter,
+    rank: str,
+    size: str,
+    local_rank: str,
+    local_size: str = "",
+) -> Placement:
+    """The placement from variables of these names."""
+    has_master = "MASTER_ADDR" in environ and "MASTER_PORT" in environ
+    return Placement(
+        starter,
+        _number(environ, rank),
+        _number(environ, size),
+        _number_or_none(environ, local_rank),
+        _number_or_none(environ, local_size),
+        (environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")) if has_master else None,
     )
 
 
@@ -233,12 +232,6 @@ def _first_slurm_host(nodes: str) -> str:
     if match is None:
         raise InitError(f"SLURM_STEP_NODELIST={nodes!r} names no host. Set MASTER_ADDR instead.")
     return "".join(part or "" for part in match.groups())
-
-
-def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        return environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")
-    return None
 
 
 def _check_range(name: str, rank: int, size: int) -> None:

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from lockstep.comm import Deadline
 from lockstep.errors import InitError, RendezvousFailed
 from lockstep.world.environment import Placement, Starter
 
-_LOOPBACK = "127.0.0.1"
 _RETRY_SECONDS = 0.05
 _SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
 
@@ -32,8 +32,8 @@ _SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
 _MPI_DAEMONS = ("hydra_pmi_proxy", "orted", "prted", "orterun", "prterun", "mpiexec", "mpirun")
 
 
-# What this process holds open for later calls of init(), which are told the same address. The
-# stores at ports, since a port can be listened on once.
+# Held open for later calls of init(), which are given the same address: the stores at ports,
+# since a port can be listened on once.
 _held_open: dict[tuple[str, int], dist.TCPStore] = {}
 # The files of stores: this process's own by name, and others by path.
 _open_files: dict[str, int] = {}
@@ -73,14 +73,14 @@ def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str
         RendezvousFailed: Naming the ranks that have not come within ``timeout``.
     """
     keys = [f"present/{rank}" for rank in range(place.world_size)]
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = Deadline(timeout.total_seconds())
     try:
         store.set(keys[place.rank], note)
         for key in keys:
             pause = _RETRY_SECONDS / 64
             # Not store.wait(), which handles no signals.
             while not store.check([key]):
-                if time.monotonic() > deadline:
+                if not deadline.left():
                     raise RendezvousFailed(_who_is_missing(store, keys, place, timeout))
                 time.sleep(pause)
                 pause = min(2 * pause, _RETRY_SECONDS)
@@ -161,9 +161,9 @@ def _meet_by_name(place: Placement, timeout: timedelta) -> dist.Store:
             # The process id distinguishes this file from those that its forks inherit.
             _open_files[name] = os.memfd_create(f"{name}-{os.getpid()}")
         return _file_store(_open_files[name], timeout)
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = Deadline(timeout.total_seconds())
     while (path := _file_of_rank_0(name)) is None:
-        if time.monotonic() > deadline:
+        if not deadline.left():
             raise RendezvousFailed(
                 f"rank {place.rank} did not find rank 0 on this host, though "
                 f"{place.starter.value} started {place.world_size} ranks here. Did rank 0 fail, "

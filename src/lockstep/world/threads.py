@@ -1,4 +1,4 @@
-"""What ``init()`` knows of a rank: once in a process, or once in each thread that is a rank."""
+"""The state of ``init()``: one in a process, and one in each thread that is a rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass
 class RankContext:
-    """What ``init()`` knows of a rank."""
+    """The state of ``init()`` for one rank."""
 
     placement: Placement | None = None  # None for a process, whose environment tells it
     store: dist.Store | None = None  # where the threads of a launch meet

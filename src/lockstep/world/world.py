@@ -1,4 +1,4 @@
-"""``init()``: join the other ranks, whatever started them, and return this one's World."""
+"""``init()``: join the other ranks, by any starter, and return this one's World."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import as_device, check_process_group, check_type
-from lockstep.comm.backends import SHM, THREADS, register_backends
+from lockstep.comm import SHM, THREADS, register_backends
 from lockstep.errors import BackendUnavailable, ContradictoryInit, InitError, SharedMemoryFull
 from lockstep.torch_private import _get_default_store
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
@@ -42,7 +42,7 @@ class World:
         local_world_size: The number of ranks on this host.
         device: Where this rank computes.
         process_group: The group of all ranks; None for a rank that is alone.
-        starter: What started it.
+        starter: The program that started it.
     """
 
     rank: int
@@ -278,7 +278,7 @@ def _create_default_group(
     except BackendUnavailable as error:
         trouble = f"on rank {place.rank}: {error}"
     # All ranks use the backend or none does: a rank that alone went on with Gloo would wait
-    # there for ever. So all ranks look at the same list of what went wrong.
+    # there for ever. So all ranks look at the same list of errors.
     troubles = roll_call(dist.PrefixStore("went", store), place, timeout, note=trouble)
     first_trouble = next(filter(None, troubles), None)
     if first_trouble is None:

@@ -1,177 +1,149 @@
 """The collectives among the ranks of several hosts, on two levels.
 
-Within a host ranks combine in the memory that they share; then the first rank of each host, its
-leader, exchanges the result with the other leaders, so that a host sends each byte once; then
-the others take it from the leader's memory. What goes from single ranks to single ranks anyway
-(gather, scatter, reduce-scatter, all-to-all) goes straight through the network.
+Ranks of one host combine their tensors in shared memory. Then the first rank of each host, its
+leader, exchanges the result with the other leaders, so that a host sends each byte once; the other
+ranks take the result from the leader's memory. Collectives between single ranks (gather, scatter,
+reduce-scatter, all-to-all) go straight through the network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import AllToAllOptions, BroadcastOptions
 
-from lockstep.comm.algorithms import Collectives, check_exchanged, check_gathered, pieces
-from lockstep.comm.call import Call
+from lockstep.comm.base_group import Options
+from lockstep.comm.collectives import Collectives, pieces
+from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.hosts.network import Network
 from lockstep.comm.hosts.transport import HostsTransport
 from lockstep.comm.reduction import Reduction, reduction_for
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerLost
-
-_Collective = TypeVar("_Collective", bound=Callable[..., None])
+from lockstep.comm.transport import Signature
+from lockstep.comm.uncompiled import uncompiled
+from lockstep.comm.work import GroupWork, Run
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from lockstep.torch_private import AllgatherOptions
 
 # What leaders exchange at a time: it bounds the memory for what comes from the other hosts.
 _PIECE_BYTES = 32 * 1024 * 1024
-# The leader waits for other hosts and the others wait for it. They wait a little longer, so that
-# they hear from it who didn't come, and don't take it for the one.
+# Ranks wait for their leader, which waits for other hosts, a little longer than it does: so they
+# hear from it which rank didn't come, and don't take it for that one.
 _PATIENCE_SECONDS = 2.0
 
 
-def _failing_together(collective: _Collective) -> _Collective:
-    """Have a rank that can't go on tell all others of its host, and as leader all other hosts."""
-
-    @wraps(collective)
-    def telling(self: HostsCollectives, *args: Any, **kwargs: Any) -> None:
-        try:
-            collective(self, *args, **kwargs)
-        except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
-            self.team.break_off(error)
-            raise
-        except GroupClosed:
-            raise
-        except Exception as error:
-            name = self.team.name
-            text = f"Rank {name} could not go on with {self._call.operation}: {error!r}"
-            self.team.break_off(PeerLost(text, [name], self._call.operation))
-            raise
-
-    return telling  # type: ignore[return-value]
-
-
-class HostsCollectives:
+class HostsCollectives(Collectives):
     """The collectives among the ranks of several hosts.
 
     Args:
-        team: The ranks.
-        call: What they have called.
+        ranks: The ranks.
+        signature: The call.
         timeout: How many seconds a rank waits for the others, each time that it does.
     """
 
-    def __init__(self, team: HostsTransport, call: Call, timeout: float) -> None:
-        self.team = team
-        self._call = call
+    def __init__(self, ranks: HostsTransport, signature: Signature, timeout: float) -> None:
+        self._ranks = ranks
+        self._signature = signature
         self._timeout = timeout
-        self._local = Collectives(team.local, call, timeout)
-        self._after_leader = Collectives(team.local, call, timeout + _PATIENCE_SECONDS)
+        self._local = Collectives(ranks.local, signature, timeout)
+        self._after_leader = Collectives(ranks.local, signature, timeout + _PATIENCE_SECONDS)
 
-    @_failing_together
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self._local.barrier()
-        self._between_leaders(lambda network: None)
+        self._leaders()
         self._after_leader.barrier()
 
-    @_failing_together
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
-        """Combine all ranks' tensors, in rank order, and have the result in each.
+        """Combine all ranks' tensors, and have the result in each.
 
         In rank order within a host, and then in the order of the hosts.
         """
         if reduction.name == "AVG" and reduction.accumulate_in is not None:
-            # Of narrow numbers the sum may not fit, and is to be rounded once.
+            # The sum of narrow numbers may not fit, and is to be rounded once.
             wide = tensor.to(reduction.accumulate_in)
             self.all_reduce(wide, reduction_for(dist.ReduceOp.AVG, wide.dtype))
             tensor.copy_(wide)
             return
         step = reduction._replace(name="SUM") if reduction.name == "AVG" else reduction
         self._local.all_reduce(tensor, step)
-        across = step._replace(factor=None)
-        self._between_leaders(lambda network: self._all_reduce_leaders(network, tensor, across))
+        if leaders := self._leaders():
+            for piece in pieces(tensor.numel(), _PIECE_BYTES // tensor.element_size()):
+                self._all_reduce_between(leaders, tensor[piece], step._replace(factor=None))
         self._after_leader.broadcast(tensor, 0)
         if reduction.name == "AVG":
-            reduction.divide(tensor, self.team.size)
+            reduction.divide(tensor, self._ranks.size)
 
-    def _all_reduce_leaders(
-        self, network: Network, tensor: torch.Tensor, reduction: Reduction
+    def _all_reduce_between(
+        self, leaders: Network, part: torch.Tensor, reduction: Reduction
     ) -> None:
         """Each leader combines its share of the elements, and sends that to all."""
-        for piece in pieces(tensor.numel(), _PIECE_BYTES // tensor.element_size()):
-            part = tensor[piece]
-            each = -(-part.numel() // network.size)
-            shares = [part[i * each : (i + 1) * each] for i in range(network.size)]
-            sizes = [share.numel() for share in shares]
-            own = sizes[network.rank]
-            received = part.new_empty(own * network.size)
-            come = [own] * network.size
-            network.all_to_all(received, come, part, sizes, self._call, self._timeout)
-            result = part.new_empty(each)
-            if own:
-                reduction.into(result[:own], received.split(own))
-            gathered = part.new_empty(each * network.size)
-            network.all_gather(gathered, result, self._call, self._timeout)
-            part.copy_(gathered[: part.numel()])
+        each = -(-part.numel() // leaders.size)
+        sizes = [len(part[i * each : (i + 1) * each]) for i in range(leaders.size)]
+        own = sizes[leaders.rank]
+        received = part.new_empty(own * leaders.size)
+        self._all_to_all(leaders, received, [own] * leaders.size, part, sizes)
+        result = part.new_empty(each)
+        if own:
+            reduction.into(result[:own], received.split(own))
+        gathered = part.new_empty(each * leaders.size)
+        self._all_gather(leaders, gathered, result)
+        part.copy_(gathered[: part.numel()])
 
-    @_failing_together
     def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
-        """Combine all ranks' tensors, in rank order, and have the result on ``root``."""
+        """Combine all ranks' tensors, and have the result on ``root``."""
         result = tensor.clone()
         self.all_reduce(result, reduction)
-        if self.team.rank == root:
+        if self._ranks.rank == root:
             tensor.copy_(result)
 
-    @_failing_together
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Have what ``root`` has on every rank."""
-        host, place = self.team.place_of(root)
-        if host == self.team.host:
-            self._local.broadcast(tensor, place)
+        """Have ``root``'s tensor on every rank."""
+        host, index = self._ranks.position_of(root)
+        if host == self._ranks.host:
+            self._local.broadcast(tensor, index)
         else:
             self._local.barrier()
-        self._between_leaders(
-            lambda network: network.broadcast(tensor, host, self._call, self._timeout)
-        )
-        if host == self.team.host:
+        if leaders := self._leaders():
+            options = BroadcastOptions()
+            options.rootRank = host
+            self._run(leaders, "broadcast", [_bytes(tensor)], options)
+        if host == self._ranks.host:
             self._after_leader.barrier()
         else:
             self._after_leader.broadcast(tensor, 0)
 
-    @_failing_together
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """Have every rank's tensor, all of one size, on every rank."""
-        team, numel = self.team, tensor.numel()
-        most = max(map(len, team.hosts))
-        # As many places for each host as the largest has ranks: Gloo gathers equal sizes.
-        everything = tensor.new_empty(len(team.hosts) * most * numel)
-        block = tensor.new_empty(most * numel)
-        places = [block[i * numel : (i + 1) * numel] for i in range(team.local.size)]
-        self._local.gather(places if team.is_leader else [], tensor)
-        self._between_leaders(
-            lambda network: network.all_gather(everything, block, self._call, self._timeout)
-        )
-        self._after_leader.broadcast(everything, 0)
+        ranks, numel = self._ranks, tensor.numel()
+        # Gloo gathers equal sizes: as many rows for each host as the largest host has ranks.
+        most = max(map(len, ranks.hosts))
+        block = tensor.new_empty(most, numel)
+        everything = tensor.new_empty(len(ranks.hosts), most, numel)
+        self._local.gather(list(block[: ranks.local.size]) if ranks.is_leader else [], tensor)
+        if leaders := self._leaders():
+            self._all_gather(leaders, everything.view(-1), block.view(-1))
+        self._after_leader.broadcast(everything.view(-1), 0)
         for rank, output in enumerate(outputs):
-            host, place = team.place_of(rank)
-            start = (host * most + place) * numel
-            output.copy_(everything[start : start + numel])
+            output.copy_(everything[ranks.position_of(rank)])
 
-    @_failing_together
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        """As :meth:`all_gather`, on the rank that gives ``outputs``; the others give none."""
+        """As :meth:`all_gather`, on the root alone, which gives ``outputs``."""
         self.barrier()
-        root = self._call.root or 0
-        self.team.everyone.gather(outputs, tensor, root, self._call, self._timeout)
+        root = self._signature.root or 0
+        sizes = [tensor.numel() * (rank == root) for rank in range(self._ranks.size)]
+        self._send_parts(outputs or [tensor[:0]] * self._ranks.size, tensor, sizes)
 
-    @_failing_together
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
         """Have on rank i the i-th of the tensors, all of one size, that ``root`` gives."""
         self.barrier()
-        self.team.everyone.scatter(output, inputs, root, self._call, self._timeout)
+        given = list(inputs) or [output[:0]] * self._ranks.size
+        outputs = [output if rank == root else output[:0] for rank in range(self._ranks.size)]
+        self._send_parts(outputs, torch.cat(given), list(map(len, given)))
 
-    @_failing_together
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction
     ) -> None:
@@ -180,55 +152,84 @@ class HostsCollectives:
         outgoing = torch.cat(list(inputs))
         if reduction.factor is not None:
             outgoing.mul_(reduction.factor)
-        parts = [output.new_empty(output.numel()) for _ in range(self.team.size)]
-        self._exchange(parts, outgoing.split([part.numel() for part in inputs]))
+        parts = [output.new_empty(output.numel()) for _ in range(self._ranks.size)]
+        self._send_parts(parts, outgoing, list(map(len, inputs)))
         reduction.into(output, parts)
 
-    @_failing_together
     def all_gather_uneven(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """As :meth:`all_gather`, where the ranks' tensors differ in size."""
-        told = self._agree([tensor.numel(), *map(len, outputs)])
-        sizes = check_gathered(self._call, told)
-        longest = max(sizes)
+        self._check_lengths([tensor] * len(outputs), outputs)
+        longest = max(map(len, outputs))
         padded = tensor.new_empty(longest)
         padded[: tensor.numel()].copy_(tensor)
-        everyone = tensor.new_empty(self.team.size, longest)
+        everyone = tensor.new_empty(self._ranks.size, longest)
         self.all_gather(list(everyone), padded)
         for output, theirs in zip(outputs, everyone, strict=True):
             output.copy_(theirs[: output.numel()])
 
-    @_failing_together
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Have the i-th rank's j-th input as the j-th rank's i-th output."""
-        check_exchanged(self._call, self._agree([*map(len, inputs), *map(len, outputs)]))
-        self._exchange(outputs, inputs)
+        self._check_lengths(inputs, outputs)
+        self._send_parts(outputs, torch.cat(list(inputs)), list(map(len, inputs)))
 
-    def _exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        incoming = [output.numel() for output in outputs]
-        received = outputs[0].new_empty(sum(incoming))
-        self.team.everyone.all_to_all(
-            received,
-            incoming,
-            torch.cat(list(inputs)),
-            [part.numel() for part in inputs],
-            self._call,
-            self._timeout,
-        )
+    def _leaders(self) -> Network | None:
+        """On a leader, its network, when all hosts have made the same call; else None."""
+        leaders = self._ranks.leaders
+        if leaders is not None:
+            leaders.agree(self._signature, self._timeout)
+        return leaders
+
+    def _all_gather(self, network: Network, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        options = AllgatherOptions()
+        self._run(network, "_allgather_base", _bytes(output), _bytes(tensor), options)
+
+    def _send_parts(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, sizes: Sequence[int]
+    ) -> None:
+        """Send the i-th part of ``tensor`` to rank i, and have what rank i sends in output i."""
+        incoming = list(map(len, outputs))
+        received = tensor.new_empty(sum(incoming))
+        self._all_to_all(self._ranks.everyone, received, incoming, tensor, sizes)
         for output, part in zip(outputs, received.split(incoming), strict=True):
             output.copy_(part)
 
-    def _agree(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return what every rank gives here; all give equally many numbers."""
-        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        tables = own.new_empty(self.team.size, len(numbers))
-        self.all_gather(list(tables), own)
-        rows: list[list[int]] = tables.tolist()
-        return rows
+    def _all_to_all(
+        self,
+        network: Network,
+        output: torch.Tensor,
+        output_sizes: Sequence[int],
+        tensor: torch.Tensor,
+        sizes: Sequence[int],
+    ) -> None:
+        width = tensor.element_size()
+        num_bytes = [[size * width for size in each] for each in (output_sizes, sizes)]
+        options = AllToAllOptions()
+        self._run(network, "alltoall_base", _bytes(output), _bytes(tensor), *num_bytes, options)
 
-    def _between_leaders(self, exchange: Callable[[Network], None]) -> None:
-        """On the leader, make sure that other hosts call the same, and exchange with them."""
-        network = self.team.leaders
-        if network is None:
-            return
-        network.agree(self._call, self._timeout)
-        exchange(network)
+    def _run(self, network: Network, method: str, *arguments: Any) -> None:
+        network.run(method, *arguments, signature=self._signature, timeout=self._timeout)
+
+
+@uncompiled
+class HostsGroup(SharedMemoryGroup):
+    """The process group behind the backend ``"shm"`` where ranks are on several hosts."""
+
+    _transport: HostsTransport  # type: ignore[assignment]
+
+    def _collectives(self, signature: Signature, timeout: float) -> HostsCollectives:
+        return HostsCollectives(self._transport, signature, timeout)
+
+    def _submit(self, results: list[torch.Tensor], opts: Options, *runs: Run) -> GroupWork:
+        return super()._submit(results, opts, *(partial(self._fail_together, run) for run in runs))
+
+    def _fail_together(self, run: Run, timeout: float) -> None:
+        """Carry out a call; if it fails, tell all ranks of this host, and a leader all hosts."""
+        try:
+            run(timeout)
+        except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
+            self._transport.break_off(error)
+            raise
+
+
+def _bytes(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(torch.uint8)

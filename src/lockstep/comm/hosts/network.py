@@ -1,34 +1,34 @@
-"""Bytes between hosts, through Gloo: what dtype they are, and what is done with them, is ours."""
+"""Collectives and messages between hosts, as bytes through Gloo: their dtypes are ours."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import AllToAllOptions, BroadcastOptions, GatherOptions, ScatterOptions
 
-from lockstep.comm.call import Call, fingerprint
+from lockstep.comm.arguments import flattened
+from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
+from lockstep.comm.shm.barrier import Failure, Fault
+from lockstep.comm.transport import Signature, fingerprint
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerLost
 from lockstep.torch_private import AllgatherOptions
 
 _FAULT = "fault"
-_FAULTS = {kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, CollectiveMismatch)}
 # Longer than any description of a call.
 _DESCRIPTION_BYTES = 512
 
 
 class Network:
-    """A Gloo group, which carries flat tensors as bytes.
+    """A Gloo group, which carries flat tensors, and messages between two ranks, as bytes.
 
     Args:
         store: A store that is this group's alone.
         ranks: The ranks in it, as the whole run numbers them, in order.
-        rank: Which of them this is, as the whole run numbers it.
+        rank: This rank, as the whole run numbers it.
         timeout: How many seconds to wait for the others to connect.
     """
 
@@ -46,115 +46,94 @@ class Network:
         group._register_backend(torch.device("cpu"), kind, backend)
         self._group: dist.ProcessGroup | None = group
 
-    def agree(self, call: Call, timeout: float) -> None:
-        """Make sure that all call the same.
+    def agree(self, signature: Signature, timeout: float) -> None:
+        """Make sure that all ranks make the same call.
 
         Raises:
             CollectiveMismatch: On all of them, if they don't.
         """
-        mine = fingerprint(call)
-        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        if all(bytes(theirs) == mine for theirs in self._told(own, call, timeout)):
+        mine = fingerprint(signature)
+        if all(theirs == mine for theirs in self._gather_bytes(mine, signature, timeout)):
             return
-        words = str(call).encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
-        told = self._told(torch.frombuffer(bytearray(words), dtype=torch.uint8), call, timeout)
-        calls = [bytes(theirs).decode(errors="replace").strip() for theirs in told]
-        accounts = [f"rank {r} called {text}" for r, text in zip(self._ranks, calls, strict=True)]
+        text = str(signature).encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
+        gathered = self._gather_bytes(text, signature, timeout)
+        calls = {
+            rank: theirs.decode(errors="replace").strip()
+            for rank, theirs in zip(self._ranks, gathered, strict=True)
+        }
+        accounts = "; ".join(f"rank {rank} called {theirs}" for rank, theirs in calls.items())
         raise CollectiveMismatch(
-            f"{'; '.join(accounts)}. All ranks must make the same calls in the same order: look "
+            f"{accounts}. All ranks must make the same calls in the same order: look "
             "for a branch that only some of them take.",
-            [r for r, text in zip(self._ranks, calls, strict=True) if text != str(call)],
-            call.operation,
+            [rank for rank, theirs in calls.items() if theirs != str(signature)],
+            signature.operation,
         )
 
-    def _told(self, own: torch.Tensor, call: Call, timeout: float) -> list[list[int]]:
-        everyone = torch.empty(self.size, own.numel(), dtype=torch.uint8, device="cpu")
-        self.all_gather(everyone.view(-1), own, call, timeout)
-        rows: list[list[int]] = everyone.tolist()
-        return rows
+    def _gather_bytes(self, own: bytes, signature: Signature, timeout: float) -> list[bytes]:
+        everyone = torch.empty(self.size, len(own), dtype=torch.uint8, device="cpu")
+        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        arguments = (everyone.view(-1), mine, AllgatherOptions())
+        self.run("_allgather_base", *arguments, signature=signature, timeout=timeout)
+        return [bytes(row) for row in everyone.tolist()]
 
-    def all_gather(
-        self, output: torch.Tensor, tensor: torch.Tensor, call: Call, timeout: float
-    ) -> None:
-        """Have all tensors, of one size, one after the other."""
-        options = AllgatherOptions()
-        options.timeout = timedelta(seconds=timeout)
-        self.finish(
-            lambda: self.group._allgather_base(_bytes(output), _bytes(tensor), options),
-            call,
-            timeout,
-        )
+    def run(self, method: str, *arguments: Any, signature: Signature, timeout: float) -> None:
+        """Carry out a collective of Gloo's, whose last argument is its options.
 
-    def broadcast(self, tensor: torch.Tensor, root: int, call: Call, timeout: float) -> None:
-        """Have what the ``root``-th has."""
-        options = BroadcastOptions()
-        options.rootRank = root
-        options.timeout = timedelta(seconds=timeout)
-        self.finish(lambda: self.group.broadcast([_bytes(tensor)], options), call, timeout)
+        Every rank of this network must call it.
 
-    def gather(
-        self,
-        outputs: Sequence[torch.Tensor],
-        tensor: torch.Tensor,
-        root: int,
-        call: Call,
-        timeout: float,
-    ) -> None:
-        """Have all tensors, of one size, on the ``root``-th, which gives ``outputs``."""
-        options = GatherOptions()
-        options.rootRank = root
-        options.timeout = timedelta(seconds=timeout)
-        lists = [[_bytes(output) for output in outputs]] if outputs else []
-        self.finish(lambda: self.group.gather(lists, [_bytes(tensor)], options), call, timeout)
+        Raises:
+            CollectiveFailed: If the others don't do their part of ``signature`` in time.
+        """
+        arguments[-1].timeout = timedelta(seconds=timeout)
+        self.finish(lambda: getattr(self.group, method)(*arguments), signature, timeout)
 
-    def scatter(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        root: int,
-        call: Call,
-        timeout: float,
-    ) -> None:
-        """Have the i-th of the tensors that the ``root``-th gives, all of one size, on the i-th."""
-        options = ScatterOptions()
-        options.rootRank = root
-        options.timeout = timedelta(seconds=timeout)
-        lists = [[_bytes(part) for part in inputs]] if inputs else []
-        self.finish(lambda: self.group.scatter([_bytes(output)], lists, options), call, timeout)
+    def start_send(
+        self, tensor: torch.Tensor, destination: int, tag: int, timeout: timedelta
+    ) -> dist.Work:
+        """Start sending ``tensor``, which may be written to again at once.
 
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        output_numels: Sequence[int],
-        tensor: torch.Tensor,
-        numels: Sequence[int],
-        call: Call,
-        timeout: float,
-    ) -> None:
-        """Send the i-th part of ``tensor`` to the i-th rank, and have what all send to this one."""
-        options = AllToAllOptions()
-        options.timeout = timedelta(seconds=timeout)
-        size = tensor.element_size()
-        self.finish(
-            lambda: self.group.alltoall_base(
-                _bytes(output),
-                _bytes(tensor),
-                [numel * size for numel in output_numels],
-                [numel * size for numel in numels],
-                options,
-            ),
-            call,
-            timeout,
-        )
+        Gloo takes the message when the other side expects it.
+        """
+        flat = flattened(tensor)
+        header = torch.frombuffer(bytearray(header_of(flat, tag)), dtype=torch.uint8)
+        message = torch.cat([header, flat.view(torch.uint8)])
+        work = self.group.send([message], destination, tag)
+        signature = Signature("send", flat.dtype, flat.shape)
 
-    def name_of(self, rank: int) -> int:
-        """What the whole run calls this group's ``rank``."""
-        return self._ranks[rank]
+        # Gloo reads the message until it is taken, so the work keeps it.
+        def complete(seconds: float, message: torch.Tensor = message) -> int:
+            self.finish(lambda: work, signature, seconds, [destination])
+            return destination
+
+        return MessageWork(complete, lambda: False, [], timeout)
+
+    def start_receive(
+        self, tensor: torch.Tensor, source: int | None, tag: int, timeout: timedelta
+    ) -> dist.Work:
+        """Receive the next message of ``source``, or of any rank, into ``tensor``."""
+        # Gloo matches messages with receives itself, and accepts one that is too short.
+        message = torch.empty(HEADER.size + tensor.nbytes, dtype=torch.uint8, device="cpu")
+        if source is None:
+            work = self.group.recv_anysource([message], tag)
+        else:
+            work = self.group.recv([message], source, tag)
+        signature = Signature("recv", tensor.dtype, (tensor.numel(),))
+
+        def complete(seconds: float) -> int:
+            self.finish(lambda: work, signature, seconds, None if source is None else [source])
+            sender = int(work._source_rank()) if source is None else source
+            _, num_bytes, dtype = HEADER.unpack(bytes(message[: HEADER.size].tolist()))
+            contents = message[HEADER.size :][:num_bytes]
+            received = Message(sender, tag, dtype.rstrip(b"\0").decode(), contents)
+            received.copy_to(tensor, self._ranks[sender], "recv")
+            return sender
+
+        return MessageWork(complete, work.is_completed, [tensor], timeout)
 
     def finish(
         self,
         start: Callable[[], dist.Work],
-        call: Call,
+        signature: Signature,
         timeout: float,
         others: Sequence[int] | None = None,
     ) -> None:
@@ -166,53 +145,48 @@ class Network:
         try:
             start().wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            # Whoever failed first has said why before it let go of its connections.
+            # The rank that failed first has said why before it closed its connections.
             told = self._told_fault()
             if told is not None:
-                kind = _FAULTS.get(told["kind"], PeerLost)
-                raise kind(told["text"], told["ranks"], call.operation) from error
+                raise told.error(signature.operation) from error
             ranks = range(self.size) if others is None else others
             names = [self._ranks[rank] for rank in ranks if rank != self.rank]
             if "timed out" in str(error).lower():
                 raise CollectiveTimeout(
-                    f"Not all of the ranks {names}, on other hosts, came to {call} within "
+                    f"Not all of the ranks {names}, on other hosts, came to {signature} within "
                     f"{timeout:g} s. See what they do there. Gloo says: {error}",
                     names,
-                    call.operation,
+                    signature.operation,
                 ) from error
             raise PeerLost(
-                f"One of the ranks {names}, on other hosts, was lost in {call}: what it wrote "
+                f"One of the ranks {names}, on other hosts, was lost in {signature}: what it wrote "
                 f"last tells why. Gloo says: {error}",
                 names,
-                call.operation,
+                signature.operation,
             ) from error
 
-    def break_off(self, error: PeerLost | CollectiveTimeout | CollectiveMismatch) -> None:
+    def break_off(self, error: Failure) -> None:
         """Tell the other hosts why this one goes no further."""
         if self._told_fault() is None:
-            told = {"kind": type(error).__name__, "text": str(error), "ranks": error.ranks}
-            with contextlib.suppress(RuntimeError):
-                self._store.set(_FAULT, json.dumps(told))
+            with suppress(RuntimeError):
+                self._store.set(_FAULT, Fault.of(error).encode().decode())
         self.close()
 
-    def _told_fault(self) -> dict[str, Any] | None:
+    def _told_fault(self) -> Fault | None:
         """What broke the group, if a rank has said so."""
-        try:
+        # The store is gone with the rank that held it.
+        with suppress(RuntimeError):
             if self._store.check([_FAULT]):
-                told: dict[str, Any] = json.loads(bytes(self._store.get(_FAULT)))
-                return told
-        except RuntimeError:
-            # The store went with the rank that held it.
-            return None
+                return Fault.decode(bytes(self._store.get(_FAULT)))
         return None
 
     def close(self) -> None:
-        """Let go of the connections; who waits at their other ends learns that they are gone."""
+        """Close the connections; ranks that wait at their other ends learn of it."""
         self._group = None
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Gloo's.
+        """Gloo's process group.
 
         Raises:
             GroupClosed: If it was closed.
@@ -220,7 +194,3 @@ class Network:
         if self._group is None:
             raise GroupClosed("This process group was destroyed, or has failed before.")
         return self._group
-
-
-def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    return flat.view(torch.uint8)

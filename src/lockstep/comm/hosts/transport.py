@@ -1,29 +1,39 @@
-"""The ranks of several hosts, and those among them who lead."""
+"""The ranks of several hosts, and the leaders among them."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.hosts.messages import NetworkMailbox
 from lockstep.comm.hosts.network import Network
+from lockstep.comm.shm.barrier import Failure
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.transport import Ranks
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from lockstep.errors import PeerLost, RendezvousFailed
 
 
 class HostsTransport(Ranks):
     """Ranks of several hosts; those of one host reach each other's memory.
 
+    Attributes:
+        host: The index of this host in ``hosts``.
+        is_leader: Whether this is the first rank of its host.
+        everyone: The network of all ranks.
+        leaders: The network of the leaders, on those.
+
     Args:
         store: A store that is this group's alone.
-        rank: Which of the ranks this is.
+        rank: This rank.
         hosts: The ranks of each host.
-        local: Those of this host, as a team of their own.
+        local: The transport between those of this host.
         timeout: How many seconds to wait for the others to connect.
-        members: What all of them are called in the whole run, by which errors name them.
+        members: The ranks as the whole run numbers them, for errors.
     """
 
     def __init__(
@@ -35,35 +45,34 @@ class HostsTransport(Ranks):
         timeout: float,
         members: Sequence[int] | None = None,
     ) -> None:
-        members = list(members or range(sum(map(len, hosts))))
+        self._positions = {r: (h, i) for h, ranks in enumerate(hosts) for i, r in enumerate(ranks)}
         self.rank = rank
-        # As errors name it.
-        self.name = members[rank]
-        self.size = sum(map(len, hosts))
+        self.size = len(self._positions)
         self.local = local
         self.hosts = hosts
-        self._places = {r: (h, p) for h, ranks in enumerate(hosts) for p, r in enumerate(ranks)}
-        self.host, place = self._places[rank]
-        self.is_leader = place == 0
+        members = list(members or range(self.size))
+        self._name = members[rank]
+        self.host, index = self._positions[rank]
+        self.is_leader = index == 0
         everyone = dist.PrefixStore("everyone/", store)
-        self.everyone = Network(everyone, members, members[rank], timeout)
-        self.mailbox = NetworkMailbox(self.everyone)
+        self.everyone = Network(everyone, members, self._name, timeout)
+        self.mailbox = self.everyone
         self.leaders: Network | None = None
         if self.is_leader:
-            leading = [members[ranks[0]] for ranks in hosts]
+            leaders = [members[ranks[0]] for ranks in hosts]
             self.leaders = Network(
-                dist.PrefixStore("leaders/", store), leading, members[rank], timeout
+                dist.PrefixStore("leaders/", store), leaders, self._name, timeout
             )
 
-    def place_of(self, rank: int) -> tuple[int, int]:
-        """The host of ``rank``, and which of that host's ranks it is."""
-        return self._places[rank]
+    def position_of(self, rank: int) -> tuple[int, int]:
+        """The index of the host of ``rank``, and the index of ``rank`` among its ranks."""
+        return self._positions[rank]
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Return new memory, as bytes, that the ranks of this host reduce in place."""
         return self.local.empty(num_bytes)
 
-    def break_off(self, error: PeerLost | CollectiveTimeout | CollectiveMismatch) -> None:
+    def break_off(self, error: Failure) -> None:
         """Tell all other ranks why this one goes no further."""
         self.local.break_off(error)
         if self.leaders is not None:
@@ -74,8 +83,10 @@ class HostsTransport(Ranks):
         self.local.check_open()
 
     def abort(self, why: str = "") -> None:
-        """Make every wait of this rank end with an error."""
-        self.local.abort(why)
+        """Make every wait of this rank, and of the others, end with an error."""
+        self.break_off(
+            PeerLost(f"Rank {self._name} has aborted the group.{why}", [self._name], "abort")
+        )
         self._close_network()
 
     def leave(self) -> None:
@@ -87,3 +98,35 @@ class HostsTransport(Ranks):
         self.everyone.close()
         if self.leaders is not None:
             self.leaders.close()
+
+
+def ranks_by_host(store: dist.Store, rank: int, size: int, timeout: float) -> list[list[int]]:
+    """Return the ranks of each host, both in order; every rank must call it.
+
+    Ranks are of one host here if they can share memory: if they run on one kernel, in one
+    network namespace (containers often don't), and as one user.
+
+    Raises:
+        RendezvousFailed: If a rank doesn't come within ``timeout`` seconds.
+    """
+    store.set(f"host/{rank}", _this_host())
+    keys = [f"host/{other}" for other in range(size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        absent = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise RendezvousFailed(
+            f"Rank {rank} waited {timeout:g} s for the ranks {absent} to join the group. See "
+            "whether they started, and whether they create the same groups in the same order."
+        ) from error
+    hosts: dict[bytes, list[int]] = {}
+    for other, key in enumerate(keys):
+        hosts.setdefault(bytes(store.get(key)), []).append(other)
+    return list(hosts.values())
+
+
+def _this_host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    kernel = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    network = os.stat("/proc/self/ns/net").st_ino if os.path.exists("/proc/self/ns/net") else 0
+    return f"{kernel} {network} {os.geteuid()}"

@@ -8,53 +8,46 @@ import fcntl
 import mmap
 import os
 import resource
-import time
 import weakref
 from collections.abc import Callable
+from ctypes import c_int, c_size_t, c_void_p
 from pathlib import Path
 
 import torch
 
+from lockstep.comm.deadline import Deadline
 from lockstep.errors import SharedMemoryFull
 
 # From <fcntl.h>, where Python doesn't have them.
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
 # From <sys/mman.h> and Python's <memoryobject.h>.
-_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FAILED = c_void_p(-1).value
 _WRITABLE = 0x200
 
-# This part of the memory that there is may be taken within so many seconds of looking.
-_SHARE = 16
+# For how long after a look at the limits which part of the room may be taken without another look.
+_PART = 16
 _LOOK_SECONDS = 0.5
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_memoryview_of = ctypes.PYFUNCTYPE(
-    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
-)(("PyMemoryView_FromMemory", ctypes.pythonapi))
+_libc.mmap.restype = c_void_p
+_libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, ctypes.c_long)
+_libc.munmap.argtypes = (c_void_p, c_size_t)
+_libc.madvise.argtypes = (c_void_p, c_size_t, c_int)
+_view_prototype = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.c_ssize_t, c_int)
+_memoryview_of = _view_prototype(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
 class Segment:
     """Memory that this process has made and that others can map, by its descriptor.
 
-    It has no name, in ``/dev/shm`` or elsewhere: nothing is left of it when the last process
-    that has it ends, however that ends, and how large ``/dev/shm`` is doesn't matter. Its pages
-    are there from the start: running out of memory is an error here, and not a signal later.
-    It can't be shrunk either, so no process can make another's access fail.
+    It has no name, in ``/dev/shm`` or elsewhere: nothing is left of it when the last process that
+    maps it ends, however that ends, and the size of ``/dev/shm`` doesn't matter. Its pages exist
+    from the start: running out of memory is an error here, and not a signal later. It can't be
+    shrunk, so no process can make another's access fail.
 
     Attributes:
-        descriptor: What another process maps it by, or -1 when it was closed.
-        pointer: Where it is in this process.
+        descriptor: The file descriptor, or -1 after :meth:`close`.
+        pointer: Its address in this process.
     """
 
     def __init__(self, descriptor: int, num_bytes: int, pointer: int) -> None:
@@ -66,11 +59,9 @@ class Segment:
     def create(
         cls, num_bytes: int, when_unused: Callable[[], None] | None = None
     ) -> tuple[Segment, torch.Tensor]:
-        """Make a segment, and return it with the tensor of its bytes.
+        """Return a new segment of ``num_bytes``, and its bytes as a tensor.
 
-        Args:
-            num_bytes: How much.
-            when_unused: Called when no tensor of this process uses it any more.
+        ``when_unused`` is called when no tensor of this process uses it any more.
 
         Raises:
             SharedMemoryFull: If there isn't enough memory.
@@ -92,15 +83,15 @@ class Segment:
         return cls(descriptor, num_bytes, tensor.data_ptr()), tensor
 
     def close(self) -> None:
-        """Give up the descriptor; the memory stays as long as tensors or other processes use it."""
+        """Close the descriptor; the memory stays as long as tensors or other processes use it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def free(self) -> None:
-        """Give the memory back although other processes may still map it, and close.
+        """Give the memory back although other processes may map it, and close.
 
-        Only while this process has it mapped itself: until ``when_unused`` returns.
+        Only until ``when_unused`` returns, while this process maps it itself.
         """
         _libc.madvise(self.pointer, self._num_bytes, mmap.MADV_REMOVE)
         self.close()
@@ -109,18 +100,14 @@ class Segment:
 def _map(
     descriptor: int, num_bytes: int, when_unused: Callable[[], None] | None = None
 ) -> torch.Tensor:
-    """Map memory, which is there as long as tensors use it, whatever becomes of ``descriptor``.
-
-    Not by mmap.mmap, which keeps a descriptor of its own for each that is mapped, and of those a
-    process may have few: a thousand by default. Shown by
-    test_memory_that_all_ranks_have_mapped_takes_no_descriptor.
-    """
+    # Not by mmap.mmap, which keeps a copy of the descriptor, of which a process may have a thousand
+    # by default. Shown by test_memory_that_all_ranks_have_mapped_takes_no_descriptor.
     access = mmap.PROT_READ | mmap.PROT_WRITE
     pointer = _libc.mmap(None, num_bytes, access, mmap.MAP_SHARED, descriptor, 0)
     if pointer == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    # The tensor has the view. When that goes, the memory stays until ``when_unused`` returns:
-    # nothing else can be at this address before. Shown by
+    # The tensor owns the view. After its end the memory stays mapped until ``when_unused`` returns,
+    # so nothing else is at this address before. Shown by
     # test_tensors_are_dropped_by_any_thread_while_others_are_made.
     view = _memoryview_of(pointer, num_bytes, _WRITABLE)
     weakref.finalize(view, _unmap, pointer, num_bytes, when_unused).atexit = False
@@ -136,10 +123,10 @@ def _unmap(pointer: int, num_bytes: int, when_unused: Callable[[], None] | None)
 
 
 def map_segment(descriptor: int) -> torch.Tensor:
-    """Map the segment of another process, and close ``descriptor``; return it as bytes.
+    """Map the segment of another process, close ``descriptor``, and return the bytes.
 
     Raises:
-        SharedMemoryFull: If this process may not have as much address space.
+        SharedMemoryFull: If this process may not have that much address space.
     """
     size = 0
     try:
@@ -179,21 +166,20 @@ def check_room(num_bytes: int) -> int:
 
 
 class _Room:
-    """How much memory there is to take, looked up anew when that may have changed.
+    """The memory that may be taken, looked up again when that may have changed.
 
-    What would go beyond a limit is refused here: the kernel would kill a process instead.
+    A segment beyond a limit is refused here: the kernel would kill a process instead.
     """
 
     def __init__(self) -> None:
         self._left = 0
-        self._until = 0.0
+        self._expiry = Deadline(0)
 
     def take(self, num_bytes: int) -> None:
-        # To look takes longer than to make a segment for a message. A part of what was found,
-        # for a moment, may be taken without: others take as well.
-        if num_bytes > self._left or time.monotonic() > self._until:
-            room = check_room(num_bytes)
-            self._left, self._until = room // _SHARE, time.monotonic() + _LOOK_SECONDS
+        # A look takes longer than making a segment for a message, so a part of the room found may
+        # be taken without another; only a part, as other processes take memory too.
+        if num_bytes > self._left or not self._expiry.left():
+            self._left, self._expiry = check_room(num_bytes) // _PART, Deadline(_LOOK_SECONDS)
         self._left -= num_bytes
 
 
@@ -201,7 +187,7 @@ _room = _Room()
 
 
 def _room_by_limit() -> list[tuple[int, str]]:
-    """How many bytes each limit on this process leaves, and what to call it."""
+    """How many bytes each limit on this process leaves, and the limit in words."""
     found = [(_available_memory(), "the memory of this machine")]
     for line in _lines("/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -212,14 +198,14 @@ def _room_by_limit() -> list[tuple[int, str]]:
             usage = "memory.usage_in_bytes"
         else:
             continue
-        # The limits of the groups above it hold as well. Inside a container the path may be that
-        # of the host, and its own group is at the root.
+        # The limits of the groups above it hold as well. In a container the path may be that on the
+        # host, and its own group is at the root.
         own = Path(root, path.lstrip("/"))
         for folder in (own, *(each for each in own.parents if each.is_relative_to(root))):
             most, used = _number(folder / limit), _number(folder / usage)
             if most is None or used is None:
                 continue
-            # File pages that nobody has used lately count, and go when room is needed.
+            # It includes file pages not used lately, which go when memory is needed.
             stat = dict(pair.split()[:2] for pair in _lines(folder / "memory.stat"))
             idle = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
             found.append((most - used + idle, f"the memory limit of its control group {path!r}"))

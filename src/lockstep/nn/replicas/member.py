@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.shm.lines import shut_down
+from lockstep.comm.shm.sockets import shut_down
 from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas.meeting import Meeting, Round
 from lockstep.nn.replicas.messages import Ask, Error, Sum, as_error, as_exception

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from lockstep.comm.rank_threads import of_this_rank
+from lockstep.comm import of_this_rank
 from lockstep.torch_private import DeviceContext, _get_current_function_mode_stack
 from lockstep.world.threads import of_this_place
 

@@ -14,8 +14,8 @@ from typing import Any
 import cloudpickle
 import torch
 
-from lockstep.comm.shm.lines import receive_message, send_message, shut_down
 from lockstep.comm.shm.memory import Segment, map_segment
+from lockstep.comm.shm.sockets import receive_message, send_message, shut_down
 from lockstep.nn.replicas.shared import Place, SharedMemory, places_for, tensor_at
 
 # How long the message is, and how many of its descriptors are those of the sender's memory.

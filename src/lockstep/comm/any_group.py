@@ -1,7 +1,9 @@
-"""A few things said through a process group, in terms of tensors and bytes.
+"""Collectives through a process group of any kind, and the group of a single rank.
 
 They call the group's own methods and not the functions of ``torch.distributed``: those look
 groups up in a registry, and a group need not be in it.
+
+All of them raise CollectiveFailed if a rank is lost, or doesn't come in time.
 """
 
 from __future__ import annotations
@@ -12,18 +14,19 @@ import logging
 import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, reduce
-from operator import add
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.comm.failures import Pending
+from lockstep.comm.sparse import sum_sparse
 from lockstep.errors import CollectiveFailed, SharedMemoryFull
 
 _log = logging.getLogger(__name__)
 
-# Large enough that latency is nothing beside the transfer, small enough as a second copy.
+# Large enough for the latency not to count, small enough as a second copy.
 _CHUNK_BYTES = 25 * 1024 * 1024
 
 
@@ -32,13 +35,11 @@ def can_average(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cpu" and hasattr(group, "empty")
 
 
-def start_all_reduce(
-    group: dist.ProcessGroup, tensor: torch.Tensor, *, average: bool = False
-) -> Pending:
+def start_all_reduce(group: dist.ProcessGroup, tensor: Tensor, *, average: bool = False) -> Pending:
     """Start summing ``tensor`` over the ranks, in place, and return at once.
 
     Every rank of ``group`` must call it, in the same order; ``tensor`` may be read or written
-    again after the ``wait()`` of what is returned. ``average`` only where the group
+    again after the ``wait()`` of the return value. ``average`` only where the group
     :func:`can_average`.
     """
     options = dist.AllreduceOptions()
@@ -54,7 +55,7 @@ def any_rank(group: dist.ProcessGroup, facts: Sequence[bool]) -> list[bool]:
     They travel on CPUs if the group can carry that: a GPU would have to be waited for.
     """
     device = torch.device("cpu")
-    if not hasattr(group, "empty") and device not in group._device_types:
+    if not can_average(group, device) and device not in group._device_types:
         device = group._device_types[0]
     counts = torch.tensor(facts, dtype=torch.int32, device=device)
     start_all_reduce(group, counts).wait()
@@ -68,34 +69,65 @@ def have_same(group: dist.ProcessGroup, payload: bytes, device: torch.device) ->
     """
     # Not one of OpenSSL's, whose library is a megabyte.
     digest = hashlib.blake2b(payload, digest_size=32).digest()
-    # The largest of all, and of all turned over: the smallest.
+    # Equal maxima of the digest and of its complement mean equal maximum and minimum.
     mine = digest + bytes(255 - byte for byte in digest)
-    extremes = bytearray(mine)
-    here = torch.frombuffer(extremes, dtype=torch.int64)
+    maxima = bytearray(mine)
+    here = torch.frombuffer(maxima, dtype=torch.int64)
     there = here.to(device)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     Pending(group, "all_reduce", lambda: group.allreduce([there], options)).wait()
     here.copy_(there)
-    return extremes == mine
+    return maxima == mine
+
+
+def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
+    """Return every rank's ``tensor``, of one shape and dtype, in rank order, on every rank.
+
+    All ranks must call it; it blocks, or on a GPU the current stream does.
+    """
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    Pending(group, "all_gather", lambda: group.allgather([gathered], [tensor])).wait()
+    return gathered
+
+
+def all_gather_bytes(
+    group: dist.ProcessGroup, payload: bytes, device: torch.device
+) -> Sequence[bytes]:
+    """Return every rank's ``payload``, in rank order, on every rank.
+
+    Bytes and not objects: nothing that a peer sends is unpickled. All ranks must call it; it
+    blocks. ``device`` is one that the group can carry tensors of.
+    """
+    lengths = all_gather(group, torch.tensor([len(payload)], device=device))
+    longest = max(int(length) for length in lengths)
+    padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
+    gathered = all_gather(group, padded.to(device))
+    return [
+        bytes(part[: int(length)].tolist()) for part, length in zip(gathered, lengths, strict=True)
+    ]
+
+
+def sum_rows(group: dist.ProcessGroup, mine: Tensor) -> Tensor:
+    """Return the sum of the ranks' coalesced sparse tensors; see :func:`sum_sparse`."""
+    return sum_sparse(partial(all_gather, group), mine)
 
 
 def zero_buffer(
     group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Return zeros that ``group`` sums with the least copying, from its own memory if it has any.
+) -> Tensor:
+    """Return zeros that ``group`` sums with the least copying, in its own memory if it has any.
 
     Only this rank need call it.
     """
-    if device.type == "cpu" and hasattr(group, "empty"):
+    if can_average(group, device):
         try:
-            buffer: torch.Tensor = group.empty(numel, dtype=dtype)
+            buffer: Tensor = group.empty(numel, dtype=dtype)  # type: ignore[attr-defined]
             return buffer.zero_()
         except SharedMemoryFull as error:
             _log.warning("Gradients are copied to be reduced, which takes longer. %s", error)
     if device.type == "cpu" and numel and hasattr(mmap, "MAP_ANONYMOUS"):
-        # Not from the C library's heap: what is there for long, other memory can't be joined across
-        # as it comes and goes. See "Memory" in benchmarks/RESULTS.md.
+        # A long-lived block fragments malloc's heap. See "Memory" in benchmarks/RESULTS.md.
         with contextlib.suppress(OSError):
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             memory = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
@@ -106,29 +138,29 @@ def zero_buffer(
 class TensorBroadcast:
     """A broadcast of many tensors in few transfers, started now and taken over later.
 
-    What travels is bytes, so tensors of all dtypes travel together. Every rank of ``group``
-    creates it with tensors of the same shapes and dtypes, and then calls :meth:`finish`. In
-    between the tensors may be read and written; what the others get is what rank ``source``
-    held at the start.
+    Tensors travel as bytes, so those of all dtypes travel together. Every rank of ``group``
+    creates it with tensors of the same shapes and dtypes, and then calls :meth:`finish`. Meanwhile
+    the tensors may be read and written; the other ranks get the values that rank ``source`` held
+    at the start.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, tensors: Iterable[torch.Tensor], source: int = 0
+        self, group: dist.ProcessGroup, tensors: Iterable[Tensor], source: int = 0
     ) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._group = group
         self._source = source
-        self._transfers: list[tuple[list[torch.Tensor], torch.Tensor, Pending]] = []
+        self._transfers: list[tuple[list[Tensor], Tensor, Pending]] = []
         for chunk in _chunks(tensors):
             wire = torch.cat([_bytes_of(tensor) for tensor in chunk])
             start = partial(group.broadcast, [wire], options)
             self._transfers.append((chunk, wire, Pending(group, "broadcast", start)))
 
-    def finish(self, may_write: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
-        """Wait, and write what came into the tensors, on every rank but the source.
+    def finish(self, may_write: Callable[[Tensor], bool] = lambda _: True) -> None:
+        """Wait, and write the received values to the tensors, on every rank but the source.
 
-        Those that ``may_write`` refuses stay as they are.
+        Tensors that ``may_write`` refuses stay as they are.
 
         The tensors' version counters stay as they are: BatchNorm's statistics are saved for a
         backward that may still come, which reads nothing of them that this could falsify.
@@ -152,15 +184,16 @@ class TensorBroadcast:
                     own.copy_(part.view(own.dtype).view(own.shape))
 
 
-def broadcast_tensors(
-    group: dist.ProcessGroup, tensors: Iterable[torch.Tensor], source: int = 0
-) -> None:
-    """Give every rank the values that ``tensors`` have on rank ``source``, and wait for it."""
+def broadcast_tensors(group: dist.ProcessGroup, tensors: Iterable[Tensor], source: int = 0) -> None:
+    """Copy the values of ``tensors`` from rank ``source`` to every rank. All must call; it blocks.
+
+    Shapes and dtypes must be the same on all ranks.
+    """
     TensorBroadcast(group, tensors, source).finish()
 
 
-def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of an expanded tensor that has each number in its memory once."""
+def without_repeats(tensor: Tensor) -> Tensor:
+    """Return a view of an expanded tensor that has each element of its memory once."""
     if tensor.layout is torch.strided:
         for dim in reversed(range(tensor.dim())):
             if not tensor.stride(dim) and tensor.shape[dim] > 1:
@@ -168,22 +201,22 @@ def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes_of(tensor: Tensor) -> Tensor:
     plain = without_repeats(tensor.detach()).resolve_conj().resolve_neg()
     return plain.contiguous().view(-1).view(torch.uint8)
 
 
-def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors that can travel together: on one device, and of a bounded size."""
-    devices: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel():
-            devices[tensor.device].append(tensor)
-    chunks: list[list[torch.Tensor]] = []
-    for together in devices.values():
+            by_device[tensor.device].append(tensor)
+    chunks: list[list[Tensor]] = []
+    for together in by_device.values():
         room = 0
-        # Wide elements first: then each begins at a multiple of its own size.
-        for tensor in sorted(together, key=torch.Tensor.element_size, reverse=True):
+        # Wide elements first: then each tensor begins at a multiple of its element size.
+        for tensor in sorted(together, key=Tensor.element_size, reverse=True):
             if room <= 0:
                 chunks.append([])
                 room = _CHUNK_BYTES
@@ -192,55 +225,31 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return chunks
 
 
-def all_gather_bytes(
-    group: dist.ProcessGroup, payload: bytes, device: torch.device
-) -> Sequence[bytes]:
-    """Return every rank's ``payload``, in rank order, on every rank.
+class SingleRankGroup:
+    """A group of one rank, for code that needs a process group in any case."""
 
-    Bytes and not objects: nothing that a peer sends is unpickled. All ranks must call it; it
-    blocks. ``device`` is one that the group can carry tensors of.
-    """
-    lengths = all_gather(group, torch.tensor([len(payload)], device=device))
-    longest = max(int(length) for length in lengths)
-    padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
-    gathered = all_gather(group, padded.to(device))
-    return [
-        bytes(part[: int(length)].tolist()) for part, length in zip(gathered, lengths, strict=True)
-    ]
+    def rank(self) -> int:
+        """The rank."""
+        return 0
 
+    def size(self) -> int:
+        """The number of ranks."""
+        return 1
 
-def all_gather(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return every rank's ``tensor``, of one shape and dtype, in rank order, on every rank.
+    def allreduce(self, tensors: Sequence[Tensor], options: object = None) -> _Done:
+        """Leave ``tensors`` as they are."""
+        return _Done()
 
-    All ranks must call it; it blocks, or on a GPU the current stream does.
-    """
-    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
-    Pending(group, "all_gather", lambda: group.allgather([gathered], [tensor])).wait()
-    return gathered
+    def broadcast(self, tensors: Sequence[Tensor], options: object = None) -> _Done:
+        """Leave ``tensors`` as they are."""
+        return _Done()
+
+    def allgather(self, gathered: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> _Done:
+        """Copy the tensor."""
+        gathered[0][0].copy_(tensors[0])
+        return _Done()
 
 
-def sum_rows(group: dist.ProcessGroup, mine: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the ranks' coalesced sparse tensors, of which whole rows are there.
-
-    It is taken in rank order, so that all ranks have the same bits. All ranks must call it; it
-    blocks. A group need not be able to add up sparse tensors, which NCCL's can't.
-
-    Args:
-        group: The ranks.
-        mine: This rank's tensor: in COO layout, with one sparse dimension.
-    """
-    places, rows = mine.indices()[0], mine.values()
-    counts = [int(n) for n in all_gather(group, torch.tensor([len(rows)], device=rows.device))]
-    room = max(counts) - len(rows)
-    if group.size() == 1 or not max(counts):
-        return mine
-    all_places = all_gather(group, torch.cat([places, places.new_zeros(room)]))
-    all_rows = all_gather(group, torch.cat([rows, rows.new_zeros(room, *rows.shape[1:])]))
-    parts = [
-        torch.sparse_coo_tensor(
-            p[None, :n], r[:n], mine.shape, is_coalesced=True, check_invariants=False
-        )
-        for p, r, n in zip(all_places, all_rows, counts, strict=True)
-    ]
-    # Two at a time: how more than two values for one place are associated is not ours to say.
-    return reduce(add, parts).coalesce()
+class _Done:
+    def wait(self) -> bool:
+        return True

@@ -1,0 +1,216 @@
+"""A process group as torch.distributed knows it, apart from its operations."""
+
+# The stubs of torch name some parameters otherwise than torch calls them by.
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.transport import Ranks
+from lockstep.comm.uncompiled import uncompiled
+from lockstep.comm.work import GroupWork, Run, WorkQueue
+from lockstep.errors import BackendUnavailable
+
+_groups: weakref.WeakSet[BaseGroup] = weakref.WeakSet()
+
+
+class Options(Protocol):
+    """The options of the operations; each class of options has those that its operation needs."""
+
+    asyncOp: bool  # noqa: N815
+    timeout: timedelta
+    rootRank: int  # noqa: N815
+    reduceOp: dist.ReduceOp  # noqa: N815
+
+
+@uncompiled
+class BaseGroup(dist.ProcessGroup):
+    """A group with a name, a queue of calls, and an end.
+
+    Args:
+        transport: The connected ranks.
+        backend: The name of the backend.
+        timeout: How long each call waits for the other ranks.
+        store: The store through which the ranks have met, for tensors on other devices.
+    """
+
+    def __init__(
+        self, transport: Ranks, backend: str, timeout: timedelta, store: dist.Store | None = None
+    ) -> None:
+        super().__init__(transport.rank, transport.size)  # type: ignore[call-arg]
+        self._transport = transport
+        self._rank, self._size = transport.rank, transport.size
+        self._backend = backend
+        self._store = store
+        self._queue = WorkQueue(timeout, lambda error: transport.abort(f" It met with {error!r}."))
+        self._name = ""
+        self._description = ""
+        # By type of device. torch.distributed takes a backend that is written in Python for the
+        # whole group, and creates no other one of "cpu:shm,cuda:nccl". So they are created with
+        # the first tensor for each, which is in the same collective on all ranks.
+        self._others: dict[str, dist.ProcessGroup] = {}
+        # A group that is dropped without being destroyed leaves nothing open, at exit either.
+        self._finalizer = weakref.finalize(self, _release, self._queue, transport)
+        _groups.add(self)
+
+    def name(self) -> str:
+        """The name of the backend."""
+        return self._backend
+
+    getBackendName = name  # noqa: N815
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """The name that torch.distributed has given to this group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set the name that torch.distributed gives to this group."""
+        self._name = name
+
+    group_name = property(getGroupName)
+    _set_group_name = setGroupName
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """The user's description of this group."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Set the user's description of this group."""
+        self._description = description
+
+    group_desc = property(getGroupDesc)
+    _set_group_desc = setGroupDesc
+
+    def get_group_store(self) -> dist.Store | None:
+        """The store through which the ranks have met."""
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        # None before torch has registered the group: to one that has some already, torch 2.15
+        # would attach its flight recorder, which fails for a group that is written in Python.
+        return [torch.device(device_type) for device_type in self._backends()]
+
+    def _backends(self) -> dict[str, str]:
+        """Return the requested backend by type of device; none if the group isn't registered."""
+        try:
+            config = dist.get_backend_config(self)
+        except TypeError:  # raised for groups that torch.distributed doesn't know
+            return {}
+        return dict(dist.BackendConfig(dist.Backend(str(config))).get_device_backend_map())
+
+    def _get_backend(self, device: torch.device) -> dist.Backend:
+        if device.type == "cpu":
+            return self  # type: ignore[return-value]
+        return self._group_for(device.type)._get_backend(device)  # type: ignore[return-value]
+
+    def _group_for(self, device_type: str) -> dist.ProcessGroup:
+        """Return the group for tensors on another type of device than the CPU.
+
+        Raises:
+            BackendUnavailable: If none was requested, or torch has no such backend.
+        """
+        if device_type not in self._others:
+            self._others[device_type] = self._create_group_for(device_type)
+        return self._others[device_type]
+
+    def _create_group_for(self, device_type: str) -> dist.ProcessGroup:
+        name, own, timeout = self._backends().get(device_type), self._backend, self._queue.timeout
+        if name is None or self._store is None:
+            raise BackendUnavailable(
+                f"The backend {own!r} is for tensors on the CPU, and this one is on "
+                f"{device_type!r}. Create the group with a backend for both, such as "
+                f"'cpu:{own},{device_type}:nccl'."
+            )
+        store = dist.PrefixStore(f"{device_type}/", self._store)
+        backend: Any
+        if name == "nccl" and dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            backend = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+            kind = dist.ProcessGroup.BackendType.NCCL
+        elif name == "gloo":
+            backend = dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
+            kind = dist.ProcessGroup.BackendType.GLOO
+        else:
+            raise BackendUnavailable(
+                f"The backend {name!r} can't be used beside {own!r}: torch doesn't have it here, "
+                "or it isn't 'nccl' or 'gloo'."
+            )
+        backend._set_sequence_number_for_group()
+        group = dist.ProcessGroup(store, self._rank, self._size)
+        group._set_default_backend(kind)
+        group._register_backend(torch.device(device_type), kind, backend)
+        group._set_group_name(dist.distributed_c10d.GroupName(f"{self._name}/{device_type}"))
+        return group
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: collectives are counted from the group's first one."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._queue.num_submitted
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long each later call waits for other ranks."""
+        self._queue.timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def check_open(self) -> None:
+        """Raise CollectiveFailed with the error that broke this group, if one did."""
+        self._transport.check_open()
+
+    def abort(self) -> None:
+        """Make every wait of this group end with an error, on all ranks."""
+        self._transport.abort()
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Carry out all submitted calls, each within its own timeout, and leave the group.
+
+        The others' collectives raise PeerLost from now on.
+        """
+        self._queue.carry_out_all()
+        self._queue.close()
+        self._finalizer()
+        # Calls that were submitted meanwhile fail at once.
+        self._queue.carry_out_all()
+        others, self._others = self._others, {}
+        for group in others.values():
+            group.shutdown()
+
+    def _submit(self, results: list[Tensor], opts: Options, *runs: Run) -> GroupWork:
+        """Submit a call that consists of ``runs``, one after the other."""
+        run = runs[0] if len(runs) == 1 else partial(_run_all, runs)
+        return self._queue.submit(run, results, is_async=opts.asyncOp, timeout=opts.timeout)
+
+
+def _run_all(runs: Sequence[Run], timeout: float) -> None:
+    for run in runs:
+        run(timeout)
+
+
+def _renew_in_child() -> None:
+    # Another thread may have been in a collective when the process forked: in the child its lock
+    # is never released, and calls there are to fail, not to wait.
+    for group in list(_groups):
+        group._queue = WorkQueue(group._queue.timeout)
+
+
+os.register_at_fork(after_in_child=_renew_in_child)
+
+
+@uncompiled
+def _release(queue: WorkQueue, transport: Ranks) -> None:
+    queue.let_go()
+    transport.leave()

@@ -1,0 +1,262 @@
+"""The collectives, as algorithms on staged data: stage, exchange addresses, read the others' data.
+
+Tensors here are flat and contiguous, and lengths are in elements. Every rank calls a method with
+an equal :class:`Signature`; it returns when this rank's result is complete and its input may be
+reused. Data larger than a slot goes in pieces. See Note [Two slots] in transport.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.reduction import Reduction
+from lockstep.comm.transport import Address, Signature, Transport
+from lockstep.errors import CollectiveMismatch
+
+# Up to this size every rank sums everything itself: a second exchange costs more than the sum.
+_ONE_EXCHANGE_BYTES = 64 * 1024
+
+
+class Collectives:
+    """The collectives among ranks that reach each other's memory, for one call.
+
+    All of them raise CollectiveFailed if the ranks don't make the same call in time.
+
+    Args:
+        transport: The ranks.
+        signature: The call.
+        timeout: Seconds for which a rank waits for the others in each exchange.
+    """
+
+    def __init__(self, transport: Transport, signature: Signature, timeout: float) -> None:
+        self._transport = transport
+        self._signature = signature
+        self._timeout = timeout
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        self._exchange()
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        """Combine all ranks' tensors in rank order; every rank gets the result, in place."""
+        if reduction.factor is not None:
+            tensor.mul_(reduction.factor)
+        if tensor.numel() * tensor.element_size() > _ONE_EXCHANGE_BYTES:
+            self._all_reduce_large(tensor, reduction)
+        else:
+            reduction.into(tensor, self._publish(tensor))
+
+    def _all_reduce_large(self, tensor: Tensor, reduction: Reduction) -> None:
+        """Each rank combines its share of the elements for all; a second exchange ends it."""
+        transport, numel = self._transport, tensor.numel()
+        address = transport.find(tensor)
+        step = self._slot_numel(tensor.dtype)
+        addresses = self._announce(tensor[:step], address)
+        if not any(map(transport.is_staged, addresses)):
+            step = numel
+        for start in range(0, numel, step):
+            part = tensor[start : start + step]
+            if start:
+                addresses = self._announce(part, None if address is None else transport.find(part))
+            self._all_reduce_piece(part, addresses, reduction)
+
+    def _announce(self, part: Tensor, address: Address | None) -> Sequence[Address]:
+        """Exchange addresses; a part that the others can't reach is staged first."""
+        if address is None:
+            address, slot = self._transport.stage(part.dtype, part.numel())
+            slot.copy_(part)
+        return self._exchange(address)
+
+    def _all_reduce_piece(
+        self, part: Tensor, addresses: Sequence[Address], reduction: Reduction
+    ) -> None:
+        transport = self._transport
+        everyone = self._everyone(addresses, part)
+        share = self._share(part.numel())
+        mine = [whole[share] for whole in everyone]
+        all_staged = all(map(transport.is_staged, addresses))
+        # If all ranks have staged, the result stays in the first one's slot, and each rank copies
+        # it from there. A rank whose own tensor is in reach may change it after this call, so
+        # nobody may read there then, and the result is written to every rank's memory instead.
+        reduction.into(mine[0], mine, () if all_staged else mine[1:])
+        self._exchange()
+        if all_staged:
+            part.copy_(everyone[0])
+        elif transport.is_staged(addresses[transport.rank]):
+            part.copy_(everyone[transport.rank])
+
+    def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> None:
+        """Combine all ranks' tensors in rank order; rank ``root`` gets the result, in place."""
+        source = tensor if reduction.factor is None else tensor.clone().mul_(reduction.factor)
+        for piece in self._pieces(tensor):
+            everyone = self._publish(source[piece])
+            share = self._share(everyone[0].numel())
+            mine = [whole[share] for whole in everyone]
+            reduction.into(mine[0], mine)
+            self._exchange()
+            if self._transport.rank == root:
+                tensor[piece].copy_(everyone[0])
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Copy the tensor of rank ``root`` to every rank."""
+        transport = self._transport
+        for piece in self._pieces(tensor):
+            part = tensor[piece]
+            if transport.rank == root:
+                self._announce(part, None)
+            else:
+                address = self._exchange()[root]
+                part.copy_(transport.at(root, address, part.dtype, part.numel()))
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
+        """Copy the i-th input of rank ``root``, all of one length, to rank i's output."""
+        rank, size = self._transport.rank, self._transport.size
+        for piece in self._pieces(output, size):
+            part = output[piece]
+            numel = part.numel()
+            parts = [each[piece] for each in inputs]
+            addresses = self._stage_together(parts) if rank == root else self._exchange()
+            slot = self._transport.at(root, addresses[root], output.dtype, numel * size)
+            part.copy_(slot[rank * numel :][:numel])
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Copy rank i's tensor, all of one length, to every rank's i-th output."""
+        self.gather(outputs, tensor)
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """As :meth:`all_gather`, on the ranks that give ``outputs``; others give none."""
+        for piece in self._pieces(tensor):
+            parts = self._publish(tensor[piece])
+            for output, part in zip(outputs, parts, strict=False):
+                output[piece].copy_(part)
+
+    def all_gather_uneven(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """As :meth:`all_gather`, for tensors of different lengths.
+
+        Raises:
+            CollectiveMismatch: On every rank, if one expects another length than is sent.
+        """
+        transport = self._transport
+        self._check_lengths([tensor] * len(outputs), outputs)
+        for piece in pieces(max(map(len, outputs)), self._slot_numel(tensor.dtype)):
+            addresses = self._stage_together([tensor[piece]])
+            for rank, output in enumerate(outputs):
+                part = output[piece]
+                part.copy_(transport.at(rank, addresses[rank], part.dtype, part.numel()))
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction
+    ) -> None:
+        """Combine all ranks' i-th inputs, which differ in length by i, into rank i's output."""
+        if reduction.factor is not None:
+            inputs = [part.clone().mul_(reduction.factor) for part in inputs]
+        lengths = [[part.numel() for part in inputs]] * self._transport.size
+        for piece, received in self._exchange_parts(inputs, lengths):
+            reduction.into(output[piece], received)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Copy rank i's j-th input to rank j's i-th output; lengths may differ.
+
+        Raises:
+            CollectiveMismatch: On every rank, if one expects another length than is sent.
+        """
+        for piece, received in self._exchange_parts(inputs, self._check_lengths(inputs, outputs)):
+            for output, part in zip(outputs, received, strict=True):
+                output[piece].copy_(part)
+
+    def _exchange_parts(
+        self, inputs: Sequence[Tensor], lengths: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Yield each piece, and that piece of every rank's input for this rank.
+
+        Args:
+            inputs: One for each rank.
+            lengths: By rank, the lengths of its inputs.
+        """
+        transport, dtype = self._transport, inputs[0].dtype
+        size, own = transport.size, transport.rank
+        for piece in pieces(max(map(max, lengths)), self._slot_numel(dtype) // size):
+            addresses = self._stage_together([part[piece] for part in inputs])
+            received = []
+            for rank, (address, theirs) in enumerate(zip(addresses, lengths, strict=True)):
+                staged = [len(range(length)[piece]) for length in theirs]
+                start = sum(staged[:own])
+                slot = transport.at(rank, address, dtype, sum(staged))
+                received.append(slot[start : start + staged[own]])
+            yield piece, received
+
+    def _check_lengths(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> list[list[int]]:
+        """Return, by rank, the lengths of its inputs, one for each rank.
+
+        Raises:
+            CollectiveMismatch: On every rank, if the outputs of one have other lengths.
+        """
+        size = len(outputs)
+        own = torch.tensor([*map(len, inputs), *map(len, outputs)], device="cpu")
+        tables = own.new_empty(size, 2 * size)
+        self.all_gather(list(tables), own)
+        rows = tables.tolist()
+        for rank, row in enumerate(rows):
+            expected, sent = row[size:], [other[rank] for other in rows]
+            if expected != sent:
+                operation = self._signature.operation
+                raise CollectiveMismatch(
+                    f"In {operation}, rank {rank} expects {expected} elements from ranks 0 to "
+                    f"{size - 1}, but {sent} are sent to it. Make the sizes of outputs and inputs "
+                    "agree.",
+                    [rank],
+                    operation,
+                )
+        return [row[:size] for row in rows]
+
+    def _exchange(self, address: Address = 0) -> Sequence[Address]:
+        return self._transport.exchange(self._signature, address, self._timeout)
+
+    def _publish(self, part: Tensor) -> list[Tensor]:
+        """Stage ``part``, of one length on all ranks; return what every rank has staged."""
+        address, slot = self._transport.stage(part.dtype, part.numel())
+        slot.copy_(part)
+        return self._everyone(self._exchange(address), slot)
+
+    def _stage_together(self, parts: Sequence[Tensor]) -> Sequence[Address]:
+        """Stage ``parts`` one after the other; return the addresses of all ranks' slots."""
+        address, slot = self._transport.stage(parts[0].dtype, sum(part.numel() for part in parts))
+        if len(parts) == 1:
+            slot.copy_(parts[0])
+        else:
+            torch.cat(list(parts), out=slot)
+        return self._exchange(address)
+
+    def _everyone(self, addresses: Sequence[Address], own: Tensor) -> list[Tensor]:
+        """Return every rank's data, of the length and dtype of ``own``, this rank's."""
+        transport = self._transport
+        return [
+            own
+            if rank == transport.rank and not transport.is_staged(address)
+            else transport.at(rank, address, own.dtype, own.numel())
+            for rank, address in enumerate(addresses)
+        ]
+
+    def _slot_numel(self, dtype: torch.dtype) -> int:
+        return self._transport.slot_bytes // dtype.itemsize
+
+    def _share(self, numel: int) -> slice:
+        """Return which of ``numel`` elements this rank combines, cut at cache lines."""
+        rank, each = self._transport.rank, -(-numel // self._transport.size)
+        each += -each % 64
+        return slice(min(rank * each, numel), min((rank + 1) * each, numel))
+
+    def _pieces(self, tensor: Tensor, num_cells: int = 1) -> Iterator[slice]:
+        """Cut up ``tensor`` so that a slot holds ``num_cells`` such pieces."""
+        return pieces(tensor.numel(), self._slot_numel(tensor.dtype) // num_cells)
+
+
+def pieces(numel: int, size: int) -> Iterator[slice]:
+    """Cut up ``numel`` elements; even if there are none there is one piece, and one exchange."""
+    for start in range(0, max(numel, 1), size):
+        yield slice(start, min(start + size, numel))

@@ -1,0 +1,337 @@
+"""Point-to-point messages: the mailbox that matches them with receives, and their works."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.arguments import flattened, put_back
+from lockstep.comm.deadline import Deadline
+from lockstep.comm.threads.ranks import of_this_rank
+from lockstep.comm.uncompiled import uncompiled
+from lockstep.comm.work import GroupWork, Outcome
+from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
+from lockstep.torch_private import _InferenceMode
+
+# What precedes the contents of a message between processes: tag, number of bytes, dtype. Contents
+# are aligned, as its size is a multiple of that of any element.
+HEADER = struct.Struct("<qq32s")
+
+# How often a thread checks its own sources while another thread polls for both.
+_CHECK_SECONDS = 0.2
+# How often messages of this rank to itself are looked for, of which no transport tells.
+_SELF_CHECK_SECONDS = 0.01
+
+
+class Message(NamedTuple):
+    """A message that has arrived.
+
+    Attributes:
+        source: The rank that sent it.
+        tag: The tag that it was sent with.
+        dtype: The dtype of the tensor that was sent, as text.
+        contents: The tensor's bytes.
+        error: Why the contents could not be received, or None.
+    """
+
+    source: int
+    tag: int
+    dtype: str
+    contents: torch.Tensor
+    error: Exception | None = None
+
+    def copy_to(self, tensor: torch.Tensor, sender: int, operation: str) -> None:
+        """Write the contents to ``tensor``; errors name ``sender`` and ``operation``.
+
+        Raises:
+            CollectiveMismatch: If ``tensor`` is of another size or dtype.
+        """
+        if self.error is not None:
+            raise self.error
+        if str(tensor.dtype) != self.dtype or tensor.nbytes != self.contents.numel():
+            raise CollectiveMismatch(
+                f"Rank {sender} sent {self.contents.numel()} bytes of {self.dtype} with "
+                f"tag {self.tag}, but here {tensor.nbytes} bytes of {tensor.dtype} are expected. "
+                "Send and receive tensors of one size and dtype.",
+                [sender],
+                operation,
+            )
+        put_back(self.contents.view(tensor.dtype), tensor)
+
+
+def header_of(tensor: torch.Tensor, tag: int) -> bytes:
+    """The header of a message with the contents of ``tensor``."""
+    return HEADER.pack(tag, tensor.nbytes, str(tensor.dtype).encode())
+
+
+@uncompiled
+class MessageWork(dist.Work):
+    """A send or receive that has been started; ``wait()`` completes it.
+
+    Args:
+        complete: Waits up to a number of seconds for the other rank, and returns that rank.
+        is_ready: Whether ``complete`` would return at once.
+        tensors: The tensors that are received.
+        timeout: How long ``wait()`` waits if it isn't told.
+    """
+
+    def __init__(
+        self,
+        complete: Callable[[float], int],
+        is_ready: Callable[[], bool],
+        tensors: list[torch.Tensor],
+        timeout: timedelta,
+    ) -> None:
+        super().__init__()
+        self._complete: Callable[[float], int] | None = complete
+        self._is_ready = is_ready
+        self._tensors = tensors
+        self._timeout = timeout
+        self._rank: int | None = None
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._outcome: Outcome | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the message was received, or taken from here.
+
+        Raises:
+            CollectiveFailed: If the other rank doesn't do its part, or sends another size or dtype.
+        """
+        limit = self._timeout if timeout is None or timeout <= timedelta(0) else timeout
+        with self._lock:
+            if self._complete is not None:
+                try:
+                    with _InferenceMode(True):
+                        self._rank = self._complete(limit.total_seconds())
+                except Exception as error:
+                    self._error = error
+                self._complete = None  # and with it the memory of the message
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the message was received or taken, or never will be."""
+        if self._complete is not None:
+            try:
+                if not self._is_ready():
+                    return False
+                self.wait()
+            except Exception as error:
+                self._error, self._complete = error, None
+        return True
+
+    def is_success(self) -> bool:
+        """Whether the message was received or taken."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """What made it fail, if it failed."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors, when they have been received."""
+        self.wait()
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """The rank that sent the message."""
+        self.wait()
+        assert self._rank is not None
+        return self._rank
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the tensors."""
+        with self._lock:
+            if self._outcome is None:
+                self._outcome = Outcome()
+                threading.Thread(
+                    target=of_this_rank(self._tell), name="lockstep-message", daemon=True
+                ).start()
+            return self._outcome.future
+
+    def _tell(self) -> None:
+        assert self._outcome is not None
+        try:
+            self.wait()
+        finally:
+            self._outcome.tell(self._tensors, self._error)
+
+
+@dataclass(eq=False)
+class Expected:
+    """A receive: the tensor to write the message to, and the message when it has arrived."""
+
+    tensor: torch.Tensor
+    source: int | None
+    tag: int
+    message: Message | None = None
+
+    def matches(self, message: Message) -> bool:
+        """Whether this receive is for a message of that source and tag."""
+        return self.tag == message.tag and self.source in (None, message.source)
+
+
+class Mailbox(ABC):
+    """The messages to this rank, and the receives of this rank that wait for them.
+
+    Messages of one source and tag are matched in the order in which they were sent, with
+    receives in the order in which those were started. Several threads may wait at once: one of
+    them polls, for all. A transport adds :meth:`send` and :meth:`_poll`.
+
+    Args:
+        rank: This rank.
+        members: The ranks of the group as the whole run numbers them, for errors.
+    """
+
+    def __init__(self, rank: int, members: Sequence[int]) -> None:
+        self._rank = rank
+        self._members = members
+        self._changed = threading.Condition()
+        self._expected: list[Expected] = []
+        self._unclaimed: list[Message] = []
+        self._is_polled = False
+        self._is_closed = False
+        # The ranks that send nothing more, whose messages have all been delivered. A receive from
+        # any rank goes on waiting for the others if the value is True.
+        self._ended: dict[int, bool] = {}
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
+        """Send a flat tensor; when this returns, it may be written to again."""
+
+    @abstractmethod
+    def _poll(self, seconds: float) -> None:
+        """Wait for messages, or ranks that end; deliver those and put these into ``_ended``."""
+
+    @abstractmethod
+    def _lost(self, rank: int, operation: str) -> CollectiveFailed:
+        """The error of waiting for ``rank``, which has ended; if it is this one, of closing."""
+
+    def start_send(
+        self, tensor: torch.Tensor, destination: int, tag: int, timeout: timedelta
+    ) -> dist.Work:
+        """Send ``tensor``, which may be written to again at once."""
+        self.send(flattened(tensor), destination, tag)
+        return GroupWork.done([])
+
+    def start_receive(
+        self, tensor: torch.Tensor, source: int | None, tag: int, timeout: timedelta
+    ) -> dist.Work:
+        """Receive the next message of ``source``, or of any rank, into ``tensor``."""
+        expected = self.expect(tensor, source, tag)
+        ready, complete = partial(self.has, expected), partial(self.receive, expected)
+        return MessageWork(complete, ready, [tensor], timeout)
+
+    def expect(self, tensor: torch.Tensor, source: int | None, tag: int) -> Expected:
+        """Have the next message of ``source`` (None: of any rank) be for ``tensor``."""
+        expected = Expected(tensor, source, tag)
+        with self._changed:
+            for index, message in enumerate(self._unclaimed):
+                if expected.matches(message):
+                    expected.message = self._unclaimed.pop(index)
+                    break
+            else:
+                self._expected.append(expected)
+        return expected
+
+    def has(self, expected: Expected) -> bool:
+        """Whether its message has arrived."""
+        return self._collect(expected, Deadline(0))
+
+    def receive(self, expected: Expected, timeout: float) -> int:
+        """Wait for its message, write it to its tensor, and return the sender.
+
+        Raises:
+            CollectiveMismatch: If the message is of another size or dtype.
+            CollectiveTimeout: If it doesn't arrive within ``timeout`` seconds.
+            PeerLost: If its sender is gone.
+        """
+        try:
+            self._collect(expected, Deadline(timeout))
+        finally:
+            # Another thread may have delivered it since.
+            with self._changed:
+                if expected.message is None:
+                    self._expected.remove(expected)
+        message, source = expected.message, expected.source
+        sender = "any rank" if source is None else f"rank {self._members[source]}"
+        operation = f"recv from {sender} with tag {expected.tag}"
+        if message is None:
+            raise self._overdue(
+                CollectiveTimeout(
+                    f"Nothing came to rank {self._members[self._rank]} within {timeout:g} s in "
+                    f"{operation}. See what the sender does, and whether it sends with this tag.",
+                    [self._members[rank] for rank in self._sources(expected)],
+                    "recv",
+                )
+            )
+        message.copy_to(expected.tensor, self._members[message.source], operation)
+        return message.source
+
+    def _overdue(self, error: CollectiveTimeout) -> CollectiveFailed:
+        return error
+
+    def _sources(self, expected: Expected) -> Sequence[int]:
+        """The other ranks that its message may come from."""
+        sources = range(len(self._members)) if expected.source is None else [expected.source]
+        return [rank for rank in sources if rank != self._rank]
+
+    def _collect(self, expected: Expected, deadline: Deadline) -> bool:
+        """Poll until its message has arrived; return whether it has before the deadline."""
+        while True:
+            with self._changed:
+                while expected.message is None:
+                    self._check_sources(expected)
+                    if not self._is_polled:
+                        break
+                    if not deadline.left():
+                        return False
+                    self._changed.wait(min(deadline.left(), _CHECK_SECONDS))
+                if expected.message is not None:
+                    return True
+                self._is_polled = True
+            left = deadline.left()
+            try:
+                self._poll(left if self._sources(expected) else min(left, _SELF_CHECK_SECONDS))
+            finally:
+                with self._changed:
+                    self._is_polled = False
+                    self._changed.notify_all()
+            if not left and expected.message is None:
+                self._check_sources(expected)
+                return False
+
+    def _check_sources(self, expected: Expected) -> None:
+        """Raise if the message can't arrive any more."""
+        if self._is_closed:
+            raise self._lost(self._rank, "recv")
+        sources = self._sources(expected)
+        ended = [rank for rank in sources if rank in self._ended]
+        lost = [rank for rank in ended if not self._ended[rank]]
+        if lost or (ended and len(ended) == len(sources)):
+            raise self._lost([*lost, *ended][0], "recv")
+
+    def _deliver(self, message: Message) -> None:
+        """Hand a message that has arrived to the receive that waits for it, or keep it."""
+        with self._changed:
+            for expected in self._expected:
+                if expected.matches(message):
+                    expected.message = message
+                    self._expected.remove(expected)
+                    break
+            else:
+                self._unclaimed.append(message)
+            self._changed.notify_all()

@@ -1,0 +1,318 @@
+"""A barrier over sockets: every rank tells every other what it calls, and waits for their calls.
+
+Receiving a message means that the peer has arrived and that its earlier writes to memory are
+visible (on every processor: these are system calls); end-of-file, that its process has died.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple, NoReturn
+
+from lockstep.comm.deadline import Deadline
+from lockstep.comm.transport import FINGERPRINT_BYTES, Signature, fingerprint
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+
+# A rank polls this often before it sleeps. Being woken costs 35 us, a poll 0.5 us and one that
+# yields the core 1 us, so polling costs at most 0.2 ms.
+_POLLS = 200
+# From this poll on it yields its core in between: the peer may be queued for the same core. If
+# there are more ranks than cores, that is so from the start.
+_POLLS_BEFORE_YIELDING = 20
+
+_ADDRESS = struct.Struct("<q")
+_ARRIVAL_BYTES = FINGERPRINT_BYTES + _ADDRESS.size
+# Longer than any fault, which is cut to fit.
+_MESSAGE_BYTES = 8192
+
+# How long a rank that has found a mismatch waits for the peer to describe its call.
+_DESCRIPTION_SECONDS = 1.0
+# How long a rank waits on when a peer that had arrived dies silently. The peer may have gone on
+# to the end of its program after this barrier, and then all others arrive very soon.
+_LAST_COMER_SECONDS = 0.3
+# The most that poll() takes is 24 days.
+_LONGEST_WAIT_SECONDS = 1e6
+
+Failure = PeerLost | CollectiveTimeout | CollectiveMismatch
+FAILURES: dict[str, type[Failure]] = {
+    kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, CollectiveMismatch)
+}
+
+
+class Fault(NamedTuple):
+    """What a rank tells the others when it doesn't just arrive."""
+
+    kind: str  # "called", "left", or the name of an error class
+    text: str  # the call, the exception that ends the program, or the error's text
+    ranks: Sequence[int]
+
+    @classmethod
+    def of(cls, error: Failure) -> Fault:
+        """The fault that tells of ``error``, without the peer that told of it."""
+        text = re.sub(r" \(Rank \d+ said so\.\)$", "", str(error))
+        return cls(type(error).__name__, text, error.ranks)
+
+    @classmethod
+    def decode(cls, message: bytes | bytearray) -> Fault:
+        """The fault that ``message`` carries."""
+        return cls(*json.loads(message))
+
+    def encode(self) -> bytes:
+        """A message that carries it, which is never as long as an arrival."""
+        # A character takes up to six bytes.
+        short = self._replace(text=self.text[: _MESSAGE_BYTES // 8])
+        return json.dumps(short).encode().ljust(_ARRIVAL_BYTES + 1)
+
+    def error(self, operation: str, peer: int | None = None) -> Failure:
+        """The error to raise in ``operation``, which ``peer`` has told of."""
+        source = "" if peer is None else f" (Rank {peer} said so.)"
+        kind = FAILURES.get(self.kind, PeerLost)
+        return kind(f"{self.text}{source}", tuple(self.ranks), operation)
+
+
+class SocketBarrier:
+    """This rank's end of a group's barrier: a socket to each peer.
+
+    Ranks are numbered as in the whole run; ``members`` are all of them, in the group's order.
+    """
+
+    def __init__(
+        self, rank: int, sockets: Mapping[int, socket.socket], members: Sequence[int]
+    ) -> None:
+        self._rank = rank
+        self._sockets = dict(sockets)
+        self._index = {member: index for index, member in enumerate(members)}
+        self._sends = [connection.send for connection in self._sockets.values()]
+        self._receives = [
+            (peer, self._index[peer], connection.recv_into)
+            for peer, connection in self._sockets.items()
+        ]
+        self._received = bytearray(_MESSAGE_BYTES)
+        self._fingerprint = memoryview(self._received)[:FINGERPRINT_BYTES]
+        self._addresses = [0] * len(members)
+        # Why peers send nothing more, if they have told.
+        self._farewells: dict[int, Fault] = {}
+        has_core_each = len(os.sched_getaffinity(0)) > len(sockets)
+        self._yields_from = _POLLS_BEFORE_YIELDING if has_core_each else 0
+
+    def exchange(self, signature: Signature, address: int, timeout: float) -> list[int]:
+        """Tell all peers ``address``, and return every rank's, once all have made the same call.
+
+        Raises:
+            PeerLost: If a rank is gone.
+            CollectiveTimeout: If one doesn't arrive within ``timeout`` seconds.
+            CollectiveMismatch: If one makes another call.
+        """
+        mine = fingerprint(signature)
+        arrival = mine + _ADDRESS.pack(address)
+        for send in self._sends:
+            try:
+                send(arrival)
+            except OSError:
+                # The peer is gone. What it sent before, read below, may tell why.
+                continue
+        addresses = self._addresses.copy()
+        addresses[self._index[self._rank]] = address
+        pending: dict[int, socket.socket] = {}
+        polls = 0
+        for peer, index, receive in self._receives:
+            while polls < _POLLS:
+                try:
+                    count = receive(self._received, 0, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    polls += 1
+                    if polls > self._yields_from:
+                        os.sched_yield()
+                    continue
+                except OSError:
+                    count = self._read(peer)
+                if count != _ARRIVAL_BYTES or self._fingerprint != mine:
+                    self._fail(signature, peer, count)
+                addresses[index] = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
+                break
+            else:
+                pending[peer] = self._sockets[peer]
+        if pending:
+            self._sleep(signature, pending, addresses, timeout)
+        return addresses
+
+    def _sleep(
+        self,
+        signature: Signature,
+        pending: dict[int, socket.socket],
+        addresses: list[int],
+        timeout: float,
+    ) -> None:
+        """Wait, without using a core, until every peer in ``pending`` has arrived."""
+        poll = select.poll()
+        peers = {connection.fileno(): peer for peer, connection in self._sockets.items()}
+        if -1 in peers:
+            raise PeerLost("The group was closed meanwhile.", [self._rank], signature.operation)
+        for descriptor, peer in peers.items():
+            # Of peers that have arrived only end-of-file matters: other messages are for later.
+            poll.register(descriptor, select.POLLIN if peer in pending else 0)
+        dead: list[int] = []
+        mine, deadline = fingerprint(signature), Deadline(timeout)
+        while pending:
+            left = deadline.left()
+            ready = poll.poll(min(left, _LONGEST_WAIT_SECONDS) * 1000)
+            if not ready and not left:
+                raise (
+                    self._loss(signature, dead)
+                    if dead
+                    else _overdue(signature, sorted(pending), timeout)
+                )
+            for descriptor, _ in ready:
+                peer = peers[descriptor]
+                if peer not in pending:
+                    poll.unregister(descriptor)
+                    if self._died(signature, peer):
+                        dead.append(peer)
+                        deadline = Deadline(min(deadline.left(), _LAST_COMER_SECONDS))
+                    continue
+                count = self._read(peer)
+                if count < 0:
+                    continue
+                if count != _ARRIVAL_BYTES or self._fingerprint != mine:
+                    self._fail(signature, peer, count)
+                address = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
+                addresses[self._index[peer]] = address
+                del pending[peer]
+                poll.modify(descriptor, 0)
+
+    def _read(self, peer: int) -> int:
+        """Return how many bytes came from ``peer``: -1 for none yet, 0 at end-of-file."""
+        for _ in range(2):
+            try:
+                return self._sockets[peer].recv_into(self._received, 0, socket.MSG_DONTWAIT)
+            except ConnectionResetError:
+                # The peer closed its end without reading everything. The kernel reports that
+                # once, before what the peer had sent, which may tell why.
+                continue
+            except BlockingIOError:
+                return -1
+            except OSError:
+                break
+        return 0
+
+    def _died(self, signature: Signature, peer: int) -> bool:
+        """Read ``peer``'s socket to its end; return whether that came without a farewell."""
+        while (count := self._read(peer)) > 0:
+            if count != _ARRIVAL_BYTES:
+                fault = self._fault(count)
+                if fault.kind in FAILURES:
+                    self._raise_told(signature, peer, fault)
+                # It left, or found a mismatch with a rank whose call is still to be read here.
+                self._farewells[peer] = fault
+        return count == 0 and peer not in self._farewells
+
+    def _fail(self, signature: Signature, peer: int, count: int) -> NoReturn:
+        """Raise the meaning of a message from ``peer`` that isn't its arrival at ``signature``."""
+        if count == _ARRIVAL_BYTES:
+            self._raise_mismatch(signature, peer)
+        if count > 0:
+            fault = self._fault(count)
+            if fault.kind == "called":
+                # The peer found the mismatch first.
+                self._raise_mismatch(signature, peer, fault.text)
+            if fault.kind != "left":
+                self._raise_told(signature, peer, fault)
+            self._farewells[peer] = fault
+        # A peer that is gone may have gone because of another one, which is to be named then.
+        dead = [other for other in self._sockets if self._died(signature, other)]
+        if dead:
+            raise self._loss(signature, dead)
+        raise self._loss(signature, [peer], self._farewells.get(peer))
+
+    def _loss(self, signature: Signature, ranks: list[int], left: Fault | None = None) -> PeerLost:
+        return PeerLost(
+            loss_in_words(ranks, self._rank, str(signature), left), ranks, signature.operation
+        )
+
+    def _raise_told(self, signature: Signature, peer: int, fault: Fault) -> NoReturn:
+        if fault.kind == CollectiveMismatch.__name__:
+            # Another rank may compare its call with this rank's, and wait for a description.
+            self.announce(Fault("called", str(signature), [self._rank]))
+        raise fault.error(signature.operation, peer)
+
+    def _raise_mismatch(
+        self, signature: Signature, peer: int, theirs: str | None = None
+    ) -> NoReturn:
+        """Raise the difference from ``theirs``, which ``peer`` is still to describe if None."""
+        self.announce(Fault("called", str(signature), [self._rank]))
+        poll = select.poll()
+        poll.register(self._sockets[peer], select.POLLIN)
+        deadline = Deadline(_DESCRIPTION_SECONDS)
+        while theirs is None and deadline.left():
+            poll.poll(deadline.left() * 1000)
+            count = self._read(peer)
+            if count == 0:
+                break
+            if count > 0 and count != _ARRIVAL_BYTES:
+                fault = self._fault(count)
+                theirs = fault.text if fault.kind == "called" else "something else"
+        raise CollectiveMismatch(
+            f"Rank {self._rank} called {signature}; rank {peer} called "
+            f"{theirs or 'something else'}. All ranks must make the same calls in the same order: "
+            "look for a branch that only some of them take.",
+            [peer],
+            signature.operation,
+        )
+
+    def announce(self, fault: Fault) -> None:
+        """Send ``fault`` to every peer that isn't gone."""
+        message = fault.encode()
+        for connection in self._sockets.values():
+            with suppress(OSError):
+                connection.send(message, socket.MSG_DONTWAIT)
+
+    def _fault(self, count: int) -> Fault:
+        return Fault.decode(self._received[:count])
+
+
+def farewell(rank: int) -> Fault:
+    """What ``rank``, which is this one, tells the others when it leaves."""
+    # The exception that ends the program; Python itself has set it.
+    error = getattr(sys, "last_value", None)
+    text = "" if error is None else traceback.format_exception_only(error)[0].strip()
+    return Fault("left", text, [rank])
+
+
+def _overdue(signature: Signature, ranks: list[int], timeout: float) -> CollectiveTimeout:
+    return CollectiveTimeout(
+        f"{_named(ranks)} did not come to {signature} within the timeout of {timeout:g} s: "
+        "stopped, busy with something else, or ended without it. See what it does there.",
+        ranks,
+        signature.operation,
+    )
+
+
+def loss_in_words(
+    ranks: Sequence[int], rank: int, operation: str, left: Fault | None = None
+) -> str:
+    """Say that ``ranks`` are gone, and, if they said farewell, why."""
+    is_gone, it, its = ("are", "them", "Their") if len(ranks) > 1 else ("is", "it", "Its")
+    text = f"{_named(ranks)} {is_gone} gone; rank {rank} waited for {it} in {operation}. "
+    if left is None:
+        return f"{text}{its} process ended or was killed: what it wrote last tells why."
+    if left.text:
+        return f"{text}It ended with an exception: {left.text}"
+    return (
+        f"{text}It left the group in good order: its program ended, or it called "
+        "destroy_process_group. Make all ranks take equally many steps, as with the parts of "
+        "lockstep.data.epoch_shares(), or put their loops into 'with lockstep.join(model):', and "
+        "leave after the last step."
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

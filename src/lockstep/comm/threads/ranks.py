@@ -1,0 +1,223 @@
+"""Threads that are ranks: the context of each, and its own record of torch.distributed's groups.
+
+Note [Worlds of threads]: torch.distributed records its groups in one object of a module (in
+Python) and in one registry (in C++, by name). While ranks are threads, the first is replaced by
+an object that leads to each thread's own record, and the second is switched to one registry for
+each thread; both are put back when the last of those threads ends. A thread that isn't a rank
+still sees the process's groups, except by name in functional collectives.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed.distributed_c10d as c10d
+
+from lockstep.torch_private import _set_thread_isolation_mode, _World
+
+T = TypeVar("T")
+
+
+class _Group(Protocol):
+    """The ranks of a group, which wait for each other."""
+
+    def give_up(self, reason: str) -> None: ...
+
+    def close(self, reason: str) -> None: ...
+
+
+class _Member(Protocol):
+    """A rank in a group."""
+
+    def die(self) -> None: ...
+
+
+class RankThreads:
+    """The rank threads of one launch."""
+
+    def __init__(self) -> None:
+        self._groups: weakref.WeakSet[_Group] = weakref.WeakSet()
+        self._failure: str | None = None
+        self._lock = threading.Lock()
+
+    def watch(self, group: _Group) -> None:
+        """Have ``group`` give up waiting for ranks to join when one fails, or if one has."""
+        with self._lock:
+            self._groups.add(group)
+            failure = self._failure
+        if failure is not None:
+            group.give_up(failure)
+
+    def fail(self, reason: str) -> None:
+        """End all waits for ranks to join a new group."""
+        with self._lock:
+            self._failure = reason
+            groups = list(self._groups)
+        for group in groups:
+            group.give_up(reason)
+
+    def interrupt(self, reason: str) -> None:
+        """End all waits of ranks for each other."""
+        self.fail(reason)
+        with self._lock:
+            groups = list(self._groups)
+        for group in groups:
+            group.close(reason)
+
+
+class _Context:
+    """The context of a thread, which the threads that work for it share.
+
+    Attributes:
+        ident: The thread's own.
+        memberships: The groups that the thread is a rank of.
+        world: torch.distributed's record of its groups; None: that of the process.
+        launch: The rank threads of the same launch, if it is one of them.
+    """
+
+    def __init__(self) -> None:
+        self.ident = threading.get_ident()
+        self.memberships: weakref.WeakSet[_Member] = weakref.WeakSet()
+        self.world: _RankWorld | None = None
+        self.launch: RankThreads | None = None
+
+    def end(self) -> None:
+        """Have the other ranks lose this one, in every group that it hasn't left."""
+        for membership in list(self.memberships):
+            membership.die()
+
+
+class _ThreadEnd:
+    """Ends a context when the thread ends that it belongs to, and whose alone this object is."""
+
+    def __init__(self, context: _Context) -> None:
+        self._context = context
+
+    def __del__(self) -> None:
+        self._context.end()
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.context = _Context()
+        self._end = _ThreadEnd(self.context)
+
+
+_current = _Current()
+
+
+def context() -> _Context:
+    """The context of this thread, or of the thread that it works for."""
+    return _current.context
+
+
+def of_this_rank(target: Callable[[], T]) -> Callable[[], T]:
+    """Return ``target`` for another thread, where it runs in the context of this thread.
+
+    Futures' callbacks run in such threads, and ask for their rank. Shown by
+    test_a_callback_knows_its_rank.
+    """
+    known = context()
+
+    def run() -> T:
+        own, _current.context = _current.context, known
+        try:
+            return target()
+        finally:
+            _current.context = own
+
+    return run
+
+
+def this_thread() -> int:
+    """A number that differs between threads, but not between a thread and those it works for."""
+    return context().ident
+
+
+def end_this_rank() -> None:
+    """Have the other ranks lose this thread now, in every group that it hasn't left."""
+    context().end()
+
+
+class _RankWorld(_World):
+    """torch.distributed's record of the groups of one rank."""
+
+    # In the base class these are properties that lead to the module's own.
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    group_count: Any = 0
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
+        self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
+
+
+class _WorldOfThread:
+    """In a rank's thread the rank's record, in any other the process's."""
+
+    def __init__(self, of_process: _World) -> None:
+        self.__dict__["_of_process"] = of_process
+
+    def _present(self) -> object:
+        world = context().world
+        return self.__dict__["_of_process"] if world is None else world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._present(), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._present(), name, value)
+
+
+class _Isolation:
+    """While there are rank threads, gives each its own record of groups."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_ranks = 0
+        self._before: tuple[Any, Any] = None, None
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._num_ranks == 0:
+                # init_process_group puts a hook of its own before the one that it finds.
+                self._before = c10d._world, sys.excepthook
+                c10d._world = _WorldOfThread(c10d._world)  # type: ignore[assignment]
+                _set_thread_isolation_mode(True)
+            self._num_ranks += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_ranks -= 1
+            if self._num_ranks == 0:
+                c10d._world, sys.excepthook = self._before
+                _set_thread_isolation_mode(False)
+
+
+_isolation = _Isolation()
+
+
+@contextmanager
+def a_rank_of(launch: RankThreads) -> Iterator[None]:
+    """Make this thread a rank: it has groups of its own in torch.distributed, and sees no others.
+
+    See Note [Worlds of threads].
+    """
+    _isolation.enter()
+    own = context()
+    own.world, own.launch = _RankWorld(), launch
+    try:
+        yield
+    finally:
+        own.world, own.launch = None, None
+        _isolation.leave()

@@ -1,0 +1,23 @@
+"""Whether two models have had the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+def gradients_of(*models: nn.Module) -> list[torch.Tensor | None]:
+    """Copies of the gradients of all parameters, as they are now."""
+    parameters = (parameter for model in models for parameter in model.parameters())
+    return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
+
+
+def assert_same(
+    mine: Iterable[torch.Tensor | None],
+    theirs: Iterable[torch.Tensor | None],
+    tolerance: float = 1e-12,
+) -> None:
+    """Fail unless both have as many tensors, as close as that, and None in the same places."""
+    torch.testing.assert_close(list(mine), list(theirs), rtol=tolerance, atol=tolerance)
