@@ -21,37 +21,29 @@ LAYERS = {
     "torch_private": 0,
     "errors": 0,
     "arguments": 0,
-    "comm": 1,
-    "world": 2,
-    "grad": 2,
-    "data": 3,
-    "nn": 3,
-    "launcher": 4,
-    "train": 4,
-    "integrations": 5,
-    "bench": 5,
-    "demo": 5,
-    "cli": 6,
-    "__main__": 7,
+    "comm": 2,
+    "world": 3,
+    "grad": 3,
+    "data": 4,
+    "nn": 4,
+    "launcher": 5,
+    "train": 5,
+    "integrations": 6,
+    "bench": 6,
+    "demo": 6,
+    "cli": 7,
+    "__main__": 8,
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 22_350
-MAX_FILES = 130
+MAX_LINES = 21_800
+MAX_FILES = 126
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
 STILL_OPEN = {
-    "nn/backward.py": "comm.uncompiled",
-    "nn/engine.py": "comm.uncompiled",
-    "nn/global_hooks.py": "comm.uncompiled",
-    "nn/gradient_hooks.py": "comm.uncompiled",
-    "nn/replicas/data_parallel.py": "comm.uncompiled",
-    "nn/replicas/replicas.py": "comm.uncompiled",
-    "nn/sync_batch_norm.py": "comm.uncompiled",
     "train/accumulate.py": "nn.micro_batches",
-    "train/average.py": "comm.uncompiled",
-    "train/mean.py": "comm.uncompiled nn.backward nn.micro_batches nn.reached nn.replicas.group",
+    "train/mean.py": "nn.backward nn.micro_batches nn.reached nn.replicas.group",
 }
 
 FILES = {

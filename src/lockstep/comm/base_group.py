@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.transport import Ranks
-from lockstep.comm.uncompiled import uncompiled
 from lockstep.comm.work import GroupWork, Run, WorkQueue
 from lockstep.errors import BackendUnavailable
 

@@ -45,10 +45,10 @@ from lockstep.comm.arguments import (
 )
 from lockstep.comm.base_group import BaseGroup, Options
 from lockstep.comm.collectives import Collectives
+from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.reduction import reduction_for
 from lockstep.comm.sparse import sum_sparse
 from lockstep.comm.transport import Signature, Transport
-from lockstep.comm.uncompiled import uncompiled
 from lockstep.comm.work import GroupWork, Run
 from lockstep.torch_private import AllgatherOptions
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
-from lockstep.comm import Announcement, Step, any_rank, join_state_of, mean_divisor
-from lockstep.comm.uncompiled import uncompiled
+from lockstep.comm import Announcement, Step, any_rank, join_state_of, mean_divisor, uncompiled
 from lockstep.errors import CollectiveFailed, PeerLost
 from lockstep.grad import Phase
 from lockstep.nn.engine import Engine

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import Announcement, all_gather_bytes, any_rank, broadcast_tensors
-from lockstep.comm.uncompiled import uncompiled
+from lockstep.comm import Announcement, all_gather_bytes, any_rank, broadcast_tensors, uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import MIB, Reducer, gradient_dtype
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of

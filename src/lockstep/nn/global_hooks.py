@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm.uncompiled import uncompiled
+from lockstep.comm import uncompiled
 from lockstep.errors import AlreadyParallel, ModelError
 from lockstep.nn.engine import Engine
 from lockstep.nn.wrapper import Wrapper

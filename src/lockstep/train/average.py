@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.arguments import as_finite_number, check_module
-from lockstep.comm import start_all_reduce
-from lockstep.comm.uncompiled import uncompiled
+from lockstep.comm import start_all_reduce, uncompiled
 from lockstep.grad import (
     MIB,
     Bucket,

@@ -18,12 +18,12 @@ from torch.distributed import AllToAllOptions, BroadcastOptions
 
 from lockstep.comm.base_group import Options
 from lockstep.comm.collectives import Collectives, pieces
+from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.hosts.network import Network
 from lockstep.comm.hosts.transport import HostsTransport
 from lockstep.comm.reduction import Reduction, reduction_for
 from lockstep.comm.transport import Signature
-from lockstep.comm.uncompiled import uncompiled
 from lockstep.comm.work import GroupWork, Run
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from lockstep.torch_private import AllgatherOptions

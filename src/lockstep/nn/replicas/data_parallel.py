@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.arguments import Device
-from lockstep.comm.uncompiled import uncompiled
+from lockstep.comm import uncompiled
 from lockstep.nn.replicas.devices import as_device, as_devices, as_dim
 from lockstep.nn.replicas.group import is_beside_processes
 from lockstep.nn.replicas.module_copy import check_home, check_module

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm.uncompiled import uncompiled
+from lockstep.comm import uncompiled
 from lockstep.nn.micro_batches import remember_reached
 from lockstep.nn.replicas.devices import on_device
 from lockstep.nn.replicas.gradients import Gradients, add_up

@@ -29,9 +29,9 @@ def uncompiled(target: _T) -> _T:
         target: The function, or a class, for each of its methods.
     """
     for function in _functions_of(target):
-        # For frames that dynamo meets when they are called.
+        # For frames that dynamo would trace when they are called.
         set_code_exec_strategy(function.__code__, _SKIP)
-        # For calls that it meets while it traces the caller.
+        # For calls that dynamo meets while it traces the caller.
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return target
