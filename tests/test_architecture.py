@@ -44,7 +44,8 @@ MAX_LINES_OF_A_FILE = 500
 STILL_OPEN = {
     "nn/replicas/member.py": "world.environment",
     "train/accumulate.py": "nn.micro_batches",
-    "train/mean.py": "nn.backward nn.micro_batches nn.reached nn.replicas.enclosing nn.replicas.meeting",
+    "train/mean.py": "nn.backward nn.micro_batches "
+    "nn.reached nn.replicas.enclosing nn.replicas.meeting",
 }
 
 FILES = {
