@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,6 +158,19 @@ def test_a_rank_that_never_comes_is_named():
     with pytest.raises(RendezvousFailed, match="for rank 1 to share memory"):
         ShmTransport(dist.HashStore(), 0, 2, 0.2)
     gc.collect()
+
+
+def test_a_rank_that_is_killed_while_it_connects_is_noticed_before_the_timeout(tmp_path: Path):
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    child = os.fork()
+    if child == 0:
+        _Handshake._offer = lambda self: os._exit(0)  # its address is in the store by then
+        ShmTransport(dist.FileStore(str(tmp_path / "store"), 2), 1, 2, 60)
+    began = time.monotonic()
+    with pytest.raises(RendezvousFailed, match="Rank 1 can't be reached from rank 0"):
+        ShmTransport(store, 0, 2, 60)
+    assert time.monotonic() - began < 20
+    os.waitpid(child, 0)
 
 
 # Who is told, and who is blamed.

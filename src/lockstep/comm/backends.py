@@ -14,10 +14,10 @@ THREADS = "threads"
 
 
 def register_backends() -> None:
-    """Make ``"shm"`` and ``"threads"`` backends of torch.distributed; twice is no harm.
+    """Make ``"shm"`` and ``"threads"`` backends of torch.distributed; a second call does nothing.
 
-    Importing torch does it by itself where lockstep is installed (it is an entry point of the
-    group ``torch.backends``), and so does :func:`lockstep.init`.
+    Importing torch calls it where lockstep is installed (it is an entry point of the
+    group ``torch.backends``); so does :func:`lockstep.init`.
     """
     for name, create in ((SHM, _create_shm), (THREADS, _create_threads)):
         if name not in dist.Backend.backend_list:
@@ -25,10 +25,10 @@ def register_backends() -> None:
 
 
 def _own_store(options: _DistributedBackendOptions) -> dist.Store:
-    """A part of the store that no earlier group has used.
+    """Return a part of the store that no earlier group has used.
 
-    After destroy_process_group() torch gives out the same names anew, and a store may outlive
-    groups (torchrun's does). Ranks create groups in the same order, so each can count for itself.
+    After destroy_process_group() torch gives the same names to new groups, and a store may outlive
+    groups (torchrun's does). Ranks create groups in the same order, so each counts for itself.
     Shown by test_ranks_may_come_to_a_second_group_long_after_each_other.
     """
     times = options.store.add(f"joined/{options.group_rank}", 1)
@@ -53,8 +53,8 @@ def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessG
     own_store = dist.PrefixStore(f"{number}/", store)
     own_members = [members[r] for r in ranks] if members else ranks
     local = ShmTransport(own_store, ranks.index(rank), len(ranks), seconds, own_members)
-    team = HostsTransport(store, rank, hosts, local, seconds, members)
-    return HostsGroup(team, SHM, options.timeout, store)
+    transport = HostsTransport(store, rank, hosts, local, seconds, members)
+    return HostsGroup(transport, SHM, options.timeout, store)
 
 
 def _create_threads(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:
@@ -63,5 +63,5 @@ def _create_threads(options: _DistributedBackendOptions, _: object) -> dist.Proc
 
     rank, size, store = options.group_rank, options.group_size, _own_store(options)
     seconds = options.timeout.total_seconds()
-    team = join(store, rank, size, seconds, options.global_ranks_in_group)
-    return SharedMemoryGroup(team, THREADS, options.timeout, store)
+    transport = join(store, rank, size, seconds, options.global_ranks_in_group)
+    return SharedMemoryGroup(transport, THREADS, options.timeout, store)

@@ -230,8 +230,8 @@ class SharedMemoryGroup(BaseGroup):
     @operation(BarrierOptions)
     def barrier(self, opts: Options) -> GroupWork:
         """Wait until every rank has called it."""
-        run = self._run(Signature("barrier"), [], [], lambda c, *_: c.barrier())
-        return self._submit([], opts, run)
+        signature = Signature("barrier")
+        return self._submit([], opts, lambda t: self._collectives(signature, t).barrier())
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

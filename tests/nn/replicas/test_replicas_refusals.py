@@ -65,7 +65,7 @@ def test_what_is_no_device(device: Any) -> None:
         assert_refused("output_device", lambda: data_parallel(LAYER, X, TWO, device))
 
 
-@pytest.mark.parametrize("devices", NO_LISTS, ids=repr)
+@pytest.mark.parametrize("devices", NO_LISTS, ids=lambda devices: type(devices).__name__)
 def test_what_are_no_devices(devices: Any) -> None:
     assert_refused("target_gpus", lambda: scatter(X, devices))
     assert_refused("target_gpus", lambda: scatter_kwargs((X,), None, devices))

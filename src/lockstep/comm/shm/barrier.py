@@ -208,25 +208,29 @@ class SocketBarrier:
         """Read ``peer``'s socket to its end; return whether that came without a farewell."""
         while (count := self._read(peer)) > 0:
             if count != _ARRIVAL_BYTES:
-                fault = self._fault(count)
-                if fault.kind in FAILURES:
-                    self._raise_told(signature, peer, fault)
-                # It left, or found a mismatch with a rank whose call is still to be read here.
-                self._farewells[peer] = fault
+                self._hear(signature, peer, Fault.decode(self._received[:count]))
         return count == 0 and peer not in self._farewells
 
+    def _hear(self, signature: Signature, peer: int, fault: Fault) -> None:
+        """Raise the failure that ``peer`` tells of, or note why it sends nothing more."""
+        if fault.kind == CollectiveMismatch.__name__:
+            # Another rank may compare its call with this rank's, and wait for a description.
+            self.announce(Fault("called", str(signature), [self._rank]))
+        if fault.kind in FAILURES:
+            raise fault.error(signature.operation, peer)
+        # It left, or found a mismatch with a rank whose call is still to be read here.
+        self._farewells[peer] = fault
+
     def _fail(self, signature: Signature, peer: int, count: int) -> NoReturn:
-        """Raise the meaning of a message from ``peer`` that isn't its arrival at ``signature``."""
+        """Raise the meaning of a message from ``peer`` that isn't its arrival at this call."""
         if count == _ARRIVAL_BYTES:
             self._raise_mismatch(signature, peer)
         if count > 0:
-            fault = self._fault(count)
+            fault = Fault.decode(self._received[:count])
             if fault.kind == "called":
                 # The peer found the mismatch first.
                 self._raise_mismatch(signature, peer, fault.text)
-            if fault.kind != "left":
-                self._raise_told(signature, peer, fault)
-            self._farewells[peer] = fault
+            self._hear(signature, peer, fault)
         # A peer that is gone may have gone because of another one, which is to be named then.
         dead = [other for other in self._sockets if self._died(signature, other)]
         if dead:
@@ -237,12 +241,6 @@ class SocketBarrier:
         return PeerLost(
             loss_in_words(ranks, self._rank, str(signature), left), ranks, signature.operation
         )
-
-    def _raise_told(self, signature: Signature, peer: int, fault: Fault) -> NoReturn:
-        if fault.kind == CollectiveMismatch.__name__:
-            # Another rank may compare its call with this rank's, and wait for a description.
-            self.announce(Fault("called", str(signature), [self._rank]))
-        raise fault.error(signature.operation, peer)
 
     def _raise_mismatch(
         self, signature: Signature, peer: int, theirs: str | None = None
@@ -258,7 +256,7 @@ class SocketBarrier:
             if count == 0:
                 break
             if count > 0 and count != _ARRIVAL_BYTES:
-                fault = self._fault(count)
+                fault = Fault.decode(self._received[:count])
                 theirs = fault.text if fault.kind == "called" else "something else"
         raise CollectiveMismatch(
             f"Rank {self._rank} called {signature}; rank {peer} called "
@@ -274,9 +272,6 @@ class SocketBarrier:
         for connection in self._sockets.values():
             with suppress(OSError):
                 connection.send(message, socket.MSG_DONTWAIT)
-
-    def _fault(self, count: int) -> Fault:
-        return Fault.decode(self._received[:count])
 
 
 def farewell(rank: int) -> Fault:

@@ -100,8 +100,12 @@ class _Handshake:
                     is_ready = poll.poll(min(pause, self._deadline.left()) * 1000)
                     if is_ready and self._deadline.left():
                         self._receive(peers)
-                    else:
-                        self._check_others()
+                        continue
+                    self._check_others()
+                    gone = [] if self._outbox else self._ranks_gone(peers)
+                    # What a rank sent before it closed its socket is still to be read.
+                    if gone and not poll.poll(0):
+                        raise self._unreachable(gone[0])
             finally:
                 for ends in (*self._offered.values(), *self._outbox.values()):
                     _close(ends)
@@ -141,26 +145,46 @@ class _Handshake:
         if not self._deadline.left():
             raise TimeoutError("they didn't come")
 
-    def _introduce(self, other: int, ends: list[socket.socket]) -> bool:
-        """Send ``other`` the slots and ``ends``, unless it can't take them now."""
+    def _ranks_gone(self, peers: dict[int, Peer]) -> list[int]:
+        """The ranks that are not in ``peers``, and whose sockets are closed."""
+        gone = []
+        for other in set(range(self._size)) - {self._rank} - set(peers):
+            if other in self._names or self._store.check([f"address/{other}"]):
+                try:
+                    # Too short for an introduction, so a rank that is there ignores it.
+                    self._socket.sendto(b"", socket.MSG_DONTWAIT, f"\0{self._name_of(other)}")
+                except ConnectionRefusedError:
+                    gone.append(other)
+                except BlockingIOError:
+                    continue
+        return gone
+
+    def _name_of(self, other: int) -> str:
         if other not in self._names:
             self._names[other] = self._read(f"address/{other}")
+        return self._names[other]
+
+    def _unreachable(self, other: int) -> RendezvousFailed:
+        """The error to raise, if ``other`` doesn't say in time why it has closed its socket."""
+        grace = Deadline(_CHECK_SECONDS)
+        while grace.left():
+            self._check_others()
+            time.sleep(_RETRY_SECONDS)
+        return RendezvousFailed(
+            f"Rank {other} can't be reached from rank {self._rank}: it is on another "
+            "host, in another network namespace, or gone. Ranks that share memory are on "
+            "one host; use lockstep.init() or the backend 'gloo' for several."
+        )
+
+    def _introduce(self, other: int, ends: list[socket.socket]) -> bool:
+        """Send ``other`` the slots and ``ends``, unless it can't take them now."""
         message = _INTRODUCTION.pack(self._secret, self._rank)
         descriptors = [self._slots, *(end.fileno() for end in ends)]
+        name = self._name_of(other)
         try:
-            send_message(
-                self._socket, message, descriptors, socket.MSG_DONTWAIT, f"\0{self._names[other]}"
-            )
+            send_message(self._socket, message, descriptors, socket.MSG_DONTWAIT, f"\0{name}")
         except ConnectionRefusedError as error:
-            grace = Deadline(_CHECK_SECONDS)
-            while grace.left():  # it may be about to say why it gives up
-                self._check_others()
-                time.sleep(_RETRY_SECONDS)
-            raise RendezvousFailed(
-                f"Rank {other} can't be reached from rank {self._rank}: it is on another "
-                "host, in another network namespace, or gone. Ranks that share memory are on "
-                "one host; use lockstep.init() or the backend 'gloo' for several."
-            ) from error
+            raise self._unreachable(other) from error
         except OSError as error:
             # Its queue is full, or more descriptors are on their way than a user may have open.
             if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
