@@ -37,16 +37,13 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 21_800
-MAX_FILES = 125
+MAX_LINES = 21_250
+MAX_FILES = 112
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
 STILL_OPEN = {
-    "nn/replicas/member.py": "comm.shm.sockets world.environment",
-    "nn/replicas/modes.py": "world.threads",
-    "nn/replicas/shared.py": "comm.shm.memory",
-    "nn/replicas/wire.py": "comm.shm.memory comm.shm.sockets",
+
 }
 
 FILES = {

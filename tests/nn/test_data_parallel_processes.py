@@ -335,7 +335,7 @@ def test_copies_start_their_own() -> None:
 
 
 def test_calls_nobody_will_differentiate_are_dropped(model: DataParallel) -> None:
-    dropped = model._replicas._crew.dropped
+    dropped = [worker.dropped for worker in model._replicas._processes.workers]
     model(batch())
     for _ in range(3):
         gc.collect()
@@ -351,7 +351,7 @@ def test_a_process_that_is_not_called_is_told_with_its_next_call() -> None:
     model = DataParallel(net().eval(), ["cpu"] * 3, workers="processes")
     model(batch(3))
     gc.collect()
-    dropped = model._replicas._crew.dropped
+    dropped = [worker.dropped for worker in model._replicas._processes.workers]
     ((first,), _) = dropped
     for number in (first + 1, first + 2):  # with two rows the third has nothing to do
         model(batch(2))
@@ -382,7 +382,7 @@ print(model.module.layer.bias.grad.tolist(), flush=True)
 
 def is_replica(pid: int) -> bool:
     try:
-        return "replicas.process" in " ".join(psutil.Process(pid).cmdline())
+        return "replicas.worker_main" in " ".join(psutil.Process(pid).cmdline())
     except psutil.Error:  # it has ended
         return False
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import ReplicaLost, SharedMemoryFull
-from lockstep.nn.replicas import DataParallel, wire
-from lockstep.nn.replicas.meeting import this_seat
+from lockstep.nn.replicas import DataParallel, channel
+from lockstep.nn.replicas.group import this_replica
 
 # Those of processes that are replaced are closed when garbage is collected.
 pytestmark = [pytest.mark.keeps_descriptors, pytest.mark.shortened]
@@ -93,15 +93,15 @@ def test_a_call_before_the_module_was_changed_has_no_backward_any_more() -> None
 
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no room for messages of more than 100 KB of tensors from the caller."""
-    memory = wire.SharedMemory
+    """Have no room for messages of more than 150 KB of tensors from the caller."""
+    memory = channel.SharedMemory
 
     def refuse(num_bytes: int, device: torch.device) -> object:
-        if num_bytes > 100_000:
+        if num_bytes > 300_000:  # a message takes twice its size
             raise SharedMemoryFull("No room.")
         return memory(num_bytes, device)
 
-    monkeypatch.setattr(wire, "SharedMemory", refuse)
+    monkeypatch.setattr(channel, "SharedMemory", refuse)
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -160,9 +160,9 @@ class Sums(nn.Module):
             time.sleep(0.5)
         if is_first and self.interruption is not None:
             raise self.interruption
-        seat = this_seat()
-        assert seat is not None
-        return seat.meeting.add_up(seat.replica, torch.ones(()), self.finish)
+        replica = this_replica()
+        assert replica is not None
+        return replica.add_up(torch.ones(()), self.finish)
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
@@ -274,9 +274,9 @@ class Stops(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor, *, stops: int = -1, where: str = "") -> torch.Tensor:
-        seat = this_seat()
-        assert seat is not None
-        if seat.replica == stops:
+        replica = this_replica()
+        assert replica is not None
+        if replica.index == stops:
             if where == "before the mean":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if where == "busy":

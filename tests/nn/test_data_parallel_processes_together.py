@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import ReplicaLost, SharedMemoryFull
-from lockstep.nn.replicas import DataParallel, wire
-from lockstep.nn.replicas.wire import Wire
+from lockstep.nn.replicas import DataParallel, channel
+from lockstep.nn.replicas.channel import Channel
 
 pytestmark = [pytest.mark.keeps_descriptors, pytest.mark.shortened]
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
@@ -375,14 +375,14 @@ def test_a_first_call_in_inference_mode() -> None:
 def test_memory_that_cannot_be_mapped_ends_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender would go on to use what this end doesn't have."""
     mine, theirs = socket.socketpair()
-    sender, receiver = Wire(mine), Wire(theirs)
+    sender, receiver = Channel(mine), Channel(theirs)
     sender.send(torch.ones(3))
 
     def full(descriptor: int) -> torch.Tensor:
         os.close(descriptor)
         raise SharedMemoryFull("no room")
 
-    monkeypatch.setattr(wire, "map_segment", full)
+    monkeypatch.setattr(channel, "map_segment", full)
     with pytest.raises(SharedMemoryFull):
         receiver.receive()
     with pytest.raises(OSError, match="Broken pipe"):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.nn.replicas.boundary import Gradients, add_up
-from lockstep.nn.replicas.gradients import GradientsElsewhere, LeftGradients
+from lockstep.nn.replicas.gradients import Gradients, GradientsElsewhere, LeftGradients, add_up
 
 # Between them the order of a sum shows in its bits.
 VALUES = (1.0, 1e8, -1e8)

@@ -9,19 +9,17 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import refusal
-from lockstep.comm import this_thread
+from lockstep.comm import mean_divisor, sum_in_step, this_thread
 from lockstep.errors import ModelError
-from lockstep.nn.backward import take_part_at_the_end
+from lockstep.nn.backward import refresh_stale, take_part_at_the_end
 from lockstep.nn.micro_batches import count_micro_batch, has_begun_batch
-from lockstep.nn.reached import is_reached
-from lockstep.nn.replicas.enclosing import is_backward_of_replicas
-from lockstep.nn.replicas.meeting import (
+from lockstep.nn.reached import is_backward_of_replicas, is_reached
+from lockstep.nn.replicas.group import (
     in_caller,
     is_replica_process,
     mark_as_one,
     num_replicas,
-    sum_over_ranks,
-    this_seat,
+    this_replica,
 )
 from lockstep.uncompiled import uncompiled
 from lockstep.world import group_or_all
@@ -90,26 +88,26 @@ def mean(
     has_begun, rank = in_caller(_batch_and_thread)
     goes_on = torch.full_like(total, has_begun)
     facts = torch.stack([total, counts.sum(), goes_on])
-    seat = this_seat()
+    replica = this_replica()
     # In a replica's backward, a checkpoint recomputes the forward to restore saved tensors. A mean
     # saves none, so its value there doesn't matter.
-    is_recomputed = seat is None and (is_backward_of_replicas() or is_replica_process())
+    is_recomputed = replica is None and (is_backward_of_replicas() or is_replica_process())
     # A rank without samples runs its backward from this tensor. It also tells backward() from
     # autograd.grad(), which computes no gradient for it.
     needs_gradient = values.requires_grad or not values.numel()
     anchor = torch.zeros((), device=values.device, requires_grad=needs_gradient)
     if is_recomputed:
         group, num_means = None, torch.ones_like(total)
-    elif seat is None:
+    elif replica is None:
         group = group_or_all(process_group)
         if group is not None and group.size() == 1:
             group = None
-        facts = sum_over_ranks(facts, group)
+        facts = _sum_over_ranks(facts, group)
         num_means = facts[3]
     else:  # the sum over this rank's replicas, and then over the ranks
         group = None  # a replica without samples need not take part: other replicas reach the model
-        over_ranks = partial(sum_over_ranks, process_group=process_group)
-        facts = seat.meeting.add_up(seat.replica, facts, over_ranks)
+        over_ranks = partial(_sum_over_ranks, process_group=process_group)
+        facts = replica.add_up(facts, over_ranks)
         num_means = facts[3] * num_replicas()
     if facts.device.type == "cpu" and not facts[1].isfinite():
         raise ValueError(
@@ -119,9 +117,20 @@ def mean(
     result: torch.Tensor = _Mean.apply(
         values, anchor, counts, facts[:3], num_means, group, rank, is_recomputed
     )  # type: ignore[no-untyped-call]
-    if seat is not None:
+    if replica is not None:
         mark_as_one(result)
     return result
+
+
+def _sum_over_ranks(own: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The sum of ``own``, of one dimension, over the ranks, and then how many ranks count."""
+    group = group_or_all(process_group)
+    num_ranks = 1
+    if group is not None and group.size() > 1:
+        refresh_stale(group)
+        sum_in_step(group, own)
+        num_ranks = mean_divisor(group)
+    return torch.cat([own, own.new_full((1,), num_ranks)])
 
 
 def _batch_and_thread() -> tuple[bool, int]:

@@ -12,8 +12,7 @@ from torch import nn
 
 from lockstep.comm import this_thread
 from lockstep.nn.parallelize import all_states, no_sync, state_of
-from lockstep.nn.reached import is_any_reached
-from lockstep.nn.replicas.enclosing import current_task, is_backward_of_replicas
+from lockstep.nn.reached import current_task, is_any_reached, is_backward_of_replicas
 
 
 class Batch:

@@ -12,23 +12,19 @@ import torch
 from torch import nn
 
 from lockstep.arguments import Device
-from lockstep.nn.replicas.apply import parallel_apply
 from lockstep.nn.replicas.devices import as_device, as_devices, as_dim
-from lockstep.nn.replicas.gather import gather
-from lockstep.nn.replicas.meeting import is_beside_processes
-from lockstep.nn.replicas.nested import leaves
-from lockstep.nn.replicas.processes import ProcessReplicas
-from lockstep.nn.replicas.replicate import replicate
-from lockstep.nn.replicas.scatter import check_kwargs, scatter_kwargs
-from lockstep.nn.replicas.tensors import map_tensors
-from lockstep.nn.replicas.threads import ThreadReplicas
-from lockstep.nn.replicas.twins import check_home, check_module
+from lockstep.nn.replicas.group import is_beside_processes
+from lockstep.nn.replicas.module_copy import check_home, check_module
+from lockstep.nn.replicas.nested import leaves, map_tensors
+from lockstep.nn.replicas.primitives import parallel_apply, replicate
+from lockstep.nn.replicas.replicas import Replicas
+from lockstep.nn.replicas.scatter_gather import check_kwargs, gather, scatter_kwargs
 from lockstep.nn.wrapper import Wrapper
 from lockstep.uncompiled import uncompiled
 
-# More threads than that fight for the interpreter more than they compute.
+# More threads compete for the interpreter more than they compute.
 _MOST_THREADS = 4
-# Where processes can share memory; on meta there is none to share.
+# The devices on which processes can share memory; meta has none to share.
 _SHARED_BY_PROCESSES = ("cpu", "cuda", "meta")
 _TIMEOUT = timedelta(minutes=10)
 
@@ -94,7 +90,7 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
     """
 
     output_device: int | torch.device  # type: ignore[assignment]  # torch's is an index
-    _replicas: ThreadReplicas | ProcessReplicas | None
+    _replicas: Replicas | None
 
     def __init__(
         self,
@@ -148,8 +144,8 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
     def device_ids(self, device_ids: Sequence[Device]) -> None:
         self._devices, self._replicas = devices_for(device_ids), None
 
-    # What a twin of this module, in a replica of one around it, has for itself.
-    _own_in_twins = ("_replicas",)
+    # The attribute that a copy of this module, in a replica of one around it, has for itself.
+    _own_in_copies = ("_replicas",)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the module's
         return self._call("__call__", inputs, kwargs)
@@ -184,14 +180,12 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
             outputs = [getattr(self.module, name)(*parts[0], **kwargs_parts[0])]
         else:
             if self._replicas is None:
-                averages = self.buffer_policy == "mean"
-                if self.workers == "threads" or is_beside_processes():
-                    self._replicas = ThreadReplicas(self._devices, averages_buffers=averages)
-                else:
-                    seconds = self._timeout.total_seconds()
-                    self._replicas = ProcessReplicas(
-                        self._devices, averages_buffers=averages, timeout=seconds
-                    )
+                in_threads = self.workers == "threads" or is_beside_processes()
+                self._replicas = Replicas(
+                    self._devices,
+                    averages_buffers=self.buffer_policy == "mean",
+                    timeout=None if in_threads else self._timeout.total_seconds(),
+                )
             arguments = list(zip(parts, kwargs_parts, strict=True))
             outputs = self._replicas.call(self.module, name, arguments)
         return self.gather(outputs, self.output_device)
@@ -206,7 +200,7 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
     def _call_new_replicas(
         self, name: str, parts: Sequence[Any], kwargs_parts: Sequence[Any]
     ) -> list[Any]:
-        """The same through :meth:`replicate` and :meth:`parallel_apply`, as a subclass has them."""
+        """Call the replicas through a subclass's :meth:`replicate` and :meth:`parallel_apply`."""
         if self.workers != "threads" or self.buffer_policy != "first":
             raise ValueError(
                 f"{type(self).__name__} has a replicate() or parallel_apply() of its own, which "
@@ -219,7 +213,7 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
             replicas = [getattr(replica, name) for replica in replicas]
         return self.parallel_apply(replicas, parts, kwargs_parts)
 
-    # What a subclass may do in another way
+    # Methods that a subclass may override
 
     def scatter(
         self,
@@ -244,7 +238,7 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         """What replicas return, as :func:`lockstep.parallel_apply` calls them."""
         return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
-    # What a module does
+    # Methods of a module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""
@@ -320,7 +314,7 @@ def devices_for(device_ids: Sequence[Device] | None) -> list[torch.device]:
 def _target(
     output_device: Device | None, device_ids: Sequence[Device] | None, home: torch.device
 ) -> torch.device:
-    """Where outputs are joined of replicas of which the first is at ``home``."""
+    """The device of joined outputs; ``home`` is that of the first replica."""
     are_named = device_ids is not None and not all(map(_is_missing, device_ids))
     # As torch ignores both, but not beside devices that are there.
     if output_device is None or (_is_missing(output_device) and not are_named):

@@ -1,22 +1,26 @@
-"""Which device an argument means, and how a tensor gets there."""
+"""Devices: those that arguments name, and how tensors and tasks get there."""
 
 from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import TypeVar
 
 import torch
 
 from lockstep.arguments import Device
 
+T = TypeVar("T")
+
 
 def as_device(device: Device, name: str) -> torch.device:
-    """What ``device`` names: an int is an accelerator's index, and -1 the CPU, as in torch.
+    """The device named; an int is the index of an accelerator, and -1 the CPU, as in torch.
 
     Args:
-        device: As above.
-        name: Which argument it is.
+        device: Its name, index or itself.
+        name: The name of the argument, for errors.
 
     Raises:
         TypeError: If it is nothing that names a device.
@@ -51,7 +55,7 @@ def as_device(device: Device, name: str) -> torch.device:
 
 
 def as_devices(devices: Iterable[Device], name: str) -> list[torch.device]:
-    """What each of ``devices`` names.
+    """The devices named; see :func:`as_device`.
 
     Raises:
         TypeError: If they aren't several, or one is nothing that names a device.
@@ -66,7 +70,7 @@ def as_devices(devices: Iterable[Device], name: str) -> list[torch.device]:
 
 
 def as_dim(dim: int) -> int:
-    """The same.
+    """The same dimension, as an int.
 
     Raises:
         TypeError: If it is no whole number.
@@ -78,8 +82,23 @@ def as_dim(dim: int) -> int:
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``: itself if it is there, else a copy that gradients come back from.
+    """``tensor`` on ``device``: itself if it is there, else a copy that gradients flow back from.
 
-    What is to arrive on a CPU is waited for: the program would read it before it has come.
+    A copy to a CPU is waited for: the program could read it before it is complete.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def on_device(device: torch.device, task: Callable[[], T]) -> Callable[[], T]:
+    """``task`` with ``device`` and the stream that is now current there as the current ones."""
+    if device.type in ("cpu", "meta"):
+        return task
+    stream = torch.accelerator.current_stream(device)
+
+    def run() -> T:
+        with ExitStack() as entered:
+            entered.enter_context(torch.accelerator.device_index(device.index))
+            entered.enter_context(stream)
+            return task()
+
+    return run

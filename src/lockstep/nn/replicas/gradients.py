@@ -1,10 +1,10 @@
-"""Where a replica's process leaves its gradients, and the caller adds them to its own.
+"""The replicas' gradients: their sum, and the shared memory where processes leave theirs.
 
-The process copies each as soon as it comes, while it is in the CPU's cache still. On the CPU it
-also tells of it in memory that both have, so that the caller, when it is through with its own, adds
-up what is there already while the others still compute. The order of a sum doesn't depend on when:
-first comes the caller's, then what each process has left, in their order, and then what came to a
-gradient after it was left, in the same order.
+A process copies each gradient to shared memory as soon as it comes, while it still is in the CPU's
+cache. On the CPU it also sets a flag there, so that the caller, once its own backward is over, adds
+up the gradients that are there while other processes still compute. The order of a sum doesn't
+depend on the timing: first the caller's gradient, then those that the processes left, in their
+order, and then, in the same order, further parts that came after a gradient was left.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from functools import partial
 
 import torch
 
-from lockstep.nn.replicas.boundary import Gradients
-from lockstep.nn.replicas.shared import SharedTensors
+from lockstep.nn.replicas.channel import SharedTensors, bytes_of
 from lockstep.torch_private import _foreach_add_
+
+Gradients = list[torch.Tensor | None]
 
 
 class LeftGradients:
-    """What a replica leaves, as it has it.
+    """The gradients that a replica leaves, in its own process.
 
     Args:
-        places: Memory of the caller's, for each parameter.
-        flags: Likewise: a byte for each, which is set when its gradient is there.
+        places: The caller's memory for the gradient of each parameter.
+        flags: A byte for each, also there; set when the gradient has been left.
 
     Attributes:
         is_taking: Whether gradients that come are the caller's, and not those of a backward that
@@ -36,41 +37,41 @@ class LeftGradients:
     def __init__(self, places: Sequence[torch.Tensor], flags: torch.Tensor) -> None:
         self.is_taking = False
         self._places = places
-        self._known: set[int] = set()
+        self._leaves: dict[int, torch.Tensor] = {}
         self._is_taken = bytearray(len(places))
         self._flags = bytes_of(flags)
 
-    def take_from(self, index: int, parameter: torch.Tensor) -> None:
-        """Take the gradients of that one, which requires them, from now on."""
-        if index not in self._known:
-            self._known.add(index)
-            parameter.register_post_accumulate_grad_hook(partial(self._take, index))
+    def take_from(self, index: int, leaf: torch.Tensor) -> None:
+        """Take the gradients of that leaf, which requires them, from now on."""
+        if self._leaves.get(index) is not leaf:
+            self._leaves[index] = leaf
+            leaf.register_post_accumulate_grad_hook(partial(self._take, index))
 
-    def _take(self, index: int, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
+    def _take(self, index: int, leaf: torch.Tensor) -> None:
+        gradient = leaf.grad
         if not self.is_taking or gradient is None or gradient.layout is not torch.strided:
             return
-        # As with reentrant checkpoints, it comes in parts. The caller may have added the first.
+        # With reentrant checkpoints it comes in parts. The caller may have added the first.
         if self._is_taken[index]:
             return
         with torch.no_grad():
             self._places[index].copy_(gradient)
         self._is_taken[index] = self._flags[index] = 1
-        parameter.grad = None
+        leaf.grad = None
 
     def taken(self) -> bytes:
-        """Which have been taken, not 0, since the last time."""
+        """For each parameter whether a gradient was left since the last time."""
         taken, self._is_taken = bytes(self._is_taken), bytearray(len(self._places))
         return taken
 
 
 class GradientsElsewhere:
-    """What several replicas leave, as the caller has it.
+    """The gradients that processes leave, in the caller's process.
 
     Args:
-        parameters: Whose gradients they are.
-        device: Where these are to be.
-        count: How many processes there are.
+        parameters: The parameters.
+        device: The device of the gradients.
+        count: The number of processes.
     """
 
     def __init__(
@@ -81,24 +82,24 @@ class GradientsElsewhere:
         flags = torch.empty(num, dtype=torch.uint8, device="meta")
         self.flags = [SharedTensors([flags], torch.device("cpu")) for _ in range(count)]
         self._flags = [bytes_of(own.here[0]) for own in self.flags]
-        # How many processes' have been added to that of the caller.
+        # For each parameter the number of processes whose gradient has been added.
         self._num_added = bytearray(num)
-        # Other processors may see that a gradient is there before they see it.
+        # Other processors may see a flag before the gradient.
         self._can_see = device.type == "cpu" and platform.machine() in ("x86_64", "AMD64")
 
     def close(self) -> None:
-        """Let no more processes have this memory: all have it that are to."""
+        """Let no further process map this memory."""
         for own in [*self.places, *self.flags]:
             own.close()
 
     def begin(self) -> None:
-        """A backward is about to begin."""
+        """Prepare for a backward."""
         self._num_added = bytearray(len(self._num_added))
         for flags in self._flags:
             ctypes.memset(flags, 0, len(flags))
 
     def add_those_there(self, total: Gradients) -> None:
-        """Add to ``total`` what is there by now, in the order of the processes."""
+        """Add to ``total`` the gradients that are there by now, in the order of the processes."""
         is_any = self._can_see
         while is_any:
             is_any = False
@@ -110,26 +111,28 @@ class GradientsElsewhere:
                     is_any = True
 
     def _next_of(self, number: int, total: Gradients) -> list[int]:
-        """Which gradients of that process can be added now; they count as added."""
+        """The gradients of that process that can be added now; they count as added."""
         indices = []
         for index, is_there in enumerate(bytes(self._flags[number])):
-            if is_there and self._num_added[index] == number and _is_dense(total[index]):
-                self._num_added[index] += 1
-                indices.append(index)
+            if is_there and self._num_added[index] == number:
+                so_far = total[index]
+                if so_far is not None and so_far.layout is torch.strided:
+                    self._num_added[index] += 1
+                    indices.append(index)
         return indices
 
     def rest(
         self, number: int, are_in_place: bytes, others: dict[int, torch.Tensor]
     ) -> tuple[Gradients, Gradients]:
-        """What is still to be added of a process that is through with its backward.
+        """The gradients still to be added of a process whose backward is over.
 
         Args:
-            number: Which process.
-            are_in_place: Which gradients it has left, not 0.
-            others: Those that it hasn't, by index, and what came to those that it has.
+            number: The process.
+            are_in_place: For each parameter whether a gradient was left.
+            others: By index the gradients that were not, and further parts of those that were.
 
         Returns:
-            What was left or would have been, and what came to that later.
+            For each parameter the gradient, unless it has been added; and its further part.
         """
         first: Gradients = []
         later: Gradients = []
@@ -142,12 +145,38 @@ class GradientsElsewhere:
         return first, later
 
 
-def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_uint8]:
-    """The memory of ``tensor``, of uint8 on the CPU, to be read and written without torch."""
-    own = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
-    own._tensor = tensor  # type: ignore[attr-defined]  # as long as this
-    return own
+def add_up(of_replicas: Sequence[Gradients], homes: Sequence[torch.device]) -> Gradients:
+    """Add up each parameter's gradients in the order of the replicas, so that bits don't vary.
+
+    Args:
+        of_replicas: For each replica the gradients of all parameters; only the first one's are
+            written to or become part of the result.
+        homes: The device of each sum.
+    """
+    first, *others = of_replicas
+    total = [_at_home(g, home) for g, home in zip(first, homes, strict=True)]
+    for gradients in others:
+        sums: list[torch.Tensor] = []
+        more: list[torch.Tensor] = []
+        for index, (gradient, home) in enumerate(zip(gradients, homes, strict=True)):
+            so_far, gradient = total[index], _at_home(gradient, home)
+            if so_far is None and gradient is not None:
+                total[index] = gradient.clone()
+            elif so_far is None or gradient is None:
+                continue
+            elif so_far.layout is gradient.layout is torch.strided:
+                sums.append(so_far)
+                more.append(gradient)
+            elif so_far.is_sparse and not gradient.is_sparse:  # torch adds sparse to dense only
+                total[index] = gradient + so_far
+            else:
+                total[index] = so_far + gradient
+        if sums:
+            _foreach_add_(sums, more)
+    return total
 
 
-def _is_dense(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is torch.strided
+def _at_home(gradient: torch.Tensor | None, home: torch.device) -> torch.Tensor | None:
+    if gradient is None or gradient.device == home:
+        return gradient
+    return gradient.to(home, non_blocking=home.type != "cpu")

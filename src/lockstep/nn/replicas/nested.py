@@ -1,4 +1,4 @@
-"""Values inside values: what of an input or an output is a container, and how to make one alike."""
+"""Containers in inputs and outputs: their children, copies with other children, their tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,17 +18,20 @@ _T = TypeVar("_T")
 
 # The keys that lead from a nesting to a value in it.
 Path = tuple[object, ...]
+# Returns the tensor that replaces its argument, or None to keep that.
+Change = Callable[[torch.Tensor], torch.Tensor | None]
 
-# Some of these are tuples or may be dataclasses, but none can be taken apart: a Size takes nothing
+# Some of these are tuples or may be dataclasses, but none can be taken apart: a Size holds nothing
 # but numbers, and a PackedSequence's fields belong together.
 _WHOLE = (torch.Tensor, PackedSequence, torch.Size, nn.Module, type)
+# These have attributes, but none that are part of a value.
+_NO_VALUES = (nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
 
 def children(value: object) -> dict[object, object] | None:
-    """What a container holds, by index, key or name of the field; None for all that is a leaf.
+    """The children of a container by index, key or name of the field; None for a leaf.
 
-    Containers are lists, deques, tuples of all kinds, mappings that can be changed, and
-    dataclasses.
+    Containers are lists, deques, tuples of all kinds, mutable mappings, and dataclasses.
     """
     if isinstance(value, _WHOLE):
         return None
@@ -45,14 +49,14 @@ def children(value: object) -> dict[object, object] | None:
 
 
 def like(value: _T, new: Sequence[object]) -> _T:
-    """A container as ``value`` is, its type and all, with other children in the same order.
+    """A container of the type of ``value``, with other children in the same order.
 
     It is a copy, filled again, and not constructed: ``__post_init__`` would do a second time what
     it has done to the children of the first.
     """
     if isinstance(value, tuple):
-        # The __new__ of named tuples takes the fields one by one, so they go without. That of
-        # torch.return_types takes them all, and there is no going without.
+        # The __new__ of named tuples takes the fields one by one, so it is bypassed. That of
+        # torch.return_types takes them all, and can't be bypassed.
         insists = hasattr(value, "n_sequence_fields") and not hasattr(value, "_fields")
         return cast(_T, type(value)(new) if insists else tuple.__new__(type(value), new))
     other: Any = copy.copy(value)
@@ -69,8 +73,18 @@ def like(value: _T, new: Sequence[object]) -> _T:
     return cast(_T, other)
 
 
+def _set_fields(value: Any, fields: Mapping[Any, object]) -> None:
+    for name in list(getattr(value, "__dict__", ())):
+        # Computed once from the old fields.
+        if isinstance(getattr(type(value), name, None), functools.cached_property):
+            del value.__dict__[name]
+    assign = object.__setattr__ if value.__dataclass_params__.frozen else setattr
+    for name, child in fields.items():
+        assign(value, name, child)
+
+
 def leaves(value: object) -> Iterator[tuple[Path, object]]:
-    """All in a nesting that is no container, each with its path."""
+    """All leaves of a nesting, each with its path."""
     return _leaves(value, (), frozenset())
 
 
@@ -78,23 +92,56 @@ def _leaves(value: object, path: Path, above: frozenset[int]) -> Iterator[tuple[
     inside = children(value)
     if inside is None:
         yield path, value
-    # An object may know the one that holds it: nothing new is in there.
-    elif id(value) not in above:
+    elif id(value) not in above:  # an object may refer to its own container
         above |= {id(value)}
         for key, child in inside.items():
             yield from _leaves(child, (*path, key), above)
 
 
 def name_of(path: Path) -> str:
-    """How to write a path, as in ``inputs[0]['mask']``."""
+    """A path in words, as in ``inputs[0]['mask']``."""
     return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
 
 
-def _set_fields(value: Any, fields: Mapping[Any, object]) -> None:
-    for name in list(getattr(value, "__dict__", ())):
-        # Computed from the fields, once: now it has to be again.
-        if isinstance(getattr(type(value), name, None), functools.cached_property):
-            del value.__dict__[name]
-    assign = object.__setattr__ if value.__dataclass_params__.frozen else setattr
-    for name, child in fields.items():
-        assign(value, name, child)
+def map_tensors(change: Change, value: _T) -> _T:
+    """A copy of ``value`` with every tensor changed, attributes of objects included.
+
+    Containers and objects without a tensor that changes are shared with ``value``, not copied.
+    """
+    return cast(_T, _changed(change, value, {}))
+
+
+def _changed(change: Change, value: object, done: dict[int, object]) -> object:
+    if isinstance(value, torch.Tensor):
+        new = change(value)
+        return value if new is None else new
+    if isinstance(value, PackedSequence):
+        data = change(value.data)
+        return value if data is None else value._replace(data=data)
+    if id(value) in done:  # an object may refer to its own container
+        return done[id(value)]
+    inside = children(value)
+    attributes: dict[str, object] | None = None
+    if inside is None and not isinstance(value, _NO_VALUES):
+        attributes = getattr(value, "__dict__", None)
+        inside = cast("dict[object, object] | None", attributes)
+    if not inside:
+        return value
+    done[id(value)] = value
+    new_inside = {key: _changed(change, child, done) for key, child in inside.items()}
+    if all(new_inside[key] is child for key, child in inside.items()):
+        return value
+    if attributes is None:
+        made = like(value, list(new_inside.values()))
+    else:
+        made = copy.copy(value)
+        vars(made).update(cast(dict[str, object], new_inside))
+    done[id(value)] = made
+    return made
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """All tensors in ``value``, in the order of :func:`map_tensors`."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, value)
+    return found

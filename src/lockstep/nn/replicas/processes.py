@@ -1,195 +1,469 @@
-"""Replicas in processes of their own, where no other one holds up the interpreter."""
+"""The processes of a module's replicas, and calls of them, as their caller has them."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import os
-import threading
+import socket
+import subprocess
+import sys
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.nn.replicas.apply import on_device
-from lockstep.nn.replicas.boundary import Gradients, add_up, call_replicas
-from lockstep.nn.replicas.crew import Crew
-from lockstep.nn.replicas.local import LocalReplicas, write_mean
-from lockstep.nn.replicas.meeting import mark_as_one
-from lockstep.nn.replicas.messages import Backward
-from lockstep.nn.replicas.modes import Modes
-from lockstep.nn.replicas.part import Arguments, Ends, Part, run_backward
-from lockstep.nn.replicas.tensors import map_tensors, tensors_in
+from lockstep.comm import shut_down
+from lockstep.errors import ReplicaLost
+from lockstep.nn.replicas.channel import Channel, Packed, share
+from lockstep.nn.replicas.gradients import Gradients, GradientsElsewhere
+from lockstep.nn.replicas.group import num_replicas, this_replica
+from lockstep.nn.replicas.messages import (
+    Call,
+    Derived,
+    Error,
+    Question,
+    Request,
+    Returned,
+    as_error,
+    as_exception,
+)
+from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, version_of
+from lockstep.nn.replicas.nested import tensors_in
+from lockstep.nn.replicas.replica_call import Arguments, Ends
+from lockstep.nn.replicas.worker_threads import Modes, Outcome, is_interruption, values_of
+from lockstep.world import allocator_environment
+
+# How long processes may take to start, whatever the timeout: they import torch.
+_START_SECONDS = 120.0
+_PATIENCE_SECONDS = 2.0
+# An idle process ends in less.
+_GRACE_SECONDS = 0.5
+_MAIN = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+from lockstep.nn.replicas.worker_main import main
+main(sys.argv[1:])
+"""
 
 
-class ProcessReplicas:
-    """A module's replicas: the first in this process, each other in one of its own.
+class WorkerProcess:
+    """The process of one replica, and the versions of the tensors that it has.
 
-    They share the parameters, those on another device than the first excepted: on the CPU these are
-    moved to memory that all have mapped when the processes start, with the first call. The
-    processes are fresh ones, not forks, and end with this object or with the program.
-
-    Args:
-        devices: One for each replica: CPUs, or CUDA devices; on the first is the module, too.
-        averages_buffers: Whether buffers become the mean of what the replicas make of them.
-        timeout: How many seconds to wait for what a process is to do.
+    Attributes:
+        index: The number of the replica.
+        device: Its device.
+        owner: The process that has started it.
+        dropped: The numbers of calls of which no backward will come; sent with the next call.
+        changed: The indices of the buffers that the last call has changed.
     """
 
-    def __init__(
-        self, devices: Sequence[torch.device], *, averages_buffers: bool, timeout: float
-    ) -> None:
-        self._devices, self._timeout = list(devices), timeout
-        self._averages_buffers = averages_buffers
-        self._first = LocalReplicas(self._devices[:1], owns_buffers=not averages_buffers)
-        self._crew: Crew | None = None
-        self._lock = threading.RLock()
+    def __init__(self, index: int, devices: Sequence[torch.device]) -> None:
+        self.index, self.device = index, devices[index]
+        self.owner = os.getpid()
+        self.dropped: list[int] = []
+        self.changed: list[int] = []
+        self._parameter_versions: list[object] = []
+        self._buffer_versions: list[object] = []
+        self._is_home = self.device == devices[0]
+        self._timeout = 0.0  # until it is set
+        (mine, its), (lifeline, of_its) = socket.socketpair(), socket.socketpair()
+        self._channel = Channel(mine, [devices[0], self.device])
+        # Held open: when this process ends, however it does, so does the other.
+        self._lifeline = lifeline
+        num_threads = max(1, torch.get_num_threads() // len(devices))
+        seed = (torch.initial_seed() + index) % 2**63
+        numbers = (its.fileno(), of_its.fileno(), index, num_threads, seed)
+        path = json.dumps([*map(str, sys.path)])
+        with its, of_its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _MAIN, path, *map(str, (*numbers, *devices))],
+                stdin=subprocess.DEVNULL,
+                env={
+                    **allocator_environment(),
+                    **os.environ,
+                    "OMP_NUM_THREADS": str(num_threads),
+                },
+                pass_fds=(its.fileno(), of_its.fileno()),
+                start_new_session=True,  # Ctrl-C is for the caller
+            )
 
-    def call(self, module: nn.Module, method: str, arguments: Sequence[Arguments]) -> list[Any]:
-        """Call that method of as many replicas as there are ``arguments``, each on its own.
+    def set_timeout(self, seconds: float) -> None:
+        """Wait at most that long for the process to read, and for each of its messages."""
+        self._timeout = seconds
+        self._channel.set_timeout(seconds)
 
-        Returns:
-            What each has returned.
+    def send(self, packed: Packed) -> None:
+        """Send a message.
+
+        Raises:
+            ReplicaLost: If the process has ended, or doesn't read.
+        """
+        with self._reporting_loss():
+            self._channel.send_packed(packed)
+
+    def receive(self) -> Any:
+        """Answer the process's questions, in this thread; return its answer.
+
+        Raises:
+            ReplicaLost: If the process has ended, or sends nothing in time.
+        """
+        while True:
+            with self._reporting_loss():
+                message = self._channel.receive()
+            if not isinstance(message, Question):
+                return message
+            answer: object
+            try:
+                answer = message.function(*message.arguments)
+            except Exception as error:  # it is raised there
+                answer = as_error(error, with_traceback=False)
+            try:
+                self.send(Packed(answer))
+            except ReplicaLost:
+                raise
+            except Exception as error:
+                self.send(Packed(as_error(error, with_traceback=False)))
+
+    @contextmanager
+    def _reporting_loss(self) -> Iterator[None]:
+        who = f"The process of replica {self.index} (pid {self._process.pid})"
+        try:
+            yield
+        except TimeoutError as error:
+            raise ReplicaLost(
+                f"{who} has not answered within {self._timeout:g} s: it was stopped, hangs, or "
+                "takes longer. It is ended now, and the next call starts new ones. If it needs "
+                "more time, give DataParallel a longer timeout."
+            ) from error
+        except (EOFError, OSError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_PATIENCE_SECONDS)
+            raise ReplicaLost(
+                f"{who} has ended, with exit code {self._process.returncode}. What it wrote may "
+                "tell why; if it is -9, it was killed, perhaps for want of memory. The next call "
+                "starts new ones."
+            ) from error
+
+    def has(self, state: ModuleState) -> None:
+        """Note that the process has the values of all parameters and buffers."""
+        self._buffer_versions = list(state.versions)
+        self._parameter_versions = [version_of(parameter) for parameter in state.parameters]
+
+    def has_unknown_values(self) -> None:
+        """Note that the process may have other values."""
+        self._buffer_versions = [None] * len(self._buffer_versions)
+        self._parameter_versions = [None] * len(self._parameter_versions)
+
+    def has_changed(self, buffers: list[int]) -> None:
+        """Note that a call has changed buffers."""
+        self.changed = buffers
+        for index in buffers:
+            self._buffer_versions[index] = None
+
+    def missing(self, state: ModuleState) -> tuple[list[int], dict[int, torch.Tensor]]:
+        """The changed parameters, unless they are shared, and buffers, which it is to be sent."""
+        before, self._buffer_versions = self._buffer_versions, list(state.versions)
+        buffers = {i: state.buffers[i] for i in _differing(before, state.versions)}
+        if self._is_home:
+            return [], buffers
+        now = [version_of(parameter) for parameter in state.parameters]
+        before, self._parameter_versions = self._parameter_versions, now
+        return _differing(before, now), buffers
+
+    def kill(self) -> None:
+        """End it now."""
+        self._process.kill()
+
+    def hang_up(self) -> None:
+        """Let it end once it is idle."""
+        self._channel.close()
+
+    def wait(self) -> None:
+        """Wait until it has ended, or end it."""
+        for end in (partial(shut_down, self._lifeline), self._process.kill):
+            try:
+                self._process.wait(_GRACE_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                end()
+        self._process.wait()
+        self._lifeline.close()
+
+
+def _request(method: str, *arguments: object) -> Packed:
+    return Packed(Request(method, arguments))
+
+
+def _differing(before: Sequence[object], now: Sequence[object]) -> list[int]:
+    return [i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
+
+
+def _end(workers: Sequence[WorkerProcess]) -> None:
+    if any(worker.owner != os.getpid() for worker in workers):
+        return  # this process was forked from theirs
+    for worker in workers:
+        worker.hang_up()
+    for worker in workers:
+        worker.wait()
+
+
+class ReplicaProcesses:
+    """The processes of all replicas but the first, which share the parameters with the module.
+
+    On the CPU parameters are moved to memory that all have mapped. The processes are fresh ones,
+    not forks, and end with this object or with the program.
+
+    Args:
+        devices: One for each replica, the first included.
+        timeout: How long to wait for a process, in seconds.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], timeout: float) -> None:
+        self.devices = devices
+        self._timeout = timeout
+        self._numbers = itertools.count()
+        self._snapshot = ModuleSnapshot(ModuleState([], [], [], []))
+        self.gradients = GradientsElsewhere([], devices[0], 0)
+        self._lost: BaseException | None = None
+        self._is_ended = False
+        self.workers = [WorkerProcess(index, devices) for index in range(1, len(devices))]
+        self._pid = os.getpid()
+        self._end = weakref.finalize(self, _end, self.workers)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether they are this process's own and there."""
+        return not self._is_ended and self._pid == os.getpid()
+
+    def check_alive(self) -> None:
+        """Check it.
+
+        Raises:
+            ReplicaLost: If they aren't.
+        """
+        if not self.is_alive:
+            raise ReplicaLost(
+                "The processes of the replicas that ran this have ended, or are those of the "
+                "process that this one was forked from. Call the model again."
+            )
+
+    def update(self, module: nn.Module, state: ModuleState) -> None:
+        """Send the module, if more of it has changed than the values of tensors."""
+        if self._snapshot.is_current(state):
+            return
+        parameters = state.parameters
+        known = {id(tensor): i for i, tensor in enumerate([*parameters, *state.buffers])}
+        try:
+            modules = [Packed(Request("take_module", (module,)), known) for _ in self.workers]
+        except Exception as error:  # pickling may raise anything
+            raise TypeError(
+                f"{type(module).__name__} can't be sent to other processes: {error}. Use "
+                "workers='threads', or leave out what can't be pickled."
+            ) from error
+        are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
+        shared = share(parameters)
+        self.gradients = GradientsElsewhere(parameters, self.devices[0], len(self.workers))
+        tensors = [
+            _request("take_tensors", shared, places, flags, are_parameters, state.buffers)
+            for places, flags in zip(self.gradients.places, self.gradients.flags, strict=True)
+        ]
+        with closing(self.gradients):
+            for packed in (tensors, modules):
+                self.ask(packed, timeout=max(self._timeout, _START_SECONDS))
+        for worker in self.workers:
+            worker.has(state)
+        self._snapshot = ModuleSnapshot(state)
+
+    def ask(self, messages: Sequence[Packed], *, timeout: float = 0) -> list[Any]:
+        """Send each process its message, and return their answers.
 
         Raises:
             ReplicaLost: If a process has ended, or doesn't answer within the timeout.
-            TypeError: If the module or the arguments can't be pickled.
+            BaseException: The error of the first replica that failed.
         """
-        with self._lock:
-            # Those of the process that this one was forked from are its own.
-            if self._crew is None or not self._crew.is_alive or self._crew.pid != os.getpid():
-                self._crew = Crew(self._devices, self._timeout)
-            self._crew.take(module)
-            call = _ProcessCall(self._crew, self._lock, self._first, module, method, arguments)
-            results = call_replicas(call)
-            if self._averages_buffers:
-                self._average_buffers(self._crew)
-            return results
+        for worker, message in zip(self.workers, messages, strict=False):
+            self.send(worker, message, timeout=timeout)
+        outcomes: list[Outcome[Any]] = [Outcome()]
+        with self.ended_by_errors():
+            for worker in self.workers[: len(messages)]:
+                answer = worker.receive()
+                is_error = isinstance(answer, Error)
+                outcomes.append(
+                    Outcome(error=as_exception(answer)) if is_error else Outcome(answer)
+                )
+            return values_of(outcomes, self.devices)[1:]
 
-    def _average_buffers(self, crew: Crew) -> None:
-        copies = [self._first.copies_of(buffer, 1)[0] for buffer in crew.buffers]
-        pairs = enumerate(zip(copies, crew.buffers, strict=True))
-        changed = [index for index, (mine, buffer) in pairs if not torch.equal(mine, buffer)]
-        for index, values in crew.changed_buffers(changed).items():
-            write_mean(crew.buffers[index], [copies[index], *values])
+    def send(self, worker: WorkerProcess, message: Packed, *, timeout: float = 0) -> None:
+        """Send one process a message.
+
+        Raises:
+            ReplicaLost: If a process has ended, or this one doesn't read within the timeout.
+        """
+        self.check_alive()
+        with self.ended_by_errors():
+            worker.set_timeout(timeout or self._timeout)
+            worker.send(message)
+
+    def call(
+        self, state: ModuleState, method: str, arguments: Sequence[Arguments], modes: Modes
+    ) -> list[RemoteCall]:
+        """Start a call of that method of as many replicas as there are arguments."""
+        self.check_alive()
+        number = next(self._numbers)
+        called = self.workers[: len(arguments)]
+        calls = [RemoteCall(self, worker, number, modes) for worker in called]
+        messages = []
+        for call, own in zip(calls, arguments, strict=True):
+            worker = call.worker
+            parameters, buffers = worker.missing(state)
+            message = Call(
+                number,
+                method,
+                own,
+                modes,
+                torch.get_default_dtype(),
+                [part.training for part in state.parts],
+                [parameter.requires_grad for parameter in state.parameters],
+                parameters,
+                buffers,
+                worker.dropped[:],
+                1 + len(calls),
+                num_replicas(),
+            )
+            call.num_dropped = len(worker.dropped)
+            try:
+                messages.append(_request("call", message))
+            except Exception as error:  # pickling may raise anything
+                raise TypeError(
+                    f"An argument can't be sent to other processes: {error}."
+                ) from error
+        for call, packed in zip(calls, messages, strict=True):
+            self.send(call.worker, packed)
+        return calls
+
+    def receive(self, worker: WorkerProcess) -> Any:
+        """The answer of a process, received in the thread that stands for its replica.
+
+        Raises:
+            BaseException: The replica's error; or, after all processes are ended, another one.
+        """
+        try:
+            answer = worker.receive()
+            error = as_exception(answer) if isinstance(answer, Error) else None
+        except BaseException as lost:
+            if self._lost is None:
+                self._lost = lost
+            self.kill()
+            replica = this_replica()
+            if replica is not None and replica.sums is not None:
+                replica.sums.fail(self._lost)
+            raise
+        if error is not None:
+            raise error
+        return answer
+
+    def check(self, first: Outcome[Any]) -> None:
+        """Check that no process was lost, and the first replica's thread not interrupted.
+
+        Raises:
+            BaseException: If it isn't so.
+        """
+        error = first.error
+        if is_interruption(error):
+            raise error
+        if self._lost is not None:
+            if error is not None and error is not self._lost:
+                self._lost.add_note(f"Replica 0 failed as well: {error!r}")
+            raise self._lost
+
+    def kill(self) -> None:
+        """End all processes now."""
+        self._is_ended = True
+        for worker in self.workers:
+            worker.kill()
+
+    @contextmanager
+    def ended_by_errors(self) -> Iterator[None]:
+        """End all processes if something goes wrong: their next messages are unknown."""
+        try:
+            yield
+        except BaseException:
+            self._is_ended = True
+            self._end()
+            raise
+
+    def after_call(self, *, failed: bool) -> None:
+        """Take note of a call or backward that is over."""
+        # What replicas do to containers is no news: the first one has the module's own.
+        self._snapshot.ignore_lengths()
+        for worker in self.workers if failed else ():
+            worker.has_unknown_values()
+
+    def changed_buffers(self, more: Collection[int], count: int) -> dict[int, list[torch.Tensor]]:
+        """The values, by index, that the first ``count`` processes have of buffers.
+
+        These are the ones that the last call has changed in any of them, and ``more``.
+        """
+        called = self.workers[:count]
+        wanted = sorted(set(more).union(*(worker.changed for worker in called)))
+        answers = self.ask([_request("buffers", wanted)] * count) if wanted else ()
+        return {index: list(values) for index, *values in zip(wanted, *answers, strict=False)}
 
 
-class _ProcessCall:
-    """One call of all replicas, in their processes."""
+class RemoteCall:
+    """The call of a replica in another process, with the face of a ReplicaCall."""
 
-    _first: Part  # since forward
+    num_dropped = 0
 
     def __init__(
-        self,
-        crew: Crew,
-        lock: AbstractContextManager[bool],
-        replicas: LocalReplicas,
-        module: nn.Module,
-        method: str,
-        arguments: Sequence[Arguments],
+        self, processes: ReplicaProcesses, worker: WorkerProcess, number: int, modes: Modes
     ) -> None:
-        self.parameters = crew.parameters
-        self.inputs = [t for own in arguments for t in tensors_in(own) if t.requires_grad]
-        self.results: list[Any] = []
-        self._homes = [parameter.device for parameter in self.parameters]
-        self._crew = crew
-        self._lock = lock
-        self._to_call = partial(replicas.parts, module, method, arguments[:1])
-        self._method = method
-        self._arguments = arguments[1:]
-        self._modes = Modes.here()
-        self._number = -1
-        # How many tensors each of the others has returned.
-        self._num_outputs: list[int] = []
-        # The first one's gradients of the backward that runs, of parameters and inputs.
-        self._taken: tuple[Gradients, Gradients] | None = None
+        self.device = worker.device
+        self.worker = worker
+        self._processes, self._number = processes, number
+        self._results: Any = None
+        self._derived: Derived | None = None
+        if modes.grad:
+            weakref.finalize(self, worker.dropped.append, number).atexit = False
 
-    def forward(self) -> Sequence[tuple[torch.Tensor, bool]]:
-        """Call all."""
-        with torch.set_grad_enabled(self._modes.grad):  # a Function finds it off
-            self._number, answers = self._crew.call(
-                self._method, self._arguments, self._modes, self._call_first
-            )
-        if self._modes.grad:
-            drop = partial(self._crew.drop, self._number, len(answers))
-            weakref.finalize(self, drop).atexit = False
-        del self._to_call, self._arguments
-        self.results, self._first.results = [self._first.results], None
-        outputs = [(output, output.requires_grad) for output in self._first.outputs]
-        for answer in answers:
-            mine: list[torch.Tensor] = []
-            self.results.append(map_tensors(lambda t: _kept(t, mine), answer.results))  # noqa: B023 - called at once
-            for output, is_one in zip(mine, answer.are_one, strict=True):
-                if is_one:
-                    mark_as_one(output)
-            self._num_outputs.append(len(mine))
-            outputs += zip(mine, answer.require_grad, strict=True)
-        return outputs
+    def forward(self) -> None:
+        """Receive the results."""
+        returned: Returned = self._processes.receive(self.worker)
+        del self.worker.dropped[: self.num_dropped]
+        self.worker.has_changed(returned.changed)
+        self._results = returned.results
 
-    def _call_first(self) -> None:
-        """Call the first replica, while the others are on their way."""
-        _, (self._first,) = self._to_call()
-        on_device(self._first.device, self._first.forward)()
+    def take_results(self) -> tuple[Any, list[torch.Tensor]]:
+        """The results, once, and the tensors in them."""
+        results, self._results = self._results, None
+        return results, tensors_in(results)
 
-    def backward(self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool) -> Gradients:
-        """Run the backward of all."""
-        given = iter(d_outputs)
-        of_first = list(itertools.islice(given, len(self._first.outputs)))
-        messages = [
-            Backward(self._number, list(itertools.islice(given, count)), keep_graph)
-            for count in self._num_outputs
-        ]
-        ends = self._first.ends(of_first)
-        with self._lock:
-            try:
-                parts, of_inputs = self._crew.backward(
-                    messages, lambda: self._run_first(ends, keep_graph)
-                )
-            finally:
-                # Also those of a backward that failed: the next one is not to have them.
-                mine, of_own_inputs = self._taken or self._first.take_gradients()
-                self._taken = None
-            if not keep_graph:
-                self._first.forget()
-            sums = add_up([mine, *parts], self._homes)
-        return [*sums, *of_own_inputs, *(gradient for own in of_inputs for gradient in own)]
+    def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
+        """Let the process run its backward."""
+        self._derived = None
+        own = [None if gradient is None else gradient.detach() for gradient in d_outputs]
+        self._processes.send(self.worker, _request("backward", self._number, own, keep_graph))
+        return ()
 
-    def derivative(
-        self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool
-    ) -> Gradients:
-        """The same gradients, which say what to do when they are differentiated."""
-        gradients = self.backward(d_outputs, keep_graph=keep_graph)
-        there = [gradient for gradient in gradients if gradient is not None]
-        # They depend on these, and so autograd comes by. Shown by
-        # test_a_second_derivative_of_processes_says_what_can_be_used_instead.
-        sources = (*self.parameters, *self.inputs, *d_outputs)
-        refusing = iter(_NotTwice.apply(len(there), *there, *sources))  # type: ignore[no-untyped-call]
-        return [None if gradient is None else next(refusing) for gradient in gradients]
+    def receive_gradients(self) -> None:
+        """Wait until the process's backward is over."""
+        self._derived = self._processes.receive(self.worker)
 
-    def _run_first(self, ends: Ends, keep_graph: bool) -> Gradients:
-        """Run the backward of the first replica; return its gradients of the parameters."""
-        run_backward(ends, keep_graph)
-        self._taken = self._first.take_gradients()
-        return self._taken[0]
-
-
-def _kept(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
-    into.append(tensor)
-    return tensor
-
-
-class _NotTwice(torch.autograd.Function):
-    """Gradients, as a function of what they depend on, that can't be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
-        return tuple(None if t is None else t.detach() for t in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor | None) -> None:
-        raise RuntimeError(
-            "A gradient that came out of replicas in processes is to be differentiated again, "
-            "which those in threads alone can: lockstep.DataParallel(..., workers='threads')."
+    def take_gradients(self) -> tuple[Gradients, Gradients, Gradients]:
+        """The gradients of the parameters and of the inputs, and further parts of the first."""
+        derived, self._derived = self._derived, None
+        if derived is None:  # it has failed
+            return [], [], []
+        first, later = self._processes.gradients.rest(
+            self.worker.index - 1, derived.in_place, derived.others
         )
+        return first, derived.of_inputs, later
+
+    def free_graph(self) -> None:
+        """The process has done it."""

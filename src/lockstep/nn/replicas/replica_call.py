@@ -1,4 +1,4 @@
-"""One replica's part of a call, in whichever thread or process."""
+"""The call of one replica in this process: its forward and its backwards."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from typing import Any
 
 import torch
 
-from lockstep.nn.replicas.boundary import Gradients
-from lockstep.nn.replicas.tensors import map_tensors
+from lockstep.nn.replicas.gradients import Gradients
+from lockstep.nn.replicas.nested import map_tensors
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 Ends = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Part:
-    """One replica's part of a call.
-
-    Attributes:
-        device: Where the replica is.
-        inputs: Those tensors among its arguments that require a gradient.
-        outputs: All tensors among its results.
-        results: What it has returned.
+class ReplicaCall:
+    """The call of one replica in this process.
 
     Args:
-        device: Where the replica is.
-        leaves: What stands in it for the module's parameters.
-        call: What to call.
-        arguments: Positional and keyword arguments.
+        device: The replica's device.
+        leaves: The leaves that replace the module's parameters in it.
+        call: The method to call.
+        arguments: Its positional and keyword arguments.
         owns_inputs: Whether nobody else has the tensors among them.
+
+    Attributes:
+        inputs: The tensors among the arguments that require a gradient.
+        outputs: All tensors among the results.
     """
 
     def __init__(
@@ -43,16 +41,15 @@ class Part:
         self.device = device
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
-        self.results: Any = None
-        # Outputs whose graph is gone, and those that the backward which runs begins in.
-        self._over: set[int] = set()
+        self._results: Any = None
+        # The indices of outputs whose graph is freed, and of those in which a backward began last.
+        self._freed: set[int] = set()
         self._begun: set[int] = set()
         self._call = call
         self._arguments = arguments
         self._leaves = leaves
         self._owns_inputs = owns_inputs
-        # What stands for each of the inputs in the replica's graph.
-        self._input_leaves: list[torch.Tensor] = []
+        self._input_leaves: list[torch.Tensor] = []  # these replace the inputs
         map_tensors(lambda t: self.inputs.append(t) if t.requires_grad else None, arguments)
 
     def forward(self) -> None:
@@ -66,14 +63,23 @@ class Part:
         args, kwargs = map_tensors(
             lambda t: next(mine) if t.requires_grad else t.data, self._arguments
         )
-        self.results = self._call(*args, **kwargs)
-        map_tensors(self.outputs.append, self.results)
-        self._arguments = ((), {})  # wanted no more, and their memory may be
+        self._results = self._call(*args, **kwargs)
+        map_tensors(self.outputs.append, self._results)
+        self._arguments = ((), {})  # free their memory
 
-    def ends(self, d_outputs: Gradients) -> Ends:
-        """Where its backward begins, and with which gradients."""
+    def take_results(self) -> tuple[Any, list[torch.Tensor]]:
+        """What the replica has returned, once, and the tensors in it."""
+        results, self._results = self._results, None
+        return results, self.outputs
+
+    def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
+        """The outputs in which a backward begins, with their gradients.
+
+        Raises:
+            RuntimeError: If the graph of one of them is freed.
+        """
         self._begun = {i for i, gradient in enumerate(d_outputs) if gradient is not None}
-        if self._begun & self._over:
+        if self._begun & self._freed:
             raise RuntimeError(
                 "A second backward through replicas whose first has let go of what it needs. Give "
                 "the first retain_graph=True."
@@ -84,21 +90,21 @@ class Part:
             if gradient is not None and output.requires_grad
         ]
 
-    def derivative(self, d_outputs: Gradients) -> Part:
+    def derivative(self, d_outputs: Gradients) -> ReplicaCall:
         """A call that runs this one's backward, and has a backward itself.
 
         Its inputs are those of this call and those of ``d_outputs`` that require a gradient; its
         results the gradients of the parameters, and those of this call's inputs.
         """
-        part = Part(self.device, self._leaves, self._differentiate, ((d_outputs,), {}))
-        part.inputs[:0] = self.inputs
-        part._input_leaves = self._input_leaves
-        return part
+        call = ReplicaCall(self.device, self._leaves, self._differentiate, ((d_outputs,), {}))
+        call.inputs[:0] = self.inputs
+        call._input_leaves = self._input_leaves
+        return call
 
     def _differentiate(self, d_outputs: Gradients) -> Gradients:
         leaves = [*self._leaves, *self._input_leaves]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        ends = self.ends(d_outputs)
+        ends = self.start_backward(d_outputs, keep_graph=True)
         if not ends or not wanted:
             return [None] * len(leaves)
         outputs, given = zip(*ends, strict=True)
@@ -107,22 +113,19 @@ class Part:
         )
         return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
-    def forget(self) -> None:
-        """Let go of the graph of those outputs in which the last backward began."""
-        self._over |= self._begun
+    def free_graph(self) -> None:
+        """Free the graph of those outputs in which the last backward began."""
+        self._freed |= self._begun
         for index in self._begun:
             self.outputs[index] = self.outputs[index].detach()
 
     def take_gradients(self) -> tuple[Gradients, Gradients]:
-        """Those of the parameters and of the inputs; the leaves have none then."""
-        return _take(self._leaves), _take(self._input_leaves)
-
-
-def _take(leaves: Sequence[torch.Tensor]) -> Gradients:
-    gradients = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    return gradients
+        """The gradients of the parameters and of the inputs; the leaves have none then."""
+        leaves = [*self._leaves, *self._input_leaves]
+        gradients = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return gradients[: len(self._leaves)], gradients[len(self._leaves) :]
 
 
 class _NoLeaf(torch.autograd.Function):

@@ -1,24 +1,79 @@
-"""``parallel_apply``: a call of each of several modules, at the same time."""
+"""``replicate``: copies of a module, one for each device; ``parallel_apply``: calls of them."""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from lockstep.arguments import Device
-from lockstep.nn.replicas.devices import as_device
-from lockstep.nn.replicas.meeting import attending
+from lockstep.nn.replicas.devices import as_device, as_devices, on_device
+from lockstep.nn.replicas.group import as_replicas
+from lockstep.nn.replicas.linked_embedding import as_linked, linked_embeddings_in
+from lockstep.nn.replicas.module_copy import ModuleCopy, check_module, check_shapes, own_tensors
 from lockstep.nn.replicas.nested import leaves
-from lockstep.nn.replicas.scatter import check_kwargs
-from lockstep.nn.replicas.workers import WorkerThreads, values_of
+from lockstep.nn.replicas.scatter_gather import check_kwargs
+from lockstep.nn.replicas.worker_threads import WorkerThreads, values_of
 
 T = TypeVar("T")
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def replicate(network: Network, devices: Sequence[Device], detach: bool = False) -> list[Network]:
+    """Return a replica of ``network`` for each of ``devices``.
+
+    A replica is of the same class and has the same attributes. Where it is on the device of a
+    parameter, it has that parameter itself, and elsewhere a copy through which gradients flow back
+    to it; so gradients of all replicas add up in ``network``. The first replica on the device of a
+    buffer has the buffer itself, so that what it does to it stays; all others have copies.
+
+    Args:
+        network: A module, on any devices.
+        devices: Where replicas are wanted: indices of accelerators, names, devices, also
+            several times the same.
+        detach: Whether gradients end at the replicas' parameters.
+
+    Returns:
+        The replicas, in the order of ``devices``.
+
+    Raises:
+        TypeError: If ``network`` is no module, or has a ScriptModule in it.
+        ValueError: If a device isn't there.
+        RuntimeError: If a parameter has no shape yet.
+    """
+    check_module(network, "network")
+    parts = list(network.modules())
+    parameters = list(own_tensors(parts, "_parameters"))
+    buffers = list(own_tensors(parts, "_buffers"))
+    check_shapes([*parameters, *buffers])
+    replicas = []
+    linked = linked_embeddings_in(parts)
+    is_taken: set[int] = set()
+    for device in as_devices(devices, "devices"):
+        replica = ModuleCopy(network)
+        tensors = {}
+        for parameter in parameters:
+            there = parameter if parameter.device == device else parameter.to(device)
+            there = there.detach() if detach else there
+            tensors[id(parameter)] = as_linked(there) if id(parameter) in linked else there
+        for buffer in buffers:
+            if buffer.device == device and id(buffer) not in is_taken:
+                is_taken.add(id(buffer))
+                tensors[id(buffer)] = buffer
+            else:
+                tensors[id(buffer)] = _copy(buffer, device, detach=detach)
+        replica.update(tensors)
+        replicas.append(cast(Network, replica.module))
+    return replicas
+
+
+def _copy(buffer: torch.Tensor, device: torch.device, *, detach: bool) -> torch.Tensor:
+    copied = buffer.to(device, copy=True)
+    return copied.detach() if detach else copied
 
 
 def parallel_apply(
@@ -78,24 +133,10 @@ def parallel_apply(
         return [task() for task in tasks]
     workers = WorkerThreads(len(tasks))
     try:
-        return values_of(workers.run(attending(tasks)), where)
+        with workers.sharing():
+            return values_of(workers.run(as_replicas(tasks)), where)
     finally:
         workers.close()
-
-
-def on_device(device: torch.device, task: Callable[[], Any]) -> Callable[[], Any]:
-    """``task`` with ``device`` as the current one, and the stream there that is now current."""
-    if device.type in ("cpu", "meta"):
-        return task
-    stream = torch.accelerator.current_stream(device)
-
-    def run() -> Any:
-        with ExitStack() as entered:
-            entered.enter_context(torch.accelerator.device_index(device.index))
-            entered.enter_context(stream)
-            return task()
-
-    return run
 
 
 def _listed(values: Iterable[T], name: str) -> Sequence[T]:

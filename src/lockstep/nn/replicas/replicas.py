@@ -1,0 +1,371 @@
+"""The replicas of a module, in threads or processes, as one function of autograd's.
+
+Autograd runs the backward of everything that is on the CPU in one thread. So a replica gets its
+inputs and parameters as leaves of a graph of its own. For the caller all replicas together are one
+function, whose backward runs theirs, at the same time, and adds up their gradients.
+
+Each replica has a thread here. One in a process of its own is represented by that thread, which
+receives its results and answers its questions: so a sum over the replicas is one over threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.nn.micro_batches import remember_reached
+from lockstep.nn.reached import as_backward_of_replicas
+from lockstep.nn.replicas.devices import on_device
+from lockstep.nn.replicas.gradients import Gradients, add_up
+from lockstep.nn.replicas.group import as_replicas, is_one, mark_as_one
+from lockstep.nn.replicas.module_copy import LocalReplica, ModuleState, check_home, write_mean
+from lockstep.nn.replicas.nested import map_tensors, tensors_in
+from lockstep.nn.replicas.processes import RemoteCall, ReplicaProcesses
+from lockstep.nn.replicas.replica_call import Arguments, ReplicaCall, run_backward
+from lockstep.nn.replicas.worker_threads import Modes, WorkerThreads, nothing, values_of
+from lockstep.torch_private import _get_current_graph_task_keep_graph
+from lockstep.uncompiled import uncompiled
+
+
+class Replicas:
+    """A module's replicas, the first in the caller's thread, the others in threads or processes.
+
+    Args:
+        devices: One for each replica; on the first is the module, too.
+        averages_buffers: Whether buffers become the mean of the replicas' own.
+        timeout: How long to wait for a replica's process, in seconds; None for threads.
+    """
+
+    def __init__(
+        self, devices: Sequence[torch.device], *, averages_buffers: bool, timeout: float | None
+    ) -> None:
+        self._devices = devices
+        self._averages_buffers = averages_buffers
+        self._timeout = timeout
+        self._local: list[LocalReplica] = []
+        self._processes: ReplicaProcesses | None = None
+        self._workers = WorkerThreads(len(devices))
+        # Calls from several threads would change the replicas at the same time.
+        self._lock = threading.RLock()
+
+    def call(self, module: nn.Module, method: str, arguments: Sequence[Arguments]) -> list[Any]:
+        """Call that method of as many replicas as there are ``arguments``; return their results.
+
+        Raises:
+            ReplicaLost: If a process has ended, or doesn't answer within the timeout.
+            RuntimeError: If a parameter or buffer isn't on the first device.
+            TypeError: If the module or the arguments can't be pickled.
+        """
+        with self._lock:
+            state = ModuleState.of(module)
+            check_home([*state.parameters, *state.buffers], self._devices[0])
+            if self._timeout is not None:
+                if self._processes is None or not self._processes.is_alive:
+                    self._processes = ReplicaProcesses(self._devices, self._timeout)
+                self._processes.update(module, state)
+            start = partial(self._start, module, state, method, arguments, Modes.here())
+            inputs = [t for own in arguments for t in tensors_in(own) if t.requires_grad]
+            call = _Call(start, state.parameters, inputs, self._workers, self._lock)
+            call.processes = self._processes
+            results = _with_backward(call)
+            if self._averages_buffers:
+                self._average_buffers(state.buffers, len(arguments))
+            return results
+
+    def _start(
+        self,
+        module: nn.Module,
+        state: ModuleState,
+        method: str,
+        arguments: Sequence[Arguments],
+        modes: Modes,
+    ) -> list[ReplicaCall | RemoteCall]:
+        """Call the processes, and prepare the calls of replicas in threads."""
+        remote: list[RemoteCall] = []
+        if self._processes is not None:
+            remote = self._processes.call(state, method, arguments[1:], modes)
+        devices = self._devices[:1] if self._processes is not None else self._devices
+        if not self._local or not self._local[0].is_of(state.parts):
+            self._local = [
+                LocalReplica(module, device, owns_buffers=not self._averages_buffers and not index)
+                for index, device in enumerate(devices)
+            ]
+        local = self._local[: len(arguments)]
+        for replica in local:
+            replica.update(state)
+        return [
+            ReplicaCall(replica.device, replica.leaves, getattr(replica.module, method), own)
+            for replica, own in zip(local, arguments, strict=False)
+        ] + remote
+
+    def _average_buffers(self, buffers: Sequence[torch.Tensor], count: int) -> None:
+        copies = [[own.copy_of(buffer) for own in self._local[:count]] for buffer in buffers]
+        if self._processes is None:
+            values = dict(enumerate(copies))
+        else:
+            pairs = enumerate(zip(copies, buffers, strict=True))
+            changed = [index for index, ((own,), buffer) in pairs if not torch.equal(own, buffer)]
+            theirs = self._processes.changed_buffers(changed, count - 1)
+            values = {index: [*copies[index], *others] for index, others in theirs.items()}
+        for index, of_replicas in values.items():
+            write_mean(buffers[index], of_replicas)
+
+
+class _Call:
+    """A call of all replicas.
+
+    Args:
+        start: Makes the calls of the single replicas, in their order.
+        parameters: Those of the module.
+        inputs: The tensors among the arguments that require a gradient.
+        workers: A thread for each replica.
+        lock: Held while the replicas run.
+
+    Attributes:
+        results: The results of the replicas, with tensors that nobody else has.
+        processes: Those of all replicas but the first, if they have any.
+    """
+
+    # The replicas' graphs are part of that of a derivative, and so not to be freed by a backward,
+    # but when nobody has them any more. Shown by test_a_loss_and_its_gradient_in_one_backward.
+    _shares_graph = False
+
+    processes: ReplicaProcesses | None = None
+
+    def __init__(
+        self,
+        start: Callable[[], list[ReplicaCall | RemoteCall]],
+        parameters: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        workers: WorkerThreads,
+        lock: AbstractContextManager[bool],
+    ) -> None:
+        self.parameters, self.inputs = parameters, inputs
+        self.results: list[Any] = []
+        self._start: Callable[[], list[ReplicaCall | RemoteCall]] | None = start
+        self._calls: list[ReplicaCall | RemoteCall] = []
+        self._num_outputs: list[int] = []
+        self._homes = [parameter.device for parameter in parameters]
+        self._workers = workers
+        self._lock = lock
+        self._grad_mode = torch.is_grad_enabled()
+
+    def forward(self) -> Sequence[tuple[torch.Tensor, bool]]:
+        """Call all; return the tensors in ``results``, and for each if it requires a gradient."""
+        assert self._start is not None
+        start, self._start = self._start, None
+        is_over = False
+        try:
+            # Autograd has switched grad mode off, and the replicas want the caller's.
+            with torch.set_grad_enabled(self._grad_mode), self._workers.sharing():
+                self._calls = start()
+                self._run_forwards()
+            is_over = True
+        finally:
+            if self.processes is not None:
+                self.processes.after_call(failed=not is_over)
+        outputs = []
+        for call in self._calls:
+            results, tensors = call.take_results()
+            self.results.append(results)
+            self._num_outputs.append(len(tensors))
+            outputs += [(tensor, tensor.requires_grad) for tensor in tensors]
+        return outputs
+
+    def _run_forwards(self) -> None:
+        tasks = [
+            self._on_all_devices(call.forward)
+            if isinstance(call, RemoteCall)
+            else on_device(call.device, call.forward)
+            for call in self._calls
+        ]
+        self._run(as_replicas(tasks, in_processes=self.processes is not None))
+
+    def _on_all_devices(self, task: Callable[[], None]) -> Callable[[], None]:
+        """``task`` with the caller's streams, which tensors that it receives are to be on."""
+        for device in {call.device for call in self._calls}:
+            task = on_device(device, task)
+        return task
+
+    def _run(
+        self, tasks: Sequence[Callable[[], None]], meanwhile: Callable[[], None] = nothing
+    ) -> None:
+        if self.processes is None:
+            outcomes = self._workers.run(tasks, meanwhile)
+        else:
+            with self.processes.ended_by_errors():
+                outcomes = self._workers.run(tasks, meanwhile, interrupted=self.processes.kill)
+                self.processes.check(outcomes[0])
+        values_of(outcomes, [call.device for call in self._calls])
+
+    def backward(self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool) -> Gradients:
+        """Run the backward of all; return the gradients of ``parameters`` and ``inputs``."""
+        given = iter(d_outputs)
+        of_each = [list(itertools.islice(given, count)) for count in self._num_outputs]
+        # The gradients of parameters, of inputs, and further parts of the first, of each replica.
+        taken: list[tuple[Gradients, ...]] = []
+        with self._lock, self._workers.sharing():
+            if self.processes is not None:
+                self.processes.check_alive()
+                self.processes.gradients.begin()
+            try:
+                ends = [
+                    call.start_backward(own, keep_graph=keep_graph)
+                    for call, own in zip(self._calls, of_each, strict=True)
+                ]
+                tasks: list[Callable[[], None]] = []
+                elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
+                for call, own_ends in zip(self._calls, ends, strict=True):
+                    if isinstance(call, RemoteCall):
+                        tasks.append(self._on_all_devices(call.receive_gradients))
+                    elif call.device.type == "cpu" or self.processes is not None:
+                        tasks.append(
+                            partial(run_backward, own_ends, keep_graph or self._shares_graph)
+                        )
+                    else:
+                        tasks.append(nothing)
+                        elsewhere += own_ends
+
+                def meanwhile() -> None:
+                    # Autograd has one thread for each accelerator, and this may be it: no worker
+                    # could wait for it. A backward that is run from it goes on in it, and in those
+                    # of the other accelerators.
+                    run_backward(elsewhere, keep_graph or self._shares_graph)
+                    if self.processes is not None:
+                        taken.append(self._calls[0].take_gradients())
+                        self.processes.gradients.add_those_there(taken[0][0])
+
+                self._run(tasks, meanwhile)
+            finally:
+                # Also those of a backward that failed: the next one is not to have them.
+                taken += [call.take_gradients() for call in self._calls[len(taken) :]]
+                if self.processes is not None:
+                    self.processes.after_call(failed=False)
+        if not keep_graph:
+            self._free_graphs()
+        parts = [own[0] for own in taken] + [own[2] for own in taken if len(own) > 2]
+        sums = add_up(parts, self._homes)
+        return [*sums, *(gradient for own in taken for gradient in own[1])]
+
+    def _free_graphs(self) -> None:
+        for call in self._calls:
+            call.free_graph()
+
+    def derivative(
+        self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool
+    ) -> Gradients:
+        """The same, as gradients that have a backward themselves."""
+        if self.processes is not None:
+            return self._derivative_of_processes(d_outputs, keep_graph=keep_graph)
+        mine = iter(d_outputs)
+        calls: list[ReplicaCall | RemoteCall] = []
+        for call, count in zip(self._calls, self._num_outputs, strict=True):
+            assert isinstance(call, ReplicaCall)
+            calls.append(call.derivative(list(itertools.islice(mine, count))))
+        self._shares_graph = True
+        inputs = [x for call in calls if isinstance(call, ReplicaCall) for x in call.inputs]
+        derivative = _Derivative(lambda: calls, self.parameters, inputs, self._workers, self._lock)
+        with self._lock:
+            results = _with_backward(derivative)
+        if not keep_graph:
+            self._free_graphs()
+        num = len(self.parameters)
+        # What the first returns may be needed for its backward, and the sum is made in its place.
+        first = [None if gradient is None else gradient.clone() for gradient in results[0][:num]]
+        sums = add_up([first, *(own[:num] for own in results[1:])], self._homes)
+        return [*sums, *(gradient for own in results for gradient in own[num:])]
+
+    def _derivative_of_processes(
+        self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool
+    ) -> Gradients:
+        gradients = self.backward(d_outputs, keep_graph=keep_graph)
+        there = [gradient for gradient in gradients if gradient is not None]
+        # They depend on these, and so autograd reaches the refusal. Shown by
+        # test_a_second_derivative_of_processes_says_what_can_be_used_instead.
+        sources = (*self.parameters, *self.inputs, *d_outputs)
+        refusing = iter(_NotTwice.apply(len(there), *there, *sources))  # type: ignore[no-untyped-call]
+        return [None if gradient is None else next(refusing) for gradient in gradients]
+
+
+class _Derivative(_Call):
+    """The backwards of all replicas in threads, as a call."""
+
+    _shares_graph = True
+
+    def _run_forwards(self) -> None:
+        tasks: list[Callable[[], None]] = []
+        elsewhere: list[Callable[[], None]] = []
+        for call in self._calls:
+            is_here = call.device.type == "cpu"
+            tasks.append(call.forward if is_here else nothing)
+            elsewhere += [] if is_here else [call.forward]
+
+        def meanwhile() -> None:  # in this thread: see _Call.backward
+            for run in elsewhere:
+                run()
+
+        self._run(tasks, meanwhile)
+
+
+def _with_backward(call: _Call) -> list[Any]:
+    """The results of each replica, with the backward of all behind them."""
+    tensors: Sequence[torch.Tensor]
+    if torch.is_grad_enabled():
+        tensors = _Replicas.apply(call, *call.parameters, *call.inputs)  # type: ignore[no-untyped-call]
+    else:
+        tensors = [tensor for tensor, _ in call.forward()]
+    mine = iter(tensors)
+
+    def put_in(inner: torch.Tensor) -> torch.Tensor:
+        outer = next(mine)
+        if is_one(inner):
+            mark_as_one(outer)
+        return outer
+
+    results, call.results = call.results, []
+    return [map_tensors(put_in, result) for result in results]
+
+
+@uncompiled
+class _Replicas(torch.autograd.Function):
+    """All replicas, as one function of the parameters and of all their inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = [(output.detach(), needs) for output, needs in call.forward()]
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output for output, needs in outputs if not needs))
+        return tuple(output for output, _ in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: torch.Tensor | None) -> tuple[Any, ...]:
+        keep_graph = _get_current_graph_task_keep_graph()
+        remember_reached()
+        run = ctx.call.derivative if torch.is_grad_enabled() else ctx.call.backward
+        with as_backward_of_replicas():
+            gradients = run(d_outputs, keep_graph=keep_graph)
+        wanted = ctx.needs_input_grad[1:]
+        return None, *(g if needs else None for g, needs in zip(gradients, wanted, strict=True))
+
+
+class _NotTwice(torch.autograd.Function):
+    """Gradients, as a function of what they depend on, that can't be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
+        return tuple(None if t is None else t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> None:
+        raise RuntimeError(
+            "A gradient that came out of replicas in processes is to be differentiated again, "
+            "which those in threads alone can: lockstep.DataParallel(..., workers='threads')."
+        )

@@ -1,0 +1,381 @@
+"""``scatter()``: a batch, cut up among devices; ``gather()``: the outputs of replicas, joined."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast, overload
+
+import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import PackedSequence
+
+from lockstep.arguments import Device
+from lockstep.nn.replicas.devices import as_device, as_devices, as_dim, move
+from lockstep.nn.replicas.group import is_one, mark_as_one, this_replica
+from lockstep.nn.replicas.nested import Path, children, leaves, like, name_of
+
+_T = TypeVar("_T")
+
+
+class _Cut(NamedTuple):
+    """The devices of the parts, and the dimension along which they are cut."""
+
+    devices: list[torch.device]
+    dim: int
+
+
+@overload
+def scatter(  # type: ignore[overload-overlap]
+    inputs: torch.Tensor, target_gpus: Sequence[Device], dim: int = ...
+) -> tuple[torch.Tensor, ...]: ...
+
+
+@overload
+def scatter(inputs: _T, target_gpus: Sequence[Device], dim: int = ...) -> list[_T]: ...
+
+
+def scatter(inputs: object, target_gpus: Sequence[Device], dim: int = 0) -> Sequence[object]:
+    """Cut the tensors in ``inputs`` up among devices.
+
+    Parts are those of :func:`torch.chunk`: equally many rows, fewer in the last one. If there are
+    fewer rows than devices, there are fewer parts; if there are none, all devices get an empty
+    part. Gradients come back from them, of any order. On a tensor's own device parts are views
+    of it.
+
+    Args:
+        inputs: A tensor, or a nesting of tensors and other objects in lists, tuples, mappings and
+            dataclasses, whose types stay. Packed sequences are divided by sequences, whatever
+            ``dim`` is. Tensors of no dimension and all other objects go to every device: lists,
+            tuples and dicts anew for each, anything else without tensors in it as it is.
+        target_gpus: The devices, of whatever kind, which may repeat. An int is the index of an
+            accelerator, or -1 for the CPU.
+        dim: The dimension that rows are counted along.
+
+    Returns:
+        A tuple if ``inputs`` is a tensor, else a list: one part for each of the first devices.
+
+    Raises:
+        IndexError: If a tensor has dimensions, but not ``dim``.
+        TypeError: If ``dim`` is no whole number, or something isn't a device.
+        ValueError: If two tensors come in different numbers of parts, or there are no devices.
+
+    Source: ``torch.nn.parallel.scatter_gather.scatter``, which drops parts where tensors come in
+    different numbers of them.
+    """
+    parts = [part["inputs"] for part in _scatter({"inputs": inputs}, target_gpus, dim)]
+    return tuple(parts) if isinstance(inputs, torch.Tensor) else parts
+
+
+def scatter_kwargs(
+    inputs: tuple[object, ...],
+    kwargs: Mapping[str, object] | None,
+    target_gpus: Sequence[Device],
+    dim: int = 0,
+) -> tuple[tuple[tuple[object, ...], ...], tuple[dict[str, object], ...]]:
+    """Cut the arguments of a call up among devices.
+
+    Args:
+        inputs: Its positional arguments.
+        kwargs: Those with names, if there are any.
+        target_gpus: The devices, as in :func:`scatter`.
+        dim: The dimension that rows are counted along.
+
+    Returns:
+        The positional arguments of each device's call, and equally many dicts of those with names.
+        Without any arguments there are no calls.
+
+    Raises:
+        IndexError: If a tensor has dimensions, but not ``dim``.
+        TypeError: If ``dim`` is no whole number, or something isn't a device.
+        ValueError: If two tensors come in different numbers of parts, or there are no devices.
+
+    Source: ``torch.nn.parallel.scatter_gather.scatter_kwargs``, which calls with ``()`` or ``{}``
+    where the tensors of one of the two come in fewer parts.
+    """
+    if not isinstance(inputs, tuple | list):
+        raise TypeError(f"inputs is a {type(inputs).__name__}; give a tuple of arguments.")
+    check_kwargs(kwargs, "kwargs")
+    # Both at once, so that both have equally many parts, with () or {} where there is nothing.
+    parts = _scatter({"inputs": inputs, "kwargs": dict(kwargs or {})}, target_gpus, dim)
+    if not inputs and not kwargs:
+        return (), ()
+    return tuple(part["inputs"] for part in parts), tuple(part["kwargs"] for part in parts)
+
+
+def check_kwargs(kwargs: object, name: str) -> None:
+    """Check that an argument has arguments by name, or is None.
+
+    Raises:
+        TypeError: If it isn't so.
+    """
+    if kwargs is None:
+        return
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        raise TypeError(f"{name} is {reprlib.repr(kwargs)}; give a dict of arguments by name.")
+
+
+def _scatter(
+    named: dict[str, Any], target_gpus: Sequence[Device], dim: int
+) -> list[dict[str, Any]]:
+    cut = _Cut(as_devices(target_gpus, "target_gpus"), as_dim(dim))
+    if not cut.devices:
+        raise ValueError("There are no devices to scatter to. Name one, such as 'cpu', or several.")
+    return cast(list[dict[str, Any]], _parts(named, _num_parts(named, cut), cut))
+
+
+def _num_parts(inputs: object, cut: _Cut) -> int:
+    """The number of parts that each tensor is cut into; that of the devices if none can be cut."""
+    found = [(path, leaf) for path, leaf in leaves(inputs) if _is_cuttable(leaf)]
+    counts = [len(_lengths(leaf, cut, path)) for path, leaf in found]
+    if len(set(counts)) <= 1:
+        return counts[0] if counts else len(cut.devices)
+    given = ", ".join(
+        f"{name_of(path)} of {_size_of(leaf)} in {count}"
+        for (path, leaf), count in zip(found, counts, strict=True)
+    )
+    raise ValueError(
+        f"For {len(cut.devices)} devices, along dim {cut.dim}, these come in different numbers of "
+        f"parts: {given}. Give all equally many rows; expand() one that is the same for all."
+    )
+
+
+def _parts(value: object, count: int, cut: _Cut) -> list[object]:
+    if _is_cuttable(value):
+        return _pieces(value, cut)
+    if isinstance(value, torch.Tensor):
+        return [move(value, device) for device in cut.devices[:count]]
+    # Replicas run at once, and none may change another's list. But what torch takes for an object
+    # is one to its users, who may ask whether it is theirs, unless there is something to cut.
+    known = isinstance(value, (tuple, list, dict))
+    inside = children(value)
+    if inside is None or not (known or _holds_tensors(value)):
+        return [value] * count
+    columns = [_parts(child, count, cut) for child in inside.values()]
+    return [like(value, [column[i] for column in columns]) for i in range(count)]
+
+
+def _pieces(leaf: torch.Tensor | PackedSequence, cut: _Cut) -> list[object]:
+    pieces: list[object] = []
+    start = 0
+    for length, device in zip(_lengths(leaf, cut), cut.devices, strict=False):
+        if isinstance(leaf, PackedSequence):
+            pieces.append(_take(leaf, start, length, device))
+        else:
+            # A view each: those of chunk() may not be changed in place. Sparse tensors have none.
+            narrow = leaf.narrow_copy if leaf.is_sparse else leaf.narrow
+            pieces.append(move(narrow(cut.dim, start, length), device))
+        start += length
+    return pieces
+
+
+def _lengths(leaf: torch.Tensor | PackedSequence, cut: _Cut, path: Path = ()) -> list[int]:
+    """The number of rows or sequences of each part."""
+    if isinstance(leaf, PackedSequence):
+        total = _num_sequences(leaf)
+    elif -leaf.ndim <= cut.dim < leaf.ndim:
+        total = leaf.size(cut.dim)
+    else:
+        raise IndexError(
+            f"{name_of(path)} of shape {tuple(leaf.shape)} has no dim {cut.dim} to be cut along. "
+            "Give it one, or choose a dim that all tensors have."
+        )
+    if total == 0:
+        return [0] * len(cut.devices)
+    size = -(-total // len(cut.devices))
+    return [min(size, total - start) for start in range(0, total, size)]
+
+
+def _holds_tensors(value: object) -> bool:
+    return any(isinstance(leaf, (torch.Tensor, PackedSequence)) for _, leaf in leaves(value))
+
+
+def _is_cuttable(value: object) -> TypeGuard[torch.Tensor | PackedSequence]:
+    return isinstance(value, PackedSequence) or (isinstance(value, torch.Tensor) and value.ndim > 0)
+
+
+def _size_of(leaf: torch.Tensor | PackedSequence) -> str:
+    if isinstance(leaf, PackedSequence):
+        return f"{_num_sequences(leaf)} packed sequences"
+    return f"shape {tuple(leaf.shape)}"
+
+
+def gather(outputs: Sequence[_T], target_device: Device, dim: int = 0) -> _T:
+    """Join the outputs of replicas on one device.
+
+    Gradients go back to all of them, of any order. The output of a single replica is only moved.
+
+    Args:
+        outputs: One output for each replica: tensors, or nestings of tensors and other objects in
+            lists, tuples, mappings and dataclasses, alike on all. They may be on any devices.
+        target_device: Where the tensors are to be. An int is the index of an accelerator, or -1
+            for the CPU.
+        dim: The dimension that tensors are joined along.
+
+    Returns:
+        A nesting like that of the first replica. Tensors are concatenated, and those of no
+        dimension become a vector, whatever ``dim`` is, but a :func:`lockstep.mean` over all
+        replicas stays one; packed sequences follow one another in the replicas' order. Other
+        objects are given once where all are equal, else as a list.
+
+    Raises:
+        IndexError: If tensors have dimensions, but not ``dim``.
+        TypeError: If ``outputs`` are no list, or ``dim`` no whole number.
+        ValueError: If there are no outputs, or they differ in what they hold, or tensors in any
+            size but that of ``dim``.
+
+    Source: ``torch.nn.parallel.scatter_gather.gather``.
+    """
+    is_scalar = isinstance(outputs, torch.Tensor) and outputs.ndim == 0
+    if is_scalar or isinstance(outputs, Mapping | str) or not isinstance(outputs, Iterable):
+        raise TypeError(
+            f"outputs is a {type(outputs).__name__}; give a list of what each replica has returned."
+        )
+    replicas: list[object] = list(outputs)
+    if not replicas:
+        raise ValueError("There are no outputs to gather. Give that of one replica at least.")
+    return cast(
+        _T, _gather(replicas, as_device(target_device, "target_device"), as_dim(dim), ("output",))
+    )
+
+
+def _gather_leaves(values: list[object], device: torch.device, dim: int, name: str) -> object:
+    """Join the replicas' values at one position, none of which is a container."""
+    tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
+    sequences = [leaf for leaf in values if isinstance(leaf, PackedSequence)]
+    if len(tensors) == len(values):
+        return _join(tensors, device, dim, name)
+    if len(sequences) == len(values):
+        _check_shapes([sequence.data for sequence in sequences], 0, f"{name}.data")
+        return _join_packed(sequences, device)
+    if tensors or sequences:
+        raise _different_kinds(values, name)
+    return values[0] if all(_equal(values[0], value) for value in values[1:]) else values
+
+
+def _gather(values: list[object], device: torch.device, dim: int, path: Path) -> object:
+    inside = [held for value in values if (held := children(value)) is not None]
+    if not inside:
+        return _gather_leaves(values, device, dim, name_of(path))
+    if len(inside) < len(values):
+        raise _different_kinds(values, name_of(path))
+    keys = [set(held) for held in inside]
+    if differing := set.union(*keys) - set.intersection(*keys):
+        sizes = ", ".join(str(len(held)) for held in inside)
+        raise ValueError(
+            f"Replicas give {name_of(path)} of {sizes} elements, and not all have "
+            f"{', '.join(sorted(map(repr, differing)))}. Return the same ones from each."
+        )
+    joined = [
+        _gather([held[key] for held in inside], device, dim, (*path, key)) for key in inside[0]
+    ]
+    return like(values[0], joined)
+
+
+def _join(tensors: list[torch.Tensor], device: torch.device, dim: int, name: str) -> torch.Tensor:
+    if len(tensors) == 1:
+        moved_one = move(tensors[0], device)
+        if is_one(tensors[0]):
+            mark_as_one(moved_one)
+        return moved_one
+    moved = [move(tensor, device) for tensor in tensors]
+    if all(map(is_one, tensors)):
+        # Each of them gets its share of the gradient, and the value is not rounded once more.
+        one: torch.Tensor = _OneOfAll.apply(*moved)  # type: ignore[no-untyped-call]
+        if this_replica() is not None:
+            mark_as_one(one)  # all replicas around these have it, too
+        return one
+    if all(tensor.ndim == 0 for tensor in tensors):
+        return torch.stack(moved)
+    _check_shapes(tensors, dim, name)
+    return torch.cat(moved, dim)
+
+
+class _OneOfAll(torch.autograd.Function):
+    """A scalar that all replicas have."""
+
+    @staticmethod
+    def forward(ctx: Any, *same: torch.Tensor) -> torch.Tensor:
+        ctx.count = len(same)
+        return same[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        share = gradient / ctx.count
+        return tuple(share for _ in range(ctx.count))
+
+
+def _check_shapes(tensors: list[torch.Tensor], dim: int, name: str) -> None:
+    shapes = [list(tensor.shape) for tensor in tensors]
+    given = f"Replicas give {name} of the shapes {', '.join(str(tuple(s)) for s in shapes)}"
+    if len(set(map(len, shapes))) == 1:
+        if not -len(shapes[0]) <= dim < len(shapes[0]):
+            raise IndexError(f"{given}, which have no dim {dim} to be joined along.")
+        for shape in shapes:
+            shape[dim] = 0
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"{given}, but to be joined they may differ in dim {dim} alone.")
+
+
+def _different_kinds(values: list[object], name: str) -> ValueError:
+    kinds = ", ".join(type(value).__name__ for value in values)
+    return ValueError(f"Replicas give {name} of the types {kinds}. Return one type from each.")
+
+
+def _equal(one: object, other: object) -> bool:
+    if one is other:
+        return True
+    try:
+        answer = one == other
+    except Exception:
+        return False
+    # NumPy has a bool of its own, which has changed its name. Arrays, and objects that make an
+    # expression of ==, don't say.
+    return type(answer).__name__ in ("bool", "bool_") and bool(answer)
+
+
+# Packed sequences, which are cut and joined by sequences
+
+
+def _num_sequences(packed: PackedSequence) -> int:
+    """The number of sequences: of those that have a first element."""
+    return int(packed.batch_sizes[0])
+
+
+def _take(packed: PackedSequence, start: int, length: int, device: torch.device) -> PackedSequence:
+    """``length`` sequences from ``start`` on, in the batch's own order, on ``device``."""
+    return _pack(packed.data, _rows(packed)[:, start : start + length], device)
+
+
+def _join_packed(parts: Sequence[PackedSequence], device: torch.device) -> PackedSequence:
+    """All sequences of all parts, in the parts' order, on ``device``."""
+    if len(parts) == 1:
+        return parts[0].to(device)  # type: ignore[arg-type]  # torch gives one of the overloads
+    rows, num_rows = [], 0
+    for part in parts:
+        own = _rows(part)
+        rows.append(torch.where(own < 0, own, own + num_rows))
+        num_rows += len(part.data)
+    longest = max(map(len, rows))
+    below = [pad(own, (0, 0, 0, longest - len(own)), value=-1) for own in rows]
+    data = torch.cat([move(part.data, device) for part in parts])
+    return _pack(data, torch.cat(below, dim=1), device)
+
+
+def _rows(packed: PackedSequence) -> torch.Tensor:
+    """The rows of ``packed.data``: a column for each sequence, -1 below its end."""
+    sizes = packed.batch_sizes
+    order = packed.unsorted_indices
+    places = torch.arange(_num_sequences(packed)) if order is None else order.cpu()
+    starts = sizes.cumsum(0) - sizes
+    # The longest come first: the sequences that have an element t are the sizes[t] first ones.
+    return torch.where(places < sizes[:, None], starts[:, None] + places, -1)
+
+
+def _pack(data: torch.Tensor, rows: torch.Tensor, device: torch.device) -> PackedSequence:
+    there = rows >= 0
+    order = there.sum(0).argsort(descending=True, stable=True)
+    rows, there = rows[:, order], there[:, order]
+    sizes = there.sum(1)
+    chosen = data.index_select(0, rows[there].to(data.device))
+    return PackedSequence(move(chosen, device), sizes[sizes > 0], order.to(device))

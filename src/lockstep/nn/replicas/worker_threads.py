@@ -1,0 +1,276 @@
+"""Worker threads: they run tasks as their caller would, and share its intra-op threads."""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import functools
+import itertools
+import os
+import queue
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeGuard, TypeVar
+
+import torch
+
+from lockstep.comm import of_this_rank
+from lockstep.torch_private import DeviceContext, _get_current_function_mode_stack
+from lockstep.world import of_this_place
+
+T = TypeVar("T")
+Queue = queue.SimpleQueue[Callable[[], None] | None]
+
+
+@dataclass
+class Outcome(Generic[T]):
+    """What a task has returned or raised."""
+
+    value: T | None = None
+    error: BaseException | None = None
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+class WorkerThreads:
+    """Threads, of which the caller's is one, that share its intra-op threads.
+
+    The others start with the first task, and end when this object is closed or dropped.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._queues = [Queue() for _ in range(count - 1)]
+        self._num_threads = 0
+        self._pid = -1  # of the process in which they were started
+        self.close = weakref.finalize(self, _end, self._queues)
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Share the caller's intra-op threads among all threads, around :meth:`run`."""
+        if self._pid != os.getpid():  # also in a process that was forked, which has none of them
+            self._num_threads = 0
+            self._queues[:] = [Queue() for _ in self._queues]
+            for number, tasks_of_one in enumerate(self._queues, start=1):
+                name = f"lockstep-replica-{number}"
+                threading.Thread(target=_work, args=(tasks_of_one,), name=name, daemon=True).start()
+            self._pid = os.getpid()
+        each = max(1, torch.get_num_threads() // (1 + len(self._queues)))
+        if each != self._num_threads:
+            self._num_threads = each
+            others: list[Callable[[], None]] = [partial(_set_num_threads, each)]
+            self.run([nothing, *others * len(self._queues)])
+        with _few_threads(each):
+            yield
+
+    def run(
+        self,
+        tasks: Sequence[Callable[[], T]],
+        meanwhile: Callable[[], None] = nothing,
+        interrupted: Callable[[], None] | None = None,
+    ) -> list[Outcome[T]]:
+        """Run each task in a thread of its own, as the caller would, and wait for all of them.
+
+        Args:
+            tasks: One for each thread. The caller's runs the first.
+            meanwhile: Run in the caller's thread after its task.
+            interrupted: Run if the program is interrupted, instead of waiting for the other
+                threads, which then must not be needed any more.
+
+        Raises:
+            BaseException: What interrupts the caller while it waits, as Ctrl-C does.
+        """
+        outcomes: list[Outcome[T]] = [Outcome() for _ in tasks]
+        done = queue.SimpleQueue[None]()
+
+        def fill(outcome: Outcome[T], task: Callable[[], T]) -> None:
+            try:
+                outcome.value = task()
+            except BaseException as error:  # it is raised in the caller
+                outcome.error = error
+            finally:
+                done.put(None)
+
+        own = [as_this_thread(task) for task in tasks[1:]]
+        mine, *others = map(partial, itertools.repeat(fill), outcomes, [*tasks[:1], *own])
+        for tasks_of_one, task in zip(self._queues, others, strict=False):
+            tasks_of_one.put(task)
+        count = len(tasks)
+        try:
+            mine()
+            meanwhile()
+            if interrupted is not None and is_interruption(outcomes[0].error):
+                count = 0
+                interrupted()
+        finally:
+            _get_all(done, count, interrupted)
+        return outcomes
+
+
+def _get_all(
+    done: queue.SimpleQueue[None], count: int, interrupted: Callable[[], None] | None
+) -> None:
+    """Wait until all tasks are done, Ctrl-C or not, unless ``interrupted`` makes that unnecessary.
+
+    The threads of unfinished tasks would write to the tensors of the next call.
+    """
+    interruption: BaseException | None = None
+    while count:
+        try:
+            done.get()
+            count -= 1
+        except BaseException as error:
+            if interrupted is not None:
+                interrupted()
+                raise
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            interruption = error
+    if interruption is not None:
+        raise interruption
+
+
+def _set_num_threads(count: int) -> None:
+    # A thread that has not been asked takes up the caller's number with its first operation.
+    torch.get_num_threads()
+    torch.set_num_threads(count)
+
+
+def _work(tasks: Queue) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # and with it what it refers to, while this thread waits
+
+
+def _end(queues: Sequence[Queue]) -> None:
+    for tasks in queues:
+        tasks.put(None)
+
+
+def is_interruption(error: BaseException | None) -> TypeGuard[BaseException]:
+    """Whether the program is interrupted, as by Ctrl-C or ``sys.exit()``, not just one call."""
+    return error is not None and not isinstance(error, Exception)
+
+
+def values_of(outcomes: Sequence[Outcome[T]], devices: Sequence[object]) -> list[T]:
+    """The values that the replicas returned.
+
+    Raises:
+        BaseException: The error of the first replica that failed, with a note that names it, and
+            one for each other that failed.
+    """
+    failed = [(i, one.error) for i, one in enumerate(outcomes) if one.error is not None]
+    if failed:
+        first, error = failed[0]
+        error.add_note(f"(raised in replica {first} on {devices[first]})")
+        for index, other in failed[1:]:
+            trace = "".join(traceback.format_exception(other)).rstrip()
+            error.add_note(f"Replica {index} on {devices[index]} failed as well:\n{trace}")
+        raise error
+    return [outcome.value for outcome in outcomes]  # type: ignore[misc]
+
+
+# What a task finds in another thread
+
+
+class Modes(NamedTuple):
+    """The modes of a thread: autograd's, autocast's dtype by kind of device, default devices."""
+
+    grad: bool
+    inference: bool
+    autocasts: dict[str, torch.dtype]
+    keeps_casts: bool
+    devices: list[torch.device]
+
+    @classmethod
+    def here(cls) -> Modes:
+        """The modes of this thread."""
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+        modes = _get_current_function_mode_stack()
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            {k: torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)},
+            torch.is_autocast_cache_enabled(),
+            [mode.device for mode in modes if isinstance(mode, DeviceContext)],
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Enter them in a thread that has none."""
+        with ExitStack() as entered:
+            if self.inference:
+                entered.enter_context(torch.inference_mode())
+            entered.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocasts.items():
+                entered.enter_context(torch.autocast(kind, dtype, cache_enabled=self.keeps_casts))
+            for device in self.devices:
+                entered.enter_context(torch.device(device))
+            yield
+
+
+def as_this_thread(task: Callable[[], T]) -> Callable[[], T]:
+    """Let another thread run ``task`` with the modes, context variables and rank of this one.
+
+    The default dtype is the same in all threads anyway.
+    """
+    modes, context = Modes.here(), contextvars.copy_context()
+
+    def run() -> T:
+        with modes.entered():
+            return context.run(task)
+
+    return of_this_rank(of_this_place(run))
+
+
+# The threads that OpenMP keeps for the next operation of a thread
+
+_SOFT = 1  # omp_pause_soft of OpenMP 5.0: what the program has set stays
+
+
+@contextmanager
+def _few_threads(num_threads: int) -> Iterator[None]:
+    """Compute with ``num_threads`` intra-op threads, and leave the other cores to replicas.
+
+    The threads of the last operation spin until the next one, for 20 ms in GNU's OpenMP, and would
+    take cores from replicas. They are ended; the next operation starts new ones.
+    """
+    pause, mine = _pause(), torch.get_num_threads()
+    if pause is not None:
+        pause(_SOFT)
+    # For this thread _few_threads, and as what threads to come begin with.
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(mine)
+
+
+@functools.cache
+def _pause() -> Callable[[int], int] | None:
+    for name in (None, *_libraries()):
+        try:
+            library = ctypes.CDLL(name)
+            pause: Callable[[int], int] = library.omp_pause_resource_all
+        except (OSError, AttributeError):
+            continue
+        return pause
+    return None
+
+
+def _libraries() -> list[str]:
+    """The OpenMP libraries that this process has loaded."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return []
+    paths = {line.split()[-1] for line in maps.read_text().splitlines() if ".so" in line}
+    kinds = ("libgomp", "libomp", "libiomp5")
+    return sorted(path for path in paths if Path(path).name.startswith(kinds))
