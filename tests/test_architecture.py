@@ -21,7 +21,6 @@ LAYERS = {
     "torch_private": 0,
     "errors": 0,
     "arguments": 0,
-    "uncompiled": 1,
     "comm": 2,
     "world": 3,
     "grad": 3,
@@ -42,9 +41,7 @@ MAX_FILES = 112
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
-STILL_OPEN = {
-
-}
+STILL_OPEN: dict[str, str] = {}
 
 FILES = {
     ".".join(("lockstep", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(

@@ -15,6 +15,7 @@ from .backends import THREADS as THREADS
 from .backends import register_backends as register_backends
 from .collectives import Collectives as Collectives
 from .deadline import Deadline as Deadline
+from .dynamo import uncompiled as uncompiled
 from .failures import Pending as Pending
 from .failures import explained as explained
 from .failures import global_rank as global_rank
@@ -39,5 +40,6 @@ from .threads.ranks import RankThreads as RankThreads
 from .threads.ranks import a_rank_of as a_rank_of
 from .threads.ranks import end_this_rank as end_this_rank
 from .threads.ranks import of_this_rank as of_this_rank
+from .threads.ranks import rank_context as rank_context
 from .threads.ranks import this_thread as this_thread
 from .transport import Signature as Signature

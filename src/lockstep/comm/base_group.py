@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.transport import Ranks
 from lockstep.comm.work import GroupWork, Run, WorkQueue
 from lockstep.errors import BackendUnavailable
-from lockstep.uncompiled import uncompiled
 
 _groups: weakref.WeakSet[BaseGroup] = weakref.WeakSet()
 

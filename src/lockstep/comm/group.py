@@ -45,12 +45,12 @@ from lockstep.comm.arguments import (
 )
 from lockstep.comm.base_group import BaseGroup, Options
 from lockstep.comm.collectives import Collectives
+from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.reduction import reduction_for
 from lockstep.comm.sparse import sum_sparse
 from lockstep.comm.transport import Signature, Transport
 from lockstep.comm.work import GroupWork, Run
 from lockstep.torch_private import AllgatherOptions
-from lockstep.uncompiled import uncompiled
 
 # The fields of the options for the parameters of overloads without options.
 _OP = {"op": "reduceOp"}

@@ -6,6 +6,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -16,11 +17,11 @@ import torch.distributed as dist
 
 from lockstep.comm.arguments import flattened, put_back
 from lockstep.comm.deadline import Deadline
+from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.threads.ranks import of_this_rank
-from lockstep.comm.work import GroupWork, Outcome
+from lockstep.comm.work import BaseWork, GroupWork
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
 from lockstep.torch_private import _InferenceMode
-from lockstep.uncompiled import uncompiled
 
 # What precedes the contents of a message between processes: tag, number of bytes, dtype. Contents
 # are aligned, as its size is a multiple of that of any element.
@@ -74,7 +75,7 @@ def header_of(tensor: torch.Tensor, tag: int) -> bytes:
 
 
 @uncompiled
-class MessageWork(dist.Work):
+class MessageWork(BaseWork):
     """A send or receive that has been started; ``wait()`` completes it.
 
     Args:
@@ -91,15 +92,11 @@ class MessageWork(dist.Work):
         tensors: list[torch.Tensor],
         timeout: timedelta,
     ) -> None:
-        super().__init__()
+        super().__init__(tensors)
         self._complete: Callable[[float], int] | None = complete
         self._is_ready = is_ready
-        self._tensors = tensors
         self._timeout = timeout
         self._rank: int | None = None
-        self._error: Exception | None = None
-        self._lock = threading.Lock()
-        self._outcome: Outcome | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the message was received, or taken from here.
@@ -131,19 +128,6 @@ class MessageWork(dist.Work):
                 self._error, self._complete = error, None
         return True
 
-    def is_success(self) -> bool:
-        """Whether the message was received or taken."""
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> Exception | None:
-        """What made it fail, if it failed."""
-        return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors, when they have been received."""
-        self.wait()
-        return self._tensors
-
     def source_rank(self) -> int:
         """The rank that sent the message."""
         self.wait()
@@ -152,22 +136,15 @@ class MessageWork(dist.Work):
 
     _source_rank = source_rank
 
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the tensors."""
-        with self._lock:
-            if self._outcome is None:
-                self._outcome = Outcome()
-                threading.Thread(
-                    target=of_this_rank(self._tell), name="lockstep-message", daemon=True
-                ).start()
-            return self._outcome.future
+    def _hurry(self) -> None:
+        threading.Thread(
+            target=of_this_rank(self._wait_and_tell), name="lockstep-message", daemon=True
+        ).start()
 
-    def _tell(self) -> None:
-        assert self._outcome is not None
-        try:
+    def _wait_and_tell(self) -> None:
+        with suppress(Exception):  # which the future tells
             self.wait()
-        finally:
-            self._outcome.tell(self._tensors, self._error)
+        self._tell()
 
 
 @dataclass(eq=False)

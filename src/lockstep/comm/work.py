@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.threads.ranks import of_this_rank
 from lockstep.errors import CollectiveFailed
 from lockstep.torch_private import _InferenceMode
-from lockstep.uncompiled import uncompiled
 
 # How often the queue's own thread looks for calls that it has seen before. Calls don't wake it:
 # that takes 50 us, and most calls are waited for sooner than it looks.
@@ -48,34 +48,72 @@ _MAX_DROPPED_BYTES = 4096
 Run = Callable[[float], None]
 
 
-class Outcome:
-    """A future result, and its future of torch, which tells Python and C++ alike.
+@uncompiled
+class BaseWork(dist.Work):
+    """The outcome of one operation, as a Work that torch.distributed returns to the caller.
 
-    Attributes:
-        future: Has the result, or raises a RuntimeError with the error's name and text. torch's
-            reducer reads it in C++, where ``set_exception`` would look like a result: that is
-            known to Python alone. An error in ``then`` is known to both. Shown by
-            test_torchs_ddp_is_told_of_a_lost_rank.
-        is_told: Whether the result is there.
+    A subclass adds ``wait()`` and ``is_completed()``.
+
+    Args:
+        results: The tensors that hold the result.
     """
 
-    def __init__(self) -> None:
-        self.is_told = False
-        self._lock = threading.Lock()
-        self._outcome: list[Any] = []
-        self._told: torch.futures.Future[None] = torch.futures.Future()
-        self.future: torch.futures.Future[Any] = self._told.then(partial(_take, self._outcome))
+    _error: Exception | None = None
+    # torch's reducer reads the future in C++, to which an error of ``set_exception`` looks like a
+    # result. So a first future says that the outcome is there, and its ``then`` returns or raises
+    # that, which C++ sees too. Shown by test_torchs_ddp_is_told_of_a_lost_rank.
+    _is_there: torch.futures.Future[None] | None = None
+    _is_told = False
 
-    def tell(self, result: Any, error: Exception | None) -> None:
-        """Set the result, or the error; only the first call counts."""
-        if error is not None:
-            result = RuntimeError(f"{type(error).__name__}: {error}")
+    def __init__(self, results: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._results = list(results)
+        self._lock = threading.Lock()
+
+    def synchronize(self) -> None:
+        """As :meth:`wait`."""
+        self.wait()
+
+    def is_success(self) -> bool:
+        """Whether it was carried out."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """The error, if it failed."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """The tensors that hold the result."""
+        self.wait()
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future of the tensors; it fails with a RuntimeError of the error's name and text."""
         with self._lock:
-            if self.is_told:
+            is_first = self._is_there is None
+            if self._is_there is None:
+                self._is_there = torch.futures.Future()
+                self._outcome: list[Any] = []
+                self._future = self._is_there.then(partial(_take, self._outcome))
+        if is_first:
+            self._hurry()
+        return self._future
+
+    def _hurry(self) -> None:
+        """Have another thread complete the operation, and the future with :meth:`_tell`."""
+        raise NotImplementedError
+
+    def _tell(self) -> None:
+        """Complete the future, if there is one; only the first call counts."""
+        with self._lock:
+            if self._is_there is None or self._is_told:
                 return
-            self.is_told = True
-        self._outcome.append(result)
-        self._told.set_result(None)
+            self._is_told = True
+        error = self._error
+        self._outcome.append(
+            self._results if error is None else RuntimeError(f"{type(error).__name__}: {error}")
+        )
+        self._is_there.set_result(None)
 
 
 @uncompiled
@@ -86,22 +124,19 @@ def _take(outcome: list[Any], _: object) -> Any:
 
 
 @uncompiled
-class GroupWork(dist.Work):
-    """A submitted call, as the Work that torch.distributed returns to the caller."""
+class GroupWork(BaseWork):
+    """A submitted call."""
+
+    _is_done = False
+    _is_taken = False
 
     def __init__(
         self, queue: WorkQueue, run: Run, results: Sequence[Tensor], timeout: timedelta
     ) -> None:
-        super().__init__()
+        super().__init__(results)
         self.timeout = timeout
         self._queue = queue
         self._run = run
-        self._results = list(results)
-        self._error: Exception | None = None
-        self._is_done = False
-        self._is_taken = False
-        self._outcome: Outcome | None = None
-        self._future_lock = threading.Lock()
 
     def __del__(self) -> None:
         # Torch's C++ may still hold this work, as DDP's reducer does in torch's join(): without the
@@ -109,7 +144,8 @@ class GroupWork(dist.Work):
         # seen, so the last works whose result Python hasn't taken are kept.
         # Shown by test_a_work_that_only_cpp_has_can_be_waited_for.
         if not self._is_taken:
-            if sum(each.nbytes for each in self._results) > _MAX_DROPPED_BYTES:
+            num_bytes = sum(each.numel() * each.element_size() for each in self._results)
+            if num_bytes > _MAX_DROPPED_BYTES:
                 self._results = []
             self._queue.dropped.append(self)
 
@@ -134,40 +170,22 @@ class GroupWork(dist.Work):
             raise self._error
         return True
 
-    def synchronize(self) -> None:
-        """As :meth:`wait`."""
-        self.wait()
-
     def is_completed(self) -> bool:
         """Whether it was carried out, or failed."""
         if not self._is_done:
             self._queue.hurry()
         return self._is_done
 
-    def is_success(self) -> bool:
-        """Whether it was carried out."""
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> Exception | None:
-        """The error, if it failed."""
-        return self._error
-
-    def result(self) -> list[Tensor]:
-        """The tensors that hold the result."""
-        self.wait()
-        return self._results
-
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the tensors that hold the result."""
         self._is_taken = True
-        with self._future_lock:
-            if self._outcome is None:
-                self._outcome = Outcome()
-                if self._is_done:
-                    self._outcome.tell(self._results, self._error)
-                else:
-                    self._queue.hurry()
-            return self._outcome.future
+        return super().get_future()
+
+    def _hurry(self) -> None:
+        if self._is_done:
+            self._tell()
+        else:
+            self._queue.hurry()
 
     def carry_out(self, timeout: float) -> None:
         """Do the work, with the queue's lock held; :meth:`tell` is to follow without it."""
@@ -186,14 +204,13 @@ class GroupWork(dist.Work):
             raise
         finally:
             del self._run
-            with self._future_lock:
-                self._is_done = True
+            self._is_done = True
 
     def tell(self) -> None:
         """Complete the future, if there is one. Its callbacks run here, and may make calls."""
-        if self._outcome is not None and not self._outcome.is_told:
+        if self._is_there is not None and not self._is_told:
             self._queue.step_aside()
-            self._outcome.tell(self._results, self._error)
+            self._tell()
 
 
 class WorkQueue:

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
-from lockstep.comm import Announcement, Step, any_rank, join_state_of, mean_divisor
+from lockstep.comm import Announcement, Step, any_rank, join_state_of, mean_divisor, uncompiled
 from lockstep.errors import CollectiveFailed, PeerLost
 from lockstep.grad import Phase
 from lockstep.nn.engine import Engine
 from lockstep.nn.reached import is_compiled_backward, outermost_running_node
 from lockstep.torch_private import _current_graph_task_id, _execution_engine
-from lockstep.uncompiled import uncompiled
 
 _End = partial[None]
 

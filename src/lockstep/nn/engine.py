@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import Announcement, all_gather_bytes, any_rank, broadcast_tensors
+from lockstep.comm import Announcement, all_gather_bytes, any_rank, broadcast_tensors, uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import MIB, Reducer, gradient_dtype
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
@@ -24,7 +24,6 @@ from lockstep.nn.gradient_hooks import GradientHooks, Hook, hooks_of, take_over_
 from lockstep.nn.reached import is_any_reached, is_reached
 from lockstep.nn.verify import check_same_model
 from lockstep.torch_private import _BatchNorm, _current_graph_task_id
-from lockstep.uncompiled import uncompiled
 
 _dtype_of = operator.attrgetter("dtype")
 

@@ -27,10 +27,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.comm import uncompiled
 from lockstep.errors import AlreadyParallel, ModelError
 from lockstep.nn.engine import Engine
 from lockstep.nn.wrapper import Wrapper
-from lockstep.uncompiled import uncompiled
 
 _log = logging.getLogger(__name__)
 

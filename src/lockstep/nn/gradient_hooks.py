@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.uncompiled import uncompiled
+from lockstep.comm import uncompiled
 
 Hook = Callable[[torch.Tensor], object]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import refusal
-from lockstep.comm import mean_divisor, sum_in_step, this_thread
+from lockstep.comm import mean_divisor, sum_in_step, this_thread, uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn.backward import refresh_stale, take_part_at_the_end
 from lockstep.nn.micro_batches import count_micro_batch, has_begun_batch
@@ -21,7 +21,6 @@ from lockstep.nn.replicas.group import (
     num_replicas,
     this_replica,
 )
-from lockstep.uncompiled import uncompiled
 from lockstep.world import group_or_all
 
 

@@ -22,10 +22,9 @@ from lockstep.arguments import (
     check_process_group,
     check_type,
 )
-from lockstep.comm import gather_in_step, sum_in_step
+from lockstep.comm import gather_in_step, sum_in_step, uncompiled
 from lockstep.nn.backward import begin_if_others_must_know, finish_failed
 from lockstep.torch_private import _BatchNorm
-from lockstep.uncompiled import uncompiled
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.arguments import as_finite_number, check_module
-from lockstep.comm import start_all_reduce
+from lockstep.comm import start_all_reduce, uncompiled
 from lockstep.grad import (
     MIB,
     Bucket,
@@ -19,7 +19,6 @@ from lockstep.grad import (
     reduce_sparse,
 )
 from lockstep.nn import check_same_model, finish_failed, with_sparse_gradients
-from lockstep.uncompiled import uncompiled
 from lockstep.world import group_or_all
 
 _CAP_BYTES = 25 * MIB

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from lockstep.comm import rank_context
 from lockstep.world.environment import Placement
 
 if TYPE_CHECKING:
     from lockstep.world.world import World
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -34,36 +32,20 @@ class RankContext:
 
 
 _of_process = RankContext()
-_of_thread = threading.local()
 
 
 def this_rank() -> RankContext:
     """The context of this thread if it is a rank, else that of the process."""
-    return getattr(_of_thread, "context", _of_process)
+    state: RankContext | None = rank_context().init_state
+    return _of_process if state is None else state
 
 
 @contextmanager
 def as_rank(placement: Placement, store: dist.Store) -> Iterator[None]:
     """Let ``init()`` in this thread join the others at ``store`` as the rank of ``placement``."""
-    with _using(RankContext(placement, store)):
-        yield
-
-
-def of_this_place(target: Callable[[], T]) -> Callable[[], T]:
-    """Let ``target``, which another thread runs, have the context of this thread's rank."""
-    context = this_rank()
-
-    def run() -> T:
-        with _using(context):
-            return target()
-
-    return run if context is not _of_process else target
-
-
-@contextmanager
-def _using(context: RankContext) -> Iterator[None]:
-    _of_thread.context = context
+    own = rank_context()
+    own.init_state = RankContext(placement, store)
     try:
         yield
     finally:
-        del _of_thread.context
+        own.init_state = None

@@ -18,6 +18,7 @@ from torch.distributed import AllToAllOptions, BroadcastOptions
 
 from lockstep.comm.base_group import Options
 from lockstep.comm.collectives import Collectives, pieces
+from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.hosts.network import Network
 from lockstep.comm.hosts.transport import HostsTransport
@@ -26,7 +27,6 @@ from lockstep.comm.transport import Signature
 from lockstep.comm.work import GroupWork, Run
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from lockstep.torch_private import AllgatherOptions
-from lockstep.uncompiled import uncompiled
 
 # What leaders exchange at a time: it bounds the memory for what comes from the other hosts.
 _PIECE_BYTES = 32 * 1024 * 1024

@@ -78,6 +78,7 @@ class _Context:
         memberships: The groups that the thread is a rank of.
         world: torch.distributed's record of its groups; None: that of the process.
         launch: The rank threads of the same launch, if it is one of them.
+        init_state: The state of ``init()`` for this rank; None: that of the process.
     """
 
     def __init__(self) -> None:
@@ -85,6 +86,7 @@ class _Context:
         self.memberships: weakref.WeakSet[_Member] = weakref.WeakSet()
         self.world: _RankWorld | None = None
         self.launch: RankThreads | None = None
+        self.init_state: Any = None
 
     def end(self) -> None:
         """Have the other ranks lose this one, in every group that it hasn't left."""
@@ -111,7 +113,7 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def context() -> _Context:
+def rank_context() -> _Context:
     """The context of this thread, or of the thread that it works for."""
     return _current.context
 
@@ -122,7 +124,7 @@ def of_this_rank(target: Callable[[], T]) -> Callable[[], T]:
     Futures' callbacks run in such threads, and ask for their rank. Shown by
     test_a_callback_knows_its_rank.
     """
-    known = context()
+    known = rank_context()
 
     def run() -> T:
         own, _current.context = _current.context, known
@@ -136,12 +138,12 @@ def of_this_rank(target: Callable[[], T]) -> Callable[[], T]:
 
 def this_thread() -> int:
     """A number that differs between threads, but not between a thread and those it works for."""
-    return context().ident
+    return rank_context().ident
 
 
 def end_this_rank() -> None:
     """Have the other ranks lose this thread now, in every group that it hasn't left."""
-    context().end()
+    rank_context().end()
 
 
 class _RankWorld(_World):
@@ -169,7 +171,7 @@ class _WorldOfThread:
         self.__dict__["_of_process"] = of_process
 
     def _present(self) -> object:
-        world = context().world
+        world = rank_context().world
         return self.__dict__["_of_process"] if world is None else world
 
     def __getattr__(self, name: str) -> Any:
@@ -214,7 +216,7 @@ def a_rank_of(launch: RankThreads) -> Iterator[None]:
     See Note [Worlds of threads].
     """
     _isolation.enter()
-    own = context()
+    own = rank_context()
     own.world, own.launch = _RankWorld(), launch
     try:
         yield

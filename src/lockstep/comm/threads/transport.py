@@ -12,7 +12,6 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.messages import Mailbox, Message
-from lockstep.comm.threads.ranks import context
+from lockstep.comm.threads.ranks import rank_context
 from lockstep.comm.transport import Address, Signature, Transport
 from lockstep.errors import (
     CollectiveFailed,
@@ -49,15 +48,6 @@ class _Exchange:
         self.is_over = False
 
 
-class _Fault(NamedTuple):
-    """An error of one rank, for all to raise."""
-
-    kind: type[PeerLost | CollectiveTimeout]
-    text: str
-    ranks: list[int]
-    by: int | None
-
-
 class ThreadTransportState:
     """What the ranks of one group share: slots, messages, and the exchange in progress.
 
@@ -78,7 +68,8 @@ class ThreadTransportState:
         self._exchange = _Exchange()
         # In the order in which they went: the later ones may have gone because of the first.
         self._gone: dict[int, str] = {}
-        self._fault: _Fault | None = None
+        # An error for all to raise, and the rank that has reported it.
+        self._fault: tuple[PeerLost | CollectiveTimeout, int | None] | None = None
         self._given_up: str | None = None
 
     def come_in(self, rank: int, slots: Tensor) -> None:
@@ -161,9 +152,10 @@ class ThreadTransportState:
                 self._names(others),
                 operation,
             )
-        if (fault := self._fault) is not None:
-            source = f" (Rank {fault.by} said so.)" if fault.by not in (None, name) else ""
-            raise fault.kind(f"{fault.text}{source}", fault.ranks, operation)
+        if self._fault is not None:
+            error, reporter = self._fault
+            source = f" (Rank {reporter} said so.)" if reporter not in (None, name) else ""
+            raise type(error)(f"{error}{source}", error.ranks, operation)
         for peer in self._gone:
             if peer not in current.arrivals:
                 raise self.loss(peer, rank, str(signature), operation)
@@ -176,18 +168,19 @@ class ThreadTransportState:
             f"{_named(absent)} did not come to {signature} within the timeout of {timeout:g} s: "
             "busy with something else, or ended without it. See what it does there."
         )
-        self.break_off(_Fault(CollectiveTimeout, text, absent, self.members[rank]))
+        # Not the one that is raised, whose traceback holds the group.
+        self.break_off(CollectiveTimeout(text, absent), self.members[rank])
         raise CollectiveTimeout(text, absent, signature.operation)
 
-    def break_off(self, fault: _Fault) -> None:
-        """Have all ranks raise ``fault`` from now on, unless they raise another already."""
+    def break_off(self, error: PeerLost | CollectiveTimeout, reporter: int | None = None) -> None:
+        """Have all ranks raise ``error`` from now on, unless they raise another already."""
         with self.changed:
-            self._fault = self._fault or fault
+            self._fault = self._fault or (error, reporter)
             self.changed.notify_all()
 
     def close(self, reason: str) -> None:
         """End all waits of ranks for each other."""
-        self.break_off(_Fault(PeerLost, reason, [], None))
+        self.break_off(PeerLost(reason))
         for rank in range(self.size):
             self.lose(rank, f"is no longer waited for. {reason}")
 
@@ -292,7 +285,7 @@ class ThreadTransport(Transport):
         self._turn = 0
         self._fault: PeerLost | CollectiveTimeout | CollectiveMismatch | None = None
         self._is_closed = False
-        context().memberships.add(self)
+        rank_context().memberships.add(self)
 
     def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, Tensor]:
         """Return the next slot's address, which is its number, and the slot as a flat tensor."""
@@ -348,8 +341,9 @@ class ThreadTransport(Transport):
         """Make every wait of this rank, and of the others, end with an error."""
         if self._is_in():
             text = f"Rank {self._name} has aborted the group.{why}"
-            self._fault = self._fault or PeerLost(text, [self._name], "abort")
-            self._state.break_off(_Fault(PeerLost, text, [self._name], self._name))
+            error = PeerLost(text, [self._name], "abort")
+            self._fault = self._fault or error
+            self._state.break_off(error, self._name)
             self._go(_ABORTED)
 
     def leave(self) -> None:
@@ -400,7 +394,7 @@ def join(
             "several."
         )
     transport = ThreadTransport(found, rank)
-    if (launch := context().launch) is not None:
+    if (launch := rank_context().launch) is not None:
         launch.watch(found)
     found.wait_for_all(rank, timeout)
     return transport

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.arguments import Device
+from lockstep.comm import uncompiled
 from lockstep.nn.replicas.devices import as_device, as_devices, as_dim
 from lockstep.nn.replicas.group import is_beside_processes
 from lockstep.nn.replicas.module_copy import check_home, check_module
@@ -20,7 +21,6 @@ from lockstep.nn.replicas.primitives import parallel_apply, replicate
 from lockstep.nn.replicas.replicas import Replicas
 from lockstep.nn.replicas.scatter_gather import check_kwargs, gather, scatter_kwargs
 from lockstep.nn.wrapper import Wrapper
-from lockstep.uncompiled import uncompiled
 
 # More threads compete for the interpreter more than they compute.
 _MOST_THREADS = 4

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.comm import uncompiled
 from lockstep.nn.micro_batches import remember_reached
 from lockstep.nn.reached import as_backward_of_replicas
 from lockstep.nn.replicas.devices import on_device
@@ -31,7 +32,6 @@ from lockstep.nn.replicas.processes import RemoteCall, ReplicaProcesses
 from lockstep.nn.replicas.replica_call import Arguments, ReplicaCall, run_backward
 from lockstep.nn.replicas.worker_threads import Modes, WorkerThreads, nothing, values_of
 from lockstep.torch_private import _get_current_graph_task_keep_graph
-from lockstep.uncompiled import uncompiled
 
 
 class Replicas:

@@ -22,7 +22,6 @@ import torch
 
 from lockstep.comm import of_this_rank
 from lockstep.torch_private import DeviceContext, _get_current_function_mode_stack
-from lockstep.world import of_this_place
 
 T = TypeVar("T")
 Queue = queue.SimpleQueue[Callable[[], None] | None]
@@ -228,7 +227,7 @@ def as_this_thread(task: Callable[[], T]) -> Callable[[], T]:
         with modes.entered():
             return context.run(task)
 
-    return of_this_rank(of_this_place(run))
+    return of_this_rank(run)
 
 
 # The threads that OpenMP keeps for the next operation of a thread
