@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import threads
+from lockstep.comm.threads.transport import join
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.shm.transport import ShmTransport
 
@@ -272,7 +272,7 @@ def stress_threads(calls: int, seed: int) -> None:
     failures: list[BaseException] = []
 
     def make_group(name: str, position: int, count: int) -> SharedMemoryGroup:
-        team = threads.join(stores[name], position, count, TIMEOUT.total_seconds())
+        team = join(stores[name], position, count, TIMEOUT.total_seconds())
         return SharedMemoryGroup(team, "threads", TIMEOUT)
 
     def run(rank: int) -> None:

@@ -12,7 +12,7 @@ GOOD = "print('ran')"
 
 
 def refusal(bench: Bench, *arguments: object) -> str:
-    done = bench.run("run", *arguments, seconds=20)
+    done = bench.run("run", *arguments, seconds=100)
     assert done.returncode not in (0, 1)
     assert "Traceback" not in done.stderr
     assert "ran" not in done.stdout

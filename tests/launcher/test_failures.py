@@ -115,7 +115,7 @@ def test_what_a_rank_started_ends_with_a_run_that_went_well(bench: Bench) -> Non
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
         """
     )
-    done = bench.run("run", "-n", 2, script, seconds=20)
+    done = bench.run("run", "-n", 2, script, seconds=100)
     assert done.returncode == 0
     assert bench.processes() == []
 

@@ -223,7 +223,7 @@ def test_version(bench: Bench) -> None:
 def test_run_with_its_standard_streams_closed(bench: Bench) -> None:
     script = bench.script("print('out'); open('done', 'w').write('yes')")
     command = f"exec {sys.executable} -m lockstep run -n 1 {script} >&- 2>&- <&-"
-    done = subprocess.run(["sh", "-c", command], cwd=bench.directory, timeout=30, check=False)
+    done = subprocess.run(["sh", "-c", command], cwd=bench.directory, timeout=100, check=False)
     assert done.returncode == 0
     assert (bench.directory / "done").read_text() == "yes"
 
@@ -232,7 +232,7 @@ def test_more_ranks_than_the_system_allows(bench: Bench) -> None:
     script = bench.script("import time; time.sleep(1000)")
     command = f"ulimit -n 64; exec {sys.executable} -m lockstep run -n 100 {script}"
     done = subprocess.run(
-        ["sh", "-c", command], capture_output=True, text=True, timeout=30, check=False
+        ["sh", "-c", command], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 2
     assert "Too many open files" in done.stderr

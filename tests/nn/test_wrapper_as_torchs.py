@@ -14,7 +14,7 @@ from lockstep.nn.replicas import (
     DataParallel,
     data_parallel,
 )
-from tests.nn.test_data_parallel_as_torchs import (
+from tests.nn.replicas.test_data_parallel_as_torchs import (
     BOTH,
     THREE,
     TOLERANCE,

@@ -114,6 +114,8 @@ class Reducer:
         self._gets_gradients_twice = False
         self._has_logged_unused = False
         self.copies_early = False
+        self.phase = Phase.IDLE
+        self._launch_order: Sequence[Reducer] = ()
         self._end_backward()
 
     @property
@@ -395,7 +397,7 @@ class Reducer:
         self.phase = Phase.IDLE
         self._ready = ReadyState(self._positions)
         # Not kept between backwards, as it holds this reducer.
-        self._launch_order: Sequence[Reducer] = ()
+        self._launch_order = ()
         self._next_launch = 0
         self._next_sparse = 0
         self._reduced_sparse: dict[int, torch.Tensor] = {}

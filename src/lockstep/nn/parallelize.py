@@ -222,13 +222,13 @@ class ParallelState:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backwards in this context add up gradients on each rank, without reducing them."""
-        before = [engine.is_syncing for engine in self.engines]
-        for engine in self.engines:
+        before = {engine: engine.is_syncing for engine in self.engines}
+        for engine in before:
             engine.is_syncing = False
         try:
             yield
         finally:
-            for engine, was_syncing in zip(self.engines, before, strict=True):
+            for engine, was_syncing in before.items():
                 engine.is_syncing = was_syncing
 
 
@@ -280,7 +280,7 @@ def attach(
 ) -> None:
     """Keep ``module`` in step with its replicas for as long as ``owner`` lives.
 
-    Every rank must call it. For copies only the ranks that train them must.
+    Every rank must call it. If it ``is_copy``, only those ranks must that train the copy.
 
     Modules in it that are parallel already, over this group or another, stay as they are. If it is
     in a wrapper already, ``owner`` takes the place of that wrapper.
@@ -290,7 +290,7 @@ def attach(
         module: The model.
         group: The ranks; None if this rank is alone.
         options: How to keep it in step.
-        is_copy: Whether it is a copy of a parallel model, which other ranks may not have made.
+        is_copy: Whether it is a copy of a parallel model.
 
     Raises:
         ModelError: If the module can't be made parallel, on this rank or on another.

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 
 import torch
 from torch import nn
@@ -72,7 +73,8 @@ def outermost_running_node() -> BackwardCFunction | None:
     in its backward(). Autograd doesn't tell, but they are on the stack of this thread: their
     first argument is the node.
     """
-    node, frame = None, sys._getframe()
+    node = None
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
         if code.co_name == "backward" and code.co_argcount:

@@ -5,6 +5,7 @@ from .environment import detect as detect
 from .environment import num_visible_gpus as num_visible_gpus
 from .environment import rank_environment as rank_environment
 from .threads import as_rank as as_rank
+from .threads import of_this_place as of_this_place
 from .world import World as World
 from .world import choose_backend as choose_backend
 from .world import choose_device as choose_device

@@ -1,7 +1,8 @@
 """How the processes of one host connect, and let in nobody else.
 
-Each rank listens on a Unix socket whose random name it puts into the store, and rank 0 adds a
-secret. Whoever connects must be a process of the same user (the kernel says so) and know the
+Each rank has a datagram socket whose random name it puts into the store, and rank 0 adds a secret.
+Of each two ranks the higher one makes the connections and sends the lower one its ends of them.
+A message counts if it comes from a process of the same user (the kernel says so) and holds the
 secret. The names are in Linux's abstract namespace: they vanish with the socket, and no file is
 left whatever happens.
 """
@@ -16,7 +17,7 @@ import select
 import socket
 import struct
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -24,18 +25,14 @@ import torch.distributed as dist
 
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.shm.memory import map_segment
-from lockstep.comm.shm.sockets import is_same_user, receive_message, send_message, shut_down
+from lockstep.comm.shm.sockets import receive_from, send_message, shut_down
 from lockstep.errors import RendezvousFailed
 
 _SECRET_BYTES = 32
 _INTRODUCTION = struct.Struct(f"<{_SECRET_BYTES}sq")  # secret, rank
-# The most connections that are open and not introduced yet; beyond that the oldest is closed.
-_MAX_STRANGERS = 64
 _RETRY_SECONDS = 0.01
 # How often a rank that waits checks whether another rank has given up.
 _CHECK_SECONDS = 0.5
-# The most that poll() takes is 24 days.
-_LONGEST_WAIT_SECONDS = 1e6
 # The key under which a rank that can't connect says why.
 _GIVEN_UP = "given up"
 
@@ -78,23 +75,54 @@ class _Handshake:
         self._slots = slots
         self._deadline = deadline
         self._secret = b""
+        self._names: dict[int, str] = {}
+        # This rank's ends of connections to lower ranks that haven't answered yet.
+        self._offered: dict[int, list[socket.socket]] = {}
+        # By rank, the ends of connections that it is still to be sent.
+        self._outbox: dict[int, list[socket.socket]] = {}
 
     def run(self, peers: dict[int, Peer]) -> None:
         """Connect to all other ranks, and put them into ``peers`` one by one."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            name = f"lockstep-{secrets.token_hex(16)}"
-            listener.bind(f"\0{name}")
-            listener.listen(self._size + _MAX_STRANGERS)
-            listener.setblocking(False)
-            if self._rank == 0:
-                self._store.set("secret", secrets.token_hex(_SECRET_BYTES))
-            self._store.set(f"address/{self._rank}", name)
-            self._secret = bytes.fromhex(self._read("secret"))
-            # To the lower ranks first, then from the higher ones: rank 0 only accepts, so there
-            # is always a rank that doesn't wait for another.
-            for other in range(self._rank):
-                peers[other] = self._call(other, self._read(f"address/{other}"))
-            self._accept_all(listener, peers)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as self._socket:
+            try:
+                self._publish()
+                self._offer()
+                poll = select.poll()
+                poll.register(self._socket, select.POLLIN)
+                while True:
+                    # A rank whose queue is full may itself be sending, so none is waited for.
+                    for other in list(self._outbox):
+                        if self._introduce(other, self._outbox[other]):
+                            _close(self._outbox.pop(other))
+                    if not self._outbox and len(peers) == self._size - 1:
+                        return
+                    pause = _RETRY_SECONDS if self._outbox else _CHECK_SECONDS
+                    is_ready = poll.poll(min(pause, self._deadline.left()) * 1000)
+                    if is_ready and self._deadline.left():
+                        self._receive(peers)
+                    else:
+                        self._check_others()
+            finally:
+                for ends in (*self._offered.values(), *self._outbox.values()):
+                    _close(ends)
+
+    def _publish(self) -> None:
+        name = f"lockstep-{secrets.token_hex(16)}"
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind(f"\0{name}")
+        if self._rank == 0:
+            self._store.set("secret", secrets.token_hex(_SECRET_BYTES))
+        self._store.set(f"address/{self._rank}", name)
+        self._secret = bytes.fromhex(self._read("secret"))
+
+    def _offer(self) -> None:
+        """Make the connections to the lower ranks."""
+        for other in range(self._rank):
+            self._offered[other], self._outbox[other] = [], []
+            for _ in range(3):
+                mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._offered[other].append(mine)
+                self._outbox[other].append(theirs)
 
     def _read(self, key: str) -> str:
         # Not store.wait(): it would not see that another rank has given up, and torch's TCPStore
@@ -102,8 +130,6 @@ class _Handshake:
         pause = _RETRY_SECONDS / 32
         while not self._store.check([key]):
             self._check_others()
-            if not self._deadline.left():
-                raise TimeoutError("they didn't come")
             time.sleep(pause)
             pause = min(2 * pause, _RETRY_SECONDS)
         return bytes(self._store.get(key)).decode()
@@ -112,122 +138,67 @@ class _Handshake:
         if self._store.check([_GIVEN_UP]):
             reason = bytes(self._store.get(_GIVEN_UP)).decode()
             raise RendezvousFailed(f"No rank can join: {reason}")
+        if not self._deadline.left():
+            raise TimeoutError("they didn't come")
 
-    def _call(self, other: int, name: str) -> Peer:
-        """Connect to a lower rank, which listens as ``name``."""
-        with ExitStack() as ours:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.enter_context(connection)
-            self._reach(connection, other, name)
-            if not is_same_user(connection):
-                raise RendezvousFailed(f"Rank {other} is a process of another user.")
-            mailbox, its_mailbox = map(ours.enter_context, _socketpair())
-            memory, its_memory = map(ours.enter_context, _socketpair())
-            self._introduce(connection, its_mailbox.fileno(), its_memory.fileno())
-            its_mailbox.close()
-            its_memory.close()
-            message, descriptors = receive_message(connection, _INTRODUCTION.size, 3)
-            if self._identify(message, descriptors, 1) != other:
-                _close(descriptors)
-                # The rank that closed it may be about to tell why.
-                grace = Deadline(_CHECK_SECONDS)
-                while grace.left():
-                    self._check_others()
-                    time.sleep(_RETRY_SECONDS)
-                raise RendezvousFailed(
-                    f"Rank {other} has closed the line that rank {self._rank} reached it by."
-                    if not message
-                    else f"What answers for rank {other} doesn't know the secret."
-                )
-            connection.settimeout(None)
-            peer = Peer(connection, mailbox, memory, map_segment(descriptors[0]))
-            ours.pop_all()
-            return peer
-
-    def _reach(self, connection: socket.socket, other: int, name: str) -> None:
-        while True:
-            left = self._deadline.left()
-            connection.settimeout(min(max(left, 0.001), _LONGEST_WAIT_SECONDS))
-            try:
-                return connection.connect(f"\0{name}")
-            except BlockingIOError:
-                # The listener's queue is full.
-                if not left:
-                    raise
+    def _introduce(self, other: int, ends: list[socket.socket]) -> bool:
+        """Send ``other`` the slots and ``ends``, unless it can't take them now."""
+        if other not in self._names:
+            self._names[other] = self._read(f"address/{other}")
+        message = _INTRODUCTION.pack(self._secret, self._rank)
+        descriptors = [self._slots, *(end.fileno() for end in ends)]
+        try:
+            send_message(
+                self._socket, message, descriptors, socket.MSG_DONTWAIT, f"\0{self._names[other]}"
+            )
+        except ConnectionRefusedError as error:
+            grace = Deadline(_CHECK_SECONDS)
+            while grace.left():  # it may be about to say why it gives up
+                self._check_others()
                 time.sleep(_RETRY_SECONDS)
-            except ConnectionRefusedError as error:
-                raise RendezvousFailed(
-                    f"Rank {other} can't be reached from rank {self._rank}: it is on another "
-                    "host, in another network namespace, or gone. Ranks that share memory are on "
-                    "one host; use lockstep.init() or the backend 'gloo' for several."
-                ) from error
-
-    def _accept_all(self, listener: socket.socket, peers: dict[int, Peer]) -> None:
-        """Let in the higher ranks, and turn away whoever is none."""
-        # All of them are waited for at once: one that is silent must not keep the others waiting.
-        strangers: dict[int, socket.socket] = {}
-        try:
-            while len(peers) < self._size - 1:
-                if not self._deadline.left():
-                    raise TimeoutError("they didn't come")
-                while len(strangers) > _MAX_STRANGERS:
-                    strangers.pop(next(iter(strangers))).close()
-                poll = select.poll()
-                for descriptor in (listener.fileno(), *strangers):
-                    poll.register(descriptor, select.POLLIN)
-                ready = poll.poll(min(_CHECK_SECONDS, self._deadline.left()) * 1000)
-                if not ready:
-                    self._check_others()
-                for descriptor, _ in ready:
-                    if descriptor != listener.fileno():
-                        self._hear(strangers.pop(descriptor), peers)
-                        continue
-                    with suppress(BlockingIOError, ConnectionAbortedError):
-                        connection, _ = listener.accept()
-                        connection.setblocking(False)
-                        if is_same_user(connection):
-                            strangers[connection.fileno()] = connection
-                        else:
-                            connection.close()
-        finally:
-            for connection in strangers.values():
-                connection.close()
-
-    def _hear(self, connection: socket.socket, peers: dict[int, Peer]) -> None:
-        """Let in who has sent something, if it is a higher rank that isn't here yet."""
-        descriptors: list[int] = []
-        try:
-            message, descriptors = receive_message(connection, _INTRODUCTION.size + 1, 3)
-            other = self._identify(message, descriptors, 3)
-            if other is None or other in peers or not self._rank < other < self._size:
-                raise ConnectionRefusedError
-            slots = map_segment(descriptors.pop(0))
-            connection.settimeout(None)
-            self._introduce(connection)
-        except BaseException as error:
-            _close(descriptors)
-            connection.close()
-            if isinstance(error, ConnectionError):
-                return
+            raise RendezvousFailed(
+                f"Rank {other} can't be reached from rank {self._rank}: it is on another "
+                "host, in another network namespace, or gone. Ranks that share memory are on "
+                "one host; use lockstep.init() or the backend 'gloo' for several."
+            ) from error
+        except OSError as error:
+            # Its queue is full, or more descriptors are on their way than a user may have open.
+            if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
+                return False
             raise
-        mailbox, memory = (socket.socket(fileno=end) for end in descriptors)
-        peers[other] = Peer(connection, mailbox, memory, slots)
+        return True
 
-    def _introduce(self, connection: socket.socket, *ends: int) -> None:
-        send_message(connection, _INTRODUCTION.pack(self._secret, self._rank), [self._slots, *ends])
+    def _receive(self, peers: dict[int, Peer]) -> None:
+        """Take a message, if it is from a rank that isn't connected yet."""
+        message, descriptors, user = receive_from(self._socket, _INTRODUCTION.size + 1, 4)
+        try:
+            other = self._identify(message, user)
+            if other is None or other in peers:
+                return
+            ends = self._offered.get(other, [])
+            if len(descriptors) != (1 if ends else 4):
+                raise OSError(
+                    errno.EMFILE, f"Too many open files to take those of rank {other} (ulimit -n)"
+                )
+            slots = map_segment(descriptors.pop(0))
+            if not ends:
+                ends = [socket.socket(fileno=end) for end in descriptors]
+                descriptors.clear()
+                self._outbox[other] = []
+            self._offered.pop(other, None)
+            barrier, mailbox, memory = ends
+            peers[other] = Peer(barrier, mailbox, memory, slots)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
-    def _identify(self, message: bytes, descriptors: list[int], num_descriptors: int) -> int | None:
-        """Return the rank that sent the introduction ``message``, or None for a stranger."""
-        if len(message) != _INTRODUCTION.size:
+    def _identify(self, message: bytes, user: int) -> int | None:
+        """Return the rank that sent ``message``, or None for a stranger."""
+        if user != os.getuid() or len(message) != _INTRODUCTION.size:
             return None
         secret, other = _INTRODUCTION.unpack(message)
-        if not hmac.compare_digest(secret, self._secret):
-            return None
-        if len(descriptors) != num_descriptors:
-            raise OSError(
-                errno.EMFILE, f"Too many open files to take those of rank {other} (ulimit -n)"
-            )
-        return int(other)
+        is_rank = 0 <= other < self._size and other != self._rank
+        return int(other) if hmac.compare_digest(secret, self._secret) and is_rank else None
 
 
 def connect(store: dist.Store, rank: int, size: int, slots: int, timeout: float) -> dict[int, Peer]:
@@ -273,10 +244,6 @@ def give_up(store: dist.Store, rank: int, error: BaseException) -> None:
             store.set(_GIVEN_UP, f"rank {rank} could not join: {error}")
 
 
-def _socketpair() -> tuple[socket.socket, socket.socket]:
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _close(sockets: list[socket.socket]) -> None:
+    for each in sockets:
+        each.close()

@@ -6,7 +6,6 @@ Not ``socket.send_fds`` and ``socket.recv_fds``: in Python 3.11 they drop the fl
 from __future__ import annotations
 
 import array
-import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -16,11 +15,15 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 def send_message(
-    connection: socket.socket, message: bytes, descriptors: Sequence[int] = (), flags: int = 0
+    connection: socket.socket,
+    message: bytes,
+    descriptors: Sequence[int] = (),
+    flags: int = 0,
+    address: str | None = None,
 ) -> None:
-    """Send one message and copies of ``descriptors``."""
+    """Send one message and copies of ``descriptors``, to ``address`` if there is no connection."""
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-    connection.sendmsg([message], [rights] if descriptors else [], flags)
+    connection.sendmsg([message], [rights] if descriptors else [], flags, address)
 
 
 def receive_message(
@@ -30,8 +33,17 @@ def receive_message(
 
     The kernel drops descriptors for which this process has no room.
     """
-    descriptors = array.array("i")
-    ancillary_bytes = socket.CMSG_LEN(num_descriptors * descriptors.itemsize)
+    message, descriptors, _ = receive_from(connection, num_bytes, num_descriptors, flags)
+    return message, descriptors
+
+
+def receive_from(
+    connection: socket.socket, num_bytes: int, num_descriptors: int, flags: int = 0
+) -> tuple[bytes, list[int], int]:
+    """As :func:`receive_message`; also return the sender's user, if SO_PASSCRED is set, or -1."""
+    descriptors, user = array.array("i"), -1
+    ancillary_bytes = socket.CMSG_SPACE(num_descriptors * descriptors.itemsize)
+    ancillary_bytes += socket.CMSG_SPACE(_CREDENTIALS.size)
     # Closed on exec, so that a program that is started keeps neither socket nor memory alive.
     flags |= socket.MSG_CMSG_CLOEXEC
     try:
@@ -43,17 +55,12 @@ def receive_message(
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    return message, descriptors.tolist()
+        elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+            _, user, _ = _CREDENTIALS.unpack(data)
+    return message, descriptors.tolist(), user
 
 
 def shut_down(connection: socket.socket) -> None:
     """End a connection for both sides, whichever process or thread waits on it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-
-
-def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to this process's user."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(raw)
-    return bool(user == os.geteuid())

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.nn.replicas import DataParallel
-from tests.nn.test_data_parallel import TWO, Net, assert_same, batch, gradients, net
+from tests.nn.replicas.test_data_parallel import TWO, Net, assert_same, batch, gradients, net
 
 
 class TestBackward:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.nn.replicas import DataParallel, data_parallel
-from tests.nn.test_data_parallel import THREE, TWO, assert_same, batch, gradients, net
+from tests.nn.replicas.test_data_parallel import THREE, TWO, assert_same, batch, gradients, net
 
 
 class TestNestings:

@@ -15,7 +15,7 @@ from lockstep.nn.replicas import (
     scatter,
     scatter_kwargs,
 )
-from tests.nn.test_data_parallel_as_torchs import (
+from tests.nn.replicas.test_data_parallel_as_torchs import (
     TWO,
     Does,
 )
