@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.threads.transport import join
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.shm.transport import ShmTransport
+from lockstep.comm.threads.transport import join
 
 SIZE = 4
 MEMBERS = ((0, 1, 2, 3), (0, 1), (1, 2, 3), (2, 3), (0, 3), (0, 2, 3))
