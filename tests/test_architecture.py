@@ -36,15 +36,12 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 23_700
-MAX_FILES = 154
+MAX_LINES = 21_250
+MAX_FILES = 112
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
-STILL_OPEN = {
-    "train/accumulate.py": "nn.micro_batches",
-    "train/mean.py": "nn.backward nn.micro_batches nn.reached nn.replicas.group",
-}
+STILL_OPEN: dict[str, str] = {}
 
 FILES = {
     ".".join(("lockstep", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
@@ -121,13 +118,20 @@ def test_imports_point_to_lower_layers(module: str) -> None:
 
 
 def test_files_do_not_import_each_other_in_a_circle() -> None:
-    graph = {
-        module: {target_of(each) for each in IMPORTS[module] if not each.is_for_types} - {module}
-        for module in MODULES
-    }
+    graph = {module: modules_run_by(module) for module in MODULES}
     for module in MODULES:
         circle = shortest_circle(module, graph)
         assert not circle, f"a circle of imports: {' -> '.join(circle)}"
+
+
+def modules_run_by(module: str) -> set[str]:
+    """The modules that an import of ``module`` runs, those of packages around them included."""
+    targets = {target_of(each) for each in IMPORTS[module] if not each.is_for_types} - {module}
+    for target in list(targets):
+        parts = target.split(".")
+        packages = {".".join(parts[:end]) for end in range(2, len(parts))}
+        targets |= {package for package in packages if not module.startswith(f"{package}.")}
+    return targets - {module}
 
 
 def shortest_circle(start: str, graph: dict[str, set[str]]) -> list[str]:

@@ -3,6 +3,8 @@
 from lockstep.nn.backward import finish_failed
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.engine import with_sparse_gradients
+from lockstep.nn.mean import mean
+from lockstep.nn.micro_batches import accumulate
 from lockstep.nn.parallelize import join, no_sync, parallelize, sync_buffers
 from lockstep.nn.replicas import (
     DataParallel,
@@ -20,11 +22,13 @@ __all__ = [
     "DataParallel",
     "DistributedDataParallel",
     "SyncBatchNorm",
+    "accumulate",
     "check_same_model",
     "data_parallel",
     "finish_failed",
     "gather",
     "join",
+    "mean",
     "no_sync",
     "parallel_apply",
     "parallelize",

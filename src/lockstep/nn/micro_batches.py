@@ -1,18 +1,18 @@
-"""The micro-batches of a step under ``accumulate()``, for the scales of ``lockstep.mean``."""
+"""``accumulate(model)``: one step on several micro-batches, and the scales of their means."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from lockstep.comm import this_thread
-from lockstep.nn.parallelize import all_states, state_of
-from lockstep.nn.reached import is_any_reached
-from lockstep.nn.replicas.group import current_task, is_backward_of_replicas
+from lockstep.nn.parallelize import all_states, no_sync, state_of
+from lockstep.nn.reached import current_task, is_any_reached, is_backward_of_replicas
 
 
 class Batch:
@@ -96,7 +96,44 @@ class Batch:
 _scaling = threading.Lock()
 
 
-def batch_of(module: nn.Module) -> Batch:
+@contextlib.contextmanager
+def accumulate(module: nn.Module) -> Iterator[None]:
+    """Let backwards add up gradients on each rank; the first one after the context reduces them.
+
+    This applies to each ``backward()`` within the context, wherever its ``forward()`` ran. With
+    :func:`lockstep.mean`, gradients become those of the mean over all micro-batches of the step,
+    the one after the context included; without it they add up, as in torch. ::
+
+        for number, (x, y) in enumerate(micro_batches, start=1):
+            last = number == len(micro_batches)
+            with contextlib.nullcontext() if last else lockstep.accumulate(model):
+                lockstep.mean(loss(model(x), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Each backward of a mean is a micro-batch: it scales the existing gradients, whatever made them.
+    To give up an unfinished batch, call ``zero_grad()``, which sets gradients to None.
+
+    Args:
+        module: A module that was given to :func:`lockstep.parallelize`, a wrapper, or the module
+            in a wrapper. Its parallel parts accumulate too.
+
+    Raises:
+        ModelError: If ``module`` isn't parallel.
+    """
+    with no_sync(module):
+        batch = _batch_of(module)
+        batch.num_contexts += 1
+        try:
+            yield
+        except BaseException:
+            batch.drop()
+            raise
+        finally:
+            batch.num_contexts -= 1
+
+
+def _batch_of(module: nn.Module) -> Batch:
     """Return the batch of a parallel ``module``, which this thread accumulates."""
     state = state_of(module)
     if state.batch is None:

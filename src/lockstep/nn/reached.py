@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 
 import torch
@@ -81,3 +83,28 @@ def outermost_running_node() -> BackwardCFunction | None:
                 node = first
         frame = frame.f_back
     return node
+
+
+# While a replica's backward runs: the number of its caller's backward, which it is a part of.
+_task: ContextVar[int | None] = ContextVar("lockstep_task", default=None)
+
+
+@contextmanager
+def as_backward_of_replicas() -> Iterator[None]:
+    """Run replicas' backward as a part of the one that runs in this thread."""
+    token = _task.set(current_task())
+    try:
+        yield
+    finally:
+        _task.reset(token)
+
+
+def is_backward_of_replicas() -> bool:
+    """Whether a replica's backward runs in this thread."""
+    return _task.get() is not None
+
+
+def current_task() -> int:
+    """Autograd's number for the backward that is running: in replicas for the caller's."""
+    task = _task.get()
+    return _current_graph_task_id() if task is None else task

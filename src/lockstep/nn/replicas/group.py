@@ -13,8 +13,6 @@ from typing import TypeVar
 
 import torch
 
-from lockstep.torch_private import _current_graph_task_id
-
 T = TypeVar("T")
 
 Finish = Callable[[torch.Tensor], torch.Tensor]
@@ -227,29 +225,3 @@ def mark_as_one(tensor: torch.Tensor) -> None:
 def is_one(tensor: torch.Tensor) -> bool:
     """Whether :func:`mark_as_one` has marked it."""
     return hasattr(tensor, "_is_one_of_all_replicas")
-
-
-# The caller's backward, which those of replicas are part of
-
-_task: ContextVar[int | None] = ContextVar("lockstep_task", default=None)
-
-
-@contextmanager
-def as_backward_of_replicas() -> Iterator[None]:
-    """Run replicas' backward as a part of the one that runs in this thread."""
-    token = _task.set(current_task())
-    try:
-        yield
-    finally:
-        _task.reset(token)
-
-
-def is_backward_of_replicas() -> bool:
-    """Whether a replica's backward runs in this thread."""
-    return _task.get() is not None
-
-
-def current_task() -> int:
-    """Autograd's number for the backward that is running: in replicas for the caller's."""
-    task = _task.get()
-    return _current_graph_task_id() if task is None else task

@@ -22,9 +22,10 @@ from torch import nn
 
 from lockstep.comm import uncompiled
 from lockstep.nn.micro_batches import remember_reached
+from lockstep.nn.reached import as_backward_of_replicas
 from lockstep.nn.replicas.devices import on_device
 from lockstep.nn.replicas.gradients import Gradients, add_up
-from lockstep.nn.replicas.group import as_backward_of_replicas, as_replicas, is_one, mark_as_one
+from lockstep.nn.replicas.group import as_replicas, is_one, mark_as_one
 from lockstep.nn.replicas.module_copy import LocalReplica, ModuleState, check_home, write_mean
 from lockstep.nn.replicas.nested import map_tensors, tensors_in
 from lockstep.nn.replicas.processes import RemoteCall, ReplicaProcesses

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from lockstep.errors import ReplicaLost
+from lockstep.nn.reached import as_backward_of_replicas
 from lockstep.nn.replicas.channel import Channel
 from lockstep.nn.replicas.gradients import LeftGradients
-from lockstep.nn.replicas.group import Replica, as_backward_of_replicas, as_replica, set_caller
+from lockstep.nn.replicas.group import Replica, as_replica, set_caller
 from lockstep.nn.replicas.messages import (
     Call,
     Derived,

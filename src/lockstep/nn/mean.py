@@ -13,10 +13,9 @@ from lockstep.comm import mean_divisor, sum_in_step, this_thread, uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn.backward import refresh_stale, take_part_at_the_end
 from lockstep.nn.micro_batches import count_micro_batch, has_begun_batch
-from lockstep.nn.reached import is_reached
+from lockstep.nn.reached import is_backward_of_replicas, is_reached
 from lockstep.nn.replicas.group import (
     in_caller,
-    is_backward_of_replicas,
     is_replica_process,
     mark_as_one,
     num_replicas,
