@@ -217,7 +217,12 @@ NO_FORK = pytest.mark.true_start
     [
         ("RLIMIT_FSIZE", "1 << 20"),
         pytest.param("RLIMIT_AS", "pages * resource.getpagesize() + (1 << 20)", marks=NO_FORK),
-        *(("RLIMIT_NOFILE", f"{used} + len(os.listdir('/proc/self/fd'))") for used in (-1, 0)),
+        *(
+            pytest.param(
+                "RLIMIT_NOFILE", f"{used} + len(os.listdir('/proc/self/fd'))", marks=NO_FORK
+            )
+            for used in (-1, 0)
+        ),
     ],
 )
 def test_a_limit_is_an_error_that_says_so(tmp_path: Path, limit: str, most: str):
@@ -239,7 +244,8 @@ def test_a_limit_is_an_error_that_says_so(tmp_path: Path, limit: str, most: str)
 
 
 @pytest.mark.parametrize(
-    "limit", ["RLIMIT_FSIZE", pytest.param("RLIMIT_AS", marks=NO_FORK), "RLIMIT_NOFILE"]
+    "limit",
+    ["RLIMIT_FSIZE", *(pytest.param(f"RLIMIT_{of}", marks=NO_FORK) for of in ("AS", "NOFILE"))],
 )
 def test_a_limit_reached_later_is_told_to_all(tmp_path: Path, limit: str):
     run(
