@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -88,39 +88,57 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
     ) -> nn.Module:
-        """Make each BatchNorm of ``module`` a SyncBatchNorm, in place.
+        """Put a SyncBatchNorm in place of each BatchNorm of ``module``.
 
         Parameters and running statistics stay the same tensors, so an optimizer that has them may
-        stay. One of a class derived from BatchNorm stays of that class as well: the
-        ``batch_norm()`` in its ``forward`` is over all ranks, and whatever else its class does
-        (an activation, say), it does still.
+        stay. One of a class derived from BatchNorm stays the same object and of that class as
+        well: the ``batch_norm()`` in its ``forward`` is over all ranks, and whatever else its
+        class does (an activation, say), it does still.
 
         Args:
-            module: A module, which may be a BatchNorm.
+            module: A module, changed in place, or a BatchNorm.
             process_group: The ranks whose samples belong together; by default all.
 
         Returns:
-            ``module``.
+            ``module``, or the SyncBatchNorm in its place if it is a BatchNorm itself.
 
         Raises:
             ValueError: If a BatchNorm has no shape yet.
         """
         check_module(module)
-        for part in module.modules():
-            if not isinstance(part, _BatchNorm):
-                continue
-            kind = type(part)
-            if any(map(is_lazy, part.parameters())):
-                raise ValueError(
-                    f"A {kind.__name__} has no shape yet. Run one forward on a sample before you "
-                    "convert the model."
-                )
-            if kind in _PLAIN:
-                part.__class__ = cls
-            elif not issubclass(kind, SyncBatchNorm | nn.SyncBatchNorm):
-                part.__class__ = _synchronised(cls, kind)  # type: ignore[arg-type]
-            part.process_group = process_group  # type: ignore[assignment]
-        return module
+        check_process_group(process_group)
+        converted: dict[nn.Module | None, nn.Module] = {
+            part: cls._converted(part, process_group)
+            for part in module.modules()
+            if isinstance(part, _BatchNorm)
+        }
+        for parent in list(module.modules()):
+            for name, child in parent._modules.items():
+                if child in converted:
+                    parent._modules[name] = converted[child]
+        return converted.get(module, module)
+
+    @classmethod
+    def _converted(
+        cls, module: _BatchNorm, process_group: dist.ProcessGroup | None
+    ) -> SyncBatchNorm:
+        kind = type(module)
+        if any(map(is_lazy, module.parameters())):
+            raise ValueError(
+                f"A {kind.__name__} has no shape yet. Run one forward on a sample before you "
+                "convert the model."
+            )
+        if kind in _PLAIN:
+            new = cls(module.num_features, module.eps, module.momentum, process_group=process_group)
+            new.affine, new.track_running_stats = module.affine, module.track_running_stats
+            new._parameters.update(module._parameters)
+            new._buffers.update(module._buffers)
+            new.training = module.training
+            return new
+        if not issubclass(kind, SyncBatchNorm | nn.SyncBatchNorm):
+            module.__class__ = _synchronised(cls, kind)  # type: ignore[arg-type]
+        module.process_group = process_group  # type: ignore[assignment]
+        return cast(SyncBatchNorm, module)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         check_type("input", input, torch.Tensor, "a tensor of shape (N, C, *)")
