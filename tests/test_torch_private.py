@@ -91,7 +91,7 @@ SAMPLES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("name", list(imported()))
 def test_name_is_there(name: str) -> None:
     resolve(name)

@@ -149,7 +149,7 @@ def test_training_gives_what_one_process_gives(
         assert all(map(torch.equal, parameters, results[0]))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("method", METHODS)
 def test_training_over_threads_gives_what_one_process_gives(method: str, size: int) -> None:

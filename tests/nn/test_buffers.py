@@ -282,7 +282,7 @@ def test_a_buffer_that_is_held_later_is_told_of(caplog: pytest.LogCaptureFixture
     assert "The buffer 'held' has not been kept alike on all ranks in the last 10" in said[0]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("how", ["scripted", "traced"])
 def test_buffers_of_scripted_modules_follow(how: str) -> None:
@@ -338,7 +338,7 @@ def test_parameters_that_are_swapped_for_others_are_refused() -> None:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_parameters_that_are_computed_are_refused_by_name() -> None:
     """As those of a copy of a scripted module are: no gradient is ever added to them."""
     part = torch.jit.script(nn.BatchNorm1d(2))

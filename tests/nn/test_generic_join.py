@@ -16,7 +16,7 @@ from tests.nn.test_join import OurDDP, assert_all_are, batches, by_hand, launch,
 from tests.nn.test_parallelize import net
 
 # Of the import of torch.distributed.optim.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 WRAPPERS = pytest.mark.parametrize("wrap", [OurDDP, TorchDDP], ids=["ours", "torch"])
 LENGTHS = pytest.mark.parametrize("lengths", [(2, 4), (3, 1), (0, 2)], ids=str)
 

@@ -162,7 +162,7 @@ def test_a_moving_average_of_the_model(of: str, keepers: tuple[int, ...]) -> Non
     run_ranks(2, body)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_an_optimizer_whose_state_is_shared_out() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -119,7 +119,7 @@ def test_normalised_weights_are_those_of_the_replica(normalise) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_a_script_module_is_refused() -> None:
     with pytest.raises(TypeError, match="ScriptModule"):
         replicate(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), ["cpu"])
