@@ -5,12 +5,11 @@ from __future__ import annotations
 from tests.clients.forks import Forks
 
 CELLS = (
-    "import torch, torch.nn.functional as F, lockstep\nfrom torch import nn",
+    "import copy, torch, torch.nn.functional as F, lockstep\nfrom torch import nn",
     """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
 
     def forward(self, x):
@@ -29,11 +28,15 @@ def train(rank, size, model):
         optimizer.zero_grad()
     return [p.detach() for p in model.parameters()]
 
+# Ranks that are threads draw from the same random numbers, so no rank draws its own.
+start = Net()
+
 def on_each_rank(world):
-    models = lockstep.parallelize(Net()), lockstep.DistributedDataParallel(Net())
+    nets = copy.deepcopy(start), copy.deepcopy(start)
+    models = lockstep.parallelize(nets[0]), lockstep.DistributedDataParallel(nets[1])
     return [train(world.rank, world.world_size, model) for model in models]
 
-alone = train(0, 1, Net())
+alone = train(0, 1, copy.deepcopy(start))
 """,
     """
 for ranks in "processes", "threads":
