@@ -65,32 +65,24 @@ class Import(NamedTuple):
 
     module: str
     name: str
-    is_for_types: bool
 
 
 def imports_of(module: str) -> list[Import]:
-    """Imports of lockstep's modules, those inside functions included.
+    """Imports of lockstep's modules, those inside functions and for types alone included.
 
     A package whose names are imported when they are first used lists them in its stub.
     """
     path = FILES[module]
     stub = path.with_suffix(".pyi")
     tree = ast.parse((stub if stub.exists() else path).read_text())
-    for_types = {
-        node
-        for branch in ast.walk(tree)
-        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
-        for statement in branch.body
-        for node in ast.walk(statement)
-    }
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [Import(alias.name, "", node in for_types) for alias in node.names]
+            found += [Import(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level or stub.exists(), f"{path}: relative imports hide their layer"
             parts = [module] * node.level + ([node.module] if node.module else [])
-            found += [Import(".".join(parts), a.name, node in for_types) for a in node.names]
+            found += [Import(".".join(parts), a.name) for a in node.names]
     return [each for each in found if each.module.split(".")[0] == "lockstep"]
 
 
@@ -126,7 +118,7 @@ def test_files_do_not_import_each_other_in_a_circle() -> None:
 
 def modules_run_by(module: str) -> set[str]:
     """The modules that an import of ``module`` runs, those of packages around them included."""
-    targets = {target_of(each) for each in IMPORTS[module] if not each.is_for_types} - {module}
+    targets = {target_of(each) for each in IMPORTS[module]} - {module}
     for target in list(targets):
         parts = target.split(".")
         packages = {".".join(parts[:end]) for end in range(2, len(parts))}

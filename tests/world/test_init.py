@@ -21,11 +21,9 @@ import torch.distributed as dist
 import lockstep
 from lockstep import errors
 from lockstep.world import Placement, Starter, rendezvous
-from lockstep.world import threads as world_threads
 from lockstep.world import world as world_module
 from lockstep.world.rendezvous import interface_towards, meet, roll_call
-from lockstep.world.threads import RankContext
-from lockstep.world.world import NCCL_AND_GLOO, _place_on_host
+from lockstep.world.world import NCCL_AND_GLOO, RankContext, _place_on_host
 from tests.processes import Processes, processes
 
 SOON = timedelta(seconds=1)
@@ -50,7 +48,7 @@ def a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCKSTEP_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(world_threads._of_process, "world", None)
+    monkeypatch.setattr("lockstep.world.world._of_process.world", None)
     files: dict[str, int] = {}
     monkeypatch.setattr(rendezvous, "_held_open", {})
     monkeypatch.setattr(rendezvous, "_open_files", files)

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Never, TypeVar
+from typing import Never, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from lockstep.arguments import check_flag, check_module
 from lockstep.comm import broadcast_tensors
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
 from lockstep.nn.backward import backward_sync_of, finish_failed
+from lockstep.nn.batch import Batch
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.global_hooks import unwatch, watch
@@ -32,9 +33,6 @@ from lockstep.nn.join import UnevenLoop
 from lockstep.nn.verify import check_same_model
 from lockstep.nn.wrapper import Wrapper
 from lockstep.world import group_or_all
-
-if TYPE_CHECKING:
-    from lockstep.nn.micro_batches import Batch
 
 # Bound early, as ours may be put in their place.
 _TORCHS = (nn.parallel.DistributedDataParallel, nn.DataParallel)

@@ -4,8 +4,8 @@ from .environment import allocator_environment as allocator_environment
 from .environment import detect as detect
 from .environment import num_visible_gpus as num_visible_gpus
 from .environment import rank_environment as rank_environment
-from .threads import as_rank as as_rank
 from .world import World as World
+from .world import as_rank as as_rank
 from .world import choose_backend as choose_backend
 from .world import choose_device as choose_device
 from .world import group_or_all as group_or_all

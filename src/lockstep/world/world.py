@@ -8,7 +8,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -17,12 +18,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import as_device, check_process_group, check_type
-from lockstep.comm import SHM, THREADS, register_backends
+from lockstep.comm import SHM, THREADS, rank_context, register_backends
 from lockstep.errors import BackendUnavailable, ContradictoryInit, InitError, SharedMemoryFull
 from lockstep.torch_private import _get_default_store
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
 from lockstep.world.rendezvous import interface_towards, meet, roll_call
-from lockstep.world.threads import RankContext, this_rank
 
 _log = logging.getLogger("lockstep")
 
@@ -52,6 +52,41 @@ class World:
     device: torch.device
     process_group: dist.ProcessGroup | None
     starter: Starter
+
+
+@dataclass
+class RankContext:
+    """The state of ``init()`` for one rank."""
+
+    placement: Placement | None = None  # None for a process, whose environment tells it
+    store: dist.Store | None = None  # where the threads of a launch meet
+    num_inits: int = 0  # how often it has joined the others
+    world: World | None = None  # the last result of init(), of the group that was default then
+
+    def new_prefix(self) -> str:
+        """A prefix for keys in a store, which outlives the groups whose ranks meet there."""
+        self.num_inits += 1
+        return f"lockstep/init/{self.num_inits}"
+
+
+_of_process = RankContext()
+
+
+def this_rank() -> RankContext:
+    """The context of this thread if it is a rank, else that of the process."""
+    state: RankContext | None = rank_context().init_state
+    return _of_process if state is None else state
+
+
+@contextmanager
+def as_rank(placement: Placement, store: dist.Store) -> Iterator[None]:
+    """Let ``init()`` in this thread join the others at ``store`` as the rank of ``placement``."""
+    own = rank_context()
+    own.init_state = RankContext(placement, store)
+    try:
+        yield
+    finally:
+        own.init_state = None
 
 
 class _Wanted(NamedTuple):
