@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -99,9 +100,9 @@ class BaseWork(dist.Work):
             self._hurry()
         return self._future
 
+    @abstractmethod
     def _hurry(self) -> None:
         """Have another thread complete the operation, and the future with :meth:`_tell`."""
-        raise NotImplementedError
 
     def _tell(self) -> None:
         """Complete the future, if there is one; only the first call counts."""
