@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -31,6 +31,11 @@ _POLL_SECONDS = 0.02
 _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
 # Of messages that nobody receives: sending one tells whether the connection stands.
 _TAG = 0x6C6F636B
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ``ranks`` as the subject of a sentence."""
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class Pending:
@@ -101,7 +106,7 @@ def explained(group: dist.ProcessGroup, operation: str, error: RuntimeError) -> 
     gone, late = _blame(range(group.size()), group.rank(), own, dict(found))
     rank, said = global_rank(group, group.rank()), f"Torch says: {error}"
     names = [global_rank(group, each) for each in gone or late or []]
-    ranks = f"Rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"
+    ranks = named(names)
     if gone:
         are, them = ("are", "them") if len(names) > 1 else ("is", "it")
         return PeerLost(

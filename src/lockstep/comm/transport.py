@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lockstep.comm.failures import named
 from lockstep.comm.messages import Mailbox
+from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout, GroupClosed
 
 FINGERPRINT_BYTES = 16
 
@@ -45,6 +48,24 @@ class Signature(NamedTuple):
         if self.dtype is not None:
             words += f" of {tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
         return words
+
+    def mismatch(self, accounts: str, ranks: Sequence[int]) -> CollectiveMismatch:
+        """Return the error of ``ranks`` that made another call; ``accounts`` tells all calls."""
+        return CollectiveMismatch(
+            f"{accounts}. All ranks must make the same calls in the same order: look for a branch "
+            "that only some of them take.",
+            tuple(ranks),
+            self.operation,
+        )
+
+    def overdue(self, ranks: Sequence[int], timeout: float, causes: str) -> CollectiveTimeout:
+        """Return the error of ``ranks`` that didn't come in time; ``causes`` lists likely ones."""
+        return CollectiveTimeout(
+            f"{named(ranks)} did not come to {self} within the timeout of {timeout:g} s: "
+            f"{causes}, or ended without it. See what it does there.",
+            tuple(ranks),
+            self.operation,
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -96,6 +117,25 @@ class Transport(Ranks):
 
     slot_bytes: int
     mailbox: Mailbox
+
+    # The error of using the group in a forked child, given the parent's process and the child's.
+    _INHERITED: ClassVar[str]
+    _name: int  # this rank's number in the whole run
+    _process: int
+    _failure: CollectiveFailed | None = None
+    _is_closed = False
+
+    def check_open(self) -> None:
+        """Raise the error that broke this group, if one did."""
+        if self._process != os.getpid():
+            raise GroupClosed(self._INHERITED.format(self._process, os.getpid()))
+        if self._is_closed:
+            raise GroupClosed(
+                f"Rank {self._name} has destroyed this process group. Call destroy_process_group() "
+                "after the last collective."
+            )
+        if (failure := self._failure) is not None:
+            raise type(failure)(str(failure), failure.ranks, failure.operation)
 
     @abstractmethod
     def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, Tensor]:

@@ -14,7 +14,7 @@ from lockstep.comm.arguments import flattened
 from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
 from lockstep.comm.shm.barrier import Failure, Fault
 from lockstep.comm.transport import Signature, fingerprint
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerLost
+from lockstep.errors import CollectiveTimeout, GroupClosed, PeerLost
 from lockstep.torch_private import AllgatherOptions
 
 _FAULT = "fault"
@@ -62,12 +62,8 @@ class Network:
             for rank, theirs in zip(self._ranks, gathered, strict=True)
         }
         accounts = "; ".join(f"rank {rank} called {theirs}" for rank, theirs in calls.items())
-        raise CollectiveMismatch(
-            f"{accounts}. All ranks must make the same calls in the same order: look "
-            "for a branch that only some of them take.",
-            [rank for rank, theirs in calls.items() if theirs != str(signature)],
-            signature.operation,
-        )
+        others = [rank for rank, theirs in calls.items() if theirs != str(signature)]
+        raise signature.mismatch(accounts, others)
 
     def _gather_bytes(self, own: bytes, signature: Signature, timeout: float) -> list[bytes]:
         everyone = torch.empty(self.size, len(own), dtype=torch.uint8, device="cpu")

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 from lockstep.comm.deadline import Deadline
+from lockstep.comm.failures import named
 from lockstep.comm.transport import FINGERPRINT_BYTES, Signature, fingerprint
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 
@@ -169,7 +170,9 @@ class SocketBarrier:
                 raise (
                     self._loss(signature, dead)
                     if dead
-                    else _overdue(signature, sorted(pending), timeout)
+                    else signature.overdue(
+                        sorted(pending), timeout, "stopped, busy with something else"
+                    )
                 )
             for descriptor, _ in ready:
                 peer = peers[descriptor]
@@ -258,13 +261,9 @@ class SocketBarrier:
             if count > 0 and count != _ARRIVAL_BYTES:
                 fault = Fault.decode(self._received[:count])
                 theirs = fault.text if fault.kind == "called" else "something else"
-        raise CollectiveMismatch(
-            f"Rank {self._rank} called {signature}; rank {peer} called "
-            f"{theirs or 'something else'}. All ranks must make the same calls in the same order: "
-            "look for a branch that only some of them take.",
-            [peer],
-            signature.operation,
-        )
+        theirs = theirs or "something else"
+        accounts = f"Rank {self._rank} called {signature}; rank {peer} called {theirs}"
+        raise signature.mismatch(accounts, [peer])
 
     def announce(self, fault: Fault) -> None:
         """Send ``fault`` to every peer that isn't gone."""
@@ -282,21 +281,12 @@ def farewell(rank: int) -> Fault:
     return Fault("left", text, [rank])
 
 
-def _overdue(signature: Signature, ranks: list[int], timeout: float) -> CollectiveTimeout:
-    return CollectiveTimeout(
-        f"{_named(ranks)} did not come to {signature} within the timeout of {timeout:g} s: "
-        "stopped, busy with something else, or ended without it. See what it does there.",
-        ranks,
-        signature.operation,
-    )
-
-
 def loss_in_words(
     ranks: Sequence[int], rank: int, operation: str, left: Fault | None = None
 ) -> str:
     """Say that ``ranks`` are gone, and, if they said farewell, why."""
     is_gone, it, its = ("are", "them", "Their") if len(ranks) > 1 else ("is", "it", "Its")
-    text = f"{_named(ranks)} {is_gone} gone; rank {rank} waited for {it} in {operation}. "
+    text = f"{named(ranks)} {is_gone} gone; rank {rank} waited for {it} in {operation}. "
     if left is None:
         return f"{text}{its} process ended or was killed: what it wrote last tells why."
     if left.text:
@@ -307,7 +297,3 @@ def loss_in_words(
         "lockstep.data.epoch_shares(), or put their loops into 'with lockstep.join(model):', and "
         "leave after the last step."
     )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

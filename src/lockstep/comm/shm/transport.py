@@ -31,7 +31,6 @@ from lockstep.errors import (
     CollectiveFailed,
     CollectiveMismatch,
     CollectiveTimeout,
-    GroupClosed,
     PeerLost,
     SharedMemoryFull,
 )
@@ -66,6 +65,11 @@ class ShmTransport(Transport):
     """
 
     mailbox: SocketMailbox
+    _INHERITED = (
+        "This process group belongs to process {}, and was inherited by process {} in a fork. "
+        "Create one in each process that needs one."
+    )
+    _failure: Failure | None = None
 
     def __init__(
         self,
@@ -106,8 +110,6 @@ class ShmTransport(Transport):
         # The segments that the others have the descriptor of, and those to be unmapped by them.
         self._announced: set[int] = set()
         self._retired: deque[int] = deque()
-        self._failure: Failure | None = None
-        self._is_closed = False
         # Whether check_open() has something to raise: most calls ask no more than this.
         self._is_broken = False
         _transports.add(self)
@@ -232,22 +234,6 @@ class ShmTransport(Transport):
             for number in retired:
                 self._mapped.pop((rank, number), None)
                 self._views.clear()
-
-    def check_open(self) -> None:
-        """Raise what broke this group, if something did."""
-        if self._process != os.getpid():
-            raise GroupClosed(
-                f"This process group belongs to process {self._process}, and was inherited by "
-                f"process {os.getpid()} in a fork. Create one in each process that needs one."
-            )
-        if self._is_closed:
-            raise GroupClosed(
-                f"Rank {self._name} has destroyed this process group. Call destroy_process_group() "
-                "after the last collective."
-            )
-        failure = self._failure
-        if failure is not None:
-            raise type(failure)(str(failure), failure.ranks, failure.operation)
 
     def _lost(self, rank: int, operation: str, fault: Fault | None) -> CollectiveFailed:
         """The error to raise when ``rank`` sends no more messages, and ``fault`` was its last."""

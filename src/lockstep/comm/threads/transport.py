@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.deadline import Deadline
+from lockstep.comm.failures import named
 from lockstep.comm.messages import Mailbox, Message
 from lockstep.comm.threads.ranks import rank_context
 from lockstep.comm.transport import Address, Signature, Transport
@@ -25,7 +26,6 @@ from lockstep.errors import (
     CollectiveFailed,
     CollectiveMismatch,
     CollectiveTimeout,
-    GroupClosed,
     PeerLost,
     RendezvousFailed,
 )
@@ -104,7 +104,7 @@ class ThreadTransportState:
                 why = self._given_up or "See whether their threads started."
                 raise RendezvousFailed(
                     f"Rank {self.members[rank]} waited up to {timeout:g} s for "
-                    f"{_named(absent).lower()} to join its group. {why}"
+                    f"{named(absent).lower()} to join its group. {why}"
                 )
 
     def give_up(self, reason: str) -> None:
@@ -146,12 +146,8 @@ class ThreadTransportState:
             accounts = "; ".join(
                 f"rank {self.members[peer]} called {others[peer]}" for peer in sorted(others)
             )
-            raise CollectiveMismatch(
-                f"Rank {name} called {signature}; {accounts}. All ranks must make the "
-                "same calls in the same order: look for a branch that only some of them take.",
-                self._names(others),
-                operation,
-            )
+            accounts = f"Rank {name} called {signature}; {accounts}"
+            raise signature.mismatch(accounts, self._names(others))
         if self._fault is not None:
             error, reporter = self._fault
             source = f" (Rank {reporter} said so.)" if reporter not in (None, name) else ""
@@ -164,13 +160,10 @@ class ThreadTransportState:
         self, rank: int, signature: Signature, current: _Exchange, timeout: float
     ) -> None:
         absent = self._names(set(range(self.size)) - set(current.arrivals))
-        text = (
-            f"{_named(absent)} did not come to {signature} within the timeout of {timeout:g} s: "
-            "busy with something else, or ended without it. See what it does there."
-        )
+        error = signature.overdue(absent, timeout, "busy with something else")
         # Not the one that is raised, whose traceback holds the group.
-        self.break_off(CollectiveTimeout(text, absent), self.members[rank])
-        raise CollectiveTimeout(text, absent, signature.operation)
+        self.break_off(CollectiveTimeout(str(error), absent), self.members[rank])
+        raise error
 
     def break_off(self, error: PeerLost | CollectiveTimeout, reporter: int | None = None) -> None:
         """Have all ranks raise ``error`` from now on, unless they raise another already."""
@@ -272,6 +265,10 @@ class ThreadTransport(Transport):
     """
 
     mailbox: ThreadMailbox
+    _INHERITED = (
+        "This process group's ranks are threads of process {}, which process {} doesn't have: it "
+        "was forked. Create a group there."
+    )
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
         state.come_in(rank, torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device="cpu"))
@@ -283,8 +280,6 @@ class ThreadTransport(Transport):
         self._name = state.members[rank]
         self._process = os.getpid()
         self._turn = 0
-        self._fault: PeerLost | CollectiveTimeout | CollectiveMismatch | None = None
-        self._is_closed = False
         rank_context().memberships.add(self)
 
     def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, Tensor]:
@@ -301,7 +296,7 @@ class ThreadTransport(Transport):
         try:
             return self._state.exchange(self.rank, signature, address, timeout)
         except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
-            self._fault = self._fault or error
+            self._failure = self._failure or error
             raise
 
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:
@@ -322,27 +317,12 @@ class ThreadTransport(Transport):
         """Return new memory, as uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
-    def check_open(self) -> None:
-        """Raise the error that broke this group, if one did."""
-        if self._process != os.getpid():
-            raise GroupClosed(
-                f"This process group's ranks are threads of process {self._process}, which "
-                f"process {os.getpid()} doesn't have: it was forked. Create a group there."
-            )
-        if self._is_closed:
-            raise GroupClosed(
-                f"Rank {self._name} has destroyed this process group. Call destroy_process_group() "
-                "after the last collective."
-            )
-        if (fault := self._fault) is not None:
-            raise type(fault)(str(fault), fault.ranks, fault.operation)
-
     def abort(self, why: str = "") -> None:
         """Make every wait of this rank, and of the others, end with an error."""
         if self._is_in():
             text = f"Rank {self._name} has aborted the group.{why}"
             error = PeerLost(text, [self._name], "abort")
-            self._fault = self._fault or error
+            self._failure = self._failure or error
             self._state.break_off(error, self._name)
             self._go(_ABORTED)
 
@@ -398,7 +378,3 @@ def join(
         launch.watch(found)
     found.wait_for_all(rank, timeout)
     return transport
-
-
-def _named(ranks: list[int]) -> str:
-    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
