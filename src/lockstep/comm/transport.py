@@ -14,13 +14,16 @@ from torch import Tensor
 
 from lockstep.comm.failures import named
 from lockstep.comm.messages import Mailbox
-from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout, GroupClosed
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerLost
 
 FINGERPRINT_BYTES = 16
 
 # Where a rank has put data, for its peers: a number between processes, between threads a number
 # (of a slot) or the tensor itself.
 Address = int | Tensor
+
+# An error that all ranks of a group come to raise.
+Failure = PeerLost | CollectiveTimeout | CollectiveMismatch
 
 
 class Signature(NamedTuple):
@@ -84,6 +87,7 @@ class Ranks(ABC):
 
     rank: int
     size: int
+    _name: int  # this rank's number in the whole run, by which errors name it
 
     @abstractmethod
     def empty(self, num_bytes: int) -> Tensor:
@@ -94,8 +98,13 @@ class Ranks(ABC):
         """Raise the error that broke this group, if one did."""
 
     @abstractmethod
+    def break_off(self, error: Failure) -> object:
+        """Take no further part because of ``error``, which all ranks are to raise."""
+
     def abort(self, why: str = "") -> None:
-        """Make every wait of this rank end with an error."""
+        """Make every wait of this rank, and of the others, end with an error."""
+        text = f"Rank {self._name} has aborted the group.{why}"
+        self.break_off(PeerLost(text, [self._name], "abort"))
 
     @abstractmethod
     def leave(self) -> None:
@@ -115,15 +124,22 @@ class Transport(Ranks):
         mailbox: For messages between two ranks.
     """
 
-    slot_bytes: int
+    # Large enough that a barrier costs little beside the copy, small enough to stay in the cache.
+    slot_bytes = 1024 * 1024
     mailbox: Mailbox
 
     # The error of using the group in a forked child, given the parent's process and the child's.
     _INHERITED: ClassVar[str]
-    _name: int  # this rank's number in the whole run
-    _process: int
-    _failure: CollectiveFailed | None = None
-    _is_closed = False
+
+    def __init__(self, rank: int, members: Sequence[int]) -> None:
+        self.rank, self.size = rank, len(members)
+        self._members, self._name = members, members[rank]
+        self._process = os.getpid()
+        self._turn = 0
+        self._failure: Failure | None = None
+        self._is_closed = False
+        # Whether check_open() has something to raise: most calls ask no more than this.
+        self._is_broken = False
 
     def check_open(self) -> None:
         """Raise the error that broke this group, if one did."""
@@ -137,9 +153,20 @@ class Transport(Ranks):
         if (failure := self._failure) is not None:
             raise type(failure)(str(failure), failure.ranks, failure.operation)
 
-    @abstractmethod
+    def _break(self, error: Failure) -> None:
+        """Have :meth:`check_open` raise ``error`` from now on, unless it raises another one."""
+        if not self._is_broken:
+            self._failure, self._is_broken = error, True
+
     def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, Tensor]:
         """Return the address of the next slot, and the slot as a flat tensor to write to."""
+        # After a failure, others may still be reading what a slot holds, however late they are.
+        # Shown by test_a_rank_that_was_stopped_gets_no_wrong_sum.
+        if self._is_broken:
+            self.check_open()
+        self._turn = 1 - self._turn
+        address = self._turn * self.slot_bytes
+        return address, self.at(self.rank, address, dtype, numel)
 
     @abstractmethod
     def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:

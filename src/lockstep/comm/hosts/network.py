@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lockstep.comm.arguments import flattened
 from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
-from lockstep.comm.shm.barrier import Failure, Fault
-from lockstep.comm.transport import Signature, fingerprint
+from lockstep.comm.shm.barrier import Fault
+from lockstep.comm.transport import Failure, Signature, fingerprint
 from lockstep.errors import CollectiveTimeout, GroupClosed, PeerLost
 from lockstep.torch_private import AllgatherOptions
 

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.hosts.network import Network
-from lockstep.comm.shm.barrier import Failure
 from lockstep.comm.shm.transport import ShmTransport
-from lockstep.comm.transport import Ranks
-from lockstep.errors import PeerLost, RendezvousFailed
+from lockstep.comm.transport import Failure, Ranks
+from lockstep.errors import RendezvousFailed
 
 
 class HostsTransport(Ranks):
@@ -84,9 +83,7 @@ class HostsTransport(Ranks):
 
     def abort(self, why: str = "") -> None:
         """Make every wait of this rank, and of the others, end with an error."""
-        self.break_off(
-            PeerLost(f"Rank {self._name} has aborted the group.{why}", [self._name], "abort")
-        )
+        super().abort(why)
         self._close_network()
 
     def leave(self) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple, NoReturn
 
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.failures import named
-from lockstep.comm.transport import FINGERPRINT_BYTES, Signature, fingerprint
+from lockstep.comm.transport import FINGERPRINT_BYTES, Failure, Signature, fingerprint
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 
 # A rank polls this often before it sleeps. Being woken costs 35 us, a poll 0.5 us and one that
@@ -43,7 +43,6 @@ _LAST_COMER_SECONDS = 0.3
 # The most that poll() takes is 24 days.
 _LONGEST_WAIT_SECONDS = 1e6
 
-Failure = PeerLost | CollectiveTimeout | CollectiveMismatch
 FAILURES: dict[str, type[Failure]] = {
     kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, CollectiveMismatch)
 }

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from lockstep.comm.shm.barrier import (
     FAILURES,
-    Failure,
     Fault,
     SocketBarrier,
     farewell,
@@ -26,7 +25,7 @@ from lockstep.comm.shm.connect import connect, give_up
 from lockstep.comm.shm.mailbox import SocketMailbox
 from lockstep.comm.shm.memory import Segment, map_segment
 from lockstep.comm.shm.sockets import receive_message, send_message
-from lockstep.comm.transport import Address, Signature, Transport
+from lockstep.comm.transport import Address, Failure, Signature, Transport
 from lockstep.errors import (
     CollectiveFailed,
     CollectiveMismatch,
@@ -35,8 +34,6 @@ from lockstep.errors import (
     SharedMemoryFull,
 )
 
-# Large enough that a barrier costs little beside the copy, small enough to stay in the cache.
-_SLOT_BYTES = 1024 * 1024
 # An address is the number of a segment and an offset in it. The slots are segment 0.
 _OFFSET_BITS = 40
 _MAX_VIEWS = 512
@@ -69,7 +66,6 @@ class ShmTransport(Transport):
         "This process group belongs to process {}, and was inherited by process {} in a fork. "
         "Create one in each process that needs one."
     )
-    _failure: Failure | None = None
 
     def __init__(
         self,
@@ -79,14 +75,10 @@ class ShmTransport(Transport):
         timeout: float,
         members: Sequence[int] | None = None,
     ) -> None:
-        self.rank = rank
-        self.size = size
-        self.slot_bytes = _SLOT_BYTES
-        self._process = os.getpid()
-        self._members = members = list(members or range(size))
-        self._name = members[rank]
+        members = list(members or range(size))
+        super().__init__(rank, members)
         try:
-            slots, memory = Segment.create(2 * _SLOT_BYTES)
+            slots, memory = Segment.create(2 * self.slot_bytes)
         except SharedMemoryFull as error:
             give_up(store, rank, error)
             raise
@@ -101,7 +93,6 @@ class ShmTransport(Transport):
         self.mailbox = SocketMailbox(rank, members, sockets, self._lost, self.break_off)
         # By rank and number, the mapped segments of others, and this rank's slots.
         self._mapped = {(rank, 0): memory, **{(r, 0): peer.slots for r, peer in peers.items()}}
-        self._turn = 0
         self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
         # This rank's other segments, by number, and their numbers by address.
         self._own: dict[int, Segment] = {}
@@ -110,19 +101,7 @@ class ShmTransport(Transport):
         # The segments that the others have the descriptor of, and those to be unmapped by them.
         self._announced: set[int] = set()
         self._retired: deque[int] = deque()
-        # Whether check_open() has something to raise: most calls ask no more than this.
-        self._is_broken = False
         _transports.add(self)
-
-    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, torch.Tensor]:
-        """Return the next slot's address, and the slot as a flat tensor to write to."""
-        # After a failure, others may still be reading what a slot holds, however late they are.
-        # Shown by test_a_rank_that_was_stopped_gets_no_wrong_sum.
-        if self._is_broken:
-            self.check_open()
-        self._turn = 1 - self._turn
-        address = self._turn * _SLOT_BYTES
-        return address, self.at(self.rank, address, dtype, numel)
 
     def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:
         """Wait until every rank has made the same call; return the addresses they announce."""
@@ -255,10 +234,7 @@ class ShmTransport(Transport):
         Returns:
             The error to raise: what broke the group first.
         """
-        if not self._is_broken:
-            own = PeerLost(str(error), [self._name])
-            self._failure = error if isinstance(error, Failure) else own
-            self._is_broken = True
+        self._break(error if isinstance(error, Failure) else PeerLost(str(error), [self._name]))
         if not self._is_closed and self._failure is not None:
             fault = Fault.of(self._failure)
             self._barrier.announce(fault)
@@ -276,12 +252,6 @@ class ShmTransport(Transport):
         if not self._is_broken:
             text = f"Rank {self._name} could not go on with {operation}: {error!r}"
             self.break_off(PeerLost(text, [self._name], operation))
-
-    def abort(self, why: str = "") -> None:
-        """Make every wait of this rank, and of the others, end with an error."""
-        if not self._is_broken:
-            text = f"Rank {self._name} has aborted the group.{why}"
-            self.break_off(PeerLost(text, [self._name], "abort"))
 
     def leave(self) -> None:
         """Tell the others that this rank takes no further part, and let go of everything."""
