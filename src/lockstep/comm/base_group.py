@@ -9,7 +9,6 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +68,8 @@ class BaseGroup(dist.ProcessGroup):
 
     getBackendName = name  # noqa: N815
 
+    # What follows also serves torch's `group_name`, `_set_group_name` and the like.
+
     def getGroupName(self) -> str:  # noqa: N802
         """The name that torch.distributed has given to this group."""
         return self._name
@@ -77,9 +78,6 @@ class BaseGroup(dist.ProcessGroup):
         """Set the name that torch.distributed gives to this group."""
         self._name = name
 
-    group_name = property(getGroupName)
-    _set_group_name = setGroupName
-
     def getGroupDesc(self) -> str:  # noqa: N802
         """The user's description of this group."""
         return self._description
@@ -87,9 +85,6 @@ class BaseGroup(dist.ProcessGroup):
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         """Set the user's description of this group."""
         self._description = description
-
-    group_desc = property(getGroupDesc)
-    _set_group_desc = setGroupDesc
 
     def get_group_store(self) -> dist.Store | None:
         """The store through which the ranks have met."""
@@ -189,15 +184,9 @@ class BaseGroup(dist.ProcessGroup):
         for group in others.values():
             group.shutdown()
 
-    def _submit(self, results: list[Tensor], opts: Options, *runs: Run) -> GroupWork:
+    def _submit(self, results: Sequence[Tensor], opts: Options, *runs: Run) -> GroupWork:
         """Submit a call that consists of ``runs``, one after the other."""
-        run = runs[0] if len(runs) == 1 else partial(_run_all, runs)
-        return self._queue.submit(run, results, is_async=opts.asyncOp, timeout=opts.timeout)
-
-
-def _run_all(runs: Sequence[Run], timeout: float) -> None:
-    for run in runs:
-        run(timeout)
+        return self._queue.submit(runs, results, is_async=opts.asyncOp, timeout=opts.timeout)
 
 
 def _renew_in_child() -> None:

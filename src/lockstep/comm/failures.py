@@ -33,6 +33,21 @@ _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
 _TAG = 0x6C6F636B
 
 
+class Deadline:
+    """A point in time, given as a number of seconds from now.
+
+    Args:
+        seconds: How far away it is; may be infinite.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Return the seconds left until the deadline; 0 after it."""
+        return max(0.0, self._end - time.monotonic())
+
+
 def named(ranks: Sequence[int]) -> str:
     """Return ``ranks`` as the subject of a sentence."""
     return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

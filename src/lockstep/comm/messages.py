@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.arguments import flattened, put_back
-from lockstep.comm.deadline import Deadline
 from lockstep.comm.dynamo import uncompiled
+from lockstep.comm.failures import Deadline
 from lockstep.comm.threads.ranks import of_this_rank
 from lockstep.comm.work import BaseWork, GroupWork
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout

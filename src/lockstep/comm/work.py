@@ -132,12 +132,12 @@ class GroupWork(BaseWork):
     _is_taken = False
 
     def __init__(
-        self, queue: WorkQueue, run: Run, results: Sequence[Tensor], timeout: timedelta
+        self, queue: WorkQueue, runs: Sequence[Run], results: Sequence[Tensor], timeout: timedelta
     ) -> None:
         super().__init__(results)
         self.timeout = timeout
         self._queue = queue
-        self._run = run
+        self._runs = runs
 
     def __del__(self) -> None:
         # Torch's C++ may still hold this work, as DDP's reducer does in torch's join(): without the
@@ -153,7 +153,7 @@ class GroupWork(BaseWork):
     @classmethod
     def done(cls, results: Sequence[Tensor]) -> GroupWork:
         """Return a work that is complete."""
-        work = cls(WorkQueue(timedelta(0)), lambda timeout: None, results, timedelta(0))
+        work = cls(WorkQueue(timedelta(0)), [], results, timedelta(0))
         work._is_done = work._is_taken = True
         return work
 
@@ -193,7 +193,8 @@ class GroupWork(BaseWork):
         try:
             # Results are written, and memory of others is read, whatever the thread's own mode.
             with _InferenceMode(True):
-                self._run(timeout)
+                for run in self._runs:
+                    run(timeout)
         except CollectiveFailed as error:
             self._error = error
         except Exception as error:  # such as a lack of memory, halfway
@@ -204,7 +205,7 @@ class GroupWork(BaseWork):
             self._queue.give_up(error)
             raise
         finally:
-            del self._run
+            del self._runs
             self._is_done = True
 
     def tell(self) -> None:
@@ -251,13 +252,13 @@ class WorkQueue:
 
     def submit(
         self,
-        run: Run,
+        runs: Sequence[Run],
         results: Sequence[Tensor],
         *,
         is_async: bool,
         timeout: timedelta | None = None,
     ) -> GroupWork:
-        """Append a call; unless it ``is_async``, carry it out before returning.
+        """Append a call of ``runs``; unless it ``is_async``, carry it out before returning.
 
         An option of torch's that isn't set has a negative ``timeout``.
         """
@@ -266,7 +267,7 @@ class WorkQueue:
         if not is_async:
             self._check_thread()
         self.num_submitted = next(self._numbers)
-        work = GroupWork(self, run, results, timeout)
+        work = GroupWork(self, runs, results, timeout)
         self._calls.append(work)
         if not is_async:
             self.carry_out_until(work)

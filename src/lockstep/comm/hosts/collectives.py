@@ -219,7 +219,7 @@ class HostsGroup(SharedMemoryGroup):
     def _collectives(self, signature: Signature, timeout: float) -> HostsCollectives:
         return HostsCollectives(self._transport, signature, timeout)
 
-    def _submit(self, results: list[torch.Tensor], opts: Options, *runs: Run) -> GroupWork:
+    def _submit(self, results: Sequence[torch.Tensor], opts: Options, *runs: Run) -> GroupWork:
         return super()._submit(results, opts, *(partial(self._fail_together, run) for run in runs))
 
     def _fail_together(self, run: Run, timeout: float) -> None:

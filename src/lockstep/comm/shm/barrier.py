@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
-from lockstep.comm.deadline import Deadline
-from lockstep.comm.failures import named
+from lockstep.comm.failures import Deadline, named
 from lockstep.comm.transport import FINGERPRINT_BYTES, Failure, Signature, fingerprint
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 

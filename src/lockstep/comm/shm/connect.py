@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.deadline import Deadline
+from lockstep.comm.failures import Deadline
 from lockstep.comm.shm.memory import map_segment
 from lockstep.comm.shm.sockets import receive_from, send_message, shut_down
 from lockstep.errors import RendezvousFailed

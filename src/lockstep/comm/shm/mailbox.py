@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import torch
 
-from lockstep.comm.deadline import Deadline
+from lockstep.comm.failures import Deadline
 from lockstep.comm.messages import HEADER, Mailbox, Message, header_of
 from lockstep.comm.shm.barrier import Fault
 from lockstep.comm.shm.memory import Segment, map_segment

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.comm.deadline import Deadline
+from lockstep.comm.failures import Deadline
 from lockstep.errors import SharedMemoryFull
 
 # From <fcntl.h>, where Python doesn't have them.

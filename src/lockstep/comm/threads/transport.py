@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.deadline import Deadline
-from lockstep.comm.failures import named
+from lockstep.comm.failures import Deadline, named
 from lockstep.comm.messages import Mailbox, Message
 from lockstep.comm.threads.ranks import RankThreads, changed, rank_context
 from lockstep.comm.transport import Address, Failure, Signature, Transport
