@@ -13,13 +13,11 @@ import torch.distributed as dist
 from lockstep.comm.arguments import flattened
 from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
 from lockstep.comm.shm.barrier import Fault
-from lockstep.comm.transport import Failure, Signature, fingerprint
-from lockstep.errors import CollectiveTimeout, GroupClosed, PeerLost
+from lockstep.comm.transport import WORDS_BYTES, Signature, encoded
+from lockstep.errors import CollectiveFailed, CollectiveTimeout, GroupClosed, PeerLost
 from lockstep.torch_private import AllgatherOptions
 
 _FAULT = "fault"
-# Longer than any description of a call.
-_DESCRIPTION_BYTES = 512
 
 
 class Network:
@@ -52,25 +50,19 @@ class Network:
         Raises:
             CollectiveMismatch: On all of them, if they don't.
         """
-        mine = fingerprint(signature)
-        if all(theirs == mine for theirs in self._gather_bytes(mine, signature, timeout)):
-            return
-        text = str(signature).encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
-        gathered = self._gather_bytes(text, signature, timeout)
-        calls = {
-            rank: theirs.decode(errors="replace").strip()
-            for rank, theirs in zip(self._ranks, gathered, strict=True)
-        }
-        accounts = "; ".join(f"rank {rank} called {theirs}" for rank, theirs in calls.items())
-        others = [rank for rank, theirs in calls.items() if theirs != str(signature)]
-        raise signature.mismatch(accounts, others)
-
-    def _gather_bytes(self, own: bytes, signature: Signature, timeout: float) -> list[bytes]:
+        mine, words = encoded(signature)
+        own = torch.frombuffer(bytearray(mine + words.ljust(WORDS_BYTES)), dtype=torch.uint8)
         everyone = torch.empty(self.size, len(own), dtype=torch.uint8, device="cpu")
-        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        arguments = (everyone.view(-1), mine, AllgatherOptions())
+        arguments = (everyone.view(-1), own, AllgatherOptions())
         self.run("_allgather_base", *arguments, signature=signature, timeout=timeout)
-        return [bytes(row) for row in everyone.tolist()]
+        calls = {rank: bytes(row) for rank, row in zip(self._ranks, everyone.tolist(), strict=True)}
+        others = [rank for rank, call in calls.items() if not call.startswith(mine)]
+        if others:
+            accounts = "; ".join(
+                f"rank {rank} called {call[len(mine) :].decode(errors='replace').strip()}"
+                for rank, call in calls.items()
+            )
+            raise signature.mismatch(accounts, others)
 
     def run(self, method: str, *arguments: Any, signature: Signature, timeout: float) -> None:
         """Carry out a collective of Gloo's, whose last argument is its options.
@@ -161,7 +153,7 @@ class Network:
                 signature.operation,
             ) from error
 
-    def break_off(self, error: Failure) -> None:
+    def break_off(self, error: CollectiveFailed) -> None:
         """Tell the other hosts why this one goes no further."""
         if self._told_fault() is None:
             with suppress(RuntimeError):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from lockstep.comm.hosts.network import Network
 from lockstep.comm.shm.transport import ShmTransport
-from lockstep.comm.transport import Failure, Ranks
-from lockstep.errors import RendezvousFailed
+from lockstep.comm.transport import Ranks
+from lockstep.errors import CollectiveFailed, RendezvousFailed
 
 
 class HostsTransport(Ranks):
@@ -71,11 +71,16 @@ class HostsTransport(Ranks):
         """Return new memory, as bytes, that the ranks of this host reduce in place."""
         return self.local.empty(num_bytes)
 
-    def break_off(self, error: Failure) -> None:
+    def break_off(self, error: CollectiveFailed) -> CollectiveFailed:
         """Tell all other ranks why this one goes no further."""
-        self.local.break_off(error)
+        first = self.local.break_off(error)
         if self.leaders is not None:
             self.leaders.break_off(error)
+        return first
+
+    def after_fork(self) -> None:
+        """Have later calls raise GroupClosed, in a forked child."""
+        self.local.after_fork()
 
     def check_open(self) -> None:
         """Raise what broke this group, if something did."""

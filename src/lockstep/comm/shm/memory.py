@@ -20,8 +20,9 @@ from lockstep.errors import SharedMemoryFull
 
 # From <fcntl.h>, where Python doesn't have them.
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
-# From <sys/mman.h> and Python's <memoryobject.h>.
+# From <sys/mman.h>, <fcntl.h> and Python's <memoryobject.h>.
 _MAP_FAILED = c_void_p(-1).value
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _WRITABLE = 0x200
 
 # For how long after a look at the limits which part of the room may be taken without another look.
@@ -33,6 +34,7 @@ _libc.mmap.restype = c_void_p
 _libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, ctypes.c_long)
 _libc.munmap.argtypes = (c_void_p, c_size_t)
 _libc.madvise.argtypes = (c_void_p, c_size_t, c_int)
+_libc.fallocate.argtypes = (c_int, c_int, ctypes.c_long, ctypes.c_long)
 _view_prototype = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.c_ssize_t, c_int)
 _memoryview_of = _view_prototype(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
@@ -67,7 +69,7 @@ class Segment:
             SharedMemoryFull: If there isn't enough memory.
         """
         num_bytes = max(num_bytes, 1)
-        _room.take(num_bytes)
+        take_room(num_bytes)
         descriptor = -1
         try:
             descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -79,7 +81,7 @@ class Segment:
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
-            raise _full(num_bytes, error) from error
+            raise no_room(num_bytes, error) from error
         return cls(descriptor, num_bytes, tensor.data_ptr()), tensor
 
     def close(self) -> None:
@@ -133,14 +135,29 @@ def map_segment(descriptor: int) -> torch.Tensor:
         size = os.fstat(descriptor).st_size
         return _map(descriptor, size)
     except OSError as error:
-        raise _full(size, error) from error
+        raise no_room(size, error) from error
     finally:
         os.close(descriptor)
 
 
-def _full(num_bytes: int, error: Exception) -> SharedMemoryFull:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous ``tensor`` on the CPU, which must be kept meanwhile."""
+    return (
+        _memoryview_of(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
+        if tensor.nbytes
+        else memoryview(b"")
+    )
+
+
+def release(descriptor: int, start: int, num_bytes: int) -> None:
+    """Give back the memory of a part of a file in memory, whose size stays."""
+    _libc.fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, start, num_bytes)
+
+
+def no_room(num_bytes: int, error: OSError) -> SharedMemoryFull:
+    """Return the error to raise when ``error`` keeps this process from taking memory."""
     what = f"{_in_words(num_bytes)} of shared memory"
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+    if error.errno in (errno.EMFILE, errno.ENFILE):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return SharedMemoryFull(
             f"There is no file descriptor left for {what}: {error}. This process may have {limit} "
@@ -161,29 +178,26 @@ def check_room(num_bytes: int) -> int:
     room, limit = min(_room_by_limit(), key=lambda found: found[0])
     if num_bytes > room:
         error = OSError(errno.ENOMEM, f"{limit} leaves {_in_words(max(room, 0))}")
-        raise _full(num_bytes, error)
+        raise no_room(num_bytes, error)
     return room
 
 
 class _Room:
-    """The memory that may be taken, looked up again when that may have changed.
+    """The memory that may be taken without another look at the limits.
 
-    A segment beyond a limit is refused here: the kernel would kill a process instead.
+    A look takes longer than making a segment, so a part of the room found may be taken without
+    another for a while; only a part, as other processes take memory too.
     """
 
-    def __init__(self) -> None:
-        self._left = 0
-        self._expiry = Deadline(0)
-
-    def take(self, num_bytes: int) -> None:
-        # A look takes longer than making a segment for a message, so a part of the room found may
-        # be taken without another; only a part, as other processes take memory too.
-        if num_bytes > self._left or not self._expiry.left():
-            self._left, self._expiry = check_room(num_bytes) // _PART, Deadline(_LOOK_SECONDS)
-        self._left -= num_bytes
+    left = 0
+    expiry = Deadline(0)
 
 
-_room = _Room()
+def take_room(num_bytes: int) -> None:
+    """Raise SharedMemoryFull beyond a limit where the kernel would kill a process instead."""
+    if num_bytes > _Room.left or not _Room.expiry.left():
+        _Room.left, _Room.expiry = check_room(num_bytes) // _PART, Deadline(_LOOK_SECONDS)
+    _Room.left -= num_bytes
 
 
 def _room_by_limit() -> list[tuple[int, str]]:

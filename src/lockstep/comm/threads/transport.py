@@ -252,12 +252,12 @@ class ThreadTransport(Transport):
         """Return new memory, as uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
-    def break_off(self, error: Failure) -> None:
+    def break_off(self, error: CollectiveFailed) -> CollectiveFailed:
         """Take no further part because of ``error``, which all ranks are to raise."""
         if self._is_in():
-            self._break(error)
-            self._state.break_off(error, self._name)
+            self._state.break_off(self._break(error), self._name)
             self.die(_ABORTED)
+        return self.error() or error
 
     def leave(self) -> None:
         """Tell the others that this rank takes no further part."""
