@@ -40,12 +40,12 @@ _memoryview_of = _view_prototype(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
 class Segment:
-    """Memory that this process has made and that others can map, by its descriptor.
+    """Memory that this process has made, and that others can map by its descriptor.
 
-    It has no name, in ``/dev/shm`` or elsewhere: nothing is left of it when the last process that
-    maps it ends, however that ends, and the size of ``/dev/shm`` doesn't matter. Its pages exist
-    from the start: running out of memory is an error here, and not a signal later. It can't be
-    shrunk, so no process can make another's access fail.
+    It has no name, in ``/dev/shm`` or elsewhere: the kernel frees it with the last process that
+    maps it, and the size of ``/dev/shm`` doesn't matter. Its pages exist from the start: a lack of
+    memory is an error here, and not a signal later. It can't be shrunk, so no process can make
+    another's access fail.
 
     Attributes:
         descriptor: The file descriptor, or -1 after :meth:`close`.
@@ -142,11 +142,11 @@ def map_segment(descriptor: int) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous ``tensor`` on the CPU, which must be kept meanwhile."""
-    return (
-        _memoryview_of(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
-        if tensor.nbytes
-        else memoryview(b"")
+    pointer, num_bytes = tensor.data_ptr(), tensor.nbytes
+    view: memoryview = (
+        _memoryview_of(pointer, num_bytes, _WRITABLE) if num_bytes else memoryview(b"")
     )
+    return view
 
 
 def release(descriptor: int, start: int, num_bytes: int) -> None:
@@ -202,7 +202,8 @@ def take_room(num_bytes: int) -> None:
 
 def _room_by_limit() -> list[tuple[int, str]]:
     """How many bytes each limit on this process leaves, and the limit in words."""
-    found = [(_available_memory(), "the memory of this machine")]
+    available = [line.split()[1] for line in _lines("/proc/meminfo") if "MemAvailable:" in line]
+    found = [(int(kib) * 1024, "the memory of this machine") for kib in available or [str(2**53)]]
     for line in _lines("/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
@@ -216,26 +217,15 @@ def _room_by_limit() -> list[tuple[int, str]]:
         # host, and its own group is at the root.
         own = Path(root, path.lstrip("/"))
         for folder in (own, *(each for each in own.parents if each.is_relative_to(root))):
-            most, used = _number(folder / limit), _number(folder / usage)
-            if most is None or used is None:
+            most, used = _lines(folder / limit), _lines(folder / usage)
+            if not used or not most or not most[0].isdigit():  # "max", where there is no limit
                 continue
             # It includes file pages not used lately, which go when memory is needed.
             stat = dict(pair.split()[:2] for pair in _lines(folder / "memory.stat"))
             idle = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            found.append((most - used + idle, f"the memory limit of its control group {path!r}"))
+            room = int(most[0]) - int(used[0]) + idle
+            found.append((room, f"the memory limit of its control group {path!r}"))
     return found
-
-
-def _available_memory() -> int:
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 2**63
-
-
-def _number(path: Path) -> int | None:
-    lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].isdigit() else None
 
 
 def _lines(path: str | Path) -> list[str]:
