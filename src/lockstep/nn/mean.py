@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lockstep.arguments import refusal
 from lockstep.comm import mean_divisor, sum_in_step, this_thread, uncompiled
 from lockstep.errors import ModelError
-from lockstep.nn.backward import refresh_stale, take_part_at_the_end
+from lockstep.nn.backward import backward_sync_of
 from lockstep.nn.micro_batches import count_micro_batch, has_begun_batch
 from lockstep.nn.reached import is_backward_of_replicas, is_reached
 from lockstep.nn.replicas.group import (
@@ -126,7 +126,7 @@ def _sum_over_ranks(own: torch.Tensor, process_group: dist.ProcessGroup | None) 
     group = group_or_all(process_group)
     num_ranks = 1
     if group is not None and group.size() > 1:
-        refresh_stale(group)
+        backward_sync_of(group).refresh_stale()
         sum_in_step(group, own)
         num_ranks = mean_divisor(group)
     return torch.cat([own, own.new_full((1,), num_ranks)])
@@ -194,7 +194,7 @@ class _Mean(torch.autograd.Function):
         has_samples = ctx.needs_input_grad[0]
         is_backward = is_backward_of_replicas() or is_reached(ctx.anchor)
         if ctx.group is not None and is_backward and not has_samples:
-            take_part_at_the_end(ctx.group)
+            backward_sync_of(ctx.group).take_part_at_the_end()
         divisor = in_caller(count_micro_batch, count, goes_on, ctx.rank, has_samples, is_backward)
         divisor = divisor.to(count.device)  # another replica may have made it, on its own device
         # The reduction of the gradients divides by the number of means; so this multiplies by it.

@@ -99,7 +99,7 @@ def _average(
     for indices in groups:
         own = [named[index] for index in indices]
         accumulated = memoryview(bytearray(b"\1" * len(own)))
-        buckets.append(Bucket([name for name, _ in own], [p for _, p in own], accumulated))
+        buckets.append(Bucket(own, accumulated))
     for bucket in buckets:
         bucket.fill(share / total)
         bucket.launch(group)
