@@ -12,7 +12,7 @@ from lockstep.arguments import refusal
 from lockstep.comm import mean_divisor, sum_in_step, this_thread, uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn.backward import refresh_stale, take_part_at_the_end
-from lockstep.nn.micro_batches import count_micro_batch, has_begun_batch
+from lockstep.nn.parallel_state import count_micro_batch, has_begun_batch
 from lockstep.nn.reached import is_backward_of_replicas, is_reached
 from lockstep.nn.replicas.group import (
     in_caller,
