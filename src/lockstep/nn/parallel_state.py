@@ -237,10 +237,11 @@ def _batches_of(rank: int) -> list[_Batch]:
     return [batch for batch in batches if batch.rank == rank and batch.is_open()]
 
 
-def has_begun_batch() -> bool:
-    """Return whether this rank has gradients of earlier micro-batches of a step."""
-    batches = _batches_of(this_thread())
-    return any(batch.count is not None and batch.gradients() for batch in batches)
+def begun_batch() -> tuple[int, bool]:
+    """Return this thread, and whether it has gradients of earlier micro-batches of a step."""
+    thread = this_thread()
+    batches = _batches_of(thread)
+    return thread, any(batch.count is not None and batch.gradients() for batch in batches)
 
 
 def count_micro_batch(
