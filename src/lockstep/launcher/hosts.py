@@ -24,6 +24,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from lockstep.comm import Deadline
 from lockstep.errors import LaunchError
 from lockstep.launcher.failures import Outcome
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
@@ -31,7 +32,7 @@ from lockstep.launcher.processes import Helper
 from lockstep.world import Placement, Starter, rank_environment
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import Store, TCPStore
 
 _BACKLOG = 1024  # every rank may connect before the store accepts the first
 _CONNECT_SECONDS = 5.0  # no signal is handled while the store connects
@@ -44,23 +45,47 @@ _POLL_SECONDS = 0.05
 
 
 class Host:
-    """This host's part in a run."""
+    """The only host of a run.
 
-    private: list[int]  # descriptors that ranks must not hold open
-    helpers: list[int]  # process ids of the launcher's own processes
-    notice: int | None = None  # a descriptor that becomes readable when another host has failed
+    Its supervisor, rather than rank 0, holds the store, so no rank's end takes that away.
 
-    def __init__(self, job: Job, first: Placement) -> None:
+    Attributes:
+        world_size: The number of ranks on all hosts.
+        ranks: The ranks on this host.
+        environments: The variables to add for each of these ranks.
+        private: Descriptors that ranks must not hold open.
+        helpers: Process ids of the launcher's own processes.
+        notice: A descriptor that becomes readable when another host has failed.
+    """
+
+    def __init__(self, job: Job) -> None:
+        # Port 0: the kernel finds a free one, so that two runs never collide.
+        listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        master, size = listener.getsockname(), job.num_ranks
+        self._listener = listener.detach()
+        # Any user of this host can write to a store on loopback, which is for programs that
+        # expect one there. lockstep.init() uses a nameless file, open in this process alone.
+        path = None
+        if sys.platform == "linux":
+            path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
+        run_id = uuid.uuid4().hex
+        self._place_ranks(job, Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path))
+        self.private = [self._listener]
+
+    def _place_ranks(self, job: Job, first: Placement) -> None:
         """Prepare the environments of this host's ranks, of which ``first`` is the first."""
         self.world_size = first.world_size
         self.ranks = range(first.rank, first.rank + job.num_ranks)
-        self.environments = [  # the variables to add for each of these ranks
+        self.environments = [
             rank_environment(replace(first, rank=rank, local_rank=local_rank), job.num_threads)
             for local_rank, rank in enumerate(self.ranks)
         ]
+        self.helpers: list[int] = []
+        self.notice: int | None = None
 
     def start_threads(self) -> None:
         """Start the threads of this host's part; not before the ranks are forked."""
+        self._store: Store = _open_store(self._listener)
 
     def settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
         """Agree with the other hosts on the outcome of the run, given that of this host's ranks.
@@ -69,31 +94,6 @@ class Host:
         host has to end without waiting for the others.
         """
         return outcome
-
-
-class LoneHost(Host):
-    """The only host of a run.
-
-    Its supervisor, rather than rank 0, holds the store, so no rank's end takes that away.
-    """
-
-    def __init__(self, job: Job) -> None:
-        # Port 0: the kernel finds a free one, so that two runs never collide.
-        listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
-        master, size = listener.getsockname(), job.num_ranks
-        self._listener = listener.detach()
-        self.private, self.helpers = [self._listener], []
-        # Any user of this host can write to a store on loopback, which is for programs that
-        # expect one there. lockstep.init() uses a nameless file, open in this process alone.
-        path = None
-        if sys.platform == "linux":
-            path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
-        run_id = uuid.uuid4().hex
-        super().__init__(job, Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path))
-
-    def start_threads(self) -> None:
-        """Open the store."""
-        self._store = _open_store(self._listener)
 
 
 class HostOfSeveral(Host):
@@ -106,8 +106,8 @@ class HostOfSeveral(Host):
     def __init__(self, job: Job, meeting: Meeting) -> None:
         from torch.distributed import PrefixStore
 
-        deadline = time.monotonic() + meeting.timeout_seconds
-        self._where = meeting.endpoint
+        deadline = Deadline(meeting.timeout_seconds)
+        self._meeting = meeting
         self._holder = _hold_store(meeting)
         # The listener has a connection of its own, as a waiting one is locked; made now, because
         # connecting to a store that has ended takes until the timeout.
@@ -115,17 +115,16 @@ class HostOfSeveral(Host):
             PrefixStore("lockstep", _connect(meeting, deadline)) for _ in range(2)
         )
         try:
-            self._number = self._take_number(meeting)
+            self._number = self._take_number()
             self._store.set(f"size/{self._number}", str(job.num_ranks))
-            sizes = self._wait_for_sizes(meeting, deadline)
+            sizes = self._wait_for_sizes(deadline)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, LaunchError):
                 raise
             raise LaunchError(
-                f"The hosts couldn't meet at {self._where}: the host that keeps the store there "
-                "has given up, or something else than 'lockstep run' uses that port."
+                f"The hosts couldn't meet at {meeting.endpoint}: the host that keeps the store "
+                "there has given up, or something else than 'lockstep run' uses that port."
             ) from error
-        self._num_hosts = len(sizes)
         first = Placement(
             Starter.LOCKSTEP,
             rank=sum(sizes[: self._number]),
@@ -134,50 +133,56 @@ class HostOfSeveral(Host):
             master=(meeting.address, meeting.port),
             job_id=meeting.run_id,
         )
-        super().__init__(job, first)
-        of_host = {"GROUP_RANK": str(self._number), "GROUP_WORLD_SIZE": str(self._num_hosts)}
+        self._place_ranks(job, first)
         for environment in self.environments:
-            environment.update(of_host)
+            environment["GROUP_RANK"] = str(self._number)
+            environment["GROUP_WORLD_SIZE"] = str(meeting.num_hosts)
         self.notice, self._notifier = os.pipe()
-        self.private, self.helpers = [self.notice, self._notifier], []
+        self.private = [self.notice, self._notifier]
         if self._holder is not None:
             self.private.append(self._holder.lifeline)
             self.helpers.append(self._holder.pid)
 
-    def _take_number(self, meeting: Meeting) -> int:
+    def _take_number(self) -> int:
         """The number of this host: the one that it was given, or the first that is free."""
-        run = f"run {meeting.run_id!r} on {meeting.num_hosts} hosts"
+        num_hosts, given, where = (
+            self._meeting.num_hosts,
+            self._meeting.host,
+            self._meeting.endpoint,
+        )
+        run = f"run {self._meeting.run_id!r} on {num_hosts} hosts"
         there = bytes(self._store.compare_set("run", "", run)).decode(errors="replace")
         if there != run:
             raise LaunchError(
-                f"This is {run}, but those who meet at {self._where} are of {there}. Give the "
+                f"This is {run}, but those who meet at {where} are of {there}. Give the "
                 "same --nnodes and --rdzv-id on every host, and each run a port of its own."
             )
         # Without numbers, the host that holds the store is host 0.
-        free = range(0 if self._holder is not None else 1, meeting.num_hosts)
-        for host in free if meeting.host is None else [meeting.host]:
+        free = range(0 if self._holder is not None else 1, num_hosts)
+        for host in free if given is None else [given]:
             if self._store.add(f"host/{host}", 1) == 1:
                 return host
         raise LaunchError(
-            f"There are {meeting.num_hosts} hosts at {self._where} without this one."
-            if meeting.host is None
-            else f"There is a host {meeting.host} at {self._where} already. Give each host "
+            f"There are {num_hosts} hosts at {where} without this one."
+            if given is None
+            else f"There is a host {given} at {where} already. Give each host "
             "another --node-rank, or none of them any."
         )
 
-    def _wait_for_sizes(self, meeting: Meeting, deadline: float) -> list[int]:
-        missing = list(range(meeting.num_hosts))
+    def _wait_for_sizes(self, deadline: Deadline) -> list[int]:
+        """The number of ranks on each host."""
+        missing = hosts = list(range(self._meeting.num_hosts))
         while missing := [host for host in missing if not self._store.check([f"size/{host}"])]:
-            if time.monotonic() > deadline:
+            if not deadline.left():
                 raise LaunchError(
-                    f"{meeting.num_hosts} hosts didn't meet at {self._where} within "
-                    f"{meeting.timeout_seconds} seconds: host {', '.join(map(str, missing))} "
+                    f"{len(hosts)} hosts didn't meet at {self._meeting.endpoint} within "
+                    f"{self._meeting.timeout_seconds} seconds: host "
+                    f"{', '.join(map(str, missing))} "
                     "didn't come. Give 'lockstep run' on every host, with the same --nnodes and "
                     "--rdzv-endpoint; --rdzv-timeout changes how long they wait."
                 )
             time.sleep(_POLL_SECONDS)  # not store.wait(), which handles no signals
-        sizes = [self._store.get(f"size/{host}") for host in range(meeting.num_hosts)]
-        return [check_num_ranks(size.decode()) for size in sizes]
+        return [check_num_ranks(self._store.get(f"size/{host}").decode()) for host in hosts]
 
     def start_threads(self) -> None:
         """Listen for failures of other hosts."""
@@ -196,7 +201,8 @@ class HostOfSeveral(Host):
         except RuntimeError:
             if outcome.exit_status:
                 return outcome
-            return Outcome(1, message=f"the host that keeps the store, at {self._where}, is gone.")
+            where = self._meeting.endpoint
+            return Outcome(1, message=f"the host that keeps the store, at {where}, is gone.")
         finally:
             if self._holder is not None:
                 self._holder.dismiss()
@@ -209,26 +215,28 @@ class HostOfSeveral(Host):
             self._store.set(f"failure/{self._number}", failure)
             self._store.set("failed", "")
         self._store.add("done", 1)
-        deadline = float("inf")  # the others may run for days, but not after a failure
-        while not self._all("done") and time.monotonic() < deadline and not interrupted():
-            if deadline == float("inf") and self._store.check(["failed"]):
-                deadline = time.monotonic() + _SETTLE_SECONDS
+        deadline: Deadline | None = None  # the others may run for days, but not after a failure
+        while not self._all("done") and not interrupted():
+            if deadline is None and self._store.check(["failed"]):
+                deadline = Deadline(_SETTLE_SECONDS)
+            if deadline is not None and not deadline.left():
+                break
             time.sleep(_POLL_SECONDS)
         failures = [outcome] if outcome.exit_status else []
-        for host in set(range(self._num_hosts)) - {self._number}:
+        for host in set(range(self._meeting.num_hosts)) - {self._number}:
             if self._store.check([f"failure/{host}"]):
                 told = self._store.get(f"failure/{host}").decode(errors="replace")
                 failures.append(_outcome_of_peer(told))
         # The store ends with its host, which so leaves last.
-        deadline = time.monotonic() + _LEAVE_SECONDS
+        deadline = Deadline(_LEAVE_SECONDS)
         with contextlib.suppress(RuntimeError):  # its host has waited long enough
             self._store.add("left", 1)
-            while self._holder and not self._all("left") and time.monotonic() < deadline:
+            while self._holder and not self._all("left") and deadline.left():
                 time.sleep(_POLL_SECONDS)
         return min(failures, key=lambda failure: failure.blame, default=outcome)
 
     def _all(self, key: str) -> bool:
-        return self._store.add(key, 0) >= self._num_hosts
+        return self._store.add(key, 0) >= self._meeting.num_hosts
 
 
 def _outcome_of_peer(text: str) -> Outcome:
@@ -308,7 +316,7 @@ def _open_store(listener: int, address: str = "127.0.0.1") -> TCPStore:
     )
 
 
-def _connect(meeting: Meeting, deadline: float) -> TCPStore:
+def _connect(meeting: Meeting, deadline: Deadline) -> TCPStore:
     """Connect to the store, which may not be there yet. Its client has no threads.
 
     Raises:
@@ -323,7 +331,7 @@ def _connect(meeting: Meeting, deadline: float) -> TCPStore:
             socket.create_connection(where, timeout=_CONNECT_SECONDS).close()
             store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout)
         except (OSError, RuntimeError) as error:
-            if time.monotonic() >= deadline:
+            if not deadline.left():
                 reason = str(error).strip().partition("\n")[0]
                 raise LaunchError(
                     f"Nobody answered at the rendezvous endpoint {meeting.endpoint} as host 0 "

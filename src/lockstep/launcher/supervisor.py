@@ -23,12 +23,11 @@ from lockstep.errors import LaunchError
 from lockstep.launcher import processes
 from lockstep.launcher.failures import Outcome, failure_outcome, first_failure, signal_name
 from lockstep.launcher.fork import RankProcess, fork_ranks
-from lockstep.launcher.hosts import Host, HostOfSeveral, LoneHost
+from lockstep.launcher.hosts import Host, HostOfSeveral
 from lockstep.launcher.job import Job
 from lockstep.launcher.output import Console, open_log_files
 from lockstep.launcher.processes import Escalation, after_failure, after_signal, at_once
 from lockstep.launcher.rank import RankStart, run_rank
-from lockstep.launcher.run import read_job
 
 _READ_BYTES = 1 << 16
 _DRAIN_SECONDS = 2.0
@@ -44,7 +43,7 @@ def main() -> int:
     """
     # Until there are ranks there is nothing to do but end, and no traceback to show.
     processes.handle_ending_signals(lambda number, frame: os._exit(128 + number))
-    job = read_job(int(sys.argv[2]))
+    job = Job.read(int(sys.argv[2]))
     del sys.argv[1:]
     if job.caller is not None:
         processes.end_with_parent(job.caller.pid, signal.SIGTERM)
@@ -66,7 +65,7 @@ def _start(job: Job) -> int:
     """Fork the ranks, and either be one, or watch them and end."""
     supervisor, spare = os.getpid(), processes.children()
     processes.adopt_orphans()
-    host = LoneHost(job) if job.meeting is None else HostOfSeveral(job, job.meeting)
+    host = Host(job) if job.meeting is None else HostOfSeveral(job, job.meeting)
     log_files = open_log_files(job.log_dir, host.ranks)
     # Blocked, so that no rank runs the supervisor's handlers, and none of its threads gets any.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*processes.ENDING_SIGNALS, signal.SIGCHLD})
