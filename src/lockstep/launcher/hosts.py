@@ -28,7 +28,6 @@ from lockstep.comm import Deadline
 from lockstep.errors import LaunchError
 from lockstep.launcher.failures import Outcome
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
-from lockstep.launcher.processes import Helper
 from lockstep.world import Placement, Starter, rank_environment
 
 if TYPE_CHECKING:
@@ -45,16 +44,12 @@ _POLL_SECONDS = 0.05
 
 
 class Host:
-    """The only host of a run.
-
-    Its supervisor, rather than rank 0, holds the store, so no rank's end takes that away.
+    """The only host of a run. Its supervisor, rather than rank 0, holds the store.
 
     Attributes:
         world_size: The number of ranks on all hosts.
         ranks: The ranks on this host.
         environments: The variables to add for each of these ranks.
-        private: Descriptors that ranks must not hold open.
-        helpers: Process ids of the launcher's own processes.
         notice: A descriptor that becomes readable when another host has failed.
     """
 
@@ -62,15 +57,15 @@ class Host:
         # Port 0: the kernel finds a free one, so that two runs never collide.
         listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         master, size = listener.getsockname(), job.num_ranks
-        self._listener = listener.detach()
+        self._store: Store = _open_store(listener)
         # Any user of this host can write to a store on loopback, which is for programs that
         # expect one there. lockstep.init() uses a nameless file, open in this process alone.
         path = None
         if sys.platform == "linux":
             path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
         run_id = uuid.uuid4().hex
-        self._place_ranks(job, Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path))
-        self.private = [self._listener]
+        place = Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path)
+        self._place_ranks(job, place)
 
     def _place_ranks(self, job: Job, first: Placement) -> None:
         """Prepare the environments of this host's ranks, of which ``first`` is the first."""
@@ -80,12 +75,7 @@ class Host:
             rank_environment(replace(first, rank=rank, local_rank=local_rank), job.num_threads)
             for local_rank, rank in enumerate(self.ranks)
         ]
-        self.helpers: list[int] = []
         self.notice: int | None = None
-
-    def start_threads(self) -> None:
-        """Start the threads of this host's part; not before the ranks are forked."""
-        self._store: Store = _open_store(self._listener)
 
     def settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
         """Agree with the other hosts on the outcome of the run, given that of this host's ranks.
@@ -108,7 +98,7 @@ class HostOfSeveral(Host):
 
         deadline = Deadline(meeting.timeout_seconds)
         self._meeting = meeting
-        self._holder = _hold_store(meeting)
+        self._held = _hold_store(meeting)
         # The listener has a connection of its own, as a waiting one is locked; made now, because
         # connecting to a store that has ended takes until the timeout.
         self._store, self._heard = (
@@ -138,10 +128,7 @@ class HostOfSeveral(Host):
             environment["GROUP_RANK"] = str(self._number)
             environment["GROUP_WORLD_SIZE"] = str(meeting.num_hosts)
         self.notice, self._notifier = os.pipe()
-        self.private = [self.notice, self._notifier]
-        if self._holder is not None:
-            self.private.append(self._holder.lifeline)
-            self.helpers.append(self._holder.pid)
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def _take_number(self) -> int:
         """The number of this host: the one that it was given, or the first that is free."""
@@ -158,7 +145,7 @@ class HostOfSeveral(Host):
                 "same --nnodes and --rdzv-id on every host, and each run a port of its own."
             )
         # Without numbers, the host that holds the store is host 0.
-        free = range(0 if self._holder is not None else 1, num_hosts)
+        free = range(0 if self._held is not None else 1, num_hosts)
         for host in free if given is None else [given]:
             if self._store.add(f"host/{host}", 1) == 1:
                 return host
@@ -184,11 +171,8 @@ class HostOfSeveral(Host):
             time.sleep(_POLL_SECONDS)  # not store.wait(), which handles no signals
         return [check_num_ranks(self._store.get(f"size/{host}").decode()) for host in hosts]
 
-    def start_threads(self) -> None:
-        """Listen for failures of other hosts."""
-        threading.Thread(target=self._listen, daemon=True).start()
-
     def _listen(self) -> None:
+        """Wait until another host has failed."""
         with contextlib.suppress(RuntimeError):  # the store has ended, and so has its host
             while not self._heard.check(["failed"]):
                 time.sleep(_LISTEN_SECONDS)
@@ -203,9 +187,6 @@ class HostOfSeveral(Host):
                 return outcome
             where = self._meeting.endpoint
             return Outcome(1, message=f"the host that keeps the store, at {where}, is gone.")
-        finally:
-            if self._holder is not None:
-                self._holder.dismiss()
 
     def _settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
         if outcome.exit_status:
@@ -231,7 +212,7 @@ class HostOfSeveral(Host):
         deadline = Deadline(_LEAVE_SECONDS)
         with contextlib.suppress(RuntimeError):  # its host has waited long enough
             self._store.add("left", 1)
-            while self._holder and not self._all("left") and deadline.left():
+            while self._held is not None and not self._all("left") and deadline.left():
                 time.sleep(_POLL_SECONDS)
         return min(failures, key=lambda failure: failure.blame, default=outcome)
 
@@ -254,26 +235,18 @@ def _outcome_of_peer(text: str) -> Outcome:
         return Outcome(1, message="another host failed, and told nothing that can be read.")
 
 
-def _hold_store(meeting: Meeting) -> Helper | None:
+def _hold_store(meeting: Meeting) -> TCPStore | None:
     """Hold the store open if that is this host's part, else return None.
 
-    It is that of host 0 or, of hosts without numbers, of the one that can bind the endpoint. The
-    holder is a process because a store has threads, and a process that forks ranks must not.
+    It is that of host 0 or, of hosts without numbers, of the one that can bind the endpoint.
 
     Raises:
         LaunchError: If it is this host's part, but the endpoint can't be bound.
     """
     if meeting.host not in (0, None):
         return None
-
-    def hold(wait: Callable[[], bool]) -> None:
-        store = _open_store(1, meeting.address)
-        wait()
-        del store
-
     try:
-        with _bind(meeting) as listener:
-            return Helper(hold, listener.fileno())
+        listener = _bind(meeting)
     except OSError as error:
         if meeting.host is None:  # it is another host's, or another launcher's of this one
             return None
@@ -281,6 +254,7 @@ def _hold_store(meeting: Meeting) -> Helper | None:
             f"Host 0 can't listen at the rendezvous endpoint {meeting.endpoint}: "
             f"{error.strerror}. Give a name or an address of this host and a port that is free."
         ) from error
+    return _open_store(listener, meeting.address)
 
 
 def _bind(meeting: Meeting) -> socket.socket:
@@ -296,23 +270,21 @@ def _bind(meeting: Meeting) -> socket.socket:
     return socket.create_server(("", meeting.port), backlog=_BACKLOG)
 
 
-def _open_store(listener: int, address: str = "127.0.0.1") -> TCPStore:
-    """A store that answers at ``listener``, a bound socket; it has threads.
+def _open_store(listener: socket.socket, address: str = "127.0.0.1") -> TCPStore:
+    """A store that answers at ``listener``, which is bound; it has threads.
 
     Without the socket it would bind a port of every interface.
     """
     from torch.distributed import TCPStore
 
-    with socket.socket(fileno=listener) as borrowed:
-        port = borrowed.getsockname()[1]
-        borrowed.detach()
+    port = listener.getsockname()[1]
     return TCPStore(
         address,
         port,
         is_master=True,
         timeout=_STORE_TIMEOUT,
         wait_for_workers=False,
-        master_listen_fd=listener,
+        master_listen_fd=listener.detach(),
     )
 
 
