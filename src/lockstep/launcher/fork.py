@@ -35,9 +35,9 @@ class RankProcess(Ending):
     _received: bytearray = field(default_factory=bytearray)
     _stderr: bytes = b""
 
-    def begin(self, rank: int, environment: Mapping[str, str]) -> None:
-        """Let it begin as ``rank``, with these variables added to its environment."""
-        self.rank = rank
+    def begin(self, environment: Mapping[str, str]) -> None:
+        """Let it begin, with these variables added to its environment."""
+        self.rank = int(environment["RANK"])
         with contextlib.suppress(BrokenPipeError):  # it was killed
             os.write(self.connection, json.dumps(environment).encode() + b"\n")
         # It is read when the rank has ended, too: then there may be nothing to read.

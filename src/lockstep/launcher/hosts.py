@@ -1,11 +1,11 @@
-"""This host's part in a run: its ranks and their environment, and the supervisors of other hosts.
+"""The ranks of this host and their environments, and the agreement with supervisors of other hosts.
 
-Supervisors of several hosts meet at torch's own store, held by the host that the endpoint
-belongs to. There each gets its number and learns the other hosts' numbers of ranks; later each
-tells whether its ranks failed, and that they are done. So a failure ends the ranks of all hosts,
-even those that don't communicate, and every host reports the same first one. Nothing that is
-read from the store is executed. Whoever reaches the endpoint can write to the store, as with
-torchrun: the endpoint belongs into a network that its users trust.
+Supervisors of several hosts meet at a store of torch's, held open by the host at the endpoint.
+There each gets a number, and learns the number of ranks on every host; later each reports whether
+its ranks have failed, and that they are done. So a failure ends the ranks of all hosts, even if
+they don't communicate, and every host reports the same first failure. Nothing that is read from
+the store is executed. Anyone who reaches the endpoint can write to the store, as with torchrun:
+the endpoint belongs into a network that its users trust.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from lockstep.comm import Deadline
 from lockstep.errors import LaunchError
 from lockstep.launcher.failures import Outcome
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
 from lockstep.world import Placement, Starter, rank_environment
-
-if TYPE_CHECKING:
-    from torch.distributed import Store, TCPStore
 
 _BACKLOG = 1024  # every rank may connect before the store accepts the first
 _CONNECT_SECONDS = 5.0  # no signal is handled while the store connects
@@ -57,7 +55,7 @@ class Host:
         # Port 0: the kernel finds a free one, so that two runs never collide.
         listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         master, size = listener.getsockname(), job.num_ranks
-        self._store: Store = _open_store(listener)
+        self._store: dist.Store = _open_store(listener)
         # Any user of this host can write to a store on loopback, which is for programs that
         # expect one there. lockstep.init() uses a nameless file, open in this process alone.
         path = None
@@ -94,15 +92,13 @@ class HostOfSeveral(Host):
     """
 
     def __init__(self, job: Job, meeting: Meeting) -> None:
-        from torch.distributed import PrefixStore
-
         deadline = Deadline(meeting.timeout_seconds)
         self._meeting = meeting
         self._held = _hold_store(meeting)
         # The listener has a connection of its own, as a waiting one is locked; made now, because
         # connecting to a store that has ended takes until the timeout.
         self._store, self._heard = (
-            PrefixStore("lockstep", _connect(meeting, deadline)) for _ in range(2)
+            dist.PrefixStore("lockstep", _connect(meeting, deadline)) for _ in range(2)
         )
         try:
             self._number = self._take_number()
@@ -132,12 +128,9 @@ class HostOfSeveral(Host):
 
     def _take_number(self) -> int:
         """The number of this host: the one that it was given, or the first that is free."""
-        num_hosts, given, where = (
-            self._meeting.num_hosts,
-            self._meeting.host,
-            self._meeting.endpoint,
-        )
-        run = f"run {self._meeting.run_id!r} on {num_hosts} hosts"
+        meeting, num_hosts = self._meeting, self._meeting.num_hosts
+        given, where = meeting.host, meeting.endpoint
+        run = f"run {meeting.run_id!r} on {num_hosts} hosts"
         there = bytes(self._store.compare_set("run", "", run)).decode(errors="replace")
         if there != run:
             raise LaunchError(
@@ -163,8 +156,7 @@ class HostOfSeveral(Host):
             if not deadline.left():
                 raise LaunchError(
                     f"{len(hosts)} hosts didn't meet at {self._meeting.endpoint} within "
-                    f"{self._meeting.timeout_seconds} seconds: host "
-                    f"{', '.join(map(str, missing))} "
+                    f"{self._meeting.timeout_seconds} seconds: host {str(missing)[1:-1]} "
                     "didn't come. Give 'lockstep run' on every host, with the same --nnodes and "
                     "--rdzv-endpoint; --rdzv-timeout changes how long they wait."
                 )
@@ -235,7 +227,7 @@ def _outcome_of_peer(text: str) -> Outcome:
         return Outcome(1, message="another host failed, and told nothing that can be read.")
 
 
-def _hold_store(meeting: Meeting) -> TCPStore | None:
+def _hold_store(meeting: Meeting) -> dist.TCPStore | None:
     """Hold the store open if that is this host's part, else return None.
 
     It is that of host 0 or, of hosts without numbers, of the one that can bind the endpoint.
@@ -270,15 +262,13 @@ def _bind(meeting: Meeting) -> socket.socket:
     return socket.create_server(("", meeting.port), backlog=_BACKLOG)
 
 
-def _open_store(listener: socket.socket, address: str = "127.0.0.1") -> TCPStore:
+def _open_store(listener: socket.socket, address: str = "127.0.0.1") -> dist.TCPStore:
     """A store that answers at ``listener``, which is bound; it has threads.
 
     Without the socket it would bind a port of every interface.
     """
-    from torch.distributed import TCPStore
-
     port = listener.getsockname()[1]
-    return TCPStore(
+    return dist.TCPStore(
         address,
         port,
         is_master=True,
@@ -288,20 +278,18 @@ def _open_store(listener: socket.socket, address: str = "127.0.0.1") -> TCPStore
     )
 
 
-def _connect(meeting: Meeting, deadline: Deadline) -> TCPStore:
+def _connect(meeting: Meeting, deadline: Deadline) -> dist.TCPStore:
     """Connect to the store, which may not be there yet. Its client has no threads.
 
     Raises:
         LaunchError: If it doesn't answer until ``deadline``.
     """
-    from torch.distributed import TCPStore
-
     where, timeout = (meeting.address, meeting.port), timedelta(seconds=_CONNECT_SECONDS)
     while True:
         try:
             # The store's own attempts warn of each that fails, and handle no signal.
             socket.create_connection(where, timeout=_CONNECT_SECONDS).close()
-            store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout)
+            store = dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout)
         except (OSError, RuntimeError) as error:
             if not deadline.left():
                 reason = str(error).strip().partition("\n")[0]

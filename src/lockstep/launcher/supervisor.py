@@ -15,7 +15,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -23,7 +23,6 @@ from lockstep.errors import LaunchError
 from lockstep.launcher import processes
 from lockstep.launcher.failures import Outcome, failure_outcome, first_failure, signal_name
 from lockstep.launcher.fork import RankProcess, fork_ranks, kill_ranks
-from lockstep.launcher.hosts import Host, HostOfSeveral
 from lockstep.launcher.job import Job
 from lockstep.launcher.output import Console, open_log_files
 from lockstep.launcher.processes import Escalation, after_failure, after_signal, at_once
@@ -47,14 +46,6 @@ def main() -> int:
     del sys.argv[1:]
     if job.caller is not None:
         processes.end_with_parent(job.caller.pid, signal.SIGTERM)
-    # The collector finds nothing to free in an import, but looks for it a hundred times.
-    gc.disable()
-    import torch
-    import torch.distributed  # noqa: F401  (here, so that no rank has to)
-
-    # Frozen objects aren't visited by the ranks' collectors, so their memory stays shared.
-    gc.freeze()
-    gc.enable()
     try:
         return _start(job)
     except LaunchError as error:
@@ -63,6 +54,13 @@ def main() -> int:
 
 def _start(job: Job) -> int:
     """Fork the ranks, and either be one, or watch them and end."""
+    # The collector finds nothing to free in an import, but looks for it a hundred times.
+    gc.disable()
+    from lockstep.launcher.hosts import Host, HostOfSeveral  # imports torch, so that no rank has to
+
+    # Frozen objects aren't visited by the ranks' collectors, so their memory stays shared.
+    gc.freeze()
+    gc.enable()
     supervisor, spare = os.getpid(), processes.children()
     processes.adopt_orphans()
     # Blocked, so that no rank runs the supervisor's handlers.
@@ -83,7 +81,7 @@ def _start(job: Job) -> int:
     signals = processes.SignalPipe()
     watch = Watch(job, ranks, Console(log_files, signals), signals, {*spare, guardian.pid})
     try:
-        watch.run(host)
+        watch.run(host.environments, host.notice)
     finally:
         guardian.dismiss()
     outcome = watch.outcome(host.world_size)
@@ -133,15 +131,16 @@ class Watch:
             for destination, output in enumerate(rank.outputs, start=1):
                 self._when_readable(output, partial(self._copy, rank, output, destination))
 
-    def run(self, host: Host) -> None:
-        """Let the ranks begin, and watch them until all have ended. However it ends, they do."""
+    def run(self, environments: Sequence[Mapping[str, str]], notice: int | None) -> None:
+        """Let the ranks begin, and watch them until all have ended. However it ends, they do.
+
+        ``notice`` becomes readable when another host has failed.
+        """
         try:
-            if host.notice is not None:
-                self._when_readable(host.notice, partial(self._follow_peer, host.notice))
-            for process, rank, environment in zip(
-                self._ranks, host.ranks, host.environments, strict=True
-            ):
-                process.begin(rank, environment)
+            if notice is not None:
+                self._when_readable(notice, partial(self._follow_peer, notice))
+            for rank, environment in zip(self._ranks, environments, strict=True):
+                rank.begin(environment)
             self._until_all_ended()
         finally:
             self._end_all()
