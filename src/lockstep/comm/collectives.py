@@ -23,18 +23,12 @@ _ONE_EXCHANGE_BYTES = 64 * 1024
 class Collectives:
     """The collectives among ranks that reach each other's memory, for one call.
 
-    All of them raise CollectiveFailed if the ranks don't make the same call in time.
-
-    Args:
-        transport: The ranks.
-        signature: The call.
-        timeout: Seconds for which a rank waits for the others in each exchange.
+    All of them raise CollectiveFailed if the ranks don't make the same call in time: ``timeout`` is
+    the number of seconds for which a rank waits for the others in each exchange.
     """
 
     def __init__(self, transport: Transport, signature: Signature, timeout: float) -> None:
-        self._transport = transport
-        self._signature = signature
-        self._timeout = timeout
+        self._transport, self._signature, self._timeout = transport, signature, timeout
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -164,9 +158,7 @@ class Collectives:
     ) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield each piece, and that piece of every rank's input for this rank.
 
-        Args:
-            inputs: One for each rank.
-            lengths: By rank, the lengths of its inputs.
+        ``inputs`` are one for each rank; ``lengths`` has, by rank, the lengths of its inputs.
         """
         transport, dtype = self._transport, inputs[0].dtype
         size, own = transport.size, transport.rank
@@ -183,11 +175,7 @@ class Collectives:
     def _check_lengths(
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> list[list[int]]:
-        """Return, by rank, the lengths of its inputs, one for each rank.
-
-        Raises:
-            CollectiveMismatch: On every rank, if the outputs of one have other lengths.
-        """
+        """Return, by rank, the lengths of its inputs; raise unless the outputs have the same."""
         size = len(outputs)
         own = torch.tensor([*map(len, inputs), *map(len, outputs)], device="cpu")
         tables = own.new_empty(size, 2 * size)
