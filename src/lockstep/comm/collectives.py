@@ -38,13 +38,10 @@ class Collectives:
         """Combine all ranks' tensors in rank order; every rank gets the result, in place."""
         if reduction.factor is not None:
             tensor.mul_(reduction.factor)
-        if tensor.numel() * tensor.element_size() > _ONE_EXCHANGE_BYTES:
-            self._all_reduce_large(tensor, reduction)
-        else:
+        if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
             reduction.into(tensor, self._publish(tensor))
-
-    def _all_reduce_large(self, tensor: Tensor, reduction: Reduction) -> None:
-        """Each rank combines its share of the elements for all; a second exchange ends it."""
+            return
+        # Each rank combines its share of the elements for all; a second exchange ends it.
         transport, numel = self._transport, tensor.numel()
         address = transport.find(tensor)
         step = self._slot_numel(tensor.dtype)
@@ -56,11 +53,12 @@ class Collectives:
             if start:
                 address = None if address is None else transport.find(part)
                 addresses = self._announce([part], address)
-            self._all_reduce_piece(part, addresses, reduction)
+            self._reduce_piece(part, addresses, reduction, None)
 
-    def _all_reduce_piece(
-        self, part: Tensor, addresses: Sequence[Address], reduction: Reduction
+    def _reduce_piece(
+        self, part: Tensor, addresses: Sequence[Address], reduction: Reduction, root: int | None
     ) -> None:
+        """Combine a piece; all ranks get the result, or, where all have staged, ``root`` alone."""
         transport = self._transport
         everyone = self._everyone(addresses, part)
         share = self._share(part.numel())
@@ -72,7 +70,8 @@ class Collectives:
         reduction.into(mine[0], mine, () if all_staged else mine[1:])
         self._exchange()
         if all_staged:
-            part.copy_(everyone[0])
+            if root in (None, transport.rank):
+                part.copy_(everyone[0])
         elif transport.is_staged(addresses[transport.rank]):
             part.copy_(everyone[transport.rank])
 
@@ -80,13 +79,8 @@ class Collectives:
         """Combine all ranks' tensors in rank order; rank ``root`` gets the result, in place."""
         source = tensor if reduction.factor is None else tensor.clone().mul_(reduction.factor)
         for piece in self._pieces(tensor):
-            everyone = self._publish(source[piece])
-            share = self._share(everyone[0].numel())
-            mine = [whole[share] for whole in everyone]
-            reduction.into(mine[0], mine)
-            self._exchange()
-            if self._transport.rank == root:
-                tensor[piece].copy_(everyone[0])
+            addresses = self._announce([source[piece]])
+            self._reduce_piece(tensor[piece], addresses, reduction, root)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy the tensor of rank ``root`` to every rank."""

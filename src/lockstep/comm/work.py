@@ -152,7 +152,7 @@ class GroupWork(BaseWork):
         # seen, so the last works whose result Python hasn't taken are kept.
         # Shown by test_a_work_that_only_cpp_has_can_be_waited_for.
         if not self._is_taken:
-            if sum(each.nbytes for each in self._results) > _MAX_DROPPED_BYTES:
+            if sum(each.numel() * each.itemsize for each in self._results) > _MAX_DROPPED_BYTES:
                 self._results = []
             self._queue.dropped.append(self)
 
