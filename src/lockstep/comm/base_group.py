@@ -115,11 +115,8 @@ class BaseGroup(dist.ProcessGroup):
         Raises:
             BackendUnavailable: If none was requested, or torch has no such backend.
         """
-        if device_type not in self._others:
-            self._others[device_type] = self._create_group_for(device_type)
-        return self._others[device_type]
-
-    def _create_group_for(self, device_type: str) -> dist.ProcessGroup:
+        if device_type in self._others:
+            return self._others[device_type]
         name, own, timeout = self._backends().get(device_type), self._backend, self._queue.timeout
         if name is None or self._store is None:
             raise BackendUnavailable(
@@ -133,20 +130,20 @@ class BaseGroup(dist.ProcessGroup):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             backend = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
-            kind = dist.ProcessGroup.BackendType.NCCL
         elif name == "gloo":
             backend = dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
-            kind = dist.ProcessGroup.BackendType.GLOO
         else:
             raise BackendUnavailable(
                 f"The backend {name!r} can't be used beside {own!r}: torch doesn't have it here, "
                 "or it isn't 'nccl' or 'gloo'."
             )
         backend._set_sequence_number_for_group()
+        kind = getattr(dist.ProcessGroup.BackendType, name.upper())
         group = dist.ProcessGroup(store, self._rank, self._size)
         group._set_default_backend(kind)
         group._register_backend(torch.device(device_type), kind, backend)
         group._set_group_name(dist.distributed_c10d.GroupName(f"{self._name}/{device_type}"))
+        self._others[device_type] = group
         return group
 
     def _set_sequence_number_for_group(self) -> None:

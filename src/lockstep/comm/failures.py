@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -145,7 +145,7 @@ def explained(group: dist.ProcessGroup, operation: str, error: RuntimeError) -> 
 
 
 class _Note(NamedTuple):
-    """What a rank knows that got an error.
+    """The facts known to a rank that got an error.
 
     Attributes:
         is_late: Whether its time was up.
@@ -161,33 +161,27 @@ def _blame(
 ) -> tuple[list[int], list[int] | None]:
     """Return the ranks that are gone, and those that have not come; None if no time was up."""
     notes = {**others, rank: own}
-    gone = _gone_without_note(notes)
+    gone = {rank for note in notes.values() for rank in note.gone} - set(notes)
     is_late = not gone and any(note.is_late for note in notes.values())
     return sorted(gone), sorted(set(ranks) - set(notes)) if is_late else None
 
 
-def _gone_without_note(notes: Mapping[int, _Note]) -> Set[int]:
-    return {rank for note in notes.values() for rank in note.gone} - set(notes)
-
-
 def _exchange_notes(group: dist.ProcessGroup, own: _Note, found: dict[int, _Note]) -> None:
     """Complete this rank's note, leave it in the store, and collect the others'."""
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    ranks, here = range(group.size()), group.rank()
+    others = [rank for rank in ranks if rank != here]
     own.gone[:] = [rank for rank in others if _has_ended(group, rank)]
     # The store may be gone with the rank that held it.
     with suppress(RuntimeError, AttributeError):
         store = dist.PrefixStore("lockstep/failed", group.get_group_store())
-        store.set(str(group.rank()), json.dumps(own))
-        began = time.monotonic()
-        while len(found) < len(others):
+        store.set(str(here), json.dumps(own))
+        grace, patience = Deadline(_GRACE_SECONDS), Deadline(_PATIENCE_SECONDS)
+        while len(found) < len(others) and patience.left():
             for rank in others:
                 if rank not in found and store.check([str(rank)]):
                     found[rank] = _Note(*json.loads(bytes(store.get(str(rank)))))
-            waited = time.monotonic() - began
-            is_known = waited > _GRACE_SECONDS or set(own.gone) <= set(found)
-            if is_known and _gone_without_note({**found, group.rank(): own}):
-                return
-            if waited > _PATIENCE_SECONDS:
+            is_known = not grace.left() or set(own.gone) <= set(found)
+            if is_known and _blame(ranks, here, own, found)[0]:
                 return
             time.sleep(_POLL_SECONDS)
 

@@ -29,19 +29,6 @@ _COMBINE: dict[str, _Combine] = {
     "BXOR": torch.bitwise_xor,
 }
 
-# Summed in their own precision, these would be rounded once per rank.
-_NARROW = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2,
-        torch.float8_e5m2fnuz,
-        torch.float8_e8m0fnu,
-    }
-)
-
 
 class Reduction(NamedTuple):
     """A reduction of ``torch.distributed`` for tensors of one dtype.
@@ -148,7 +135,9 @@ def _reduction(kind: str, dtype: torch.dtype) -> Reduction:
         raise TypeError(f"There is no reduction {kind}; there are {', '.join(_COMBINE)}.")
     if kind == "AVG" and dtype is torch.bool:
         raise TypeError("There is no average of bool tensors; use SUM, MIN or MAX.")
-    accumulate_in = torch.float32 if dtype in _NARROW else None
+    # Sums in a narrow dtype would be rounded once per rank.
+    is_narrow = dtype.is_floating_point and dtype.itemsize < 4
+    accumulate_in = torch.float32 if is_narrow else None
     probe = torch.ones(1, dtype=torch.float32 if accumulate_in else dtype, device="cpu")
     try:
         combine(probe, probe, out=probe)
