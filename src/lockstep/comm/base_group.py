@@ -184,6 +184,7 @@ def _renew_in_child() -> None:
     # is never released, and calls there are to fail, not to wait.
     for group in list(_groups):
         group._queue = WorkQueue(group._queue.timeout)
+        group._transport.after_fork()
 
 
 os.register_at_fork(after_in_child=_renew_in_child)
