@@ -34,14 +34,7 @@ class Options(Protocol):
 
 @uncompiled
 class BaseGroup(dist.ProcessGroup):
-    """A group with a name, a queue of calls, and an end.
-
-    Args:
-        transport: The connected ranks.
-        backend: The name of the backend.
-        timeout: How long each call waits for the other ranks.
-        store: The store through which the ranks have met, for tensors on other devices.
-    """
+    """A group with a name, a queue of calls, groups for other devices, and an end."""
 
     def __init__(
         self, transport: Ranks, backend: str, timeout: timedelta, store: dist.Store | None = None
