@@ -29,7 +29,7 @@ _dtype_of = operator.attrgetter("dtype")
 
 
 class _BackwardSync(Protocol):
-    """The methods of :class:`lockstep.nn.backward.BackwardSync` that engines call."""
+    """The methods of :class:`lockstep.nn.backward.BackwardSync` that are called on engines' own."""
 
     def add(self, engine: Engine, *, is_copy: bool) -> int: ...
     def remove(self, engine: Engine) -> None: ...
@@ -78,13 +78,13 @@ class Engine:
     parameter's hooks.
 
     Attributes:
-        process_group: As given.
-        backward_sync: As given.
+        process_group, backward_sync: As given.
         is_syncing: Whether backwards reduce gradients; without, they add up.
+        parts: The modules in which its parameters are.
         is_stale: Whether the module may have other parameters by now. Then :meth:`refresh` is
             called before the next forward or backward.
         num_backwards: The number of backwards in which it has reduced gradients.
-        num_backwards_stepped: ``num_backwards`` when an optimizer of its parameters last stepped.
+        num_backwards_stepped: ``num_backwards`` at the last step of an optimizer of its parameters.
         number: Its number among its group's engines, the same on every rank; 0 for a copy that has
             not been trained yet.
         parameters: The parameters whose gradients it reduces.
@@ -124,6 +124,7 @@ class Engine:
         )
         self.sees_nested_tasks = False
         self._module = weakref.ref(module)
+        self.parts: weakref.WeakSet[nn.Module] = weakref.WeakSet(module.modules())
         self._inner = weakref.WeakSet(inner)
         self._options = options
         self._cap_bytes = int(options.bucket_cap_mb * MIB)
@@ -152,7 +153,9 @@ class Engine:
         self._trained = {id(parameter): parameter for parameter in self.parameters}
         self._dtypes = [*map(_dtype_of, self.parameters)]
         self._description = self._describe(module)
-        self._frozen = [p for _, p in own if not p.requires_grad and _can_be_trained(p)]
+        self._frozen = [
+            p for _, p in own if not p.requires_grad and (p.is_floating_point() or p.is_complex())
+        ]
         reducer = Reducer(
             named,
             self.process_group,
@@ -404,10 +407,6 @@ def _sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
     norms = [vars(part) for part in module.modules() if isinstance(part, _BatchNorm)]
     groups = [norm["process_group"] for norm in norms if "process_group" in norm]
     return any((dist.group.WORLD if own is None else own) is group for own in groups)
-
-
-def _can_be_trained(parameter: torch.Tensor) -> bool:
-    return parameter.is_floating_point() or parameter.is_complex()
 
 
 class _Pending:
