@@ -262,7 +262,8 @@ class Bucket:
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Start summing, or averaging, the gradients and the tail over the ranks."""
         self.has_left = True
-        self._work = start_all_reduce(group, self._buffer, average=average)
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        self._work = start_all_reduce(group, self._buffer, op)
 
     def launch_hook(self, hook: CommHook, index: int, *, is_last: bool) -> None:
         """Let ``hook`` reduce the gradients, but not the tail."""
