@@ -27,7 +27,6 @@ LAYERS = {
     "data": 3,
     "nn": 3,
     "launcher": 4,
-    "train": 4,
     "integrations": 5,
     "bench": 5,
     "demo": 5,
@@ -185,7 +184,6 @@ PUBLIC_MODULES = [
     "lockstep.integrations",
     "lockstep.launcher",
     "lockstep.nn",
-    "lockstep.train",
     "lockstep.world",
 ]
 

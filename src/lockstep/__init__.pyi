@@ -6,9 +6,12 @@ from .launcher import launch as launch
 from .nn import DataParallel as DataParallel
 from .nn import DistributedDataParallel as DistributedDataParallel
 from .nn import SyncBatchNorm as SyncBatchNorm
+from .nn import accumulate as accumulate
+from .nn import average_gradients as average_gradients
 from .nn import data_parallel as data_parallel
 from .nn import gather as gather
 from .nn import join as join
+from .nn import mean as mean
 from .nn import no_sync as no_sync
 from .nn import parallel_apply as parallel_apply
 from .nn import parallelize as parallelize
@@ -16,8 +19,5 @@ from .nn import replicate as replicate
 from .nn import scatter as scatter
 from .nn import scatter_kwargs as scatter_kwargs
 from .nn import sync_buffers as sync_buffers
-from .train import accumulate as accumulate
-from .train import average_gradients as average_gradients
-from .train import mean as mean
 from .world import World as World
 from .world import init as init

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from lockstep.data import batch_slice
 from lockstep.demo.datasets import Digits
-from lockstep.nn import parallelize
-from lockstep.train import mean
+from lockstep.nn import mean, parallelize
 from lockstep.world import World
 
 GLOBAL_BATCH_SIZE = 128

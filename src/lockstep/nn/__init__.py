@@ -1,11 +1,10 @@
-"""Modules whose replicas stay in step."""
+"""Modules whose replicas stay in step, and the means that they are trained on."""
 
-from lockstep.nn.backward import finish_failed
+from lockstep.nn.average import average_gradients
 from lockstep.nn.distributed import DistributedDataParallel
-from lockstep.nn.engine import with_sparse_gradients
 from lockstep.nn.mean import mean
-from lockstep.nn.micro_batches import accumulate
-from lockstep.nn.parallelize import join, no_sync, parallelize, sync_buffers
+from lockstep.nn.parallel_state import accumulate, no_sync
+from lockstep.nn.parallelize import join, parallelize, sync_buffers
 from lockstep.nn.replicas import (
     DataParallel,
     data_parallel,
@@ -16,16 +15,14 @@ from lockstep.nn.replicas import (
     scatter_kwargs,
 )
 from lockstep.nn.sync_batch_norm import SyncBatchNorm
-from lockstep.nn.verify import check_same_model
 
 __all__ = [
     "DataParallel",
     "DistributedDataParallel",
     "SyncBatchNorm",
     "accumulate",
-    "check_same_model",
+    "average_gradients",
     "data_parallel",
-    "finish_failed",
     "gather",
     "join",
     "mean",
@@ -36,5 +33,4 @@ __all__ = [
     "scatter",
     "scatter_kwargs",
     "sync_buffers",
-    "with_sparse_gradients",
 ]

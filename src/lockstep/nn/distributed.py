@@ -32,13 +32,13 @@ from lockstep.nn.mixed_precision import (
     check_precision,
     reducing_in,
 )
+from lockstep.nn.parallel_state import state_of
 from lockstep.nn.parallelize import (
     DEFAULT_BUCKET_CAP_MB,
     attach,
     check_bucket_cap,
     join,
     release,
-    state_of,
 )
 from lockstep.nn.wrapper import Wrapper
 from lockstep.torch_private import _as_overlapped_optim, tree_map_only

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import refusal
-from lockstep.comm import mean_divisor, sum_in_step, this_thread, uncompiled
+from lockstep.comm import mean_divisor, sum_in_step, uncompiled
 from lockstep.errors import ModelError
-from lockstep.nn.backward import refresh_stale, take_part_at_the_end
-from lockstep.nn.micro_batches import count_micro_batch, has_begun_batch
+from lockstep.nn.backward import backward_sync_of
+from lockstep.nn.parallel_state import begun_batch, count_micro_batch
 from lockstep.nn.reached import is_backward_of_replicas, is_reached
 from lockstep.nn.replicas.group import (
     in_caller,
@@ -82,59 +82,55 @@ def mean(
         )
     counts = _counts(values, weight)
     total = (values.detach().double() * counts).sum()
-    # Whether this is one of several micro-batches under accumulate(). A rank that had no samples
-    # in the previous ones learns it from the others.
-    has_begun, rank = in_caller(_batch_and_thread)
-    goes_on = torch.full_like(total, has_begun)
-    facts = torch.stack([total, counts.sum(), goes_on])
-    replica = this_replica()
+    # A rank that had no samples in earlier micro-batches learns of them from the others.
+    rank, has_begun = in_caller(begun_batch)
+    facts = torch.stack([total, counts.sum(), torch.full_like(total, has_begun)])
+    replica, group = this_replica(), None
     # In a replica's backward, a checkpoint recomputes the forward to restore saved tensors. A mean
     # saves none, so its value there doesn't matter.
     is_recomputed = replica is None and (is_backward_of_replicas() or is_replica_process())
-    # A rank without samples runs its backward from this tensor. It also tells backward() from
-    # autograd.grad(), which computes no gradient for it.
-    needs_gradient = values.requires_grad or not values.numel()
-    anchor = torch.zeros((), device=values.device, requires_grad=needs_gradient)
-    if is_recomputed:
-        group, num_means = None, torch.ones_like(total)
-    elif replica is None:
-        group = group_or_all(process_group)
-        if group is not None and group.size() == 1:
-            group = None
-        facts = _sum_over_ranks(facts, group)
-        num_means = facts[3]
-    else:  # the sum over this rank's replicas, and then over the ranks
-        group = None  # a replica without samples need not take part: other replicas reach the model
+    if replica is not None:
+        # Over this rank's replicas, then over the ranks. A replica without samples need not take
+        # part in the backward, as other replicas reach the model: so it needs no group.
         over_ranks = partial(_sum_over_ranks, process_group=process_group)
         facts = replica.add_up(facts, over_ranks)
-        num_means = facts[3] * num_replicas()
+        facts = torch.cat([facts[:3], facts[3:] * num_replicas()])
+    elif is_recomputed:
+        facts = torch.cat([facts, torch.ones_like(facts[:1])])
+    else:
+        group = _group_of_several(process_group)
+        facts = _sum_over_ranks(facts, process_group)
     if facts.device.type == "cpu" and not facts[1].isfinite():
         raise ValueError(
             f"The weights of all ranks add up to {facts[1].item()}, and those of this one to "
             f"{counts.sum().item()}. mean() takes finite weights: give 0 where nothing is to count."
         )
-    result: torch.Tensor = _Mean.apply(
-        values, anchor, counts, facts[:3], num_means, group, rank, is_recomputed
-    )  # type: ignore[no-untyped-call]
+    # A rank without samples runs its backward from this tensor. It also tells backward() from
+    # autograd.grad(), which computes no gradient for it.
+    needs_gradient = values.requires_grad or not values.numel()
+    anchor = torch.zeros((), device=values.device, requires_grad=needs_gradient)
+    result: torch.Tensor = _Mean.apply(  # type: ignore[no-untyped-call]
+        values, anchor, counts, facts, group, rank, is_recomputed
+    )
     if replica is not None:
         mark_as_one(result)
     return result
 
 
+def _group_of_several(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    group = group_or_all(process_group)
+    return group if group is not None and group.size() > 1 else None
+
+
 def _sum_over_ranks(own: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
     """The sum of ``own``, of one dimension, over the ranks, and then how many ranks count."""
-    group = group_or_all(process_group)
+    group = _group_of_several(process_group)
     num_ranks = 1
-    if group is not None and group.size() > 1:
-        refresh_stale(group)
+    if group is not None:
+        backward_sync_of(group).refresh_stale()
         sum_in_step(group, own)
         num_ranks = mean_divisor(group)
     return torch.cat([own, own.new_full((1,), num_ranks)])
-
-
-def _batch_and_thread() -> tuple[bool, int]:
-    """Whether accumulate() has begun a batch here, and which thread this is."""
-    return has_begun_batch(), this_thread()
 
 
 def _counts(values: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
@@ -169,16 +165,15 @@ class _Mean(torch.autograd.Function):
         anchor: torch.Tensor,
         counts: torch.Tensor,
         facts: torch.Tensor,
-        num_means: torch.Tensor,
         group: dist.ProcessGroup | None,
         rank: int,
         is_recomputed: bool,
     ) -> torch.Tensor:
-        total, count, goes_on = facts
         # Not by save_for_backward(): a checkpoint would replace them by those of its recomputation.
-        ctx.facts, ctx.is_recomputed = (counts, count, goes_on), is_recomputed
-        ctx.num_means, ctx.group, ctx.dtype, ctx.rank = num_means, group, values.dtype, rank
-        ctx.anchor = anchor
+        ctx.anchor, ctx.counts, ctx.facts = anchor, counts, facts
+        ctx.group, ctx.rank, ctx.is_recomputed = group, rank, is_recomputed
+        ctx.dtype = values.dtype
+        total, count, *_ = facts
         value: torch.Tensor = total / count
         return value.to(values.dtype)
 
@@ -190,13 +185,13 @@ class _Mean(torch.autograd.Function):
                 "mean over one replica. Use checkpoint(..., use_reentrant=False), or take the mean "
                 "outside of it."
             )
-        counts, count, goes_on = ctx.facts
+        _, count, goes_on, num_means = ctx.facts
         has_samples = ctx.needs_input_grad[0]
         is_backward = is_backward_of_replicas() or is_reached(ctx.anchor)
         if ctx.group is not None and is_backward and not has_samples:
-            take_part_at_the_end(ctx.group)
+            backward_sync_of(ctx.group).take_part_at_the_end()
         divisor = in_caller(count_micro_batch, count, goes_on, ctx.rank, has_samples, is_backward)
         divisor = divisor.to(count.device)  # another replica may have made it, on its own device
         # The reduction of the gradients divides by the number of means; so this multiplies by it.
-        slope = gradient.double() * ctx.num_means / torch.where(divisor != 0, divisor, 1)
-        return (slope * counts).to(ctx.dtype), *[None] * 7
+        slope = gradient.double() * num_means / torch.where(divisor != 0, divisor, 1)
+        return (slope * ctx.counts).to(ctx.dtype), *[None] * 6

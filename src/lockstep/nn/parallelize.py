@@ -1,17 +1,13 @@
 """``parallelize(model)``: the same object, kept in step with its replicas on other ranks.
 
-It verifies the model on all ranks, gives them rank 0's values, and makes an engine. Which modules
-are parallel, and through which engines, is registered here.
+It verifies the model on all ranks, gives them rank 0's values, and makes an engine.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
-import threading
-import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Never, TypeVar
 
@@ -19,17 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.arguments import check_flag, check_module
 from lockstep.comm import broadcast_tensors
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
 from lockstep.nn.backward import backward_sync_of, finish_failed
-from lockstep.nn.batch import Batch
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.global_hooks import unwatch, watch
 from lockstep.nn.join import UnevenLoop
+from lockstep.nn.parallel_state import (
+    ParallelState,
+    all_states,
+    find_state,
+    find_state_around,
+    set_state,
+    state_of,
+)
 from lockstep.nn.verify import check_same_model
 from lockstep.nn.wrapper import Wrapper
 from lockstep.world import group_or_all
@@ -125,21 +127,6 @@ def _others_are_refused(names: Collection[str]) -> str:
     )
 
 
-def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Let backwards add up gradients on each rank; the first one after the context reduces them.
-
-    What counts is where ``backward()`` runs, not where ``forward()`` did.
-
-    Args:
-        module: A module that was given to :func:`parallelize`, a wrapper, or the module in one.
-            Parallel parts of it accumulate too.
-
-    Raises:
-        ModelError: If ``module`` isn't parallel.
-    """
-    return state_of(module).no_sync()
-
-
 def join(
     *modules: nn.Module,
     divide_by_initial_world_size: bool = True,
@@ -200,74 +187,6 @@ def sync_buffers(module: nn.Module) -> None:
         engine.buffers.start(late=True)()
 
 
-class ParallelState:
-    """Marks a module as parallel, and lists its engines.
-
-    Attributes:
-        engines: Its own, if it has parameters of its own, and those of parallel modules in it;
-            none on a rank that is alone.
-        wrapped: The module in it, if it is the state of a wrapper.
-        parameters: The trained parameters that are its own: no other model may have them.
-        batch: The micro-batches of a step under accumulate(), if there have been any.
-    """
-
-    def __init__(self, wrapped: nn.Module | None, engines: Sequence[Engine]) -> None:
-        self.engines = list(engines)
-        self.wrapped = weakref.ref(wrapped) if wrapped is not None else lambda: None
-        self.parameters = WeakIdKeyDictionary()
-        self.batch: Batch | None = None
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backwards in this context add up gradients on each rank, without reducing them."""
-        before = {engine: engine.is_syncing for engine in self.engines}
-        for engine in before:
-            engine.is_syncing = False
-        try:
-            yield
-        finally:
-            for engine, was_syncing in before.items():
-                engine.is_syncing = was_syncing
-
-
-# Ranks may be threads, and a dictionary that another thread changes can't be iterated over.
-_lock = threading.Lock()
-# By the module that was given to parallelize(), or the wrapper. These are left as they were, to
-# pickle and copy as before. Weakly: a wrapper that is gone leaves its model free.
-_states: weakref.WeakKeyDictionary[nn.Module, ParallelState] = weakref.WeakKeyDictionary()
-
-
-def state_of(module: nn.Module) -> ParallelState:
-    """Return the state of a parallel module.
-
-    Args:
-        module: As given to parallelize(), a wrapper, or the module in one.
-
-    Raises:
-        TypeError: If it is no module.
-        ModelError: If the module isn't parallel.
-    """
-    check_module(module)
-    state = _states.get(module) or _state_around(module)
-    if state is None:
-        raise ModelError(
-            f"This {type(module).__name__} isn't parallel. Call parallelize() on it first, or "
-            "pass the module that was given to parallelize()."
-        )
-    return state
-
-
-def all_states() -> list[ParallelState]:
-    """Return the states of all parallel modules, each once."""
-    with _lock:
-        return list(dict.fromkeys(_states.values()))
-
-
-def _state_around(module: nn.Module) -> ParallelState | None:
-    """Return the state of the wrapper that ``module`` is in, if it is in one."""
-    return next((state for state in all_states() if state.wrapped() is module), None)
-
-
 def attach(
     owner: nn.Module,
     module: nn.Module,
@@ -294,37 +213,31 @@ def attach(
         ModelError: If the module can't be made parallel, on this rank or on another.
     """
     group = group if group is not None and group.size() > 1 else None
-    inner = [part for part in module.modules() if part in _states]
-    inner_states = [_states[part] for part in inner]
-    previous = _state_around(module) if owner is not module else None
-    refusal = _refusal(owner, module, [previous, *inner_states], options)
-    refusal = refusal or _refusal_of_threads(group)
-    init_sync = group is not None and options.init_sync and not is_copy
-    left_alone = options.left_alone(module)
+    inner = {part: state for part in module.modules() if (state := find_state(part)) is not None}
+    previous = find_state_around(module) if owner is not module else None
+    refusal = _refusal(owner, module, group, options, [previous, *inner.values()])
     if group is not None:
         finish_failed(group)
     for engine in previous.engines if previous is not None else ():
         engine.backward_sync.finish_failed()
-    if group is not None and init_sync:
-        # Also where there is a refusal: the other ranks would wait for this one.
+    if group is not None and options.init_sync and not is_copy:
+        left_alone = options.left_alone(module)
+        # Also with a refusal, which it raises: the other ranks would wait for this one.
         check_same_model(module, group, options._asdict(), refusal, left_alone)
-    if refusal is not None:
+        named = [*module.named_parameters(), *module.named_buffers()]
+        broadcast_tensors(group, [t.detach() for name, t in named if name not in left_alone])
+    elif refusal is not None:
         raise refusal
-    inner_engines = [engine for state in inner_states for engine in state.engines]
     own: list[Engine] = []
     if group is not None:
-        if init_sync:
-            named = [*module.named_parameters(), *module.named_buffers()]
-            broadcast_tensors(group, [t.detach() for name, t in named if name not in left_alone])
         sync = backward_sync_of(group)
         engine = Engine(module, group, options, inner, backward_sync=sync, is_copy=is_copy)
         if engine.parameters:
             own.append(engine)
             watch(engine)
-    state = ParallelState(module if owner is not module else None, [*inner_engines, *own])
-    with _lock:
-        owners = [other for other, its in _states.items() if its is previous]
-        _states.update(dict.fromkeys([owner, *owners], state))
+    inner_engines = [engine for state in inner.values() for engine in state.engines]
+    state = ParallelState(module, [*inner_engines, *own], is_wrapped=owner is not module)
+    set_state(owner, state, previous)
     if previous is not None:
         _replace([engine for engine in previous.engines if engine not in inner_engines], own)
     others = [other.parameters for other in all_states()]
@@ -360,32 +273,19 @@ def check_bucket_cap(bucket_cap_mb: float, name: str = "bucket_cap_mb") -> None:
         raise ValueError(f"{name} is {bucket_cap_mb!r}, but must be a number of MiB, more than 0.")
 
 
-def _refusal_of_threads(group: dist.ProcessGroup | None) -> ModelError | None:
-    """Return why ranks that are threads can't train, if they can't: torch would crash."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if group is None or dynamo is None or not dynamo.config.compiled_autograd:
-        return None
-    if group.name() != "threads":
-        return None
-    return ModelError(
-        "torch._dynamo.config.compiled_autograd is on. It runs one backward at a time in a "
-        "process, and here each rank is a thread, whose backward waits for those of the others. "
-        "Let ranks be processes, or leave it off."
-    )
-
-
 def _refusal(
     owner: nn.Module,
     module: nn.Module,
-    known: Collection[ParallelState | None],
+    group: dist.ProcessGroup | None,
     options: Options,
+    known: Collection[ParallelState | None],
 ) -> ModelError | None:
     """Return why ``module`` can't be made parallel, if it can't.
 
     Parameters of ``known`` states may be in it.
     """
     kind = type(module).__name__
-    if owner in _states:
+    if find_state(owner) is not None:
         return AlreadyParallel(
             f"This {kind} is parallel already. Go on with it as it is: parallelize() is called "
             "once for each model, and changes it in place."
@@ -424,5 +324,13 @@ def _refusal(
         return NothingToTrain(
             f"{kind} has no parameter that requires a gradient, so there is nothing to keep in "
             "step. Use it as it is, or unfreeze a part of it first."
+        )
+    dynamo = sys.modules.get("torch._dynamo")
+    compiles = dynamo is not None and dynamo.config.compiled_autograd
+    if compiles and group is not None and group.name() == "threads":  # torch would crash
+        return ModelError(
+            "torch._dynamo.config.compiled_autograd is on. It runs one backward at a time in a "
+            "process, and here each rank is a thread, whose backward waits for those of the "
+            "others. Let ranks be processes, or leave it off."
         )
     return None

@@ -23,7 +23,7 @@ from lockstep.arguments import (
     check_type,
 )
 from lockstep.comm import gather_in_step, sum_in_step, uncompiled
-from lockstep.nn.backward import begin_if_others_must_know, finish_failed
+from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.torch_private import _BatchNorm
 
 
@@ -153,27 +153,17 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: D102 - as BatchNorm's
-        group = self._group()
-        if group is None or not self.training:
-            return super().forward(input)
-        self._check_input_dim(input)
-        mean, variance, momentum = self.running_mean, self.running_var, 0.0
-        if not self.track_running_stats:
-            mean = variance = None
-        elif self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            momentum = self.momentum or 0.0
-            if self.momentum is None:
-                momentum = 1 / self.num_batches_tracked.item()
-        return _batch_norm(
-            group, input, mean, variance, self.weight, self.bias, True, momentum, self.eps
-        )
+        output: torch.Tensor = self._forward_of(_BatchNorm, input)
+        return output
 
-    def _group(self) -> dist.ProcessGroup | None:
+    def _forward_of(self, kind: type[_BatchNorm], *args: Any, **kwargs: Any) -> Any:
+        """Return what the forward of ``kind`` does; in training, over all ranks."""
         group = self.process_group
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        return group if group is not None and group.size() > 1 else None
+        if not self.training or group is None or group.size() == 1:
+            return kind.forward(self, *args, **kwargs)
+        return _forward_over(group, kind, self, args, kwargs)
 
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
@@ -184,18 +174,7 @@ def _synchronised(cls: type[SyncBatchNorm], kind: type[_BatchNorm]) -> type[Sync
     """Return a class that does what ``kind`` does, but normalises over all ranks."""
 
     def forward(self: SyncBatchNorm, *args: Any, **kwargs: Any) -> Any:
-        group = self._group()
-        if group is None or not self.training:
-            return kind.forward(self, *args, **kwargs)
-        with _OverAllRanks(group) as found:
-            output = kind.forward(self, *args, **kwargs)
-        if not found.num_calls:
-            raise TypeError(
-                f"The forward of {kind.__name__}, a class derived from BatchNorm, doesn't call "
-                "batch_norm(), so it can't be synchronised. Derive it from "
-                "lockstep.SyncBatchNorm instead of converting it."
-            )
-        return output
+        return self._forward_of(kind, *args, **kwargs)
 
     def reduce(self: SyncBatchNorm) -> tuple[Any, ...]:
         return _made_of, (cls, kind), self.__dict__
@@ -227,6 +206,20 @@ class _OverAllRanks(TorchFunctionMode):
 
 
 @uncompiled
+def _forward_over(
+    group: dist.ProcessGroup, kind: type[_BatchNorm], norm: _BatchNorm, args: Any, kwargs: Any
+) -> Any:
+    with _OverAllRanks(group) as mode:
+        output = kind.forward(norm, *args, **kwargs)
+    if not mode.num_calls:
+        raise TypeError(
+            f"The forward of {kind.__name__}, a class derived from BatchNorm, doesn't call "
+            "batch_norm(), so it can't be synchronised. Derive it from lockstep.SyncBatchNorm "
+            "instead of converting it."
+        )
+    return output
+
+
 def _batch_norm(
     group: dist.ProcessGroup,
     input: torch.Tensor,
@@ -295,7 +288,7 @@ class _Normalize(torch.autograd.Function):
             d_input, d_weight, d_bias = map(torch.zeros_like, (input, mean, mean))
         if ctx.needs_input_grad[0]:
             # How the loss, of all ranks, depends on the input through the statistics.
-            begin_if_others_must_know(ctx.group)
+            backward_sync_of(ctx.group).begin_before_collective()
             sums = torch.stack([d_bias, d_weight]).double()
             sum_in_step(ctx.group, sums)
             to_bias, to_weight = sums / count

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lockstep.comm import uncompiled
-from lockstep.nn.micro_batches import remember_reached
+from lockstep.nn.parallel_state import remember_reached
 from lockstep.nn.reached import as_backward_of_replicas
 from lockstep.nn.replicas.devices import on_device
 from lockstep.nn.replicas.gradients import Gradients, add_up

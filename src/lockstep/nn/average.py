@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -11,14 +10,10 @@ from torch import nn
 
 from lockstep.arguments import as_finite_number, check_module
 from lockstep.comm import start_all_reduce, uncompiled
-from lockstep.grad import (
-    MIB,
-    Bucket,
-    assign_buckets,
-    gradient_dtype,
-    reduce_sparse,
-)
-from lockstep.nn import check_same_model, finish_failed, with_sparse_gradients
+from lockstep.grad import MIB, Bucket, assign_buckets, gradient_dtype, reduce_sparse
+from lockstep.nn.backward import finish_failed
+from lockstep.nn.engine import with_sparse_gradients
+from lockstep.nn.verify import check_same_model
 from lockstep.world import group_or_all
 
 _CAP_BYTES = 25 * MIB
@@ -58,7 +53,7 @@ def average_gradients(
     """
     check_module(module)
     wanted = "a finite number of samples, 0 or more"
-    share = 1.0 if weight is None else as_finite_number("weight", weight, wanted, at_least=0)
+    own = 1.0 if weight is None else as_finite_number("weight", weight, wanted, at_least=0)
     group = group_or_all(process_group)
     if group is None or group.size() == 1:
         return
@@ -67,47 +62,38 @@ def average_gradients(
         check_same_model(module, group)
         _compared[module] = group
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    parameters = [parameter for _, parameter in named]
     if not named:
         return
-    if share == 0:
+    if own == 0:
         # Not zero times the gradient, which is NaN where the gradient is infinite or NaN.
         module.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        _average(named, with_sparse_gradients(module), share, group)
-
-
-def _average(
-    named: list[tuple[str, nn.Parameter]],
-    sparse: Collection[int],
-    share: float,
-    group: dist.ProcessGroup,
-) -> None:
-    parameters = [parameter for _, parameter in named]
     used = [float(parameter.grad is not None) for parameter in parameters]
-    facts = torch.tensor([share, *used], dtype=torch.float64, device=parameters[0].device)
+    facts = torch.tensor([own, *used], dtype=torch.float64, device=parameters[0].device)
     start_all_reduce(group, facts).wait()
-    total, *used_by = facts.tolist()
+    total, *is_used = facts.tolist()
     if total == 0:
         raise ValueError("Every rank gave a weight of 0, so there is nothing to average.")
+    sparse = with_sparse_gradients(module)
     groups = assign_buckets(
         [p.numel() * gradient_dtype(p).itemsize for p in parameters],
         [(gradient_dtype(p), p.device) for p in parameters],
         [i for i, p in enumerate(parameters) if id(p) not in sparse],
         cap_bytes=_CAP_BYTES,
     )
-    buckets = []
-    for indices in groups:
-        own = [named[index] for index in indices]
-        accumulated = memoryview(bytearray(b"\1" * len(own)))
-        buckets.append(Bucket([name for name, _ in own], [p for _, p in own], accumulated))
-    for bucket in buckets:
-        bucket.fill(share / total)
-        bucket.launch(group)
-    for bucket, indices in zip(buckets, groups, strict=True):
-        bucket.wait(group)
-        for position, index in enumerate(indices):
-            if used_by[index]:
-                bucket.use_as_grad(position)
-    for parameter, was_used in zip(parameters, used_by, strict=True):
-        if was_used and id(parameter) in sparse:
-            parameter.grad = reduce_sparse(parameter, group, share / total)
+    with torch.no_grad():
+        buckets = []
+        for indices in groups:
+            accumulated = memoryview(bytearray(b"\1" * len(indices)))
+            buckets.append(Bucket([named[i] for i in indices], accumulated))
+        for bucket in buckets:
+            bucket.fill(own / total)
+            bucket.launch(group)
+        for bucket, indices in zip(buckets, groups, strict=True):
+            bucket.wait(group)
+            for position, index in enumerate(indices):
+                if is_used[index]:
+                    bucket.use_as_grad(position)
+        for parameter, was_used in zip(parameters, is_used, strict=True):
+            if was_used and id(parameter) in sparse:
+                parameter.grad = reduce_sparse(parameter, group, own / total)

@@ -87,6 +87,15 @@ def test_mean_without_ranks_is_torchs() -> None:
     assert_gradients(model, oracle)
 
 
+def mean_in_groups_of_one(world: lockstep.World) -> float:
+    alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    return lockstep.mean(torch.full((2,), float(world.rank)), process_group=alone).item()
+
+
+def test_mean_over_a_group_of_one_rank_is_that_ranks() -> None:
+    assert lockstep.launch(mean_in_groups_of_one, 2, ranks="threads") == [0, 1]
+
+
 def test_a_rank_without_samples_needs_no_model() -> None:
     x, y, _ = samples()
     oracle = classifier()
