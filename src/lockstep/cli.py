@@ -240,11 +240,8 @@ def _run(options: argparse.Namespace) -> NoReturn:
     num_hosts = launcher.whole_number(
         options.nnodes, "The number of hosts", "Leave --nnodes out to run on one."
     )
-    program: launcher.Module | launcher.Script
-    if options.module:
-        program = launcher.check_module(launcher.Module(name, tuple(argv)))
-    else:
-        program = launcher.check_script(launcher.Script(name, tuple(argv)))
+    program = (launcher.Module if options.module else launcher.Script)(name, tuple(argv))
+    launcher.check_program(program)
     stdin_rank = launcher.check_stdin(options.stdin, num_ranks, num_hosts)
     hosts = (options.node_rank, options.rdzv_endpoint, options.rdzv_id, options.rdzv_timeout)
     job = launcher.Job(

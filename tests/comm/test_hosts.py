@@ -139,7 +139,7 @@ def test_a_lost_store_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch
         def gone(*_: object) -> bool:
             raise dist.DistNetworkError("the store is gone")
 
-        for network in filter(None, (group._transport.everyone, group._transport.leaders)):
+        for network in filter(None, (group.transport.everyone, group.transport.leaders)):
             network._store = types.SimpleNamespace(check=gone, set=gone)
         began = time.monotonic()
         with pytest.raises(PeerLost) as caught:

@@ -209,7 +209,7 @@ def _passes(shared: torch.Tensor, shm: SharedMemoryGroup) -> Callable[[], None]:
     Each rank reads its share of the elements from every rank's buffer, and writes the sum to every
     rank's buffer: the least that an all-reduce needs in which each element is summed once.
     """
-    transport = shm._transport
+    transport = shm.transport
     address = transport.find(shared)
     assert address is not None
     addresses = transport.exchange(Signature("bound"), address, _TIMEOUT_SECONDS)
@@ -266,7 +266,7 @@ def _measure_small_call(ranks: Ranks, shm: SharedMemoryGroup, rounds: int) -> Sm
 def _parts_of_all_reduce(
     tensor: torch.Tensor, shm: SharedMemoryGroup
 ) -> dict[str, Callable[[], object]]:
-    transport, options = shm._transport, dist.AllreduceOptions()
+    transport, options = shm.transport, dist.AllreduceOptions()
     options.asyncOp = False
     reduction = reduction_for(dist.ReduceOp.SUM, tensor.dtype)
     signature = Signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)

@@ -40,7 +40,7 @@ class BaseGroup(dist.ProcessGroup):
         self, transport: Ranks, backend: str, timeout: timedelta, store: dist.Store | None = None
     ) -> None:
         super().__init__(transport.rank, transport.size)  # type: ignore[call-arg]
-        self._transport = transport
+        self.transport = transport
         self._rank, self._size = transport.rank, transport.size
         self._backend = backend
         self._store = store
@@ -153,11 +153,11 @@ class BaseGroup(dist.ProcessGroup):
 
     def check_open(self) -> None:
         """Raise CollectiveFailed with the error that broke this group, if one did."""
-        self._transport.check_open()
+        self.transport.check_open()
 
     def abort(self) -> None:
         """Make every wait of this group end with an error, on all ranks."""
-        self._transport.abort()
+        self.transport.abort()
         self.shutdown()
 
     def shutdown(self) -> None:
@@ -184,7 +184,7 @@ def _renew_in_child() -> None:
     # is never released, and calls there are to fail, not to wait.
     for group in list(_groups):
         group._queue = WorkQueue(group._queue.timeout)
-        group._transport.after_fork()
+        group.transport.after_fork()
 
 
 os.register_at_fork(after_in_child=_renew_in_child)

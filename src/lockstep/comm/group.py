@@ -61,10 +61,10 @@ class SharedMemoryGroup(BaseGroup):
         store: The store through which the ranks have met, for tensors on other devices.
     """
 
-    _transport: Transport
+    transport: Transport
 
     def _collectives(self, signature: Signature, timeout: float) -> Collectives:
-        return Collectives(self._transport, signature, timeout)
+        return Collectives(self.transport, signature, timeout)
 
     def empty(
         self, *size: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
@@ -90,7 +90,7 @@ class SharedMemoryGroup(BaseGroup):
         if size and isinstance(size[-1], torch.dtype):
             *size, dtype = size
         form = torch.empty(*size, dtype=dtype, device="meta")
-        memory = self._transport.empty(form.nbytes)
+        memory = self.transport.empty(form.nbytes)
         return memory[: form.nbytes].view(form.dtype).view(form.shape)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -390,8 +390,8 @@ class SharedMemoryGroup(BaseGroup):
         """Send a tensor; it is copied at once and may be written to again."""
         (tensor,) = listed(tensors)
         check_rank(self._size, dst, "send to")
-        self._transport.check_open()
-        return self._transport.mailbox.start_send(tensor, dst, tag, self._queue.timeout)
+        self.transport.check_open()
+        return self.transport.mailbox.start_send(tensor, dst, tag, self._queue.timeout)
 
     @of_any_device
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> dist.Work:
@@ -399,8 +399,8 @@ class SharedMemoryGroup(BaseGroup):
         (tensor,) = listed(tensors)
         if src is not None:
             check_rank(self._size, src, "receive from")
-        self._transport.check_open()
-        return self._transport.mailbox.start_receive(tensor, src, tag, self._queue.timeout)
+        self.transport.check_open()
+        return self.transport.mailbox.start_receive(tensor, src, tag, self._queue.timeout)
 
     @of_any_device
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:

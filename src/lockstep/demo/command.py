@@ -45,10 +45,10 @@ def demo(nprocs: str, epochs: str, seed: int, data: str) -> bool:
         digits = load(data)
     except ValueError as error:
         raise BadLaunch(str(error)) from error
+    processes = "one process" if num_ranks == 1 else f"{num_ranks} processes"
     console.print(
         f"Training a ConvNet on {digits.name}: {len(digits.train_labels):,} images to train on, "
-        f"{len(digits.test_labels):,} to test with, {GLOBAL_BATCH_SIZE} a step over "
-        f"{_processes(num_ranks)}.",
+        f"{len(digits.test_labels):,} to test with, {GLOBAL_BATCH_SIZE} a step over {processes}.",
         highlight=False,
     )
     trained = launch(train, num_ranks, (digits, num_epochs, seed), output="plain")[0]
@@ -58,7 +58,7 @@ def demo(nprocs: str, epochs: str, seed: int, data: str) -> bool:
     num_batches = len(global_batches(digits, num_ranks, seed))
     is_same = difference < TOLERANCE
     console.print(
-        f"\nOne more epoch from there, dropout off, in float64, on {_processes(num_ranks)} and "
+        f"\nOne more epoch from there, dropout off, in float64, on {processes} and "
         f"in one, the same {num_batches} batches: the largest difference in {num_parameters:,} "
         f"parameters is [bold]{difference:.1e}[/bold]. "
         + (
@@ -69,7 +69,3 @@ def demo(nprocs: str, epochs: str, seed: int, data: str) -> bool:
         highlight=False,
     )
     return is_same
-
-
-def _processes(count: int) -> str:
-    return "one process" if count == 1 else f"{count} processes"

@@ -30,21 +30,13 @@ _SUFFIXES = (".jpeg", ".jpg", ".png")
 
 
 class Digits(NamedTuple):
-    """Images of digits.
-
-    Attributes:
-        train_images: ``[N, 1, 28, 28]``, float32, normalised.
-        train_labels: ``[N]``, int64, from 0 to 9.
-        test_images: As ``train_images``.
-        test_labels: As ``train_labels``.
-        name: What they are, in words.
-    """
+    """Images of digits: ``[N, 1, 28, 28]``, float32, normalised; labels: ``[N]``, int64, 0 to 9."""
 
     train_images: Tensor
     train_labels: Tensor
     test_images: Tensor
     test_labels: Tensor
-    name: str
+    name: str  # of the data, in messages
 
 
 def load(data: str = "digits", *, root: Path | None = None) -> Digits:
@@ -88,14 +80,10 @@ def _load_mnist(root: Path) -> Digits:
     root.mkdir(parents=True, exist_ok=True)
     # All ranks of a host load at once, and would spoil each other's files.
     with filelock.FileLock(root / "mnist.lock", timeout=_DOWNLOAD_TIMEOUT_SECONDS):
-        train, test = (
-            torchvision_datasets.MNIST(str(root), train=is_train, download=True)
-            for is_train in (True, False)
-        )
-    train_images, test_images = (
-        (_as_images(part.data) - _MNIST_MEAN) / _MNIST_STD for part in (train, test)
-    )
-    return Digits(train_images, train.targets, test_images, test.targets, "MNIST")
+        train = torchvision_datasets.MNIST(str(root), train=True, download=True)
+        test = torchvision_datasets.MNIST(str(root), train=False, download=True)
+    images = [(_as_images(part.data) - _MNIST_MEAN) / _MNIST_STD for part in (train, test)]
+    return Digits(images[0], train.targets, images[1], test.targets, "MNIST")
 
 
 def _load_folder(folder: Path) -> Digits:
@@ -104,17 +92,14 @@ def _load_folder(folder: Path) -> Digits:
             f"Data {str(folder)!r} is neither 'digits' nor 'mnist', and there is no such folder."
         )
     image_module = _require("PIL.Image", "Pillow", extra="demo")
-    files = [
-        (path, label)
-        for label, class_folder in enumerate(_class_folders(folder))
-        for path in _image_files(class_folder)
-    ]
-    if len(files) < 2:
+    files = [_image_files(class_folder) for class_folder in _class_folders(folder)]
+    labels = torch.tensor([label for label, paths in enumerate(files) for _ in paths])
+    if len(labels) < 2:
         raise ValueError(
             f"There is one image in {folder}. At least two are needed: to train on, and to test."
         )
-    images = _as_images(torch.stack([_read_image(path, image_module) for path, _ in files]))
-    labels = torch.tensor([label for _, label in files])
+    pixels = [_read_image(path, image_module) for paths in files for path in paths]
+    images = _as_images(torch.stack(pixels))
     return _split(images, labels, max(1, len(labels) // 6), f"images in {folder}")
 
 
@@ -177,21 +162,12 @@ def _split(images: Tensor, labels: Tensor, num_test: int, name: str) -> Digits:
     # Images all of one grey have a standard deviation of 0.
     std, mean = torch.std_mean(images[train.indices], correction=0)
     images = (images - mean.item()) / (std.item() or 1.0)
-    return Digits(
-        images[train.indices],
-        labels[train.indices],
-        images[test.indices],
-        labels[test.indices],
-        name,
-    )
+    parts = [(images[part.indices], labels[part.indices]) for part in (train, test)]
+    return Digits(*parts[0], *parts[1], name)
 
 
 def _require(module: str, package: str, *, extra: str) -> ModuleType:
-    """Import a module of ``package``, which the extra of torch-lockstep installs.
-
-    Raises:
-        MissingExtra: If it can't be imported.
-    """
+    """Import ``module``, of a package in an extra of torch-lockstep; may raise MissingExtra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,9 +31,7 @@ class ConvNet(nn.Module):
             units. Each rank draws for itself, so several ranks compute what one process computes
             on the whole batch only if this is 0.
 
-    Source:
-        ``Net`` of PyTorch's MNIST example and of the tutorial "Writing Distributed Applications
-        with PyTorch"; the parameters have the same names and shapes.
+    Source: ``Net`` of PyTorch's MNIST example, with the same names and shapes of parameters.
     """
 
     def __init__(self, dropout: float = 0.5) -> None:
@@ -74,9 +73,8 @@ def train(world: World, digits: Digits, epochs: int, seed: int) -> Trained:
         optimizer = _optimizer(model)
         for epoch in range(epochs):
             batches = global_batches(digits, world.world_size, seed + epoch)
-            loss = train_epoch(
-                model, optimizer, digits, world, batches, lambda: progress.advance(bar)
-            )
+            advance = partial(progress.advance, bar)
+            loss = train_epoch(model, optimizer, digits, world, batches, advance)
             right = accuracy(model, digits, world)
             console.print(f"epoch {epoch + 1:2}  loss {loss:.4f}  accuracy {right:6.2%}")
     start = _copy_of(model)
@@ -154,12 +152,8 @@ def _copy_of(model: nn.Module) -> State:
 
 
 def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    is_quiet = console.quiet
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=console.quiet,
-        transient=True,
+        *columns, TimeRemainingColumn(), console=console, disable=is_quiet, transient=True
     )

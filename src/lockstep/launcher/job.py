@@ -144,11 +144,7 @@ def check_num_threads(value: object, num_ranks: int) -> int:
 
 
 def check_stdin(value: str | None, num_ranks: int, num_hosts: int) -> int | None:
-    """The rank that reads the standard input, from the value of ``--stdin``.
-
-    Raises:
-        BadLaunch: If there is no such rank, or there are several hosts.
-    """
+    """The rank that reads the standard input, from ``--stdin``; may raise BadLaunch."""
     if value is None:
         return 0 if num_hosts == 1 and os.isatty(0) else None
     if value == "none":
@@ -162,11 +158,7 @@ def check_stdin(value: str | None, num_ranks: int, num_hosts: int) -> int | None
 def check_meeting(
     num_hosts: int, host: str | None, endpoint: str | None, run_id: str, timeout_seconds: str
 ) -> Meeting | None:
-    """Where the hosts meet, from the options of ``lockstep run``; None for a single host.
-
-    Raises:
-        BadLaunch: If the options contradict each other, or the endpoint isn't one.
-    """
+    """Where the hosts meet, from options; None for a single host; may raise BadLaunch."""
     if num_hosts == 1:
         if host is not None or endpoint is not None:
             raise BadLaunch(
@@ -216,20 +208,23 @@ def whole_number(
     return number
 
 
-def check_script(script: Script) -> Script:
-    """``script`` if Python can begin to run it.
+def check_program(program: Script | Module) -> None:
+    """Raise BadLaunch if Python can't begin to run ``program``."""
+    if isinstance(program, Script):
+        _check_script(program)
+    else:
+        _check_module(program)
 
-    Raises:
-        BadLaunch: If it doesn't exist, can't be read, or isn't Python.
-    """
+
+def _check_script(script: Script) -> None:
     path = Path(script.path)
     if path.is_dir():
-        if not (path / "__main__.py").is_file():
-            raise BadLaunch(
-                f"{script.path} is a directory without a __main__.py. Give the script inside it, "
-                "or -m and the name of a module."
-            )
-        return script
+        if (path / "__main__.py").is_file():
+            return
+        raise BadLaunch(
+            f"{script.path} is a directory without a __main__.py. Give the script inside it, or -m "
+            "and the name of a module."
+        )
     try:
         # A pipe or a device may have no end, or be read only once, and each rank reads it.
         if not path.is_file() and path.exists():
@@ -259,31 +254,22 @@ def check_script(script: Script) -> Script:
             f"{script.path} isn't a Python script: {error}. Nothing was started; lockstep runs "
             "Python only, and other programs are started from within a script."
         ) from error
-    return script
 
 
-def check_module(module: Module) -> Module:
-    """``module`` if there is one of its name.
-
-    Only the first part of the name is looked up: to find more, Python has to import it, and
-    threads that a user's package starts at its import must not run when ranks are forked. The
-    ranks look up the rest.
-
-    Raises:
-        BadLaunch: If there is none.
-    """
+def _check_module(module: Module) -> None:
     if module.name.partition(".__main__")[0] == "lockstep":
         raise BadLaunch(
             "The module lockstep is this command itself, and can't be a program that it runs. Name "
             "the module of your program."
         )
+    # The ranks look up the rest of the name, for which Python has to import the package: threads
+    # that this starts must not run when ranks are forked.
     top, *parts = module.name.split(".")
     # The current directory comes first, as for python -m.
     spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) if top else None
     is_package = spec is not None and spec.submodule_search_locations is not None
     if (spec is None and top not in sys.builtin_module_names) or (parts and not is_package):
         raise BadLaunch(no_such_module(module.name))
-    return module
 
 
 def no_such_module(name: str) -> str:

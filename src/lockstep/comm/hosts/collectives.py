@@ -196,10 +196,10 @@ class HostsCollectives(Collectives):
 class HostsGroup(SharedMemoryGroup):
     """The process group behind the backend ``"shm"`` where ranks are on several hosts."""
 
-    _transport: HostsTransport  # type: ignore[assignment]
+    transport: HostsTransport  # type: ignore[assignment]
 
     def _collectives(self, signature: Signature, timeout: float) -> HostsCollectives:
-        return HostsCollectives(self._transport, signature, timeout)
+        return HostsCollectives(self.transport, signature, timeout)
 
     def _submit(self, results: Sequence[Tensor], opts: Options, *runs: Run) -> GroupWork:
         return super()._submit(results, opts, *(partial(self._fail_together, run) for run in runs))
@@ -209,7 +209,7 @@ class HostsGroup(SharedMemoryGroup):
         try:
             run(timeout)
         except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
-            self._transport.break_off(error)
+            self.transport.break_off(error)
             raise
 
 
