@@ -19,13 +19,15 @@ __all__ = ["main"]
 _LOCKSTEP = """\
 usage: lockstep [-h] [--version] COMMAND ...
 
-Synchronous data parallelism for PyTorch: one model, many devices, the same step.
+Synchronous data parallelism for PyTorch: one model, many devices, the same
+step.
 
   run     run a Python script on several ranks, and leave none behind
   demo    train a small network on handwritten digits, over several processes
   bench   measure, on this machine, what training in step costs
 
-`lockstep run train.py` runs a script on all devices; `lockstep run --help` tells more.
+`lockstep run train.py` runs a script on all devices; `lockstep run --help`
+tells more.
 
 options:
   -h, --help  Show this and end.
@@ -37,10 +39,11 @@ usage: lockstep run [OPTIONS] SCRIPT [ARGS ...]
 
 Run a Python script on several ranks, and leave none behind.
 
-Each rank runs the script as `python SCRIPT ARGS` would. lockstep.init() gives it its place
-among the others. Lines of output are labelled with the rank that wrote them. The first rank
-that fails ends the run, and is reported with its traceback. What follows SCRIPT is the
-script's: options of lockstep stand before it.
+Each rank runs the script as `python SCRIPT ARGS` would. lockstep.init() gives
+it its place among the others. Lines of output are labelled with the rank that
+wrote them. The first rank that fails ends the run, and is reported with its
+traceback. What follows SCRIPT is the script's: options of lockstep stand
+before it.
 
 Two ranks on this machine:
   lockstep run -n 2 train.py --epochs 3
@@ -52,47 +55,54 @@ Two machines with eight ranks each; the same on the other one, with --node-rank 
   lockstep run --nnodes 2 --node-rank 0 --rdzv-endpoint first:29500 -n 8 train.py
 
 positional arguments:
-  SCRIPT [ARGS ...]     The script or, with -m, the module to run, and what to pass on to it.
+  SCRIPT [ARGS ...]     The script or, with -m, the module to run, and what to
+                        pass on to it.
 
 options:
   -h, --help            Show this and end.
   -m                    SCRIPT is the name of a module, as in `python -m`.
-  -n N, --nprocs N      How many ranks to start on this host; by default one for each GPU, or 2
-                        where there is none.
+  -n N, --nprocs N      How many ranks to start on this host; by default one
+                        for each GPU, or 2 where there is none.
   --nproc-per-node N    The same, as torchrun calls it.
-  --threads T           How many threads each rank computes with; by default the cores, divided by
-                        the ranks.
+  --threads T           How many threads each rank computes with; by default
+                        the cores, divided by the ranks.
   --log-dir DIR         Keep each rank's output in DIR/rank-R.log as well.
-  --stdin RANK|none     Which rank reads the standard input of this command, for input() and
-                        breakpoint(); by default rank 0 if that is a terminal, and none if not.
-  --full-traceback      Show the frames of lockstep, torch and Python too when a rank fails.
+  --stdin RANK|none     Which rank reads the standard input of this command,
+                        for input() and breakpoint(); by default rank 0 if
+                        that is a terminal, and none if not.
+  --full-traceback      Show the frames of lockstep, torch and Python too when
+                        a rank fails.
   --nnodes N            On how many hosts this command is given; by default 1.
-  --node-rank R         Which of them this is, from 0. Left out, the hosts settle it among
-                        themselves.
+  --node-rank R         Which of them this is, from 0. Left out, the hosts
+                        settle it among themselves.
   --rdzv-endpoint HOST:PORT
-                        Where the hosts meet: a free port of the first of them.
+                        Where the hosts meet: a free port of the first of
+                        them.
   --rdzv-id ID          Tells jobs that meet there apart; by default lockstep.
   --rdzv-timeout SECONDS
                         How long hosts wait to meet; by default 300.
 """
 
 _DEMO = """\
-usage: lockstep demo [-h] [-n N] [--epochs E] [--seed SEED] [--data digits|mnist|FOLDER]
+usage: lockstep demo [-h] [-n N] [--epochs E] [--seed SEED]
+                     [--data digits|mnist|FOLDER]
 
 Train a small network on handwritten digits, over several processes.
 
-Then show that nothing was lost by splitting: one more epoch, on all processes and in one,
-and the largest difference between the two sets of parameters.
+Then show that nothing was lost by splitting: one more epoch, on all processes
+and in one, and the largest difference between the two sets of parameters.
 
 options:
   -h, --help            Show this and end.
   -n N, --nprocs N      How many processes train; by default 2.
-  --epochs E            How often to go through the training images; by default 15.
-  --seed SEED           What all that is random is drawn from; by default 1234.
+  --epochs E            How often to go through the training images; by
+                        default 15.
+  --seed SEED           What all that is random is drawn from; by default
+                        1234.
   --data digits|mnist|FOLDER
-                        scikit-learn's 1,797 digits, which is the default; MNIST, downloaded by
-                        torchvision; or a folder with a sub-folder of PNG or JPEG images for each
-                        class.
+                        scikit-learn's 1,797 digits, which is the default;
+                        MNIST, downloaded by torchvision; or a folder with a
+                        sub-folder of PNG or JPEG images for each class.
 """
 
 _BENCH = """\
@@ -107,27 +117,32 @@ options:
 """
 
 _COLLECTIVES = """\
-usage: lockstep bench collectives [-h] [--ranks N] [--sizes SIZES] [--rounds R] [--operation OP]
+usage: lockstep bench collectives [-h] [--ranks N] [--sizes SIZES]
+                                  [--rounds R] [--operation OP]
                                   [--mpiexec COMMAND] [--json FILE]
 
-Compare collectives in shared memory with Gloo's and, if mpi4py is installed, MPI's.
+Compare collectives in shared memory with Gloo's and, if mpi4py is installed,
+MPI's.
 
-One set of processes, of one thread each, holds a Gloo and a shm group. The contenders take
-turns, round after round, so that whatever else the machine does happens to all of them.
-shm is measured with ordinary tensors and with tensors from `group.empty()`, which are
-reduced in place. MPI has processes of its own, and its turns after the others'.
+One set of processes, of one thread each, holds a Gloo and a shm group. The
+contenders take turns, round after round, so that whatever else the machine
+does happens to all of them. shm is measured with ordinary tensors and with
+tensors from `group.empty()`, which are reduced in place. MPI has processes of
+its own, and its turns after the others'.
 
-What is timed: before each call every rank writes its whole tensor, as a backward pass does
-with gradients; that isn't counted. Above 64 KiB the ranks then meet, and a call takes from
-when the first rank begins until the last one is through; up to there, calls follow each
-other, and what the slowest rank spends in them counts. Shown are the median and the
-quartiles of the rounds. Ratios are formed in each round by itself.
+What is timed: before each call every rank writes its whole tensor, as a
+backward pass does with gradients; that isn't counted. Above 64 KiB the ranks
+then meet, and a call takes from when the first rank begins until the last one
+is through; up to there, calls follow each other, and what the slowest rank
+spends in them counts. Shown are the median and the quartiles of the rounds.
+Ratios are formed in each round by itself.
 
-The bound, from 1 MiB on, is measured beside the all-reduces: the passes over memory that an
-all-reduce in place makes, on all ranks at once but without any meeting. What it takes longer
-than that, meetings and Python take.
+The bound, from 1 MiB on, is measured beside the all-reduces: the passes over
+memory that an all-reduce in place makes, on all ranks at once but without any
+meeting. What it takes longer than that, meetings and Python take.
 
-Small calls cost what Python costs; the parts of such a call are listed below its table.
+Small calls cost what Python costs; the parts of such a call are listed below
+its table.
 
 All of it, which takes some minutes and, for 256 MiB on 4 ranks, 3 GiB of memory:
   lockstep bench collectives
@@ -137,15 +152,17 @@ A quick look:
 
 options:
   -h, --help         Show this and end.
-  --ranks N          How many processes take part; may be given several times. By default 2, then
-                     4.
-  --sizes SIZES      Sizes of the tensor, as in 1KiB,16MiB; by default from 1KiB to 256MiB.
+  --ranks N          How many processes take part; may be given several times.
+                     By default 2, then 4.
+  --sizes SIZES      Sizes of the tensor, as in 1KiB,16MiB; by default from
+                     1KiB to 256MiB.
   --rounds R         How many turns each one has; by default 15.
-  --operation OP     all_reduce, which is the default, broadcast, all_gather or reduce_scatter;
-                     may be given several times. For the last two, sizes are those of all ranks'
-                     parts together.
+  --operation OP     all_reduce, which is the default, broadcast, all_gather
+                     or reduce_scatter; may be given several times. For the
+                     last two, sizes are those of all ranks' parts together.
   --mpiexec COMMAND  What starts the ranks of MPI; by default mpiexec.
-  --json FILE        Write every round's figures to FILE as well; - prints them, and no tables.
+  --json FILE        Write every round's figures to FILE as well; - prints
+                     them, and no tables.
 """
 
 
