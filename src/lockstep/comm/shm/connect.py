@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.failures import Deadline, named
-from lockstep.comm.shm.memory import Segment, map_segment
-from lockstep.comm.shm.sockets import receive_from, send_message, shut_down, wait_for
+from lockstep.comm.shm.barrier import wait_for
+from lockstep.comm.shm.memory import Segment, map_segment, receive_from, send_message, shut_down
 from lockstep.errors import RendezvousFailed
 
 _SECRET_BYTES = 32

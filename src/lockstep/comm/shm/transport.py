@@ -17,8 +17,7 @@ import torch.distributed as dist
 from lockstep.comm.shm.barrier import Fault, SocketBarrier, farewell
 from lockstep.comm.shm.connect import connect
 from lockstep.comm.shm.mailbox import SocketMailbox
-from lockstep.comm.shm.memory import Segment, map_segment
-from lockstep.comm.shm.sockets import receive_message, send_message
+from lockstep.comm.shm.memory import Segment, map_segment, receive_message, send_message
 from lockstep.comm.transport import Address, Signature, Transport
 from lockstep.errors import (
     CollectiveFailed,
@@ -131,11 +130,6 @@ class ShmTransport(Transport):
         if number is None:
             return None
         return (number << _OFFSET_BITS) + int(tensor.storage_offset()) * tensor.element_size()
-
-    def is_staged(self, address: Address) -> bool:
-        """Whether ``address``, of any rank, is in a slot."""
-        assert isinstance(address, int)
-        return address < 1 << _OFFSET_BITS
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Return new memory, as bytes, that :meth:`find` will find while a tensor uses it."""

@@ -70,7 +70,7 @@ class _Context:
         self.launch = RankThreads()
         self.init_state: Any = None
 
-    def join(self, transport: Any) -> None:
+    def add(self, transport: Any) -> None:
         """Add a transport of the thread, whose ``die()`` is called when the thread ends."""
         with changed:
             self.memberships.add(transport)

@@ -64,8 +64,8 @@ class ThreadTransportState:
         # An error for all to raise, and the rank that has reported it.
         self._failure: tuple[Failure, int] | None = None
 
-    def join(self, rank: int, slots: Tensor) -> None:
-        """Join as ``rank``.
+    def add(self, rank: int, slots: Tensor) -> None:
+        """Add ``rank``, which is the current thread, with its slots.
 
         Raises:
             ValueError: If there is no such rank, or it has joined.
@@ -219,11 +219,11 @@ class ThreadTransport(Transport):
     )
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
-        state.join(rank, torch.empty(2 * self.slot_bytes, dtype=torch.uint8, device="cpu"))
+        state.add(rank, torch.empty(2 * self.slot_bytes, dtype=torch.uint8, device="cpu"))
         super().__init__(rank, state.members)
         self.mailbox = ThreadMailbox(state, rank)
         self._state = state
-        rank_context().join(self)
+        rank_context().add(self)
 
     def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:
         """Wait until every rank has made the same call; return the addresses they announce."""
@@ -243,10 +243,6 @@ class ThreadTransport(Transport):
     def find(self, tensor: Tensor) -> Address | None:
         """Return ``tensor`` itself: every thread reaches it."""
         return tensor.data
-
-    def is_staged(self, address: Address) -> bool:
-        """Whether ``address``, of any rank, is in a slot."""
-        return isinstance(address, int)
 
     def empty(self, num_bytes: int) -> Tensor:
         """Return new memory, as uint8."""
