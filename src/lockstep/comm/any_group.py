@@ -26,7 +26,7 @@ from lockstep.errors import CollectiveFailed, SharedMemoryFull
 
 _log = logging.getLogger(__name__)
 
-# Large enough for the latency not to count, small enough as a second copy.
+# Large enough to hide the latency of a transfer, small enough as a second copy of the tensors.
 _CHUNK_BYTES = 25 * 1024 * 1024
 
 
@@ -50,10 +50,8 @@ def start_all_reduce(
 
 
 def any_rank(group: dist.ProcessGroup, facts: Sequence[bool]) -> list[bool]:
-    """Return which of ``facts`` hold on any rank. All ranks must call it; it blocks.
-
-    They travel on CPUs if the group can carry that: a GPU would have to be waited for.
-    """
+    """Return which of ``facts`` hold on any rank. All ranks must call it; it blocks."""
+    # On the CPU if the group carries CPU tensors: reading a GPU tensor waits for the GPU.
     device = torch.device("cpu")
     if not can_average(group, device) and device not in group._device_types:
         device = group._device_types[0]

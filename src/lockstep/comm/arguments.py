@@ -105,8 +105,7 @@ def listed(tensors: Tensor | Tensors | TensorLists) -> list[Tensor]:
 def flattened(tensor: Tensor) -> Tensor:
     """Return the elements as a flat tensor: a view of contiguous memory, else a copy.
 
-    As data: autograd neither records what is written nor counts it as a change, as with torch's
-    own backends.
+    Autograd neither records nor counts writes to it, as with torch's own backends.
     """
     data = tensor.data
     if data.is_complex() or data.is_neg():

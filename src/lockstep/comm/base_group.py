@@ -85,8 +85,8 @@ class BaseGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # None before torch has registered the group: to one that has some already, torch 2.15
-        # would attach its flight recorder, which fails for a group that is written in Python.
+        # None until torch has registered the group: to a group that has devices before, torch 2.15
+        # attaches its flight recorder, which fails for a group that is written in Python.
         return [torch.device(device_type) for device_type in self._backends()]
 
     def _backends(self) -> dict[str, str]:

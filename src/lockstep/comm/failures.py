@@ -1,7 +1,7 @@
-"""Which rank is to blame for the failure of a collective, over groups that don't tell.
+"""Time limits of waits, and errors that name the ranks at fault over groups that name none.
 
-Gloo and NCCL raise a RuntimeError that names no rank. Our own groups name the culprit, because
-every rank tells the others why it goes; for other groups that is done here, afterwards: each rank
+Gloo and NCCL raise a RuntimeError that names no rank. The ranks of our own groups send each other
+the reason why they leave; for other groups the reason is found here, after the failure: each rank
 that gets an error leaves a note in the group's store. A rank whose connection has ended and that
 left no note is gone; if time was up, a rank that left no note has not come.
 """
@@ -20,16 +20,16 @@ import torch.distributed as dist
 
 from lockstep.errors import CollectiveFailed, CollectiveTimeout, LockstepError, PeerLost
 
-# How long to wait for the note of a rank whose connection has ended: it may be about to leave it.
+# The wait for the note of a rank whose connection has ended: the rank may be about to leave it.
 _GRACE_SECONDS = 0.3
-# How long to wait for notes if no connection has ended. Ranks time out as far apart as they came.
+# The wait for notes if no connection has ended. Ranks time out as far apart as they came.
 _PATIENCE_SECONDS = 2.0
-# A store that takes longer is taken to be stopped.
+# The limit for the store, which may be stopped or gone.
 _LIMIT_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 # The beginnings of errors of Gloo's, and of ours.
 _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
-# Of messages that nobody receives: sending one tells whether the connection stands.
+# The tag of messages without a receive: sending one fails if the connection has ended.
 _TAG = 0x6C6F636B
 
 

@@ -91,7 +91,7 @@ class JoinState:
         return [number for bit, number in enumerate(self._members) if mask >> bit & 1]
 
     def call(self, step: Step, detail: int = 0) -> Announcement:
-        """Announce this rank's next step; return that of all. Every rank must call it; it blocks.
+        """Announce this rank's next step; return the common one. All ranks must call it; it blocks.
 
         Raises:
             RuntimeError: If a rank is through, and that is to end the loop for all.

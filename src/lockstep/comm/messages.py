@@ -26,9 +26,9 @@ from lockstep.torch_private import _InferenceMode
 # are aligned, as its size is a multiple of that of any element.
 HEADER = struct.Struct("<qq32s")
 
-# How often a thread checks its own sources while another thread polls for both.
+# The interval at which a thread checks its own sources while another thread polls for both.
 _CHECK_SECONDS = 0.2
-# How often messages of this rank to itself are looked for, of which no transport tells.
+# The polling interval for messages of this rank to itself, which end no transport's wait.
 _SELF_CHECK_SECONDS = 0.01
 
 

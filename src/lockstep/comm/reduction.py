@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Bytes of all sources together that are combined at a time: they stay in the core's own cache until
-# the result is written. Half as many cost 2 to 40 % more time, twice as many up to 10 %.
+# The size of a block, all sources together, which stays in the core's own cache until the result is
+# written. Half of it costs 2 to 40 % more time, twice as much up to 10 %.
 _BLOCKS_BYTES = 1024 * 1024
 
 _Combine = Callable[..., Tensor]
