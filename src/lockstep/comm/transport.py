@@ -29,8 +29,9 @@ WORDS_BYTES = 512
 # (of a slot) or the tensor itself.
 Address = int | Tensor
 
-# An error that all ranks of a group come to raise.
+# The errors that all ranks of a group come to raise.
 Failure = PeerLost | CollectiveTimeout | CollectiveMismatch
+FAILURES = (PeerLost, CollectiveTimeout, CollectiveMismatch)
 
 
 class Signature(NamedTuple):

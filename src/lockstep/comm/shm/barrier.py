@@ -16,10 +16,10 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, NoReturn, get_args
+from typing import NamedTuple, NoReturn
 
 from lockstep.comm.failures import Deadline, named
-from lockstep.comm.transport import FINGERPRINT_BYTES, Failure, Signature, encoded
+from lockstep.comm.transport import FAILURES, FINGERPRINT_BYTES, Failure, Signature, encoded
 from lockstep.errors import CollectiveFailed, PeerLost
 
 # A rank polls this often before it sleeps. Being woken costs 35 us, a poll 0.5 us and one that
@@ -41,7 +41,7 @@ _MESSAGE_BYTES = 8192
 # to the end of its program after this barrier, and then all others arrive very soon.
 _LAST_COMER_SECONDS = 0.3
 
-FAILURES: dict[str, type[Failure]] = {kind.__name__: kind for kind in get_args(Failure)}
+_KINDS: dict[str, type[Failure]] = {kind.__name__: kind for kind in FAILURES}
 
 
 class Fault(NamedTuple):
@@ -70,7 +70,7 @@ class Fault(NamedTuple):
     def error(self, operation: str, peer: int | None = None) -> Failure:
         """Return the error to raise in ``operation``, where ``peer`` has reported the fault."""
         source = "" if peer is None else f" (Rank {peer} said so.)"
-        kind = FAILURES.get(self.kind, PeerLost)
+        kind = _KINDS.get(self.kind, PeerLost)
         return kind(f"{self.text}{source}", tuple(self.ranks), operation)
 
 
@@ -204,7 +204,7 @@ class SocketBarrier:
     def _hear(self, signature: Signature, peer: int, count: int) -> None:
         """Raise the failure that ``peer`` reports, or note that it has left."""
         fault = Fault.decode(self._received[_HEADER_BYTES:count])
-        if fault.kind in FAILURES:
+        if fault.kind != "left":
             raise fault.error(signature.operation, peer)
         self._farewells[peer] = fault
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 import torch
 
 from lockstep.comm.messages import HEADER, Mailbox, Message, header_of
-from lockstep.comm.shm.barrier import FAILURES, Fault, loss_in_words, wait_for
+from lockstep.comm.shm.barrier import Fault, loss_in_words, wait_for
 from lockstep.comm.shm.memory import (
     bytes_of,
     no_room,
@@ -187,7 +187,7 @@ class SocketMailbox(Mailbox):
         if (error := self._transport.error()) is not None:
             return error
         lost, fault = self._members[rank], self._faults.get(rank)
-        if fault is not None and fault.kind in FAILURES:
+        if fault is not None and fault.kind != "left":
             return self._transport.break_off(fault.error(operation, lost))
         text = loss_in_words([lost], self._members[self._rank], operation, fault)
         if fault is not None:

@@ -18,14 +18,8 @@ from lockstep.comm.shm.barrier import Fault, SocketBarrier, farewell
 from lockstep.comm.shm.connect import connect
 from lockstep.comm.shm.mailbox import SocketMailbox
 from lockstep.comm.shm.memory import Segment, map_segment, receive_message, send_message
-from lockstep.comm.transport import Address, Signature, Transport
-from lockstep.errors import (
-    CollectiveFailed,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    PeerLost,
-    SharedMemoryFull,
-)
+from lockstep.comm.transport import FAILURES, Address, Signature, Transport
+from lockstep.errors import CollectiveFailed, PeerLost, SharedMemoryFull
 
 # An address is the number of a segment and an offset in it. The slots are segment 0.
 _OFFSET_BITS = 40
@@ -93,7 +87,7 @@ class ShmTransport(Transport):
             if number and self._own[number].descriptor >= 0:
                 self._hand_out(number)
             return self._barrier.exchange(signature, address, timeout)
-        except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
+        except FAILURES as error:
             raise self.break_off(error) from None
         except BaseException as error:
             # This rank leaves the barrier before its end (at Ctrl-C, say). Its next arrival would

@@ -20,14 +20,8 @@ from torch import Tensor
 from lockstep.comm.failures import Deadline, named
 from lockstep.comm.messages import Mailbox, Message
 from lockstep.comm.threads.ranks import RankThreads, changed, rank_context
-from lockstep.comm.transport import Address, Failure, Signature, Transport
-from lockstep.errors import (
-    CollectiveFailed,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    PeerLost,
-    RendezvousFailed,
-)
+from lockstep.comm.transport import FAILURES, Address, Failure, Signature, Transport
+from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RendezvousFailed
 
 # By the key that the first rank leaves in the store, the state that the others find by it.
 _states: weakref.WeakValueDictionary[str, ThreadTransportState] = weakref.WeakValueDictionary()
@@ -230,7 +224,7 @@ class ThreadTransport(Transport):
         self.check_open()
         try:
             return self._state.exchange(self.rank, signature, address, timeout)
-        except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
+        except FAILURES as error:
             self._break(error)
             raise
 
