@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.shm.connect import _Handshake
-from lockstep.comm.shm.memory import Segment
-from lockstep.comm.shm.sockets import send_message
+from lockstep.comm.shm.memory import Segment, send_message
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.transport import Signature, encoded
 from lockstep.errors import (

@@ -33,9 +33,9 @@ from .reduction import reduction_for as reduction_for
 from .shm.memory import Segment as Segment
 from .shm.memory import check_room as check_room
 from .shm.memory import map_segment as map_segment
-from .shm.sockets import receive_message as receive_message
-from .shm.sockets import send_message as send_message
-from .shm.sockets import shut_down as shut_down
+from .shm.memory import receive_message as receive_message
+from .shm.memory import send_message as send_message
+from .shm.memory import shut_down as shut_down
 from .threads.ranks import RankThreads as RankThreads
 from .threads.ranks import a_rank_of as a_rank_of
 from .threads.ranks import end_this_rank as end_this_rank

@@ -40,7 +40,6 @@ class Message:
     tag: int
     dtype: str  # that of the tensor that was sent
     contents: torch.Tensor  # as bytes
-    error: Exception | None = None  # why the contents could not be received
 
     def copy_to(self, tensor: torch.Tensor, sender: int, operation: str) -> None:
         """Write the contents to ``tensor``; errors name ``sender`` and ``operation``.
@@ -48,8 +47,6 @@ class Message:
         Raises:
             CollectiveMismatch: If ``tensor`` is of another size or dtype.
         """
-        if self.error is not None:
-            raise self.error
         if str(tensor.dtype) != self.dtype or tensor.nbytes != self.contents.numel():
             raise CollectiveMismatch(
                 f"Rank {sender} sent {self.contents.numel()} bytes of {self.dtype} with "

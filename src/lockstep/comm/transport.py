@@ -29,8 +29,9 @@ WORDS_BYTES = 512
 # (of a slot) or the tensor itself.
 Address = int | Tensor
 
-# An error that all ranks of a group come to raise.
+# The errors that all ranks of a group come to raise.
 Failure = PeerLost | CollectiveTimeout | CollectiveMismatch
+FAILURES = (PeerLost, CollectiveTimeout, CollectiveMismatch)
 
 
 class Signature(NamedTuple):
@@ -220,6 +221,6 @@ class Transport(Ranks):
     def find(self, tensor: Tensor) -> Address | None:
         """Return the address of a contiguous ``tensor``; None if the others can't reach it."""
 
-    @abstractmethod
     def is_staged(self, address: Address) -> bool:
         """Whether ``address``, of any rank, is in a slot."""
+        return isinstance(address, int) and address < 2 * self.slot_bytes

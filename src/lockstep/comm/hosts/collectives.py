@@ -23,9 +23,8 @@ from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.hosts.transport import HostsTransport, Network
 from lockstep.comm.reduction import Reduction, reduction_for
-from lockstep.comm.transport import Signature
+from lockstep.comm.transport import FAILURES, Signature
 from lockstep.comm.work import GroupWork, Run
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from lockstep.torch_private import AllgatherOptions
 
 # Leaders exchange pieces of this size, which bounds the memory for the other hosts' data.
@@ -208,7 +207,7 @@ class HostsGroup(SharedMemoryGroup):
         """Carry out a call; if it fails, tell all other ranks."""
         try:
             run(timeout)
-        except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
+        except FAILURES as error:
             self.transport.break_off(error)
             raise
 

@@ -1,4 +1,4 @@
-"""A barrier over sockets: every rank tells every other what it calls, and waits for their calls.
+"""A barrier over sockets: every rank tells every other its call, and waits for their calls.
 
 Receiving a message means that the peer has arrived and that its earlier writes to memory are
 visible (on every processor: these are system calls); end-of-file, that its process has died.
@@ -16,11 +16,10 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, NoReturn, get_args
+from typing import NamedTuple, NoReturn
 
 from lockstep.comm.failures import Deadline, named
-from lockstep.comm.shm.sockets import wait_for
-from lockstep.comm.transport import FINGERPRINT_BYTES, Failure, Signature, encoded
+from lockstep.comm.transport import FAILURES, FINGERPRINT_BYTES, Failure, Signature, encoded
 from lockstep.errors import CollectiveFailed, PeerLost
 
 # A rank polls this often before it sleeps. Being woken costs 35 us, a poll 0.5 us and one that
@@ -31,8 +30,8 @@ _POLLS = 200
 _POLLS_BEFORE_YIELDING = 20
 
 _ADDRESS = struct.Struct("<q")
-# A message is the fingerprint of a call, an address, and the call in words; or, in place of a
-# fingerprint and an address, this, and a fault.
+# A message is an arrival (the fingerprint of a call, an address, the call in words) or a fault,
+# with this in place of a fingerprint.
 _NO_CALL = bytes(FINGERPRINT_BYTES)
 _HEADER_BYTES = FINGERPRINT_BYTES + _ADDRESS.size
 # Longer than any call in words, and any fault, which are cut to fit.
@@ -42,11 +41,11 @@ _MESSAGE_BYTES = 8192
 # to the end of its program after this barrier, and then all others arrive very soon.
 _LAST_COMER_SECONDS = 0.3
 
-FAILURES: dict[str, type[Failure]] = {kind.__name__: kind for kind in get_args(Failure)}
+_KINDS: dict[str, type[Failure]] = {kind.__name__: kind for kind in FAILURES}
 
 
 class Fault(NamedTuple):
-    """What a rank tells the others when it doesn't just arrive."""
+    """The reason for which a rank takes no further part, as it tells the others."""
 
     kind: str  # "left", or the name of an error class
     text: str  # the exception that ends the program, or the error's text
@@ -54,24 +53,24 @@ class Fault(NamedTuple):
 
     @classmethod
     def of(cls, error: CollectiveFailed) -> Fault:
-        """The fault that tells of ``error``, without the peer that told of it."""
+        """Return the fault of a rank that raises ``error``, without the peer that reported it."""
         text = re.sub(r" \(Rank \d+ said so\.\)$", "", str(error))
         return cls(type(error).__name__, text, error.ranks)
 
     @classmethod
     def decode(cls, encoded: bytes | bytearray) -> Fault:
-        """The fault that :meth:`encode` has returned ``encoded`` for."""
+        """Return the fault that :meth:`encode` has made ``encoded`` of."""
         return cls(*json.loads(encoded))
 
     def encode(self) -> bytes:
-        """It as JSON, with the text cut to fit into a message."""
+        """Return the fault as JSON, with the text cut to fit into a message."""
         # A character takes up to six bytes.
         return json.dumps(self._replace(text=self.text[: _MESSAGE_BYTES // 8])).encode()
 
     def error(self, operation: str, peer: int | None = None) -> Failure:
-        """The error to raise in ``operation``, which ``peer`` has told of."""
+        """Return the error to raise in ``operation``, where ``peer`` has reported the fault."""
         source = "" if peer is None else f" (Rank {peer} said so.)"
-        kind = FAILURES.get(self.kind, PeerLost)
+        kind = _KINDS.get(self.kind, PeerLost)
         return kind(f"{self.text}{source}", tuple(self.ranks), operation)
 
 
@@ -95,7 +94,7 @@ class SocketBarrier:
         self._received = bytearray(_MESSAGE_BYTES)
         self._fingerprint = memoryview(self._received)[:FINGERPRINT_BYTES]
         self._addresses = [0] * len(members)
-        # Why peers send nothing more, if they have told.
+        # The faults of peers that have left.
         self._farewells: dict[int, Fault] = {}
         has_core_each = len(os.sched_getaffinity(0)) > len(sockets)
         self._yields_from = _POLLS_BEFORE_YIELDING if has_core_each else 0
@@ -114,7 +113,7 @@ class SocketBarrier:
             try:
                 send(arrival)
             except OSError:
-                # The peer is gone. What it sent before, read below, may tell why.
+                # The peer is gone. Its last message, read below, may tell why.
                 continue
         addresses = self._addresses.copy()
         addresses[self._index[self._rank]] = address
@@ -150,7 +149,7 @@ class SocketBarrier:
         if -1 in peers:
             raise PeerLost("The group was closed meanwhile.", [self._rank], signature.operation)
         for descriptor, peer in peers.items():
-            # Of peers that have arrived only end-of-file matters: other messages are for later.
+            # Of peers that have arrived only end-of-file matters: their messages are for later.
             poll.register(descriptor, select.POLLIN if peer in pending else 0)
         dead: list[int] = []
         mine, deadline = encoded(signature)[0], Deadline(timeout)
@@ -187,7 +186,7 @@ class SocketBarrier:
                 return self._sockets[peer].recv_into(self._received, 0, socket.MSG_DONTWAIT)
             except ConnectionResetError:
                 # The peer closed its end without reading everything. The kernel reports that
-                # once, before what the peer had sent, which may tell why.
+                # once, before the peer's last messages, which may tell why.
                 continue
             except BlockingIOError:
                 return -1
@@ -203,9 +202,9 @@ class SocketBarrier:
         return count == 0 and peer not in self._farewells
 
     def _hear(self, signature: Signature, peer: int, count: int) -> None:
-        """Raise the failure that ``peer`` tells of, or note why it sends nothing more."""
+        """Raise the failure that ``peer`` reports, or note that it has left."""
         fault = Fault.decode(self._received[_HEADER_BYTES:count])
-        if fault.kind in FAILURES:
+        if fault.kind != "left":
             raise fault.error(signature.operation, peer)
         self._farewells[peer] = fault
 
@@ -217,7 +216,7 @@ class SocketBarrier:
             raise signature.mismatch(accounts, [peer])
         if count > 0:
             self._hear(signature, peer, count)
-        # A peer that is gone may have gone because of another one, which is to be named then.
+        # The peer may have ended because of another one that died, which is to be named then.
         dead = [other for other in self._sockets if self._died(signature, other)]
         if dead:
             raise self._loss(signature, dead)
@@ -237,7 +236,7 @@ class SocketBarrier:
 
 
 def farewell(rank: int) -> Fault:
-    """What ``rank``, which is this one, tells the others when it leaves."""
+    """Return the fault of this rank, ``rank``, when it leaves in good order."""
     # The exception that ends the program; Python itself has set it.
     error = getattr(sys, "last_value", None)
     text = "" if error is None else traceback.format_exception_only(error)[0].strip()
@@ -247,7 +246,7 @@ def farewell(rank: int) -> Fault:
 def loss_in_words(
     ranks: Sequence[int], rank: int, operation: str, left: Fault | None = None
 ) -> str:
-    """Say that ``ranks`` are gone, and, if they said farewell, why."""
+    """Return the text of an error of ``rank``: ``ranks`` are gone, and, if they left, why."""
     is_gone, it, its = ("are", "them", "Their") if len(ranks) > 1 else ("is", "it", "Its")
     text = f"{named(ranks)} {is_gone} gone; rank {rank} waited for {it} in {operation}. "
     if left is None:
@@ -260,3 +259,9 @@ def loss_in_words(
         "lockstep.data.epoch_shares(), or put their loops into 'with lockstep.join(model):', and "
         "leave after the last step."
     )
+
+
+def wait_for(poll: select.poll, seconds: float) -> list[tuple[int, int]]:
+    """Return the descriptors in ``poll`` with an event, waiting up to ``seconds`` for one."""
+    # The most that poll() takes is 24 days.
+    return poll.poll(min(seconds, 1e6) * 1000)

@@ -17,15 +17,23 @@ from contextlib import suppress
 import torch
 
 from lockstep.comm.messages import HEADER, Mailbox, Message, header_of
-from lockstep.comm.shm.barrier import FAILURES, Fault, loss_in_words
-from lockstep.comm.shm.memory import bytes_of, no_room, release, take_room
-from lockstep.comm.shm.sockets import receive_message, send_message, wait_for
+from lockstep.comm.shm.barrier import Fault, loss_in_words, wait_for
+from lockstep.comm.shm.memory import (
+    bytes_of,
+    no_room,
+    receive_message,
+    release,
+    send_message,
+    take_room,
+)
 from lockstep.comm.transport import Transport
 from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, SharedMemoryFull
 
 _NOTICE = b"\0"
 _FAULT_BYTES = 8192
-# After how many bytes that were read their memory is given back.
+# Messages up to this size are appended in one call, and without a look at limits of memory.
+_SMALL_BYTES = 32 * 1024
+# Memory is given back when so many bytes have been read from it.
 _RELEASED_BYTES = 256 * 1024
 
 
@@ -46,9 +54,13 @@ class _MessageFile:
             SharedMemoryFull: If there isn't enough memory; then nothing is appended.
         """
         start, num_bytes = self._position, len(header) + len(contents)
-        take_room(num_bytes)
+        parts = [memoryview(header), contents]
+        if num_bytes > _SMALL_BYTES:
+            take_room(num_bytes)
+        else:
+            parts = [memoryview(header + contents)]
         try:
-            for part in (memoryview(header), contents):
+            for part in parts:
                 while part:
                     written = os.pwrite(self.descriptor, part, self._position)
                     self._position += written
@@ -175,7 +187,7 @@ class SocketMailbox(Mailbox):
         if (error := self._transport.error()) is not None:
             return error
         lost, fault = self._members[rank], self._faults.get(rank)
-        if fault is not None and fault.kind in FAILURES:
+        if fault is not None and fault.kind != "left":
             return self._transport.break_off(fault.error(operation, lost))
         text = loss_in_words([lost], self._members[self._rank], operation, fault)
         if fault is not None:

@@ -1,15 +1,19 @@
-"""Memory that several processes see, without a name in any file system."""
+"""Memory that several processes see, and sockets that carry its descriptors between them."""
 
 from __future__ import annotations
 
+import array
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import resource
+import socket
+import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import c_int, c_size_t, c_void_p
 from pathlib import Path
 
@@ -24,6 +28,7 @@ _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
 _MAP_FAILED = c_void_p(-1).value
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _WRITABLE = 0x200
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 # For how long after a look at the limits which part of the room may be taken without another look.
 _PART = 16
@@ -73,7 +78,6 @@ class Segment:
         descriptor = -1
         try:
             descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(descriptor, num_bytes)
             os.posix_fallocate(descriptor, 0, num_bytes)
             seals = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
             fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
@@ -237,3 +241,56 @@ def _lines(path: str | Path) -> list[str]:
 
 def _in_words(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+# Sockets that carry descriptors. Not by socket.send_fds and socket.recv_fds: in Python 3.11 they
+# drop the flags that they are given.
+
+
+def send_message(
+    connection: socket.socket,
+    message: bytes,
+    descriptors: Sequence[int] = (),
+    flags: int = 0,
+    address: str | None = None,
+) -> None:
+    """Send one message and copies of ``descriptors``, to ``address`` if there is no connection."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+    connection.sendmsg([message], [rights] if descriptors else [], flags, address)
+
+
+def receive_message(
+    connection: socket.socket,
+    num_bytes: int,
+    num_descriptors: int,
+    flags: int = 0,
+    user: int | None = None,
+) -> tuple[bytes, list[int]]:
+    """Return one message, and the descriptors that came with it, which the caller must close.
+
+    The kernel drops descriptors for which this process has no room. If ``user`` is given, messages
+    from processes of other users are returned as empty; that takes the option SO_PASSCRED.
+    """
+    descriptors, sender = array.array("i"), None
+    ancillary_bytes = socket.CMSG_SPACE(num_descriptors * descriptors.itemsize)
+    ancillary_bytes += socket.CMSG_SPACE(_CREDENTIALS.size)
+    # Closed on exec, so that a program that is started keeps neither socket nor memory alive.
+    flags |= socket.MSG_CMSG_CLOEXEC
+    try:
+        message, ancillary, _, _ = connection.recvmsg(num_bytes, ancillary_bytes, flags)
+    except ConnectionResetError:
+        # The peer closed its end without reading everything. The kernel reports that once, before
+        # what the peer had sent. Shown by test_what_was_sent_is_read_though_the_sender_went.
+        message, ancillary, _, _ = connection.recvmsg(num_bytes, ancillary_bytes, flags)
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+            _, sender, _ = _CREDENTIALS.unpack(data)
+    return message if user in (None, sender) else b"", descriptors.tolist()
+
+
+def shut_down(connection: socket.socket) -> None:
+    """End a connection for both sides, whichever process or thread waits on it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

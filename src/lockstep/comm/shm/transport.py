@@ -17,16 +17,9 @@ import torch.distributed as dist
 from lockstep.comm.shm.barrier import Fault, SocketBarrier, farewell
 from lockstep.comm.shm.connect import connect
 from lockstep.comm.shm.mailbox import SocketMailbox
-from lockstep.comm.shm.memory import Segment, map_segment
-from lockstep.comm.shm.sockets import receive_message, send_message
-from lockstep.comm.transport import Address, Signature, Transport
-from lockstep.errors import (
-    CollectiveFailed,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    PeerLost,
-    SharedMemoryFull,
-)
+from lockstep.comm.shm.memory import Segment, map_segment, receive_message, send_message
+from lockstep.comm.transport import FAILURES, Address, Signature, Transport
+from lockstep.errors import CollectiveFailed, PeerLost, SharedMemoryFull
 
 # An address is the number of a segment and an offset in it. The slots are segment 0.
 _OFFSET_BITS = 40
@@ -94,7 +87,7 @@ class ShmTransport(Transport):
             if number and self._own[number].descriptor >= 0:
                 self._hand_out(number)
             return self._barrier.exchange(signature, address, timeout)
-        except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
+        except FAILURES as error:
             raise self.break_off(error) from None
         except BaseException as error:
             # This rank leaves the barrier before its end (at Ctrl-C, say). Its next arrival would
@@ -131,11 +124,6 @@ class ShmTransport(Transport):
         if number is None:
             return None
         return (number << _OFFSET_BITS) + int(tensor.storage_offset()) * tensor.element_size()
-
-    def is_staged(self, address: Address) -> bool:
-        """Whether ``address``, of any rank, is in a slot."""
-        assert isinstance(address, int)
-        return address < 1 << _OFFSET_BITS
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Return new memory, as bytes, that :meth:`find` will find while a tensor uses it."""

@@ -70,13 +70,15 @@ class _Context:
         self.launch = RankThreads()
         self.init_state: Any = None
 
-    def join(self, transport: Any) -> None:
+    def add(self, transport: Any) -> None:
         """Add a transport of the thread, whose ``die()`` is called when the thread ends."""
         with changed:
             self.memberships.add(transport)
 
     def end(self, how: str) -> None:
         """Have the other ranks lose this one, in every group that it hasn't left."""
+        if not self.memberships:  # at the exit of the interpreter, which may have no lock any more
+            return
         with changed:
             for membership in list(self.memberships):
                 membership.die(how)

@@ -20,14 +20,8 @@ from torch import Tensor
 from lockstep.comm.failures import Deadline, named
 from lockstep.comm.messages import Mailbox, Message
 from lockstep.comm.threads.ranks import RankThreads, changed, rank_context
-from lockstep.comm.transport import Address, Failure, Signature, Transport
-from lockstep.errors import (
-    CollectiveFailed,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    PeerLost,
-    RendezvousFailed,
-)
+from lockstep.comm.transport import FAILURES, Address, Failure, Signature, Transport
+from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RendezvousFailed
 
 # By the key that the first rank leaves in the store, the state that the others find by it.
 _states: weakref.WeakValueDictionary[str, ThreadTransportState] = weakref.WeakValueDictionary()
@@ -64,8 +58,8 @@ class ThreadTransportState:
         # An error for all to raise, and the rank that has reported it.
         self._failure: tuple[Failure, int] | None = None
 
-    def join(self, rank: int, slots: Tensor) -> None:
-        """Join as ``rank``.
+    def add(self, rank: int, slots: Tensor) -> None:
+        """Add ``rank``, which is the current thread, with its slots.
 
         Raises:
             ValueError: If there is no such rank, or it has joined.
@@ -219,18 +213,18 @@ class ThreadTransport(Transport):
     )
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
-        state.join(rank, torch.empty(2 * self.slot_bytes, dtype=torch.uint8, device="cpu"))
+        state.add(rank, torch.empty(2 * self.slot_bytes, dtype=torch.uint8, device="cpu"))
         super().__init__(rank, state.members)
         self.mailbox = ThreadMailbox(state, rank)
         self._state = state
-        rank_context().join(self)
+        rank_context().add(self)
 
     def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:
         """Wait until every rank has made the same call; return the addresses they announce."""
         self.check_open()
         try:
             return self._state.exchange(self.rank, signature, address, timeout)
-        except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
+        except FAILURES as error:
             self._break(error)
             raise
 
@@ -243,10 +237,6 @@ class ThreadTransport(Transport):
     def find(self, tensor: Tensor) -> Address | None:
         """Return ``tensor`` itself: every thread reaches it."""
         return tensor.data
-
-    def is_staged(self, address: Address) -> bool:
-        """Whether ``address``, of any rank, is in a slot."""
-        return isinstance(address, int)
 
     def empty(self, num_bytes: int) -> Tensor:
         """Return new memory, as uint8."""
