@@ -28,7 +28,7 @@ from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas import DataParallel
 
 # Processes that are kept for several tests get more memory when it is needed.
-pytestmark = [pytest.mark.keeps_descriptors, pytest.mark.shortened]
+pytestmark = [pytest.mark.keeps_descriptors, pytest.mark.forks]
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 
 
