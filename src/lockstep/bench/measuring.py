@@ -56,7 +56,7 @@ _BOUND_FROM_BYTES = 2**20
 _BLOCK_NUMEL = 64 * 1024
 
 _SMALL_CALL_BYTES = 1024
-_ARRIVAL_BYTES = 24  # of the message by which a rank says that it has arrived
+_ARRIVAL_BYTES = 64  # about those of the message by which a rank says that it has arrived
 
 
 class Contender(NamedTuple):

@@ -1,1 +1,1 @@
-"""Ranks that are processes of one host: memory that they share, and lines between them."""
+"""Ranks that are processes of one host: memory that they share, and sockets between them."""

@@ -25,7 +25,13 @@ import torch.distributed as dist
 
 from lockstep.comm.failures import Deadline, named
 from lockstep.comm.shm.barrier import wait_for
-from lockstep.comm.shm.memory import Segment, map_segment, receive_from, send_message, shut_down
+from lockstep.comm.shm.memory import (
+    Segment,
+    map_segment,
+    receive_message,
+    send_message,
+    shut_down,
+)
 from lockstep.errors import RendezvousFailed
 
 _SECRET_BYTES = 32
@@ -189,9 +195,10 @@ class _Handshake:
 
     def _receive(self, peers: dict[int, Peer]) -> None:
         """Take a message, if it is from a rank that isn't connected yet."""
-        message, descriptors, user = receive_from(self._socket, _INTRODUCTION.size + 1, 4)
+        size, user = _INTRODUCTION.size + 1, os.getuid()
+        message, descriptors = receive_message(self._socket, size, 4, user=user)
         try:
-            other = self._identify(message, user)
+            other = self._identify(message)
             if other is None or other in peers:
                 return
             ends = self._offered.get(other, [])
@@ -211,9 +218,9 @@ class _Handshake:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _identify(self, message: bytes, user: int) -> int | None:
+    def _identify(self, message: bytes) -> int | None:
         """Return the rank that sent ``message``, or None for a stranger."""
-        if user != os.getuid() or len(message) != _INTRODUCTION.size:
+        if len(message) != _INTRODUCTION.size:
             return None
         secret, other = _INTRODUCTION.unpack(message)
         is_rank = 0 <= other < self._size and other != self._rank

@@ -78,7 +78,6 @@ class Segment:
         descriptor = -1
         try:
             descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(descriptor, num_bytes)
             os.posix_fallocate(descriptor, 0, num_bytes)
             seals = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
             fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
@@ -261,21 +260,18 @@ def send_message(
 
 
 def receive_message(
-    connection: socket.socket, num_bytes: int, num_descriptors: int, flags: int = 0
+    connection: socket.socket,
+    num_bytes: int,
+    num_descriptors: int,
+    flags: int = 0,
+    user: int | None = None,
 ) -> tuple[bytes, list[int]]:
     """Return one message, and the descriptors that came with it, which the caller must close.
 
-    The kernel drops descriptors for which this process has no room.
+    The kernel drops descriptors for which this process has no room. If ``user`` is given, messages
+    from processes of other users are returned as empty; that takes the option SO_PASSCRED.
     """
-    message, descriptors, _ = receive_from(connection, num_bytes, num_descriptors, flags)
-    return message, descriptors
-
-
-def receive_from(
-    connection: socket.socket, num_bytes: int, num_descriptors: int, flags: int = 0
-) -> tuple[bytes, list[int], int]:
-    """As :func:`receive_message`; also return the sender's user, if SO_PASSCRED is set, or -1."""
-    descriptors, user = array.array("i"), -1
+    descriptors, sender = array.array("i"), None
     ancillary_bytes = socket.CMSG_SPACE(num_descriptors * descriptors.itemsize)
     ancillary_bytes += socket.CMSG_SPACE(_CREDENTIALS.size)
     # Closed on exec, so that a program that is started keeps neither socket nor memory alive.
@@ -290,8 +286,8 @@ def receive_from(
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
         elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-            _, user, _ = _CREDENTIALS.unpack(data)
-    return message, descriptors.tolist(), user
+            _, sender, _ = _CREDENTIALS.unpack(data)
+    return message if user in (None, sender) else b"", descriptors.tolist()
 
 
 def shut_down(connection: socket.socket) -> None:

@@ -77,6 +77,8 @@ class _Context:
 
     def end(self, how: str) -> None:
         """Have the other ranks lose this one, in every group that it hasn't left."""
+        if not self.memberships:  # at the exit of the interpreter, which may have no lock any more
+            return
         with changed:
             for membership in list(self.memberships):
                 membership.die(how)
