@@ -127,7 +127,11 @@ def put_back(flat: Tensor, tensor: Tensor) -> None:
 
 def without_repeats(tensor: Tensor) -> Tensor:
     """Return a view of an expanded tensor that has each element of its memory once."""
-    return tensor[_distinct_elements(tensor)] if tensor.layout is torch.strided else tensor
+    if tensor.layout is not torch.strided:
+        return tensor
+    distinct = _distinct_elements(tensor)
+    # The tensor itself, not a view of all of it, which can't be written to in inference mode alone.
+    return tensor[distinct] if 0 in distinct else tensor
 
 
 def _distinct_elements(tensor: Tensor) -> tuple[int | slice, ...]:

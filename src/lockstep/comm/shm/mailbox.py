@@ -119,15 +119,24 @@ class SocketMailbox(Mailbox):
             return
         try:
             with self._lock:
+                # The first notice fails if the peer is gone. It may take the message before the
+                # second, and leave.
+                self._notify(destination)
                 self._file_for(destination).append(header_of(tensor, tag), bytes_of(tensor))
-                # If the socket is full, the receiver has notices to read yet.
-                with suppress(BlockingIOError):
-                    self._sockets[destination].send(_NOTICE, socket.MSG_DONTWAIT)
+                with suppress(OSError):
+                    self._notify(destination)
         except OSError as error:
             # A peer that is gone may have sent a fault before.
             while destination not in self._ended and self._read(destination):
                 pass
             raise self._lost(destination, "send") from error
+
+    def _notify(self, peer: int) -> None:
+        # Before the file that the first notice brings, there is nothing to read. If the socket is
+        # full, the receiver has notices to read yet.
+        if peer in self._outgoing:
+            with suppress(BlockingIOError):
+                self._sockets[peer].send(_NOTICE, socket.MSG_DONTWAIT)
 
     def _file_for(self, peer: int) -> _MessageFile:
         if peer not in self._outgoing:
