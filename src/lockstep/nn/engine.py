@@ -438,7 +438,7 @@ def _gradient_hook(engine: weakref.ref[Engine], pending: _Pending) -> Hook:
             alive.backward_sync.gradient_ready(alive, parameter)
         else:
             hooks = hooks_of(parameter)
-            hooks.release_all()
+            hooks.release()
             hooks.call_others(parameter)
 
     return gradient_ready

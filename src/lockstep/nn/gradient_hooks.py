@@ -36,7 +36,7 @@ class GradientHooks(OrderedDict[int, Hook]):
         self.others = others
         self.with_others: set[int] = set()
         self._key = key  # the id() of the parameter, which must not be held
-        self.release_all()
+        self.release()
 
     def hold_back(self, own: Hook, with_others: set[int]) -> None:
         """Let torch call the engine's hook ``own`` alone; the engine calls :meth:`call_others`."""
@@ -45,16 +45,12 @@ class GradientHooks(OrderedDict[int, Hook]):
             with_others.add(self._key)
         super().__setitem__(0, own)
 
-    def release(self, own: Hook) -> None:
+    def release(self, own: Hook | None = None) -> None:
         """Let torch call the hooks of others, unless another hook than ``own`` holds them back."""
-        if self[0] is own:
-            self.release_all()
-
-    def release_all(self) -> None:
-        """Let torch call the hooks of others."""
-        self.with_others.discard(self._key)
-        self.with_others = set()
-        super().__setitem__(0, self.call_others)
+        if own is None or self[0] is own:
+            self.with_others.discard(self._key)
+            self.with_others = set()
+            super().__setitem__(0, self.call_others)
 
     def call_others(self, parameter: torch.Tensor) -> None:
         """Call the hooks of others, in the order of their registration."""
