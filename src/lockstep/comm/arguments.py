@@ -132,7 +132,9 @@ def put_back(flat: Tensor, tensor: Tensor) -> None:
 
 def without_repeats(tensor: Tensor) -> Tensor:
     """Return a view of an expanded tensor that has each element of its memory once."""
-    return tensor[_distinct_elements(tensor)] if tensor.layout is torch.strided else tensor
+    if tensor.layout is not torch.strided or all(tensor.stride()):
+        return tensor  # a view of an inference tensor can't be written to
+    return tensor[_distinct_elements(tensor)]
 
 
 def _distinct_elements(tensor: Tensor) -> tuple[int | slice, ...]:
