@@ -20,17 +20,10 @@ class GradBucket:
     """
 
     def __init__(
-        self,
-        index: int,
-        buffer: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
-        *,
-        is_last: bool,
+        self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], *, is_last: bool
     ) -> None:
-        self._index = index
-        self._buffer = buffer
+        self._index, self._buffer, self._is_last = index, buffer, is_last
         self._parameters = list(parameters)
-        self._is_last = is_last
 
     def __repr__(self) -> str:
         return f"GradBucket({self._index}, {self._buffer.numel()} x {self._buffer.dtype})"
@@ -111,16 +104,14 @@ def reduced_buffer(future: Future[torch.Tensor], numel: int) -> torch.Tensor:
     # The future of a Work holds the list of its collective's tensors.
     while isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
+    holds = "The future of the communication hook holds"
     if not isinstance(value, torch.Tensor):
         raise HookError(
-            f"The future of the communication hook holds a {type(value).__name__}, but must hold "
-            "one tensor: the reduced buffer of the bucket."
+            f"{holds} a {type(value).__name__}, but must hold one tensor: the reduced buffer of "
+            "the bucket."
         )
     if value.numel() != numel:
-        raise HookError(
-            f"The future of the communication hook holds {value.numel()} elements, but the bucket "
-            f"has {numel}."
-        )
+        raise HookError(f"{holds} {value.numel()} elements, but the bucket has {numel}.")
     return value
 
 

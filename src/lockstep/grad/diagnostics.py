@@ -48,13 +48,7 @@ def late_gradient(name: str) -> LateGradient:
 
 
 def failed_elsewhere(num_failed: int, ranks: int, group: dist.ProcessGroup) -> CollectiveFailed:
-    """Return the error of a rank whose backward succeeded while others' failed.
-
-    Args:
-        num_failed: The number of ranks on which it failed.
-        ranks: The sum of their ranks in ``group``.
-        group: The process group.
-    """
+    """Return the error where the backward succeeded; ``ranks`` is the sum of the others' ranks."""
     who = f"rank {global_rank(group, ranks)}" if num_failed == 1 else f"{num_failed} other ranks"
     here = global_rank(group, group.rank())
     return CollectiveFailed(
@@ -79,12 +73,10 @@ class SameGradients:
     In the first few backwards this rank's gradients are compared with the mean over all ranks. If
     they are equal, so are those of all other ranks. That needs no collective.
 
-    Attributes:
-        is_looking: Whether further backwards are to be compared.
     """
 
     def __init__(self) -> None:
-        self.is_looking = True
+        self.is_looking = True  # whether further backwards are to be compared
         self._num_equal = 0
         self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []
 

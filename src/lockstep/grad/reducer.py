@@ -250,10 +250,7 @@ class Reducer:
 
     def mark_late(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` has come before :meth:`begin` could be called."""
-        position = self._positions.of[id(parameter)]
-        self._gets_gradients_twice |= self._ready.states[position] == READY
-        self._ready.states[position] = READY
-        self._positions.accumulated[position] = 1
+        self._mark_unawaited(self._positions.of[id(parameter)])
 
     def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
         """The gradients of ``parameters`` have come; buckets that are full are launched.
@@ -302,8 +299,8 @@ class Reducer:
                         break
 
     def _mark_unawaited(self, position: int) -> None:
-        """A gradient has come that was marked unused, or that came before in this backward."""
-        if position < self._positions.num_dense:
+        """A gradient has come that no bucket waits for, as it may have come before."""
+        if position < len(self._bucket_at):
             bucket = self._bucket_at[position]
             if bucket.is_too_late_for(position - bucket.start):
                 self._gets_gradients_twice = True
@@ -328,9 +325,8 @@ class Reducer:
         self.phase = Phase.FAILED
         self._launch_order = ()
         self._same_gradients.drop()
-        with torch.no_grad():
-            for bucket in self._buckets:
-                bucket.undo_copies()
+        for bucket in self._buckets:
+            bucket.undo_copies()
 
     def launch_full_buckets(self) -> bool:
         """Launch the buckets that are full; return whether only the last one is left."""
@@ -347,21 +343,21 @@ class Reducer:
     def launch_all_but_last(self) -> None:
         """The backward is over: reduce all gradients but those of the last bucket.
 
-        It waits for communication hooks, and for sparse gradients.
+        It waits for communication hooks, and for sparse gradients. The caller disables autograd,
+        also for :meth:`launch_last`: with ``create_graph``, gradients have a graph.
 
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
             CollectiveFailed: If another rank is lost, or times out.
         """
         last = len(self._buckets) - 1
-        with torch.no_grad():
-            while self._next_launch < last:
-                self._launch()
-            for bucket in self._buckets:
-                bucket.finish_hook(self.process_group)
-            for index, position in enumerate(self._sparse, last):
-                if position not in self._reduced_sparse:
-                    self._reduced_sparse[position] = self._reduce_sparse(index, position)
+        while self._next_launch < last:
+            self._launch()
+        for bucket in self._buckets:
+            bucket.finish_hook(self.process_group)
+        for index, position in enumerate(self._sparse, last):
+            if position not in self._reduced_sparse:
+                self._reduced_sparse[position] = self._reduce_sparse(index, position)
 
     def _reduce_sparse(self, index: int, position: int) -> torch.Tensor | None:
         parameter, accumulated = self._positions.parameters[position], self._positions.accumulated
@@ -375,9 +371,8 @@ class Reducer:
 
     def launch_last(self) -> None:
         """Launch the last bucket, with this rank's facts; it raises as the launches before it."""
-        with torch.no_grad():
-            if self._next_launch < len(self._buckets):
-                self._launch()
+        if self._next_launch < len(self._buckets):
+            self._launch()
 
     def finish(self) -> CollectiveFailed | None:
         """Wait until every gradient is the mean over all ranks.
@@ -394,9 +389,9 @@ class Reducer:
         """
         error = None
         try:
-            self.launch_all_but_last()
-            self.launch_last()
             with torch.no_grad():
+                self.launch_all_but_last()
+                self.launch_last()
                 for bucket in self._buckets:
                     bucket.wait(self.process_group)
                 self._unused = [self._named[index] for index in self._ready.missing()]

@@ -385,32 +385,31 @@ class BackwardSync:
             with torch.no_grad():  # as in hooks
                 for engine in backward.engines:
                     engine.flush_pending()
-            self._announce(Step.END, backward.engines)
-            for engine in backward.engines:
-                engine.reducer.launch_all_but_last()
-            late = set(backward.late)
-            if backward.tells_late:
-                late |= self._on_any_rank(late)[0]
-            backward.late = sorted(late.difference(backward.engines), key=_number)
-            for engine in backward.late:
-                engine.refresh_if_changed()
-                engine.begin_backward([])
-            for engine in backward.late:
-                engine.reducer.launch_all_but_last()
-            engines = [*backward.engines, *backward.late]
-            self._remember(engines)
-            for engine in engines:
-                engine.reducer.launch_last()
-            # Now rather than before the next forward: buffers travel with the last gradients, and
-            # no forward waits for them, whichever method that will be. After the launch of all
-            # buckets, of which some ranks may have launched more by now than others.
-            exchanges = [engine.buffers.start() for engine in engines]
-            failed_elsewhere = None
-            for engine, finish_buffers in zip(engines, exchanges, strict=True):
-                error = engine.finish_backward()
-                failed_elsewhere = failed_elsewhere or error
-                finish_buffers()
-            return engines, failed_elsewhere
+                self._announce(Step.END, backward.engines)
+                for engine in backward.engines:
+                    engine.reducer.launch_all_but_last()
+                late = set(backward.late)
+                if backward.tells_late:
+                    late |= self._on_any_rank(late)[0]
+                backward.late = sorted(late.difference(backward.engines), key=_number)
+                for engine in backward.late:
+                    engine.refresh_if_changed()
+                    engine.begin_backward([])
+                for engine in backward.late:
+                    engine.reducer.launch_all_but_last()
+                engines = [*backward.engines, *backward.late]
+                self._remember(engines)
+                for engine in engines:
+                    engine.reducer.launch_last()
+                # Now rather than before the next forward: buffers travel with the last gradients,
+                # and no forward waits for them, whichever method that will be. After the launch of
+                # all buckets, of which some ranks may have launched more by now than others.
+                exchanges = [engine.buffers.start() for engine in engines]
+                errors = []
+                for engine, finish_buffers in zip(engines, exchanges, strict=True):
+                    errors.append(engine.finish_backward())
+                    finish_buffers()
+                return engines, next(filter(None, errors), None)
         except CollectiveFailed as error:
             if not isinstance(error, PeerLost):
                 error.add_note(

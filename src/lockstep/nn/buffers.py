@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -131,8 +132,9 @@ class Buffers:
         Shown by test_a_buffer_that_autograd_has_saved_is_left_alone.
         """
         if self.hook is not None:
-            futures = self.hook(self.named()) or ()
-            return lambda: _wait_for(futures)
+            return partial(_wait_for, self.hook(self.named()) or ())
+        if not self._slots:
+            return lambda: None
         copied = {} if late else self.named("rank0")
         averaged = self.named("late" if late else "mean")
         whole = [tensor for tensor in averaged.values() if not _has_mean(tensor)]

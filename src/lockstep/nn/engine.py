@@ -130,8 +130,7 @@ class Engine:
         self._cap_bytes = int(options.bucket_cap_mb * MIB)
         self._pending = _Pending()
         self._hooks: list[tuple[GradientHooks, Hook]] = []
-        # The id() of parameters on which others have hooks too.
-        self._with_others: set[int] = set()
+        self._hooks_of_others: list[dict[int, Hook]] = []
         self._take(module)
         self.number = backward_sync.add(self, is_copy=is_copy)
 
@@ -184,21 +183,21 @@ class Engine:
         self._hooks = [(hooks_of(parameter), hook) for parameter in self.parameters]
         self._hooks += [(hooks_of(parameter), unfreeze_hook) for parameter in self._frozen]
         for hooks, own in self._hooks:
-            hooks.hold_back(own, self._with_others)
+            hooks.hold_back(own)
+        self._hooks_of_others = [hooks.others for hooks, _ in self._hooks]
 
     def detach(self) -> None:
         """Take all hooks off the parameters: gradients stay this rank's own."""
         for hooks, own in self._hooks:
             hooks.release(own)
-        self._hooks = []
+        self._hooks, self._hooks_of_others = [], []
 
     def call_hooks_of_others(self) -> None:
         """Call the hooks of others on parameters whose gradients have been reduced."""
-        if self._with_others:
+        if any(self._hooks_of_others):
             with torch.no_grad():  # as in hooks
                 for parameter in self.reducer.reduced:
-                    if id(parameter) in self._with_others:
-                        hooks_of(parameter).call_others(parameter)
+                    hooks_of(parameter).call_others(parameter)
 
     def is_in_backward(self) -> bool:
         """Whether a backward runs that will reduce its gradients, and hasn't."""
@@ -438,7 +437,7 @@ def _gradient_hook(engine: weakref.ref[Engine], pending: _Pending) -> Hook:
             alive.backward_sync.gradient_ready(alive, parameter)
         else:
             hooks = hooks_of(parameter)
-            hooks.release_all()
+            hooks.release()
             hooks.call_others(parameter)
 
     return gradient_ready

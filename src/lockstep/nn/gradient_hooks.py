@@ -28,33 +28,21 @@ class GradientHooks(OrderedDict[int, Hook]):
 
     Attributes:
         others: The hooks of others. Handles that were made before hold this dictionary.
-        with_others: The engine's set of ids of parameters that have such hooks.
     """
 
-    def __init__(self, others: dict[int, Hook], key: int) -> None:
+    def __init__(self, others: dict[int, Hook]) -> None:
         super().__init__()
         self.others = others
-        self.with_others: set[int] = set()
-        self._key = key  # the id() of the parameter, which must not be held
-        self.release_all()
+        self.release()
 
-    def hold_back(self, own: Hook, with_others: set[int]) -> None:
+    def hold_back(self, own: Hook) -> None:
         """Let torch call the engine's hook ``own`` alone; the engine calls :meth:`call_others`."""
-        self.with_others = with_others
-        if self.others:
-            with_others.add(self._key)
         super().__setitem__(0, own)
 
-    def release(self, own: Hook) -> None:
+    def release(self, own: Hook | None = None) -> None:
         """Let torch call the hooks of others, unless another hook than ``own`` holds them back."""
-        if self[0] is own:
-            self.release_all()
-
-    def release_all(self) -> None:
-        """Let torch call the hooks of others."""
-        self.with_others.discard(self._key)
-        self.with_others = set()
-        super().__setitem__(0, self.call_others)
+        if own is None or self[0] is own:
+            super().__setitem__(0, self.call_others)
 
     def call_others(self, parameter: torch.Tensor) -> None:
         """Call the hooks of others, in the order of their registration."""
@@ -63,15 +51,12 @@ class GradientHooks(OrderedDict[int, Hook]):
 
     def __setitem__(self, key: int, hook: Hook) -> None:
         self.others[key] = hook
-        self.with_others.add(self._key)
 
     def __contains__(self, key: object) -> bool:
         return key in self.others
 
     def __delitem__(self, key: int) -> None:
         del self.others[key]
-        if not self.others:
-            self.with_others.discard(self._key)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, which a handle may hold, is a plain dictionary, as no parameter has it."""
@@ -83,7 +68,7 @@ def hooks_of(parameter: torch.Tensor) -> GradientHooks:
     hooks = parameter._post_accumulate_grad_hooks
     if not isinstance(hooks, GradientHooks):
         others = hooks if hooks is not None else OrderedDict()
-        hooks = parameter._post_accumulate_grad_hooks = GradientHooks(others, id(parameter))
+        hooks = parameter._post_accumulate_grad_hooks = GradientHooks(others)
     return hooks
 
 

@@ -53,19 +53,17 @@ def check_same_model(
     tensors = [*module.parameters(), *module.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
     is_same = have_same(group, payload, device)
-    everyones = [] if is_same else map(json.loads, all_gather_bytes(group, payload, device))
-    by_rank = list(enumerate(everyones))
+    by_rank = [] if is_same else [*map(json.loads, all_gather_bytes(group, payload, device))]
     if refusal is not None:
         raise refusal
-    for rank, theirs in by_rank:
+    for rank, theirs in enumerate(by_rank):
         if theirs["refusal"]:
             raise ModelMismatch(f"Rank {rank} can't go on, so no rank can: {theirs['refusal']}")
     for subject, remedy in _REMEDIES.items():
-        for rank, theirs in by_rank:
-            _, first = by_rank[0]
-            if list(theirs[subject].items()) != list(first[subject].items()):
-                difference = _first_difference(first[subject], theirs[subject], rank)
-                raise ModelMismatch(f"{difference}.\n{remedy}")
+        for rank, theirs in enumerate(by_rank):
+            first, other = by_rank[0][subject], theirs[subject]
+            if [*other.items()] != [*first.items()]:
+                raise ModelMismatch(f"{_first_difference(first, other, rank)}.\n{remedy}")
 
 
 def _first_difference(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> str:
@@ -84,10 +82,9 @@ def _descriptions(module: nn.Module) -> dict[str, str]:
     for name, parameter in module.named_parameters():
         kind = "a parameter" if parameter.requires_grad else "a frozen parameter"
         found[name] = f"{kind} {_form(parameter)}"
-        if parameter.requires_grad and not is_lazy(parameter):
-            dtype = gradient_dtype(parameter)
-            if dtype != parameter.dtype:
-                found[name] += f" with a gradient of {_name_of(dtype)}"
+        dtype = parameter.dtype if is_lazy(parameter) else gradient_dtype(parameter)
+        if parameter.requires_grad and dtype != parameter.dtype:
+            found[name] += f" with a gradient of {_name_of(dtype)}"
     for name, buffer in module.named_buffers():
         found[name] = f"a buffer {_form(buffer)}"
     return found
