@@ -17,8 +17,11 @@ TWO_RANKS = [sys.executable, "-m", "lockstep", "run", "-n", "2"]
 THREE_RANKS = [sys.executable, "-m", "lockstep", "run", "-n", "3"]
 START = pytest.mark.parametrize(
     ("start", "num_ranks"),
-    [(ONE_RANK, 1), (TWO_RANKS, 2), (THREE_RANKS, 3)],
-    ids=["python", "two ranks", "three ranks"],
+    [
+        pytest.param(ONE_RANK, 1, id="python"),
+        pytest.param(TWO_RANKS, 2, id="two ranks"),
+        pytest.param(THREE_RANKS, 3, id="three ranks", marks=pytest.mark.long),
+    ],
 )
 
 
@@ -54,7 +57,13 @@ def test_any_method(start: list[str], num_ranks: int) -> None:
     assert f"ranks: {num_ranks}; all of them hold the same parameters" in output
 
 
-DEVICES = pytest.mark.parametrize("devices", [(), ("cpu",) * 3], ids=["default", "three"])
+DEVICES = pytest.mark.parametrize(
+    "devices",
+    [
+        pytest.param((), id="default"),
+        pytest.param(("cpu",) * 3, id="three", marks=pytest.mark.long),
+    ],
+)
 
 
 @DEVICES

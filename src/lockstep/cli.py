@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from lockstep import launcher
@@ -17,15 +17,24 @@ from lockstep.errors import BadLaunch, LockstepError
 __all__ = ["main"]
 
 _LOCKSTEP = """\
+usage: lockstep [-h] [--version] COMMAND ...
+
 Synchronous data parallelism for PyTorch: one model, many devices, the same step.
 
   run     run a Python script on several ranks, and leave none behind
   demo    train a small network on handwritten digits, over several processes
   bench   measure, on this machine, what training in step costs
 
-`lockstep run train.py` runs a script on all devices; `lockstep run --help` tells more."""
+`lockstep run train.py` runs a script on all devices; `lockstep run --help` tells more.
+
+options:
+  -h, --help  Show this and end.
+  --version   Print it.
+"""
 
 _RUN = """\
+usage: lockstep run [OPTIONS] SCRIPT [ARGS ...]
+
 Run a Python script on several ranks, and leave none behind.
 
 Each rank runs the script as `python SCRIPT ARGS` would. lockstep.init() gives it its place
@@ -40,20 +49,67 @@ A module, with four threads for each rank:
   lockstep run -n 2 --threads 4 -m my_package.train
 
 Two machines with eight ranks each; the same on the other one, with --node-rank 1:
-  lockstep run --nnodes 2 --node-rank 0 --rdzv-endpoint first:29500 -n 8 train.py"""
+  lockstep run --nnodes 2 --node-rank 0 --rdzv-endpoint first:29500 -n 8 train.py
+
+positional arguments:
+  SCRIPT [ARGS ...]     The script or, with -m, the module to run, and what to pass on to it.
+
+options:
+  -h, --help            Show this and end.
+  -m                    SCRIPT is the name of a module, as in `python -m`.
+  -n N, --nprocs N      How many ranks to start on this host; by default one for each GPU, or 2
+                        where there is none.
+  --nproc-per-node N    The same, as torchrun calls it.
+  --threads T           How many threads each rank computes with; by default the cores, divided by
+                        the ranks.
+  --log-dir DIR         Keep each rank's output in DIR/rank-R.log as well.
+  --stdin RANK|none     Which rank reads the standard input of this command, for input() and
+                        breakpoint(); by default rank 0 if that is a terminal, and none if not.
+  --full-traceback      Show the frames of lockstep, torch and Python too when a rank fails.
+  --nnodes N            On how many hosts this command is given; by default 1.
+  --node-rank R         Which of them this is, from 0. Left out, the hosts settle it among
+                        themselves.
+  --rdzv-endpoint HOST:PORT
+                        Where the hosts meet: a free port of the first of them.
+  --rdzv-id ID          Tells jobs that meet there apart; by default lockstep.
+  --rdzv-timeout SECONDS
+                        How long hosts wait to meet; by default 300.
+"""
 
 _DEMO = """\
+usage: lockstep demo [-h] [-n N] [--epochs E] [--seed SEED] [--data digits|mnist|FOLDER]
+
 Train a small network on handwritten digits, over several processes.
 
 Then show that nothing was lost by splitting: one more epoch, on all processes and in one,
-and the largest difference between the two sets of parameters."""
+and the largest difference between the two sets of parameters.
+
+options:
+  -h, --help            Show this and end.
+  -n N, --nprocs N      How many processes train; by default 2.
+  --epochs E            How often to go through the training images; by default 15.
+  --seed SEED           What all that is random is drawn from; by default 1234.
+  --data digits|mnist|FOLDER
+                        scikit-learn's 1,797 digits, which is the default; MNIST, downloaded by
+                        torchvision; or a folder with a sub-folder of PNG or JPEG images for each
+                        class.
+"""
 
 _BENCH = """\
+usage: lockstep bench [-h]
+
 Measure, on this machine, what training in step costs.
 
-  collectives   collectives in shared memory beside Gloo's and MPI's"""
+  collectives   collectives in shared memory beside Gloo's and MPI's
+
+options:
+  -h, --help  Show this and end.
+"""
 
 _COLLECTIVES = """\
+usage: lockstep bench collectives [-h] [--ranks N] [--sizes SIZES] [--rounds R] [--operation OP]
+                                  [--mpiexec COMMAND] [--json FILE]
+
 Compare collectives in shared memory with Gloo's and, if mpi4py is installed, MPI's.
 
 One set of processes, of one thread each, holds a Gloo and a shm group. The contenders take
@@ -77,7 +133,20 @@ All of it, which takes some minutes and, for 256 MiB on 4 ranks, 3 GiB of memory
   lockstep bench collectives
 
 A quick look:
-  lockstep bench collectives --ranks 2 --sizes 1KiB,1MiB,16MiB --rounds 5"""
+  lockstep bench collectives --ranks 2 --sizes 1KiB,1MiB,16MiB --rounds 5
+
+options:
+  -h, --help         Show this and end.
+  --ranks N          How many processes take part; may be given several times. By default 2, then
+                     4.
+  --sizes SIZES      Sizes of the tensor, as in 1KiB,16MiB; by default from 1KiB to 256MiB.
+  --rounds R         How many turns each one has; by default 15.
+  --operation OP     all_reduce, which is the default, broadcast, all_gather or reduce_scatter;
+                     may be given several times. For the last two, sizes are those of all ranks'
+                     parts together.
+  --mpiexec COMMAND  What starts the ranks of MPI; by default mpiexec.
+  --json FILE        Write every round's figures to FILE as well; - prints them, and no tables.
+"""
 
 
 def main() -> None:
@@ -91,23 +160,27 @@ def main() -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose help is laid out as written here, and whose errors are BadLaunch."""
+    """A parser whose help is ``text``, and whose errors are BadLaunch.
 
-    def __init__(self, **options: object) -> None:
-        defaults = {
-            "allow_abbrev": False,
-            "formatter_class": argparse.RawDescriptionHelpFormatter,
-            "add_help": False,
-        }
-        super().__init__(**{**defaults, **options})  # type: ignore[arg-type]
-        self.add_argument("-h", "--help", action="help", help="Show this and end.")
-        self.set_defaults(act=self._tell)
+    ``act`` is called with the parsed options; by default, for a command that only has subcommands,
+    it shows the help.
+    """
+
+    def __init__(
+        self, prog: str, text: str, act: Callable[[argparse.Namespace], object] | None = None
+    ) -> None:
+        super().__init__(prog=prog, allow_abbrev=False, add_help=False)
+        self.add_argument("-h", "--help", action="help")
+        self.set_defaults(act=act or self._show_help)
+        self._text = text
+
+    def format_help(self) -> str:
+        return self._text
 
     def error(self, message: str) -> NoReturn:
         raise BadLaunch(f"{message}. '{self.prog} --help' shows what can be given.")
 
-    def _tell(self, _: argparse.Namespace) -> NoReturn:
-        """The action of a command that has only subcommands."""
+    def _show_help(self, _: argparse.Namespace) -> NoReturn:
         self.print_help()
         sys.exit(2)
 
@@ -121,89 +194,35 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    usage = "lockstep [-h] [--version] COMMAND ..."
-    parser = _Parser(prog="lockstep", usage=usage, description=_LOCKSTEP)
-    parser.add_argument("--version", action=_Version, nargs=0, help="Print it.")
-    commands = parser.add_subparsers(prog="lockstep", metavar="COMMAND", help=argparse.SUPPRESS)
-    usage = "lockstep run [OPTIONS] SCRIPT [ARGS ...]"
-    _add_run_options(commands.add_parser("run", usage=usage, description=_RUN))
-    _add_demo_options(commands.add_parser("demo", description=_DEMO))
-    bench = commands.add_parser("bench", description=_BENCH)
-    benches = bench.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS)
-    _add_collectives_options(benches.add_parser("collectives", description=_COLLECTIVES))
-    return parser
-
-
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(act=_run)
-    add = parser.add_argument
+    parser = _Parser("lockstep", _LOCKSTEP)
+    parser.add_argument("--version", action=_Version, nargs=0)
+    commands = parser.add_subparsers(prog="lockstep", metavar="COMMAND")
+    run = commands.add_parser("run", text=_RUN, act=_run)
     # All from the script on, even if it looks like an option of ours.
-    add(
-        "program",
-        nargs=argparse.REMAINDER,
-        metavar="SCRIPT [ARGS ...]",
-        help="The script or, with -m, the module to run, and what to pass on to it.",
-    )
-    add(
-        "-m",
-        dest="module",
-        action="store_true",
-        help="SCRIPT is the name of a module, as in `python -m`.",
-    )
-    add(
-        *("-n", "--nprocs"),
-        metavar="N",
-        help="How many ranks to start on this host; by default one for each GPU, or 2 where "
-        "there is none.",
-    )
-    add("--nproc-per-node", dest="nprocs", metavar="N", help="The same, as torchrun calls it.")
-    add("--nproc_per_node", dest="nprocs", help=argparse.SUPPRESS)
-    add(
-        "--threads",
-        metavar="T",
-        help="How many threads each rank computes with; by default the cores, divided by the "
-        "ranks.",
-    )
-    add("--log-dir", metavar="DIR", help="Keep each rank's output in DIR/rank-R.log as well.")
-    add(
-        "--stdin",
-        metavar="RANK|none",
-        help="Which rank reads the standard input of this command, for input() and breakpoint(); "
-        "by default rank 0 if that is a terminal, and none if not.",
-    )
-    add(
-        "--full-traceback",
-        action="store_true",
-        help="Show the frames of lockstep, torch and Python too when a rank fails.",
-    )
-    add(
-        "--nnodes",
-        default="1",
-        metavar="N",
-        help="On how many hosts this command is given; by default 1.",
-    )
-    add(
-        "--node-rank",
-        metavar="R",
-        help="Which of them this is, from 0. Left out, the hosts settle it among themselves.",
-    )
-    add(
-        "--rdzv-endpoint",
-        metavar="HOST:PORT",
-        help="Where the hosts meet: a free port of the first of them.",
-    )
-    add(
-        "--rdzv-id",
-        default="lockstep",
-        metavar="ID",
-        help="Tells jobs that meet there apart; by default %(default)s.",
-    )
-    add(
-        "--rdzv-timeout",
-        default="300",
-        metavar="SECONDS",
-        help="How long hosts wait to meet; by default %(default)s.",
-    )
+    run.add_argument("program", nargs=argparse.REMAINDER)
+    run.add_argument("-m", dest="module", action="store_true")
+    run.add_argument("-n", "--nprocs")
+    run.add_argument("--nproc-per-node", "--nproc_per_node", dest="nprocs")
+    for name in ("--threads", "--log-dir", "--stdin", "--node-rank", "--rdzv-endpoint"):
+        run.add_argument(name)
+    run.add_argument("--full-traceback", action="store_true")
+    run.add_argument("--nnodes", default="1")
+    run.add_argument("--rdzv-id", default="lockstep")
+    run.add_argument("--rdzv-timeout", default="300")
+    demo = commands.add_parser("demo", text=_DEMO, act=_demo)
+    demo.add_argument("-n", "--nprocs", default="2")
+    demo.add_argument("--epochs", default="15")
+    demo.add_argument("--seed", type=int, default=1234)
+    demo.add_argument("--data", default="digits")
+    bench = commands.add_parser("bench", text=_BENCH).add_subparsers(metavar="COMMAND")
+    collectives = bench.add_parser("collectives", text=_COLLECTIVES, act=_collectives)
+    collectives.add_argument("--ranks", action="append")
+    collectives.add_argument("--sizes")
+    collectives.add_argument("--rounds", default="15")
+    collectives.add_argument("--operation", action="append")
+    collectives.add_argument("--mpiexec", default="mpiexec")
+    collectives.add_argument("--json")
+    return parser
 
 
 def _run(options: argparse.Namespace) -> NoReturn:
@@ -217,9 +236,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
         _warn_of_late_options(argv, num_ranks)
     else:
         num_ranks = launcher.check_num_ranks(options.nprocs)
-    num_threads = launcher.default_num_threads(num_ranks)
-    if options.threads is not None:
-        num_threads = launcher.check_num_threads(options.threads)
+    num_threads = launcher.check_num_threads(options.threads, num_ranks)
     num_hosts = launcher.whole_number(
         options.nnodes, "The number of hosts", "Leave --nnodes out to run on one."
     )
@@ -252,80 +269,10 @@ def _warn_of_late_options(argv: Sequence[str], num_ranks: int) -> None:
         )
 
 
-def _add_demo_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(act=_demo)
-    add = parser.add_argument
-    add(
-        *("-n", "--nprocs"),
-        default="2",
-        metavar="N",
-        help="How many processes train; by default %(default)s.",
-    )
-    add(
-        "--epochs",
-        default="15",
-        metavar="E",
-        help="How often to go through the training images; by default %(default)s.",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=1234,
-        help="What all that is random is drawn from; by default %(default)s.",
-    )
-    add(
-        "--data",
-        default="digits",
-        metavar="digits|mnist|FOLDER",
-        help="scikit-learn's 1,797 digits, which is the default; MNIST, downloaded by torchvision; "
-        "or a folder with a sub-folder of PNG or JPEG images for each class.",
-    )
-
-
 def _demo(options: argparse.Namespace) -> NoReturn:
     from lockstep.demo import demo
 
     sys.exit(0 if demo(options.nprocs, options.epochs, options.seed, options.data) else 1)
-
-
-def _add_collectives_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(act=_collectives)
-    add = parser.add_argument
-    add(
-        "--ranks",
-        action="append",
-        metavar="N",
-        help="How many processes take part; may be given several times. By default 2, then 4.",
-    )
-    add(
-        "--sizes",
-        metavar="SIZES",
-        help="Sizes of the tensor, as in 1KiB,16MiB; by default from 1KiB to 256MiB.",
-    )
-    add(
-        "--rounds",
-        default="15",
-        metavar="R",
-        help="How many turns each one has; by default %(default)s.",
-    )
-    add(
-        "--operation",
-        action="append",
-        metavar="OP",
-        help="all_reduce, which is the default, broadcast, all_gather or reduce_scatter; may be "
-        "given several times. For the last two, sizes are those of all ranks' parts together.",
-    )
-    add(
-        "--mpiexec",
-        default="mpiexec",
-        metavar="COMMAND",
-        help="What starts the ranks of MPI; by default %(default)s.",
-    )
-    add(
-        "--json",
-        metavar="FILE",
-        help="Write every round's figures to FILE as well; - prints them, and no tables.",
-    )
 
 
 def _collectives(options: argparse.Namespace) -> None:

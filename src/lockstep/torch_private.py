@@ -45,9 +45,6 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 # Arithmetic on the gradients of a bucket in one call.
 _foreach_add_ = torch._foreach_add_
 _foreach_copy_ = torch._foreach_copy_
-_foreach_div_ = torch._foreach_div_
-_foreach_mul_ = torch._foreach_mul_
-_foreach_zero_ = torch._foreach_zero_
 # The default device, which is set in the replicas' threads too.
 DeviceContext = torch.utils._device.DeviceContext
 _get_current_function_mode_stack: Callable[[], list[Any]] = (

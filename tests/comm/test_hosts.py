@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from lockstep.comm.hosts.collectives import HostsGroup
 from lockstep.comm.hosts.transport import HostsTransport
-from lockstep.comm.shm.transport import ShmTransport
 from lockstep.errors import CollectiveMismatch, PeerLost
 from tests.ranks import run_ranks
 
@@ -29,10 +28,7 @@ HOSTS = {
 def hosts_group(
     store: dist.Store, rank: int, hosts: Sequence[Sequence[int]], seconds: float = 20
 ) -> HostsGroup:
-    number, ranks = next((n, ranks) for n, ranks in enumerate(hosts) if rank in ranks)
-    own_store = dist.PrefixStore(f"{number}/", store)
-    local = ShmTransport(own_store, ranks.index(rank), len(ranks), seconds, ranks)
-    team = HostsTransport(store, rank, hosts, local, seconds)
+    team = HostsTransport(store, rank, hosts, seconds)
     return HostsGroup(team, "shm", timedelta(seconds=seconds), store)
 
 

@@ -19,7 +19,7 @@ from lockstep.comm.shm.connect import _Handshake
 from lockstep.comm.shm.memory import Segment
 from lockstep.comm.shm.sockets import send_message
 from lockstep.comm.shm.transport import ShmTransport
-from lockstep.comm.transport import Signature, fingerprint
+from lockstep.comm.transport import Signature, encoded
 from lockstep.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -260,7 +260,7 @@ def test_who_leaves_after_the_last_meeting_disturbs_nobody():
         slow = pool.submit(teams[0].exchange, A, 0, 10)
         # Rank 1's arrival, and its farewell, are there before rank 2's arrival.
         for line in teams[1]._barrier._sockets.values():
-            line.send(fingerprint(A) + bytes(8))
+            line.send(encoded(A)[0] + bytes(8))
         teams[1].leave()
         time.sleep(0.5)
         assert not slow.done()

@@ -337,7 +337,7 @@ def test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on() -> None:
         teams[0].exchange(Signature("barrier"), 0, 0.1)
     with pytest.raises(CollectiveTimeout):
         teams[0].stage(torch.float32, 3)
-    assert teams[1].at(0, 1, torch.float32, 3).tolist() == [1, 1, 1]
+    assert teams[1].at(0, teams[1].slot_bytes, torch.float32, 3).tolist() == [1, 1, 1]
     for team in teams:
         team.leave()
 

@@ -294,7 +294,7 @@ def test_a_collective_in_a_signal_handler_is_refused() -> None:
         def call_handler(timeout: float) -> None:
             handle()  # as Python does, in the middle of whatever the thread is in
 
-        group._queue.submit(call_handler, [], is_async=False)
+        group._queue.submit([call_handler], [], is_async=False)
         group.allreduce([torch.ones(1)]).wait()
 
     run_on("threads", 1, body)

@@ -154,3 +154,18 @@ def test_help_teaches(
     shown = capsys.readouterr().out
     for words in taught:
         assert words in shown
+
+
+@pytest.mark.parametrize("path", [[], ["run"], ["demo"], ["bench"], ["bench", "collectives"]])
+def test_help_names_every_option(path: list[str]) -> None:
+    parser = cli._parser()
+    for name in path:
+        (subparsers,) = (a for a in parser._actions if isinstance(a.choices, dict))
+        parser = subparsers.choices[name]
+    for action in parser._actions:
+        for option in action.option_strings:
+            assert (
+                option == "--nproc_per_node"
+                or f" {option} " in parser.format_help()
+                or (f" {option}, " in parser.format_help())
+            )

@@ -51,6 +51,7 @@ def test_a_compiled_model(compiled: Callable[..., nn.Module], backend: str) -> N
     check_compiled(compiled, backend)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile with inductor needs a C++ compiler (g++)"
 )

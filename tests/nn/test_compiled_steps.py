@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -263,6 +263,13 @@ WAYS: dict[str, tuple[Way, Callable[[], list[torch.Tensor]]]] = {
     "torch's": (whole(Net, of_torch, plain), lambda: alone(Net())),
 }
 COMPILED_AUTOGRAD = ["wrapped", "norm", "branching", "micro-batches", "one rank", "failure"]
+# Compiling takes seconds, so `make test` does those that have most in common with the others.
+SOON = ["in place", "blocks compiled", "branching", "micro-batches", "failure", "joined", "torch's"]
+
+
+def over_shm(names: Iterable[str], soon: Sequence[str]) -> list[object]:
+    marks = {name: [] if name in soon else [pytest.mark.long] for name in names}
+    return [pytest.param(name, "shm", marks=marks[name]) for name in names]
 
 
 def run(name: str, compiles_autograd: bool = False) -> list[torch.Tensor]:
@@ -279,19 +286,19 @@ def assert_those_of_one_process(name: str, results: list[list[torch.Tensor]]) ->
         torch.testing.assert_close(parameters, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "backend"), [*((way, "shm") for way in WAYS), OVER_GLOO])
+@pytest.mark.parametrize(("name", "backend"), [*over_shm(WAYS, SOON), OVER_GLOO])
 def test_a_compiled_step_is_that_of_one_process(ranks: Processes, name: str, backend: str) -> None:
     assert_those_of_one_process(name, ranks.run(run, backend, 2, name))
 
 
-@pytest.mark.parametrize("name", ["wrapped", "norm"])
+@pytest.mark.parametrize("name", [pytest.param("wrapped", marks=pytest.mark.long), "norm"])
 def test_a_compiled_step_of_ranks_that_are_threads(name: str) -> None:
     results = lockstep.launch(lambda world: run(name), 2, ranks="threads")
     assert_those_of_one_process(name, results)
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), [*((way, "shm") for way in COMPILED_AUTOGRAD), OVER_GLOO]
+    ("name", "backend"), [*over_shm(COMPILED_AUTOGRAD, ["wrapped", "failure"]), OVER_GLOO]
 )
 def test_compiled_autograd(ranks: Processes, name: str, backend: str) -> None:
     assert_those_of_one_process(name, ranks.run(run, backend, 2, name, True))
@@ -309,6 +316,7 @@ def train_in_context(backend: str) -> list[torch.Tensor]:
     )
 
 
+@pytest.mark.long
 def test_compiled_autograd_as_a_context(ranks: Processes) -> None:
     for parameters in ranks.run(train_in_context, "shm", 2, "eager"):
         torch.testing.assert_close(parameters, alone(Net()), rtol=1e-9, atol=1e-12)

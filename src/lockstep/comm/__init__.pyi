@@ -8,14 +8,14 @@ from .any_group import can_average as can_average
 from .any_group import have_same as have_same
 from .any_group import start_all_reduce as start_all_reduce
 from .any_group import sum_rows as sum_rows
-from .any_group import without_repeats as without_repeats
 from .any_group import zero_buffer as zero_buffer
+from .arguments import without_repeats as without_repeats
 from .backends import SHM as SHM
 from .backends import THREADS as THREADS
 from .backends import register_backends as register_backends
 from .collectives import Collectives as Collectives
-from .deadline import Deadline as Deadline
 from .dynamo import uncompiled as uncompiled
+from .failures import Deadline as Deadline
 from .failures import Pending as Pending
 from .failures import explained as explained
 from .failures import global_rank as global_rank

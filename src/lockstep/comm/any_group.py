@@ -19,9 +19,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ReduceOp
 
+from lockstep.comm.arguments import without_repeats
 from lockstep.comm.failures import Pending
-from lockstep.comm.sparse import sum_sparse
+from lockstep.comm.reduction import sum_sparse
 from lockstep.errors import CollectiveFailed, SharedMemoryFull
 
 _log = logging.getLogger(__name__)
@@ -35,16 +37,17 @@ def can_average(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cpu" and hasattr(group, "empty")
 
 
-def start_all_reduce(group: dist.ProcessGroup, tensor: Tensor, *, average: bool = False) -> Pending:
-    """Start summing ``tensor`` over the ranks, in place, and return at once.
+def start_all_reduce(
+    group: dist.ProcessGroup, tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM
+) -> Pending:
+    """Start combining ``tensor`` over the ranks, in place, and return at once.
 
     Every rank of ``group`` must call it, in the same order; ``tensor`` may be read or written
-    again after the ``wait()`` of the return value. ``average`` only where the group
+    again after the ``wait()`` of the return value. ``AVG`` only where the group
     :func:`can_average`.
     """
     options = dist.AllreduceOptions()
-    if average:
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    options.reduceOp = dist.ReduceOp(op)
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor]
     return Pending(group, "all_reduce", lambda: group.allreduce(tensors, options))
 
@@ -70,15 +73,10 @@ def have_same(group: dist.ProcessGroup, payload: bytes, device: torch.device) ->
     # Not one of OpenSSL's, whose library is a megabyte.
     digest = hashlib.blake2b(payload, digest_size=32).digest()
     # Equal maxima of the digest and of its complement mean equal maximum and minimum.
-    mine = digest + bytes(255 - byte for byte in digest)
-    maxima = bytearray(mine)
-    here = torch.frombuffer(maxima, dtype=torch.int64)
-    there = here.to(device)
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    Pending(group, "all_reduce", lambda: group.allreduce([there], options)).wait()
-    here.copy_(there)
-    return maxima == mine
+    mine = torch.tensor([*digest, *(255 - byte for byte in digest)], dtype=torch.uint8)
+    maxima = mine.to(device, copy=True)
+    start_all_reduce(group, maxima, ReduceOp.MAX).wait()
+    return maxima.tolist() == mine.tolist()
 
 
 def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
@@ -178,7 +176,7 @@ class TensorBroadcast:
             if self._group.rank() == self._source:
                 continue
             stored = [without_repeats(tensor.data) for tensor in chunk]
-            parts = wire.split([tensor.numel() * tensor.element_size() for tensor in stored])
+            parts = wire.split([tensor.nbytes for tensor in stored])
             for tensor, own, part in zip(chunk, stored, parts, strict=True):
                 if may_write(tensor):
                     own.copy_(part.view(own.dtype).view(own.shape))
@@ -190,15 +188,6 @@ def broadcast_tensors(group: dist.ProcessGroup, tensors: Iterable[Tensor], sourc
     Shapes and dtypes must be the same on all ranks.
     """
     TensorBroadcast(group, tensors, source).finish()
-
-
-def without_repeats(tensor: Tensor) -> Tensor:
-    """Return a view of an expanded tensor that has each element of its memory once."""
-    if tensor.layout is torch.strided:
-        for dim in reversed(range(tensor.dim())):
-            if not tensor.stride(dim) and tensor.shape[dim] > 1:
-                tensor = tensor.select(dim, 0)
-    return tensor
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -221,7 +210,7 @@ def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
                 chunks.append([])
                 room = _CHUNK_BYTES
             chunks[-1].append(tensor)
-            room -= tensor.numel() * tensor.element_size()
+            room -= tensor.nbytes
     return chunks
 
 
@@ -240,9 +229,7 @@ class SingleRankGroup:
         """Leave ``tensors`` as they are."""
         return _Done()
 
-    def broadcast(self, tensors: Sequence[Tensor], options: object = None) -> _Done:
-        """Leave ``tensors`` as they are."""
-        return _Done()
+    broadcast = allreduce
 
     def allgather(self, gathered: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> _Done:
         """Copy the tensor."""

@@ -34,18 +34,35 @@ def operation(
     count = len(parameters)
     fields = {**(values or {}), "timeout": "timeout"}
 
+    def with_options(name: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        for aliases in parameters[len(args) :]:
+            alias = next((alias for alias in aliases.split("|") if alias in kwargs), None)
+            if alias is None:
+                raise TypeError(f"{name}() lacks the argument {aliases.split('|')[0]!r}.")
+            args.append(kwargs.pop(alias))
+        rest = args[count:]
+        opts, given = kwargs.pop("opts", None), kwargs
+        if opts is None:
+            opts = rest.pop(0) if rest and isinstance(rest[0], options) else options()
+            given = dict(zip(fields, rest, strict=False)) | kwargs
+        if len(rest) > len(fields) or not set(given) <= set(fields):
+            raise TypeError(
+                f"{name}() was given {[*map(repr, rest), *kwargs]} beside the tensors. It takes "
+                f"{options.__name__}, or {', '.join(fields)}."
+            )
+        for parameter, value in given.items():
+            if value is not None:
+                setattr(opts, fields[parameter], value)
+        return (*args[:count], opts)
+
     def decorate(method: Callable[..., T]) -> Callable[..., T]:
-        name = method.__name__
+        on_any_device = of_any_device(method)
 
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> T:
             if kwargs or len(args) != count + 1 or not isinstance(args[count], options):
-                args = _with_options(name, options, parameters, fields, args, kwargs)
-            tensor = _first_tensor(args[:count])
-            if tensor is None or tensor.is_cpu:
-                return method(self, *args)
-            result: T = getattr(self._group_for(tensor.device.type), name)(*args)
-            return result
+                args = with_options(method.__name__, list(args), kwargs)
+            return on_any_device(self, *args)
 
         return call
 
@@ -53,49 +70,18 @@ def operation(
 
 
 def of_any_device(method: Callable[..., T]) -> Callable[..., T]:
-    """As :func:`operation`, for methods without options: tensors choose the group by device."""
+    """Let a method of a group take tensors on other devices, to whose groups calls go."""
 
     @wraps(method)
-    def call(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> T:
-        tensor = _first_tensor(tensors)
+    def call(self: Any, *args: Any, **kwargs: Any) -> T:
+        tensor = _first_tensor([*args, *kwargs.values()])
         if tensor is None or tensor.is_cpu:
-            return method(self, tensors, *args, **kwargs)
+            return method(self, *args, **kwargs)
         other = self._group_for(tensor.device.type)
-        result: T = getattr(other, method.__name__)(tensors, *args, **kwargs)
+        result: T = getattr(other, method.__name__)(*args, **kwargs)
         return result
 
     return call
-
-
-def _with_options(
-    name: str,
-    options: type,
-    parameters: Sequence[str],
-    fields: Mapping[str, str],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Any, ...]:
-    """Return the arguments of an overload as those before the options, and the options."""
-    given, count = list(args), len(parameters)
-    for aliases in parameters[len(given) :]:
-        alias = next((alias for alias in aliases.split("|") if alias in kwargs), None)
-        if alias is None:
-            raise TypeError(f"{name}() lacks the argument {aliases.split('|')[0]!r}.")
-        given.append(kwargs.pop(alias))
-    rest = given[count:]
-    opts, values = kwargs.pop("opts", None), kwargs
-    if opts is None:
-        opts = rest.pop(0) if rest and isinstance(rest[0], options) else options()
-        values = dict(zip(fields, rest, strict=False)) | kwargs
-    if len(rest) > len(fields) or not set(values) <= set(fields):
-        raise TypeError(
-            f"{name}() was given {[*map(repr, rest), *kwargs]} beside the tensors. It takes "
-            f"{options.__name__}, or {', '.join(fields)}."
-        )
-    for parameter, value in values.items():
-        if value is not None:
-            setattr(opts, fields[parameter], value)
-    return (*given[:count], opts)
 
 
 def _first_tensor(values: Any) -> Tensor | None:
@@ -103,8 +89,7 @@ def _first_tensor(values: Any) -> Tensor | None:
         return values
     if isinstance(values, (list, tuple)):
         for value in values:
-            tensor = _first_tensor(value)
-            if tensor is not None:
+            if (tensor := _first_tensor(value)) is not None:
                 return tensor
     return None
 
@@ -141,23 +126,29 @@ def flattened(tensor: Tensor) -> Tensor:
 def put_back(flat: Tensor, tensor: Tensor) -> None:
     """Copy to ``tensor`` the result in ``flat``, which :func:`flattened` made of it."""
     if flat.data_ptr() != tensor.data_ptr():
-        target, values = tensor.data, flat.view(tensor.shape)
-        for dim, stride in enumerate(tensor.stride()):
-            if stride == 0 and tensor.shape[dim] > 1:  # expanded: it has one element there
-                target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-        target.copy_(values)
+        distinct = _distinct_elements(tensor)
+        tensor.data[distinct].copy_(flat.view(tensor.shape)[distinct])
+
+
+def without_repeats(tensor: Tensor) -> Tensor:
+    """Return a view of an expanded tensor that has each element of its memory once."""
+    return tensor[_distinct_elements(tensor)] if tensor.layout is torch.strided else tensor
+
+
+def _distinct_elements(tensor: Tensor) -> tuple[int | slice, ...]:
+    """Return the index of one of the elements wherever several are the same memory."""
+    return tuple(
+        0 if not stride and numel > 1 else slice(None)
+        for numel, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def overlap(tensors: Tensors) -> bool:
-    """Whether some of the tensors share memory, or interleave; one may be given twice."""
+    """Whether some of the tensors may share memory; one may be given twice."""
     if len(set(map(id, tensors))) < len(tensors):
         return True
-    dense = [t for t in tensors if t.layout is torch.strided and t.numel()]
-    last = [sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in dense]
-    extents = sorted(
-        (t.data_ptr(), t.data_ptr() + (index + 1) * t.element_size())
-        for t, index in zip(dense, last, strict=True)
-    )
+    storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided and t.numel()]
+    extents = sorted((each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages)
     return any(start < stop for (_, stop), (start, _) in itertools.pairwise(extents))
 
 

@@ -49,11 +49,7 @@ def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessG
         return SharedMemoryGroup(
             ShmTransport(store, rank, size, seconds, members), SHM, options.timeout, store
         )
-    number, ranks = next((n, ranks) for n, ranks in enumerate(hosts) if rank in ranks)
-    own_store = dist.PrefixStore(f"{number}/", store)
-    own_members = [members[r] for r in ranks] if members else ranks
-    local = ShmTransport(own_store, ranks.index(rank), len(ranks), seconds, own_members)
-    transport = HostsTransport(store, rank, hosts, local, seconds, members)
+    transport = HostsTransport(store, rank, hosts, seconds, members)
     return HostsGroup(transport, SHM, options.timeout, store)
 
 

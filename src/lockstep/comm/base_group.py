@@ -9,7 +9,6 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +68,8 @@ class BaseGroup(dist.ProcessGroup):
 
     getBackendName = name  # noqa: N815
 
+    # What follows also serves torch's `group_name`, `_set_group_name` and the like.
+
     def getGroupName(self) -> str:  # noqa: N802
         """The name that torch.distributed has given to this group."""
         return self._name
@@ -77,9 +78,6 @@ class BaseGroup(dist.ProcessGroup):
         """Set the name that torch.distributed gives to this group."""
         self._name = name
 
-    group_name = property(getGroupName)
-    _set_group_name = setGroupName
-
     def getGroupDesc(self) -> str:  # noqa: N802
         """The user's description of this group."""
         return self._description
@@ -87,9 +85,6 @@ class BaseGroup(dist.ProcessGroup):
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         """Set the user's description of this group."""
         self._description = description
-
-    group_desc = property(getGroupDesc)
-    _set_group_desc = setGroupDesc
 
     def get_group_store(self) -> dist.Store | None:
         """The store through which the ranks have met."""
@@ -120,11 +115,8 @@ class BaseGroup(dist.ProcessGroup):
         Raises:
             BackendUnavailable: If none was requested, or torch has no such backend.
         """
-        if device_type not in self._others:
-            self._others[device_type] = self._create_group_for(device_type)
-        return self._others[device_type]
-
-    def _create_group_for(self, device_type: str) -> dist.ProcessGroup:
+        if device_type in self._others:
+            return self._others[device_type]
         name, own, timeout = self._backends().get(device_type), self._backend, self._queue.timeout
         if name is None or self._store is None:
             raise BackendUnavailable(
@@ -138,20 +130,20 @@ class BaseGroup(dist.ProcessGroup):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             backend = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
-            kind = dist.ProcessGroup.BackendType.NCCL
         elif name == "gloo":
             backend = dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
-            kind = dist.ProcessGroup.BackendType.GLOO
         else:
             raise BackendUnavailable(
                 f"The backend {name!r} can't be used beside {own!r}: torch doesn't have it here, "
                 "or it isn't 'nccl' or 'gloo'."
             )
         backend._set_sequence_number_for_group()
+        kind = getattr(dist.ProcessGroup.BackendType, name.upper())
         group = dist.ProcessGroup(store, self._rank, self._size)
         group._set_default_backend(kind)
         group._register_backend(torch.device(device_type), kind, backend)
         group._set_group_name(dist.distributed_c10d.GroupName(f"{self._name}/{device_type}"))
+        self._others[device_type] = group
         return group
 
     def _set_sequence_number_for_group(self) -> None:
@@ -189,15 +181,9 @@ class BaseGroup(dist.ProcessGroup):
         for group in others.values():
             group.shutdown()
 
-    def _submit(self, results: list[Tensor], opts: Options, *runs: Run) -> GroupWork:
+    def _submit(self, results: Sequence[Tensor], opts: Options, *runs: Run) -> GroupWork:
         """Submit a call that consists of ``runs``, one after the other."""
-        run = runs[0] if len(runs) == 1 else partial(_run_all, runs)
-        return self._queue.submit(run, results, is_async=opts.asyncOp, timeout=opts.timeout)
-
-
-def _run_all(runs: Sequence[Run], timeout: float) -> None:
-    for run in runs:
-        run(timeout)
+        return self._queue.submit(runs, results, is_async=opts.asyncOp, timeout=opts.timeout)
 
 
 def _renew_in_child() -> None:
@@ -205,6 +191,7 @@ def _renew_in_child() -> None:
     # is never released, and calls there are to fail, not to wait.
     for group in list(_groups):
         group._queue = WorkQueue(group._queue.timeout)
+        group._transport.after_fork()
 
 
 os.register_at_fork(after_in_child=_renew_in_child)

@@ -54,21 +54,15 @@ class Collectives:
         transport, numel = self._transport, tensor.numel()
         address = transport.find(tensor)
         step = self._slot_numel(tensor.dtype)
-        addresses = self._announce(tensor[:step], address)
+        addresses = self._announce([tensor[:step]], address)
         if not any(map(transport.is_staged, addresses)):
             step = numel
         for start in range(0, numel, step):
             part = tensor[start : start + step]
             if start:
-                addresses = self._announce(part, None if address is None else transport.find(part))
+                address = None if address is None else transport.find(part)
+                addresses = self._announce([part], address)
             self._all_reduce_piece(part, addresses, reduction)
-
-    def _announce(self, part: Tensor, address: Address | None) -> Sequence[Address]:
-        """Exchange addresses; a part that the others can't reach is staged first."""
-        if address is None:
-            address, slot = self._transport.stage(part.dtype, part.numel())
-            slot.copy_(part)
-        return self._exchange(address)
 
     def _all_reduce_piece(
         self, part: Tensor, addresses: Sequence[Address], reduction: Reduction
@@ -106,21 +100,19 @@ class Collectives:
         for piece in self._pieces(tensor):
             part = tensor[piece]
             if transport.rank == root:
-                self._announce(part, None)
+                self._announce([part])
             else:
                 address = self._exchange()[root]
                 part.copy_(transport.at(root, address, part.dtype, part.numel()))
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
         """Copy the i-th input of rank ``root``, all of one length, to rank i's output."""
-        rank, size = self._transport.rank, self._transport.size
-        for piece in self._pieces(output, size):
-            part = output[piece]
-            numel = part.numel()
-            parts = [each[piece] for each in inputs]
-            addresses = self._stage_together(parts) if rank == root else self._exchange()
-            slot = self._transport.at(root, addresses[root], output.dtype, numel * size)
-            part.copy_(slot[rank * numel :][:numel])
+        ranks, parts = range(self._transport.size), inputs
+        if self._transport.rank != root:
+            parts = [output[:0] for _ in ranks]
+        lengths = [[output.numel() if rank == root else 0 for _ in ranks] for rank in ranks]
+        for piece, received in self._exchange_parts(parts, lengths):
+            output[piece].copy_(received[root])
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Copy rank i's tensor, all of one length, to every rank's i-th output."""
@@ -142,7 +134,7 @@ class Collectives:
         transport = self._transport
         self._check_lengths([tensor] * len(outputs), outputs)
         for piece in pieces(max(map(len, outputs)), self._slot_numel(tensor.dtype)):
-            addresses = self._stage_together([tensor[piece]])
+            addresses = self._announce([tensor[piece]])
             for rank, output in enumerate(outputs):
                 part = output[piece]
                 part.copy_(transport.at(rank, addresses[rank], part.dtype, part.numel()))
@@ -179,7 +171,7 @@ class Collectives:
         transport, dtype = self._transport, inputs[0].dtype
         size, own = transport.size, transport.rank
         for piece in pieces(max(map(max, lengths)), self._slot_numel(dtype) // size):
-            addresses = self._stage_together([part[piece] for part in inputs])
+            addresses = self._announce([part[piece] for part in inputs])
             received = []
             for rank, (address, theirs) in enumerate(zip(addresses, lengths, strict=True)):
                 staged = [len(range(length)[piece]) for length in theirs]
@@ -217,20 +209,22 @@ class Collectives:
     def _exchange(self, address: Address = 0) -> Sequence[Address]:
         return self._transport.exchange(self._signature, address, self._timeout)
 
+    def _announce(
+        self, parts: Sequence[Tensor], address: Address | None = None
+    ) -> Sequence[Address]:
+        """Exchange addresses; without one, stage ``parts``, one after the other."""
+        if address is None:
+            numel = sum(part.numel() for part in parts)
+            address, slot = self._transport.stage(parts[0].dtype, numel)
+            if len(parts) == 1:
+                slot.copy_(parts[0])
+            else:
+                torch.cat(list(parts), out=slot)
+        return self._exchange(address)
+
     def _publish(self, part: Tensor) -> list[Tensor]:
         """Stage ``part``, of one length on all ranks; return what every rank has staged."""
-        address, slot = self._transport.stage(part.dtype, part.numel())
-        slot.copy_(part)
-        return self._everyone(self._exchange(address), slot)
-
-    def _stage_together(self, parts: Sequence[Tensor]) -> Sequence[Address]:
-        """Stage ``parts`` one after the other; return the addresses of all ranks' slots."""
-        address, slot = self._transport.stage(parts[0].dtype, sum(part.numel() for part in parts))
-        if len(parts) == 1:
-            slot.copy_(parts[0])
-        else:
-            torch.cat(list(parts), out=slot)
-        return self._exchange(address)
+        return self._everyone(self._announce([part]), part)
 
     def _everyone(self, addresses: Sequence[Address], own: Tensor) -> list[Tensor]:
         """Return every rank's data, of the length and dtype of ``own``, this rank's."""
@@ -251,9 +245,8 @@ class Collectives:
         each += -each % 64
         return slice(min(rank * each, numel), min((rank + 1) * each, numel))
 
-    def _pieces(self, tensor: Tensor, num_cells: int = 1) -> Iterator[slice]:
-        """Cut up ``tensor`` so that a slot holds ``num_cells`` such pieces."""
-        return pieces(tensor.numel(), self._slot_numel(tensor.dtype) // num_cells)
+    def _pieces(self, tensor: Tensor) -> Iterator[slice]:
+        return pieces(tensor.numel(), self._slot_numel(tensor.dtype))
 
 
 def pieces(numel: int, size: int) -> Iterator[slice]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -31,6 +31,26 @@ _POLL_SECONDS = 0.02
 _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
 # Of messages that nobody receives: sending one tells whether the connection stands.
 _TAG = 0x6C6F636B
+
+
+class Deadline:
+    """A point in time, given as a number of seconds from now.
+
+    Args:
+        seconds: How far away it is; may be infinite.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Return the seconds left until the deadline; 0 after it."""
+        return max(0.0, self._end - time.monotonic())
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ``ranks`` as the subject of a sentence."""
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class Pending:
@@ -101,7 +121,7 @@ def explained(group: dist.ProcessGroup, operation: str, error: RuntimeError) -> 
     gone, late = _blame(range(group.size()), group.rank(), own, dict(found))
     rank, said = global_rank(group, group.rank()), f"Torch says: {error}"
     names = [global_rank(group, each) for each in gone or late or []]
-    ranks = f"Rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"
+    ranks = named(names)
     if gone:
         are, them = ("are", "them") if len(names) > 1 else ("is", "it")
         return PeerLost(
@@ -125,7 +145,7 @@ def explained(group: dist.ProcessGroup, operation: str, error: RuntimeError) -> 
 
 
 class _Note(NamedTuple):
-    """What a rank knows that got an error.
+    """The facts known to a rank that got an error.
 
     Attributes:
         is_late: Whether its time was up.
@@ -141,33 +161,27 @@ def _blame(
 ) -> tuple[list[int], list[int] | None]:
     """Return the ranks that are gone, and those that have not come; None if no time was up."""
     notes = {**others, rank: own}
-    gone = _gone_without_note(notes)
+    gone = {rank for note in notes.values() for rank in note.gone} - set(notes)
     is_late = not gone and any(note.is_late for note in notes.values())
     return sorted(gone), sorted(set(ranks) - set(notes)) if is_late else None
 
 
-def _gone_without_note(notes: Mapping[int, _Note]) -> Set[int]:
-    return {rank for note in notes.values() for rank in note.gone} - set(notes)
-
-
 def _exchange_notes(group: dist.ProcessGroup, own: _Note, found: dict[int, _Note]) -> None:
     """Complete this rank's note, leave it in the store, and collect the others'."""
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    ranks, here = range(group.size()), group.rank()
+    others = [rank for rank in ranks if rank != here]
     own.gone[:] = [rank for rank in others if _has_ended(group, rank)]
     # The store may be gone with the rank that held it.
     with suppress(RuntimeError, AttributeError):
         store = dist.PrefixStore("lockstep/failed", group.get_group_store())
-        store.set(str(group.rank()), json.dumps(own))
-        began = time.monotonic()
-        while len(found) < len(others):
+        store.set(str(here), json.dumps(own))
+        grace, patience = Deadline(_GRACE_SECONDS), Deadline(_PATIENCE_SECONDS)
+        while len(found) < len(others) and patience.left():
             for rank in others:
                 if rank not in found and store.check([str(rank)]):
                     found[rank] = _Note(*json.loads(bytes(store.get(str(rank)))))
-            waited = time.monotonic() - began
-            is_known = waited > _GRACE_SECONDS or set(own.gone) <= set(found)
-            if is_known and _gone_without_note({**found, group.rank(): own}):
-                return
-            if waited > _PATIENCE_SECONDS:
+            is_known = not grace.left() or set(own.gone) <= set(found)
+            if is_known and _blame(ranks, here, own, found)[0]:
                 return
             time.sleep(_POLL_SECONDS)
 

@@ -8,23 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import chain, starmap
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
 
 from lockstep.comm.arguments import (
     TensorLists,
@@ -46,8 +35,7 @@ from lockstep.comm.arguments import (
 from lockstep.comm.base_group import BaseGroup, Options
 from lockstep.comm.collectives import Collectives
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.reduction import reduction_for
-from lockstep.comm.sparse import sum_sparse
+from lockstep.comm.reduction import reduction_for, sum_sparse
 from lockstep.comm.transport import Signature, Transport
 from lockstep.comm.work import GroupWork, Run
 from lockstep.torch_private import AllgatherOptions
@@ -134,17 +122,17 @@ class SharedMemoryGroup(BaseGroup):
 
     # One tensor, the same on all ranks.
 
-    @operation(AllreduceOptions, "tensors|tensor", values=_OP)
+    @operation(dist.AllreduceOptions, "tensors|tensor", values=_OP)
     def allreduce(self, tensors: Tensors, opts: Options) -> GroupWork:
         """Combine the ranks' tensors; every rank gets the result."""
         return self._all_reduce_each(listed(tensors), opts)
 
-    @operation(AllreduceCoalescedOptions, "tensors")
+    @operation(dist.AllreduceCoalescedOptions, "tensors")
     def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> GroupWork:
         """As :meth:`allreduce`, for each of ``tensors``."""
-        return self._all_reduce_each(list(tensors), opts)
+        return self._all_reduce_each(tensors, opts)
 
-    def _all_reduce_each(self, tensors: list[Tensor], opts: Options) -> GroupWork:
+    def _all_reduce_each(self, tensors: Tensors, opts: Options) -> GroupWork:
         runs = [self._all_reduce(tensor, opts.reduceOp) for tensor in tensors]
         if len(tensors) > 1 and overlap(tensors):
             runs = [partial(self._all_reduce_copies, tensors, opts.reduceOp)]
@@ -163,13 +151,7 @@ class SharedMemoryGroup(BaseGroup):
         if tensor.layout is not torch.strided:
             return self._all_reduce_sparse(tensor, reduction.name)
         signature = Signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
-
-        def run(timeout: float) -> None:  # as _run(), for the most frequent operation
-            flat = flattened(tensor)
-            self._collectives(signature, timeout).all_reduce(flat, reduction)
-            put_back(flat, tensor)
-
-        return run
+        return self._run(signature, [tensor], [], lambda c, o, _: c.all_reduce(o[0], reduction))
 
     def _all_reduce_sparse(self, tensor: Tensor, op: str) -> Run:
         if tensor.layout is not torch.sparse_coo or op not in ("SUM", "AVG"):
@@ -197,24 +179,17 @@ class SharedMemoryGroup(BaseGroup):
 
         return run
 
-    @operation(BroadcastOptions, "tensors|tensor", values=_ROOT)
+    @operation(dist.BroadcastOptions, "tensors|tensor", values=_ROOT)
     def broadcast(self, tensors: Tensors, opts: Options) -> GroupWork:
         """Copy the root's tensor to every rank."""
-        root, outputs = opts.rootRank, listed(tensors)
+        root, runs = opts.rootRank, []
         check_rank(self._size, root, "broadcast from")
+        for tensor in listed(tensors):
+            signature = Signature("broadcast", tensor.dtype, tensor.shape, root=root)
+            runs.append(self._run(signature, [tensor], [], lambda c, o, _: c.broadcast(o[0], root)))
+        return self._submit(listed(tensors), opts, *runs)
 
-        runs = [
-            self._run(
-                Signature("broadcast", tensor.dtype, tensor.shape, root=root),
-                [tensor],
-                [],
-                lambda c, o, _: c.broadcast(o[0], root),
-            )
-            for tensor in outputs
-        ]
-        return self._submit(outputs, opts, *runs)
-
-    @operation(ReduceOptions, "tensors|tensor", values=_ROOT | _OP)
+    @operation(dist.ReduceOptions, "tensors|tensor", values=_ROOT | _OP)
     def reduce(self, tensors: Tensors, opts: Options) -> GroupWork:
         """Combine the ranks' tensors; the root gets the result."""
         (tensor,), root = listed(tensors), opts.rootRank
@@ -227,11 +202,11 @@ class SharedMemoryGroup(BaseGroup):
         )
         return self._submit([tensor], opts, run)
 
-    @operation(BarrierOptions)
+    @operation(dist.BarrierOptions)
     def barrier(self, opts: Options) -> GroupWork:
         """Wait until every rank has called it."""
-        signature = Signature("barrier")
-        return self._submit([], opts, lambda t: self._collectives(signature, t).barrier())
+        run = self._run(Signature("barrier"), [], [], lambda c, _, __: c.barrier())
+        return self._submit([], opts, run)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -274,33 +249,32 @@ class SharedMemoryGroup(BaseGroup):
     @operation(AllgatherOptions, "output", "input")
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Options) -> GroupWork:
         """Copy every rank's tensor, one after the other, to one tensor on every rank."""
-        return self._submit([output], opts, self._all_gather_single(output, input))
-
-    _allgather_base = all_gather_single
+        return self.all_gather_single_coalesced([output], [input], opts)
 
     @operation(AllgatherOptions, "outputs", "inputs")
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Options
     ) -> GroupWork:
         """As :meth:`all_gather_single`, for each of ``inputs``."""
-        runs = starmap(self._all_gather_single, zip(outputs, inputs, strict=True))
-        return self._submit(list(outputs), opts, *runs)
+        runs = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_dtypes("all_gather_single", [tensor, output])
+            check_multiple(self._size, "all_gather_single", output, tensor)
+            signature = Signature("all_gather_single", tensor.dtype, (tensor.numel(),))
+            run = self._run(
+                signature, [output], [tensor], lambda c, o, i: c.all_gather(self._parts(o[0]), i[0])
+            )
+            runs.append(run)
+        return self._submit(outputs, opts, *runs)
 
+    _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def _all_gather_single(self, output: Tensor, tensor: Tensor) -> Run:
-        check_dtypes("all_gather_single", [tensor, output])
-        check_multiple(self._size, "all_gather_single", output, tensor)
-        signature = Signature("all_gather_single", tensor.dtype, (tensor.numel(),))
-        return self._run(
-            signature, [output], [tensor], lambda c, o, i: c.all_gather(self._parts(o[0]), i[0])
-        )
 
     def _parts(self, flat: Tensor) -> Tensors:
         """Split a flat tensor into equal parts, one for each rank."""
         return flat.split(len(flat) // self._size) if len(flat) else [flat] * self._size
 
-    @operation(GatherOptions, "output_tensors", "input_tensors|input_tensor", values=_ROOT)
+    @operation(dist.GatherOptions, "output_tensors", "input_tensors|input_tensor", values=_ROOT)
     def gather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> GroupWork:
         """Copy every rank's tensor to the root."""
         (tensor,), root = listed(inputs), opts.rootRank
@@ -321,7 +295,7 @@ class SharedMemoryGroup(BaseGroup):
 
     # One tensor for each rank.
 
-    @operation(ScatterOptions, "output_tensors|output_tensor", "input_tensors", values=_ROOT)
+    @operation(dist.ScatterOptions, "output_tensors|output_tensor", "input_tensors", values=_ROOT)
     def scatter(self, outputs: Tensors, input_lists: TensorLists, opts: Options) -> GroupWork:
         """Copy the i-th tensor of the root to rank i."""
         (output,), root = listed(outputs), opts.rootRank
@@ -332,7 +306,9 @@ class SharedMemoryGroup(BaseGroup):
         run = self._run(signature, [output], inputs, lambda c, o, i: c.scatter(o[0], i, root))
         return self._submit([output], opts, run)
 
-    @operation(ReduceScatterOptions, "output_tensors|output", "input_tensors|input", values=_OP)
+    @operation(
+        dist.ReduceScatterOptions, "output_tensors|output", "input_tensors|input", values=_OP
+    )
     def reduce_scatter(
         self, outputs: Tensors, input_lists: TensorLists, opts: Options
     ) -> GroupWork:
@@ -356,32 +332,29 @@ class SharedMemoryGroup(BaseGroup):
             signature, [output], inputs, lambda c, o, i: c.reduce_scatter(o[0], i, reduction)
         )
 
-    @operation(ReduceScatterOptions, "output|outputTensor", "input|inputTensor", values=_OP)
+    @operation(dist.ReduceScatterOptions, "output|outputTensor", "input|inputTensor", values=_OP)
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Options) -> GroupWork:
         """Combine the i-th of equal parts of the ranks' tensors; rank i gets the result."""
-        run = self._reduce_scatter_single(opts.reduceOp, output, input)
-        return self._submit([output], opts, run)
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    _reduce_scatter_base = reduce_scatter_single
-
-    @operation(ReduceScatterOptions, "outputs", "inputs")
+    @operation(dist.ReduceScatterOptions, "outputs", "inputs")
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Options
     ) -> GroupWork:
         """As :meth:`reduce_scatter_single`, for each of ``inputs``."""
-        make_run = partial(self._reduce_scatter_single, opts.reduceOp)
-        runs = starmap(make_run, zip(outputs, inputs, strict=True))
-        return self._submit(list(outputs), opts, *runs)
+        runs = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_multiple(self._size, "reduce_scatter_single", tensor, output)
+            parts = self._parts(tensor.reshape(-1))
+            runs.append(self._reduce_scatter(opts.reduceOp, output, parts))
+        return self._submit(outputs, opts, *runs)
 
+    _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def _reduce_scatter_single(self, op: dist.ReduceOp, output: Tensor, tensor: Tensor) -> Run:
-        check_multiple(self._size, "reduce_scatter_single", tensor, output)
-        return self._reduce_scatter(op, output, self._parts(tensor.reshape(-1)))
 
     # From each rank to each.
 
-    @operation(AllToAllOptions, "output_tensors", "input_tensors")
+    @operation(dist.AllToAllOptions, "output_tensors", "input_tensors")
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> GroupWork:
         """Copy rank i's j-th input to rank j's i-th output."""
         check_count(self._size, outputs, "output tensors of all_to_all")
@@ -389,9 +362,9 @@ class SharedMemoryGroup(BaseGroup):
         check_dtypes("all_to_all", [*inputs, *outputs])
         signature = Signature("all_to_all", inputs[0].dtype)
         run = self._run(signature, outputs, inputs, lambda c, o, i: c.all_to_all(o, i))
-        return self._submit(list(outputs), opts, run)
+        return self._submit(outputs, opts, run)
 
-    @operation(AllToAllOptions, "output", "input", "output_split_sizes", "input_split_sizes")
+    @operation(dist.AllToAllOptions, "output", "input", "output_split_sizes", "input_split_sizes")
     def all_to_all_single(
         self,
         output: Tensor,
@@ -428,17 +401,15 @@ class SharedMemoryGroup(BaseGroup):
         return self._transport.mailbox.start_send(tensor, dst, tag, self._queue.timeout)
 
     @of_any_device
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
+    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> dist.Work:
         """Receive the next tensor that rank ``src`` sends with this tag."""
-        check_rank(self._size, src, "receive from")
-        return self._receive(tensors, src, tag)
+        (tensor,) = listed(tensors)
+        if src is not None:
+            check_rank(self._size, src, "receive from")
+        self._transport.check_open()
+        return self._transport.mailbox.start_receive(tensor, src, tag, self._queue.timeout)
 
     @of_any_device
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receive the next tensor that any rank sends with this tag; the work names the sender."""
-        return self._receive(tensors, None, tag)
-
-    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> dist.Work:
-        (tensor,) = listed(tensors)
-        self._transport.check_open()
-        return self._transport.mailbox.start_receive(tensor, source, tag, self._queue.timeout)
+        return self.recv(tensors, None, tag)

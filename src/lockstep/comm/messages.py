@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import threading
 from abc import ABC, abstractmethod
@@ -10,16 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from lockstep.comm.arguments import flattened, put_back
-from lockstep.comm.deadline import Deadline
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.threads.ranks import of_this_rank
-from lockstep.comm.work import BaseWork, GroupWork
+from lockstep.comm.failures import Deadline
+from lockstep.comm.work import BaseWork, GroupWork, start_thread
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
 from lockstep.torch_private import _InferenceMode
 
@@ -33,7 +32,8 @@ _CHECK_SECONDS = 0.2
 _SELF_CHECK_SECONDS = 0.01
 
 
-class Message(NamedTuple):
+@dataclass(eq=False)
+class Message:
     """A message that has arrived.
 
     Attributes:
@@ -79,71 +79,56 @@ class MessageWork(BaseWork):
     """A send or receive that has been started; ``wait()`` completes it.
 
     Args:
-        complete: Waits up to a number of seconds for the other rank, and returns that rank.
-        is_ready: Whether ``complete`` would return at once.
+        finish: Waits up to a number of seconds for the other rank, and returns that rank.
+        is_ready: Whether ``finish`` would return at once.
         tensors: The tensors that are received.
         timeout: How long ``wait()`` waits if it isn't told.
     """
 
     def __init__(
         self,
-        complete: Callable[[float], int],
+        finish: Callable[[float], int],
         is_ready: Callable[[], bool],
         tensors: list[torch.Tensor],
         timeout: timedelta,
     ) -> None:
-        super().__init__(tensors)
-        self._complete: Callable[[float], int] | None = complete
-        self._is_ready = is_ready
-        self._timeout = timeout
-        self._rank: int | None = None
+        super().__init__(tensors, timeout)
+        self._finish, self._is_ready = finish, is_ready
+        self._rank: int
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the message was received, or taken from here.
-
-        Raises:
-            CollectiveFailed: If the other rank doesn't do its part, or sends another size or dtype.
-        """
+    def _complete(self, timeout: timedelta | None) -> None:
         limit = self._timeout if timeout is None or timeout <= timedelta(0) else timeout
         with self._lock:
-            if self._complete is not None:
+            if not self._is_done:
                 try:
                     with _InferenceMode(True):
-                        self._rank = self._complete(limit.total_seconds())
+                        self._rank = self._finish(limit.total_seconds())
                 except Exception as error:
                     self._error = error
-                self._complete = None  # and with it the memory of the message
-        if self._error is not None:
-            raise self._error
-        return True
+                del self._finish  # and with it the memory of the message
+                self._is_done = True
 
     def is_completed(self) -> bool:
         """Whether the message was received or taken, or never will be."""
-        if self._complete is not None:
-            try:
-                if not self._is_ready():
-                    return False
-                self.wait()
-            except Exception as error:
-                self._error, self._complete = error, None
+        with suppress(Exception):  # which wait() raises, too
+            if not self._is_done and not self._is_ready():
+                return False
+        with suppress(Exception):
+            self.wait()
         return True
 
     def source_rank(self) -> int:
         """The rank that sent the message."""
         self.wait()
-        assert self._rank is not None
         return self._rank
 
     _source_rank = source_rank
 
     def _hurry(self) -> None:
-        threading.Thread(
-            target=of_this_rank(self._wait_and_tell), name="lockstep-message", daemon=True
-        ).start()
+        start_thread(self._complete_and_tell, "lockstep-message")
 
-    def _wait_and_tell(self) -> None:
-        with suppress(Exception):  # which the future tells
-            self.wait()
+    def _complete_and_tell(self) -> None:
+        self._complete(None)
         self._tell()
 
 
@@ -155,10 +140,6 @@ class Expected:
     source: int | None
     tag: int
     message: Message | None = None
-
-    def matches(self, message: Message) -> bool:
-        """Whether this receive is for a message of that source and tag."""
-        return self.tag == message.tag and self.source in (None, message.source)
 
 
 class Mailbox(ABC):
@@ -197,6 +178,10 @@ class Mailbox(ABC):
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:
         """The error of waiting for ``rank``, which has ended; if it is this one, of closing."""
 
+    def _overdue(self, error: CollectiveTimeout) -> CollectiveFailed:
+        """Return the error to raise for a message that didn't come in time."""
+        return error
+
     def start_send(
         self, tensor: torch.Tensor, destination: int, tag: int, timeout: timedelta
     ) -> dist.Work:
@@ -209,24 +194,32 @@ class Mailbox(ABC):
     ) -> dist.Work:
         """Receive the next message of ``source``, or of any rank, into ``tensor``."""
         expected = self.expect(tensor, source, tag)
-        ready, complete = partial(self.has, expected), partial(self.receive, expected)
-        return MessageWork(complete, ready, [tensor], timeout)
+        is_ready = partial(self._collect, expected, 0)
+        return MessageWork(partial(self.receive, expected), is_ready, [tensor], timeout)
 
     def expect(self, tensor: torch.Tensor, source: int | None, tag: int) -> Expected:
         """Have the next message of ``source`` (None: of any rank) be for ``tensor``."""
         expected = Expected(tensor, source, tag)
         with self._changed:
-            for index, message in enumerate(self._unclaimed):
-                if expected.matches(message):
-                    expected.message = self._unclaimed.pop(index)
-                    break
-            else:
-                self._expected.append(expected)
+            self._expected.append(expected)
+            self._match([expected], self._unclaimed)
         return expected
 
-    def has(self, expected: Expected) -> bool:
-        """Whether its message has arrived."""
-        return self._collect(expected, Deadline(0))
+    def _deliver(self, message: Message) -> None:
+        """Hand a message that has arrived to the receive that waits for it, or keep it."""
+        with self._changed:
+            self._unclaimed.append(message)
+            self._match(self._expected, [message])
+            self._changed.notify_all()
+
+    def _match(self, receives: Sequence[Expected], messages: Sequence[Message]) -> None:
+        """Match one receive with one message, if any of these belong together."""
+        for receive, message in itertools.product(receives, messages):
+            if receive.tag == message.tag and receive.source in (None, message.source):
+                receive.message = message
+                self._expected.remove(receive)
+                self._unclaimed.remove(message)
+                return
 
     def receive(self, expected: Expected, timeout: float) -> int:
         """Wait for its message, write it to its tensor, and return the sender.
@@ -237,7 +230,7 @@ class Mailbox(ABC):
             PeerLost: If its sender is gone.
         """
         try:
-            self._collect(expected, Deadline(timeout))
+            self._collect(expected, timeout)
         finally:
             # Another thread may have delivered it since.
             with self._changed:
@@ -258,16 +251,14 @@ class Mailbox(ABC):
         message.copy_to(expected.tensor, self._members[message.source], operation)
         return message.source
 
-    def _overdue(self, error: CollectiveTimeout) -> CollectiveFailed:
-        return error
-
     def _sources(self, expected: Expected) -> Sequence[int]:
         """The other ranks that its message may come from."""
         sources = range(len(self._members)) if expected.source is None else [expected.source]
         return [rank for rank in sources if rank != self._rank]
 
-    def _collect(self, expected: Expected, deadline: Deadline) -> bool:
-        """Poll until its message has arrived; return whether it has before the deadline."""
+    def _collect(self, expected: Expected, seconds: float) -> bool:
+        """Poll until its message has arrived; return whether it has within ``seconds``."""
+        deadline = Deadline(seconds)
         while True:
             with self._changed:
                 while expected.message is None:
@@ -300,15 +291,3 @@ class Mailbox(ABC):
         lost = [rank for rank in ended if not self._ended[rank]]
         if lost or (ended and len(ended) == len(sources)):
             raise self._lost([*lost, *ended][0], "recv")
-
-    def _deliver(self, message: Message) -> None:
-        """Hand a message that has arrived to the receive that waits for it, or keep it."""
-        with self._changed:
-            for expected in self._expected:
-                if expected.matches(message):
-                    expected.message = message
-                    self._expected.remove(expected)
-                    break
-            else:
-                self._unclaimed.append(message)
-            self._changed.notify_all()

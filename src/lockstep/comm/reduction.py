@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import add
 from typing import NamedTuple, cast
 
 import torch
@@ -27,19 +28,6 @@ _COMBINE: dict[str, _Combine] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-
-# Summed in their own precision, these would be rounded once per rank.
-_NARROW = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2,
-        torch.float8_e5m2fnuz,
-        torch.float8_e8m0fnu,
-    }
-)
 
 
 class Reduction(NamedTuple):
@@ -65,19 +53,20 @@ class Reduction(NamedTuple):
         All are flat and of one length. Only the first source may share memory with ``target``;
         the others may share memory with ``copies``.
         """
+        wide, size = None, max(1, _BLOCKS_BYTES // (len(sources) * target.element_size()))
         if self.accumulate_in is not None:
-            self._into_through_wider(target, sources, copies)
-            return
-        size = max(1, _BLOCKS_BYTES // (len(sources) * target.element_size()))
+            size = _BLOCKS_BYTES // 16
+            shape = 2, min(size, target.numel())
+            wide = torch.empty(shape, dtype=self.accumulate_in, device=target.device)
         if target.numel() <= size:
-            self._combine_block(target, sources, copies)
+            self._combine_block(target, sources, copies, wide)
             return
         tensors = (target, *sources, *copies)
         # Most tensors are among these several times, and cutting one up takes time.
         cut = {id(tensor): tensor.split(size) for tensor in tensors}
         stop = 1 + len(sources)
         for block in zip(*(cut[id(tensor)] for tensor in tensors), strict=True):
-            self._combine_block(block[0], block[1:stop], block[stop:])
+            self._combine_block(block[0], block[1:stop], block[stop:], wide)
 
     def divide(self, total: Tensor, count: int) -> None:
         """Divide a sum of ``count`` values, in place; integers are rounded towards zero."""
@@ -90,37 +79,28 @@ class Reduction(NamedTuple):
             total.div_(count, rounding_mode="trunc")
 
     def _combine_block(
-        self, target: Tensor, sources: Sequence[Tensor], copies: Sequence[Tensor]
+        self,
+        target: Tensor,
+        sources: Sequence[Tensor],
+        copies: Sequence[Tensor],
+        wide: Tensor | None,
     ) -> None:
-        if len(sources) == 1:
-            target.copy_(sources[0])
+        """Combine one block; ``wide``, if given, has room for the total and a source."""
+        first, *rest = sources
+        if wide is not None:
+            total, addend = wide[:, : target.numel()]
+            total.copy_(first)
+            for source in rest:
+                self.combine(total, addend.copy_(source), out=total)
+            copies = (target, *copies)
         else:
-            self.combine(sources[0], sources[1], out=target)
-        for source in sources[2:]:
-            self.combine(target, source, out=target)
+            total = target.copy_(first) if not rest else self.combine(first, rest[0], out=target)
+            for source in rest[1:]:
+                self.combine(total, source, out=total)
         if self.name == "AVG":
-            self.divide(target, len(sources))
+            self.divide(total, len(sources))
         for copy in copies:
-            copy.copy_(target)
-
-    def _into_through_wider(
-        self, target: Tensor, sources: Sequence[Tensor], copies: Sequence[Tensor]
-    ) -> None:
-        size = _BLOCKS_BYTES // 16
-        wide = torch.empty(
-            2, min(size, target.numel()), dtype=self.accumulate_in, device=target.device
-        )
-        for start in range(0, target.numel(), size):
-            block = slice(start, min(start + size, target.numel()))
-            total, addend = wide[:, : block.stop - start]
-            total.copy_(sources[0][block])
-            for source in sources[1:]:
-                addend.copy_(source[block])
-                self.combine(total, addend, out=total)
-            if self.name == "AVG":
-                self.divide(total, len(sources))
-            for written in (target, *copies):
-                written[block].copy_(total)
+            copy.copy_(total)
 
 
 def reduction_for(op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype) -> Reduction:
@@ -155,7 +135,9 @@ def _reduction(kind: str, dtype: torch.dtype) -> Reduction:
         raise TypeError(f"There is no reduction {kind}; there are {', '.join(_COMBINE)}.")
     if kind == "AVG" and dtype is torch.bool:
         raise TypeError("There is no average of bool tensors; use SUM, MIN or MAX.")
-    accumulate_in = torch.float32 if dtype in _NARROW else None
+    # Sums in a narrow dtype would be rounded once per rank.
+    is_narrow = dtype.is_floating_point and dtype.itemsize < 4
+    accumulate_in = torch.float32 if is_narrow else None
     probe = torch.ones(1, dtype=torch.float32 if accumulate_in else dtype, device="cpu")
     try:
         combine(probe, probe, out=probe)
@@ -163,3 +145,33 @@ def _reduction(kind: str, dtype: torch.dtype) -> Reduction:
     except RuntimeError as error:
         raise TypeError(f"torch can't combine {dtype} tensors by {kind}: {error}") from error
     return Reduction(kind, combine, accumulate_in)
+
+
+def sum_sparse(all_gather: Callable[[Tensor], list[Tensor]], mine: Tensor) -> Tensor:
+    """Return the sum of the ranks' sparse tensors, taken in rank order, so that bits are equal.
+
+    The group need not be able to sum sparse tensors, which NCCL's can't. All ranks must call it;
+    it blocks.
+
+    Args:
+        all_gather: Returns every rank's tensor, of one shape and dtype, in rank order.
+        mine: This rank's tensor: coalesced, in COO layout. Ranks may hold different elements, and
+            different numbers of them.
+    """
+    indices, values = mine.indices().T, mine.values()
+    counts = [int(n) for n in all_gather(torch.tensor([len(values)], device=values.device))]
+    if len(counts) == 1 or not max(counts):
+        return mine
+    padding = max(counts) - len(values)
+    all_indices, all_values = (
+        all_gather(torch.cat([own, own.new_zeros(padding, *own.shape[1:])]))
+        for own in (indices, values)
+    )
+    parts = (
+        torch.sparse_coo_tensor(
+            i[:n].T, v[:n], mine.shape, is_coalesced=True, check_invariants=False
+        )
+        for i, v, n in zip(all_indices, all_values, counts, strict=True)
+    )
+    # Two at a time: torch doesn't say in which order it sums more than two values of one element.
+    return reduce(add, parts).coalesce()

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lockstep.comm.failures import named
 from lockstep.comm.messages import Mailbox
+from lockstep.errors import (
+    CollectiveFailed,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupClosed,
+    PeerLost,
+)
 
 FINGERPRINT_BYTES = 16
+WORDS_BYTES = 512
 
 # Where a rank has put data, for its peers: a number between processes, between threads a number
 # (of a slot) or the tensor itself.
 Address = int | Tensor
+
+# An error that all ranks of a group come to raise.
+Failure = PeerLost | CollectiveTimeout | CollectiveMismatch
 
 
 class Signature(NamedTuple):
@@ -46,11 +59,30 @@ class Signature(NamedTuple):
             words += f" of {tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
         return words
 
+    def mismatch(self, accounts: str, ranks: Sequence[int]) -> CollectiveMismatch:
+        """Return the error of ``ranks`` that made another call; ``accounts`` tells all calls."""
+        return CollectiveMismatch(
+            f"{accounts}. All ranks must make the same calls in the same order: look for a branch "
+            "that only some of them take.",
+            tuple(ranks),
+            self.operation,
+        )
+
+    def overdue(self, ranks: Sequence[int], timeout: float, causes: str) -> CollectiveTimeout:
+        """Return the error of ``ranks`` that didn't come in time; ``causes`` lists likely ones."""
+        return CollectiveTimeout(
+            f"{named(ranks)} did not come to {self} within the timeout of {timeout:g} s: "
+            f"{causes}, or ended without it. See what it does there.",
+            tuple(ranks),
+            self.operation,
+        )
+
 
 @lru_cache(maxsize=4096)
-def fingerprint(signature: Signature) -> bytes:
-    """Return 16 bytes by which ranks compare signatures."""
-    return blake2b(str(signature).encode(), digest_size=FINGERPRINT_BYTES).digest()
+def encoded(signature: Signature) -> tuple[bytes, bytes]:
+    """Return 16 bytes by which ranks compare signatures, and the signature in words, cut."""
+    words = str(signature).encode()
+    return blake2b(words, digest_size=FINGERPRINT_BYTES).digest(), words[:WORDS_BYTES]
 
 
 class Ranks(ABC):
@@ -63,6 +95,7 @@ class Ranks(ABC):
 
     rank: int
     size: int
+    _name: int  # this rank's number in the whole run, by which errors name it
 
     @abstractmethod
     def empty(self, num_bytes: int) -> Tensor:
@@ -73,12 +106,25 @@ class Ranks(ABC):
         """Raise the error that broke this group, if one did."""
 
     @abstractmethod
+    def break_off(self, error: CollectiveFailed) -> CollectiveFailed:
+        """Take no further part because of ``error``, which all ranks are to raise.
+
+        Returns:
+            The error for this rank to raise: the first one that broke the group.
+        """
+
     def abort(self, why: str = "") -> None:
-        """Make every wait of this rank end with an error."""
+        """Make every wait of this rank, and of the others, end with an error."""
+        text = f"Rank {self._name} has aborted the group.{why}"
+        self.break_off(PeerLost(text, [self._name], "abort"))
 
     @abstractmethod
     def leave(self) -> None:
         """Tell the others that this rank takes no further part, and release all resources."""
+
+    @abstractmethod
+    def after_fork(self) -> None:
+        """Have later calls raise GroupClosed, in a forked child."""
 
 
 class Transport(Ranks):
@@ -91,15 +137,65 @@ class Transport(Ranks):
 
     Attributes:
         slot_bytes: The size of a slot; the same on every rank.
+        members: The ranks as the whole run numbers them, by which errors name them.
         mailbox: For messages between two ranks.
     """
 
-    slot_bytes: int
+    # Large enough that a barrier costs little beside the copy, small enough to stay in the cache.
+    slot_bytes = 1024 * 1024
     mailbox: Mailbox
 
-    @abstractmethod
+    # The error of using the group in a forked child, given the parent's process and the child's.
+    _INHERITED: ClassVar[str]
+
+    def __init__(self, rank: int, members: Sequence[int]) -> None:
+        self.rank, self.size = rank, len(members)
+        self.members, self._name = members, members[rank]
+        self._process = os.getpid()
+        self._turn = 0
+        self._failure: Failure | None = None
+        self._is_closed = False
+        # Whether check_open() has something to raise: most calls ask no more than this.
+        self._is_broken = False
+
+    def error(self) -> CollectiveFailed | None:
+        """Return the error that broke this group, if one did."""
+        if self._process != os.getpid():
+            return GroupClosed(self._INHERITED.format(self._process, os.getpid()))
+        if self._is_closed:
+            return GroupClosed(
+                f"Rank {self._name} has destroyed this process group. Call destroy_process_group() "
+                "after the last collective."
+            )
+        failure = self._failure
+        return failure and type(failure)(str(failure), failure.ranks, failure.operation)
+
+    def check_open(self) -> None:
+        """Raise the error that broke this group, if one did."""
+        if (error := self.error()) is not None:
+            raise error
+
+    def after_fork(self) -> None:
+        """Have later calls raise GroupClosed, in a forked child."""
+        self._is_broken = True
+
+    def _break(self, error: CollectiveFailed) -> Failure:
+        """Have :meth:`error` return ``error`` from now on, unless there is an earlier one."""
+        if self._failure is None:
+            own = PeerLost(str(error), [self._name])
+            self._failure = error if isinstance(error, Failure) else own
+            self._is_broken = True
+        return self._failure
+
     def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, Tensor]:
         """Return the address of the next slot, and the slot as a flat tensor to write to."""
+        # After a failure, others may still be reading what a slot holds, however late they are.
+        # Shown by test_a_rank_that_was_stopped_gets_no_wrong_sum.
+        if self._is_broken:
+            self.check_open()
+        self._turn = 1 - self._turn
+        address = self._turn * self.slot_bytes
+        return address, self.at(self.rank, address, dtype, numel)
 
     @abstractmethod
     def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:

@@ -18,8 +18,6 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,31 +43,62 @@ _PATIENCE_SECONDS = 0.002
 _MAX_DROPPED = 16
 _MAX_DROPPED_BYTES = 4096
 
-# Carries out a call. The argument: for how many seconds each exchange may wait for other ranks.
+# Carries out a call, or a part. The argument: the seconds for which each exchange may wait.
 Run = Callable[[float], None]
+
+
+def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """Start a thread that works for this one, as the same rank."""
+    thread = threading.Thread(target=of_this_rank(target), name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 @uncompiled
 class BaseWork(dist.Work):
     """The outcome of one operation, as a Work that torch.distributed returns to the caller.
 
-    A subclass adds ``wait()`` and ``is_completed()``.
-
     Args:
         results: The tensors that hold the result.
+        timeout: How long the operation may wait for other ranks.
     """
 
     _error: Exception | None = None
+    _is_done = False
+    _is_taken = False
     # torch's reducer reads the future in C++, to which an error of ``set_exception`` looks like a
     # result. So a first future says that the outcome is there, and its ``then`` returns or raises
     # that, which C++ sees too. Shown by test_torchs_ddp_is_told_of_a_lost_rank.
     _is_there: torch.futures.Future[None] | None = None
     _is_told = False
 
-    def __init__(self, results: Sequence[Tensor]) -> None:
+    def __init__(self, results: Sequence[Tensor], timeout: timedelta) -> None:
         super().__init__()
         self._results = list(results)
+        self._timeout = timeout
         self._lock = threading.Lock()
+
+    @abstractmethod
+    def _complete(self, timeout: timedelta | None) -> None:
+        """Wait until the operation is done; errors are stored."""
+
+    @abstractmethod
+    def _hurry(self) -> None:
+        """Have another thread complete the operation, and the future with :meth:`_tell`."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the result is there; it is an error if that takes longer than ``timeout``.
+
+        Raises:
+            CollectiveFailed: If the ranks could not carry it out.
+        """
+        if timeout is None:  # C++ always gives one
+            self._is_taken = True
+        if not self._is_done:
+            self._complete(timeout)
+        if self._error is not None:
+            raise self._error
+        return True
 
     def synchronize(self) -> None:
         """As :meth:`wait`."""
@@ -90,19 +119,15 @@ class BaseWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the tensors; it fails with a RuntimeError of the error's name and text."""
+        self._is_taken = True
         with self._lock:
             is_first = self._is_there is None
             if self._is_there is None:
                 self._is_there = torch.futures.Future()
-                self._outcome: list[Any] = []
-                self._future = self._is_there.then(partial(_take, self._outcome))
+                self._future = self._is_there.then(self._outcome)
         if is_first:
             self._hurry()
         return self._future
-
-    @abstractmethod
-    def _hurry(self) -> None:
-        """Have another thread complete the operation, and the future with :meth:`_tell`."""
 
     def _tell(self) -> None:
         """Complete the future, if there is one; only the first call counts."""
@@ -110,34 +135,24 @@ class BaseWork(dist.Work):
             if self._is_there is None or self._is_told:
                 return
             self._is_told = True
-        error = self._error
-        self._outcome.append(
-            self._results if error is None else RuntimeError(f"{type(error).__name__}: {error}")
-        )
         self._is_there.set_result(None)
 
-
-@uncompiled
-def _take(outcome: list[Any], _: object) -> Any:
-    if isinstance(outcome[0], Exception):
-        raise outcome.pop()
-    return outcome.pop()
+    def _outcome(self, _: object) -> list[Tensor]:
+        if self._error is not None:
+            raise RuntimeError(f"{type(self._error).__name__}: {self._error}")
+        return self._results
 
 
 @uncompiled
 class GroupWork(BaseWork):
     """A submitted call."""
 
-    _is_done = False
-    _is_taken = False
-
     def __init__(
-        self, queue: WorkQueue, run: Run, results: Sequence[Tensor], timeout: timedelta
+        self, queue: WorkQueue, runs: Sequence[Run], results: Sequence[Tensor], timeout: timedelta
     ) -> None:
-        super().__init__(results)
-        self.timeout = timeout
+        super().__init__(results, timeout)
         self._queue = queue
-        self._run = run
+        self._runs = runs
 
     def __del__(self) -> None:
         # Torch's C++ may still hold this work, as DDP's reducer does in torch's join(): without the
@@ -145,31 +160,19 @@ class GroupWork(BaseWork):
         # seen, so the last works whose result Python hasn't taken are kept.
         # Shown by test_a_work_that_only_cpp_has_can_be_waited_for.
         if not self._is_taken:
-            num_bytes = sum(each.numel() * each.element_size() for each in self._results)
-            if num_bytes > _MAX_DROPPED_BYTES:
+            if sum(each.nbytes for each in self._results) > _MAX_DROPPED_BYTES:
                 self._results = []
             self._queue.dropped.append(self)
 
     @classmethod
     def done(cls, results: Sequence[Tensor]) -> GroupWork:
         """Return a work that is complete."""
-        work = cls(WorkQueue(timedelta(0)), lambda timeout: None, results, timedelta(0))
+        work = cls(WorkQueue(timedelta(0)), [], results, timedelta(0))
         work._is_done = work._is_taken = True
         return work
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the result is there; it is an error if that takes longer than ``timeout``.
-
-        Raises:
-            CollectiveFailed: If the ranks could not carry it out.
-        """
-        if timeout is None:  # C++ always gives one
-            self._is_taken = True
-        if not self._is_done:
-            self._queue.carry_out_until(self, timeout)
-        if self._error is not None:
-            raise self._error
-        return True
+    def _complete(self, timeout: timedelta | None) -> None:
+        self._queue.carry_out_until(self, timeout)
 
     def is_completed(self) -> bool:
         """Whether it was carried out, or failed."""
@@ -177,23 +180,22 @@ class GroupWork(BaseWork):
             self._queue.hurry()
         return self._is_done
 
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the tensors that hold the result."""
-        self._is_taken = True
-        return super().get_future()
-
     def _hurry(self) -> None:
         if self._is_done:
             self._tell()
         else:
             self._queue.hurry()
 
-    def carry_out(self, timeout: float) -> None:
+    def carry_out(self, timeout: timedelta | None) -> None:
         """Do the work, with the queue's lock held; :meth:`tell` is to follow without it."""
+        limit = self._timeout
+        if timeout is not None and timedelta(0) < timeout < limit:
+            limit = timeout
         try:
             # Results are written, and memory of others is read, whatever the thread's own mode.
             with _InferenceMode(True):
-                self._run(timeout)
+                for run in self._runs:
+                    run(limit.total_seconds())
         except CollectiveFailed as error:
             self._error = error
         except Exception as error:  # such as a lack of memory, halfway
@@ -204,14 +206,16 @@ class GroupWork(BaseWork):
             self._queue.give_up(error)
             raise
         finally:
-            del self._run
+            del self._runs
             self._is_done = True
 
     def tell(self) -> None:
-        """Complete the future, if there is one. Its callbacks run here, and may make calls."""
+        """Complete the future, if there is one. Its callbacks may make calls, and wait for them."""
         if self._is_there is not None and not self._is_told:
-            self._queue.step_aside()
-            self._tell()
+            if self._queue.is_own_thread():
+                start_thread(self._tell, "lockstep-callback")
+            else:
+                self._tell()
 
 
 class WorkQueue:
@@ -243,7 +247,7 @@ class WorkQueue:
         self._carrying_out = threading.RLock()
         # The thread that is in the middle of a call.
         self._runner: int | None = None
-        # The queue's own thread; another takes its place while it runs callbacks.
+        # The queue's own thread.
         self._thread: threading.Thread | None = None
         self._thread_lock = threading.Lock()
         self._is_watched = False
@@ -251,13 +255,13 @@ class WorkQueue:
 
     def submit(
         self,
-        run: Run,
+        runs: Sequence[Run],
         results: Sequence[Tensor],
         *,
         is_async: bool,
         timeout: timedelta | None = None,
     ) -> GroupWork:
-        """Append a call; unless it ``is_async``, carry it out before returning.
+        """Append a call of ``runs``; unless it ``is_async``, carry it out before returning.
 
         An option of torch's that isn't set has a negative ``timeout``.
         """
@@ -266,7 +270,7 @@ class WorkQueue:
         if not is_async:
             self._check_thread()
         self.num_submitted = next(self._numbers)
-        work = GroupWork(self, run, results, timeout)
+        work = GroupWork(self, runs, results, timeout)
         self._calls.append(work)
         if not is_async:
             self.carry_out_until(work)
@@ -308,11 +312,8 @@ class WorkQueue:
         try:
             if self._calls and not (until is not None and until._is_done):
                 call = self._calls.popleft()
-                limit = call.timeout
-                if timeout is not None and timedelta(0) < timeout < limit:
-                    limit = timeout
                 self._runner = threading.get_ident()
-                call.carry_out(limit.total_seconds())
+                call.carry_out(timeout)
         finally:
             self._runner = None
             self._carrying_out.release()
@@ -326,31 +327,17 @@ class WorkQueue:
         self._watch()
         self._is_urgent.set()
 
+    def is_own_thread(self) -> bool:
+        """Whether this is the queue's own thread."""
+        with self._thread_lock:
+            return self._thread is threading.current_thread()
+
     def _watch(self) -> None:
         """Start the queue's own thread, unless it runs."""
         with self._thread_lock:
             if not self._is_watched and not self._is_closed:
                 self._is_watched = True
-                self._thread = threading.Thread(
-                    target=of_this_rank(self._carry_out_leftovers),
-                    name="lockstep-collectives",
-                    daemon=True,
-                )
-                self._thread.start()
-
-    def step_aside(self) -> None:
-        """If this is the queue's own thread, let another one take its place meanwhile."""
-        with self._thread_lock:
-            if self._thread is threading.current_thread():
-                self._is_watched = False
-
-    def _step_back(self) -> bool:
-        """Return whether this is still the queue's own thread."""
-        with self._thread_lock:
-            if self._thread is not threading.current_thread():
-                return False
-            self._is_watched = True
-            return True
+                self._thread = start_thread(self._carry_out_leftovers, "lockstep-collectives")
 
     def _carry_out_leftovers(self) -> None:
         num_idle_looks = 0
@@ -361,8 +348,6 @@ class WorkQueue:
             num_idle_looks = 0 if is_urgent or newest is not None else num_idle_looks + 1
             if is_urgent or (newest is not None and not newest._is_done):
                 self.carry_out_all()
-                if not self._step_back():
-                    return
         self._is_watched = False
         # A call that came since the last look relied on this thread.
         if self._calls:

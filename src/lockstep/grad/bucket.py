@@ -15,13 +15,17 @@ from lockstep.grad.assign import gradient_dtype
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer, view_like
 from lockstep.grad.diagnostics import naming
 from lockstep.grad.ready_state import READY
-from lockstep.torch_private import _foreach_copy_, _foreach_div_, _foreach_mul_, _foreach_zero_
+from lockstep.torch_private import _foreach_copy_
 
 # Gradients of this average size are copied and scaled one by one. Below it, a call costs more than
 # a second pass over the memory (2 us against 16 K elements).
 _LARGE_NUMEL = 16 * 1024
 # Smaller gradients are copied in chunks of this size.
 _CHUNK_NUMEL = 128 * 1024
+_READY = bytes([READY])
+# Mapped over gradients, which calls no Python function for each.
+_grad_of, _layout_of = operator.attrgetter("grad"), operator.attrgetter("layout")
+_pointer_of = torch.Tensor.data_ptr
 
 
 class Bucket:
@@ -32,8 +36,7 @@ class Bucket:
     to it in place.
 
     Args:
-        names: The names of the parameters.
-        parameters: The parameters; of one dtype, and on one device. There may be none.
+        named: The parameters with their names; of one dtype, and on one device. There may be none.
         accumulated: For each, 1 if its gradient has grown since it was last reduced. The owner of
             this memory goes on writing to it.
         start: The number of gradients in the buckets before this one.
@@ -44,13 +47,14 @@ class Bucket:
         like: A tensor of the bucket's dtype and device, if there are no parameters.
 
     Attributes:
-        parameter_names: As given, in buffer order.
-        accumulated: As given.
-        start: As given.
+        parameter_names: In buffer order.
+        accumulated, start: As given.
         stop: ``start`` of the next bucket.
         tail: The memory behind the gradients, for facts that travel with them.
         num_missing: The number of gradients that this backward has yet to compute.
-        copies_at: The ``num_missing`` at which :meth:`copy_ready` is to be called; 0 for never.
+        chunk: The number of gradients from which on :meth:`copy_ready` copies them.
+        copy_scale: The factor of gradients that are copied before the bucket is full; 1 if more may
+            be added to them.
         has_left: Whether a further gradient would be too late in this backward: the bucket was
             launched or skipped.
         averages: Whether the group had better average it: scaling small gradients takes another
@@ -59,8 +63,7 @@ class Bucket:
 
     def __init__(
         self,
-        names: Sequence[str],
-        parameters: Sequence[torch.nn.Parameter],
+        named: Sequence[tuple[str, torch.nn.Parameter]],
         accumulated: memoryview,
         *,
         start: int = 0,
@@ -68,15 +71,15 @@ class Bucket:
         buffers_from: dist.ProcessGroup | None = None,
         like: torch.Tensor | None = None,
     ) -> None:
-        self.parameter_names = list(names)
+        self.parameter_names = [name for name, _ in named]
         self.accumulated = accumulated
-        self.start, self.stop = start, start + len(parameters)
-        self._parameters = list(parameters)
+        self.start, self.stop = start, start + len(named)
+        self._parameters = [parameter for _, parameter in named]
         sizes = [parameter.numel() for parameter in self._parameters]
         numel = sum(sizes)
         self._is_large = numel >= _LARGE_NUMEL * len(sizes)
-        self._chunk = 1 if self._is_large else max(1, _CHUNK_NUMEL * len(sizes) // max(1, numel))
-        first = self._parameters[0] if like is None else like
+        self.chunk = 1 if self._is_large else max(1, _CHUNK_NUMEL * len(sizes) // max(1, numel))
+        first = self._parameters[0] if named or like is None else like
         dtype, device = gradient_dtype(first), first.device
         if buffers_from is None:
             self.averages = False
@@ -119,42 +122,23 @@ class Bucket:
         self._hooked: torch.futures.Future[torch.Tensor] | None = None
         self.has_left = False
         self.num_missing = len(self._parameters)
-        # Which gradients have been copied before the bucket was full, times which factor, and
-        # where the next chunk begins.
-        self._is_copied = bytearray(len(self._parameters))
-        self._copy_scale = 1.0
-        self._next_chunk = self.copies_at = 0
+        self._num_copied, self.copy_scale = 0, 1.0
 
-    def copy_early(self, scale: float) -> None:
-        """Copy gradients of this backward when they come, and not only when the bucket is full.
+    def copy_ready(self, states: bytearray) -> None:
+        """Copy gradients, up to the first that is missing, before the bucket is full.
 
         They are still in the cores' caches then; and the memory that autograd has computed them in
         is free again long before the bucket is full.
-
-        Args:
-            scale: The factor to multiply them by; 1 if more may be added to them.
         """
-        self._copy_scale = scale
-        self.copies_at = max(0, self.num_missing - self._chunk)
-
-    def await_one_less(self) -> None:
-        """One of the gradients won't be computed in this backward."""
-        self.num_missing -= 1
-        self.copies_at = max(0, self.copies_at - 1)
-
-    def copy_ready(self, states: bytearray) -> None:
-        """Copy the next chunks, as many as can be complete; ``states`` are of all positions."""
-        while self.copies_at and self.num_missing <= self.copies_at:
-            first = self._next_chunk
-            last = self._next_chunk = first + self._chunk
-            self.copies_at = max(0, self.copies_at - self._chunk)
-            if states.count(READY, self.start + first, self.start + last) == self._chunk:
-                self._copy(first, last, self._copy_scale)
-                self._is_copied[first:last] = b"\1" * self._chunk
+        missing = states[self.start + self._num_copied : self.stop].lstrip(_READY)
+        last = len(self._parameters) - len(missing)
+        if last - self._num_copied >= self.chunk:
+            self._copy(self._num_copied, last, self.copy_scale)
+            self._num_copied = last
 
     def is_too_late_for(self, position: int) -> bool:
         """Whether nothing can be added any more to the gradient at ``position`` in this bucket."""
-        return self.has_left or bool(self._copy_scale != 1 and self._is_copied[position])
+        return self.has_left or (self.copy_scale != 1 and position < self._num_copied)
 
     def fill(self, scale: float) -> None:
         """Copy every gradient into the buffer, times ``scale``, and zeros where there is none.
@@ -169,22 +153,17 @@ class Bucket:
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
-        copied = bytes(self._is_copied)
-        if views := self._copied_views():
-            gradients = [p.grad for p in itertools.compress(self._parameters, copied)]
-            if not all(map(operator.is_, gradients, views)):
+        copied = self._num_copied
+        if copied:
+            gradients = map(_grad_of, self._parameters[:copied])
+            if not all(map(operator.is_, gradients, self._views)):
                 # Another hook has replaced some gradients since.
-                for position in itertools.compress(range(len(copied)), copied):
+                for position in range(copied):
                     if self._parameters[position].grad is not self._views[position]:
                         self._copy(position, position + 1, 1)
-            if self._copy_scale != scale:
-                _foreach_mul_(self._copied_views(), scale)
-        first = copied.find(0)
-        while first >= 0:
-            last = copied.find(1, first)
-            last = len(copied) if last < 0 else last
-            self._copy(first, last, scale)
-            first = copied.find(0, last)
+            if self.copy_scale != scale:
+                self._gradients[: self._offsets[copied]].mul_(scale)
+        self._copy(copied, len(self._parameters), scale)
 
     def fill_with(self, value: float) -> None:
         """Fill the buffer with ``value``, and move this rank's gradients to other memory."""
@@ -201,10 +180,9 @@ class Bucket:
         """
         if self.has_left:
             self.drop()
-        elif self._copy_scale != 1:
-            if copied := self._copied_views():
-                _foreach_div_(copied, self._copy_scale)
-            self._is_copied = bytearray(len(self._parameters))
+        elif self.copy_scale != 1:
+            self._gradients[: self._offsets[self._num_copied]].div_(self.copy_scale)
+            self._num_copied = 0
 
     def drop(self) -> None:
         """Drop the gradients of this backward: it failed, here or on another rank."""
@@ -214,15 +192,22 @@ class Bucket:
                 if parameter.grad is self._views[position]:
                     parameter.grad = None
 
-    def _copied_views(self) -> list[torch.Tensor]:
-        return list(itertools.compress(self._views, self._is_copied))
-
     def _copy(self, first: int, last: int, scale: float) -> None:
         """Copy the gradients from position ``first`` to ``last``; large ones in one pass."""
-        self._renew_views(first, last)
+        # model.float() and p.grad.data = ... give a view other memory; the gradient is there then.
+        if [*map(_pointer_of, self._views[first:last])] != self._pointers[first:last]:
+            for position in range(first, last):
+                view = self._views[position]
+                if _pointer_of(view) != self._pointers[position]:
+                    self._views[position] = view_like(self._buffer, self._offsets[position], view)
         views, parameters = self._views[first:last], self._parameters[first:last]
-        sources: list[torch.Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
-        if _are_new(sources, views) and 0 not in self.accumulated[first:last].tobytes():
+        sources: list[torch.Tensor] = [*map(_grad_of, parameters)]
+        if (
+            not any(map(operator.is_, sources, views))
+            and not any(map(operator.is_, sources, itertools.repeat(None)))
+            and {*map(_layout_of, sources)} <= {torch.strided}
+            and 0 not in self.accumulated[first:last].tobytes()
+        ):
             self.use_as_grad(first, last)  # as in most steps
         else:
             views, sources = self._copies_of(first, last)
@@ -237,40 +222,22 @@ class Bucket:
 
     def _copies_of(self, first: int, last: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the views to be written, and the gradients that are to be copied there."""
-        views, sources, lacking = [], [], []
+        views, sources = [], []
         for position in range(first, last):
             parameter, view = self._parameters[position], self._views[position]
-            gradient = parameter.grad
+            gradient, has_grown = parameter.grad, self.accumulated[position]
             if gradient is None:
                 # A Function's backward() returned None, or zero_grad() has dropped it since.
                 self.accumulated[position] = 0
-                lacking.append(view)
+                view.zero_()
                 continue
             views.append(view)
-            if gradient is view:
-                sources.append(view)
-                if not self.accumulated[position]:
-                    parameter.grad = view.clone()
-            else:
-                is_strided = gradient.layout is torch.strided
-                sources.append(gradient if is_strided else gradient.to_dense())
-                if self.accumulated[position]:
-                    self.use_as_grad(position)
-        if lacking:
-            _foreach_zero_(lacking)
+            sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
+            if gradient is view and not has_grown:
+                parameter.grad = view.clone()
+            elif gradient is not view and has_grown:
+                self.use_as_grad(position)
         return views, sources
-
-    def _renew_views(self, first: int, last: int) -> None:
-        """Make views anew that were given other memory.
-
-        model.float() and p.grad.data = ... do that; the gradient is in the other memory then.
-        """
-        views, pointers = self._views[first:last], self._pointers[first:last]
-        if [view.data_ptr() for view in views] == pointers:
-            return
-        for position, (view, pointer) in enumerate(zip(views, pointers, strict=True), first):
-            if view.data_ptr() != pointer:
-                self._views[position] = view_like(self._buffer, self._offsets[position], view)
 
     def use_as_grad(self, first: int, last: int | None = None) -> None:
         """Make the views from position ``first`` to ``last``, or that at ``first``, the gradients.
@@ -295,7 +262,8 @@ class Bucket:
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Start summing, or averaging, the gradients and the tail over the ranks."""
         self.has_left = True
-        self._work = start_all_reduce(group, self._buffer, average=average)
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        self._work = start_all_reduce(group, self._buffer, op)
 
     def launch_hook(self, hook: CommHook, index: int, *, is_last: bool) -> None:
         """Let ``hook`` reduce the gradients, but not the tail."""
@@ -331,43 +299,6 @@ class Bucket:
             work, self._work = self._work, None
             with naming(self.names, group):
                 work.wait()
-
-
-def make_buckets(
-    names: Sequence[Sequence[str]],
-    parameters: Sequence[torch.nn.Parameter],
-    accumulated: bytearray,
-    tail_size: int,
-    buffers_from: dist.ProcessGroup | None,
-) -> list[Bucket]:
-    """Return a bucket for each group of ``names``, and the tail behind the last one.
-
-    There is at least one bucket, if only for the tail; see :class:`Bucket` for the arguments.
-    """
-    buckets: list[Bucket] = []
-    start = 0
-    for number, own in enumerate(names or [[]], 1):
-        bucket = Bucket(
-            own,
-            parameters[start : start + len(own)],
-            memoryview(accumulated)[start : start + len(own)],
-            start=start,
-            tail_size=tail_size if number >= len(names) else 0,
-            buffers_from=buffers_from,
-            like=parameters[start if own else 0],
-        )
-        buckets.append(bucket)
-        start = bucket.stop
-    return buckets
-
-
-def _are_new(gradients: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor]) -> bool:
-    """Whether all gradients are there and strided, and none is its view."""
-    return (
-        not any(map(operator.is_, gradients, views))
-        and not any(map(operator.is_, gradients, itertools.repeat(None)))
-        and {gradient.layout for gradient in gradients} <= {torch.strided}  # type: ignore[union-attr]
-    )
 
 
 def _describe(tensor: torch.Tensor, dtype: torch.dtype) -> str:

@@ -22,24 +22,28 @@ class Positions:
     """The order in which gradients become ready; sparse ones, for which no bucket waits, are last.
 
     Args:
-        parameters: The parameters, by index.
+        named: The parameters with their names, by index.
         sparse: The indices of parameters whose gradients are sparse.
 
     Attributes:
+        sparse: As given.
+        num_dense: The number of gradients that aren't sparse.
         order: The index of the parameter at each position.
         parameters: The parameter at each position.
         of: The position of each parameter, by its ``id()``.
-        num_dense: The number of gradients that aren't sparse.
         accumulated: At each position 1 if the gradient has grown since it was last reduced.
             Buckets hold views of this memory.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], sparse: Collection[int]) -> None:
-        self._by_index = parameters
-        self.num_dense = len(parameters) - len(sparse)
-        self.accumulated = bytearray(len(parameters))
+    def __init__(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], sparse: Collection[int]
+    ) -> None:
+        self._named = named
+        self.sparse = sparse
+        self.num_dense = len(named) - len(sparse)
+        self.accumulated = bytearray(len(named))
         # Reversed registration order is a good guess: backward ends where forward began.
-        dense = [index for index in reversed(range(len(parameters))) if index not in sparse]
+        dense = [index for index in reversed(range(len(named))) if index not in sparse]
         self.order = [*dense, *sparse]
         self.rearrange(dense)
 
@@ -48,8 +52,12 @@ class Positions:
         accumulated = dict(zip(self.order, self.accumulated, strict=True))
         self.order[: self.num_dense] = dense
         self.accumulated[:] = bytes(accumulated[index] for index in self.order)
-        self.parameters = [self._by_index[index] for index in self.order]
+        self.parameters = [self._named[index][1] for index in self.order]
         self.of = {id(parameter): position for position, parameter in enumerate(self.parameters)}
+
+    def name(self, position: int) -> str:
+        """Return the name of the parameter at ``position``."""
+        return self._named[self.order[position]][0]
 
     def order_of_rank_0(self, own: Sequence[int], group: dist.ProcessGroup) -> list[int]:
         """Return the order, by index, in which gradients came on rank 0; all ranks must call it."""
@@ -79,8 +87,8 @@ class ReadyState:
 
     def __init__(self, positions: Positions) -> None:
         self._positions = positions
-        num_dense, num_sparse = positions.num_dense, len(positions.order) - positions.num_dense
-        self.states = bytearray(num_dense) + bytes([UNUSED]) * num_sparse
+        num_dense = positions.num_dense
+        self.states = bytearray(num_dense) + bytes([UNUSED]) * (len(positions.order) - num_dense)
         self.indices: list[int] = []
         self._next_position = 0
 
@@ -117,12 +125,10 @@ def num_facts(num_parameters: int) -> int:
 
 
 def write_facts(tail: torch.Tensor, accumulated: bytearray, failed_rank: int | None) -> None:
-    """Write this rank's facts; those of all ranks are added up, or averaged.
+    """Write this rank's facts behind the last bucket; those of all ranks are added up, or averaged.
 
-    Args:
-        tail: The memory behind the last bucket, of its dtype.
-        accumulated: At each position 1 if this rank adds a gradient.
-        failed_rank: This rank if its backward has failed: then it adds none.
+    These are, for each position, whether this rank adds a gradient, and whether its backward has
+    failed: then it adds none.
     """
     used, failures = tail[:-_NUM_FAILURE_FACTS], tail[-_NUM_FAILURE_FACTS:]
     failures.zero_()
@@ -141,7 +147,7 @@ def used_by_any(tail: torch.Tensor) -> list[float]:
     return used
 
 
-def failed_ranks(tail: torch.Tensor, factor: int) -> tuple[int, int]:
+def failed_ranks(tail: torch.Tensor, divisor: int) -> tuple[int, int]:
     """Return the number of ranks on which the backward failed, and their sum; (0, 0) on a GPU.
 
     Reading it would wait for the GPU. There, a rank whose backward has failed sends NaN or, to a
@@ -149,10 +155,10 @@ def failed_ranks(tail: torch.Tensor, factor: int) -> tuple[int, int]:
 
     Args:
         tail: The facts of all ranks.
-        factor: The divisor of their mean; 1 if they were added up.
+        divisor: That of their mean; 1 if they were added up.
     """
     if tail.device.type != "cpu":
         return 0, 0
     facts = tail[-_NUM_FAILURE_FACTS:]
     number, ranks = (facts.real if facts.is_complex() else facts).tolist()
-    return round(number * factor), round(ranks * factor)
+    return round(number * divisor), round(ranks * divisor)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lockstep.errors import CollectiveFailed
 from lockstep.grad.assign import FIRST_BUCKET_BYTES, assign_buckets, gradient_dtype
-from lockstep.grad.bucket import Bucket, make_buckets
+from lockstep.grad.bucket import Bucket
 from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.diagnostics import (
     SameGradients,
@@ -75,9 +75,9 @@ class Reducer:
         process_group: As given.
         scale: The factor of each rank's gradients in the sum.
         is_rearranged: Whether buckets have the order in which gradients came.
-        copies_early: Whether gradients are copied to their bucket when they come, and not only
-            when it is full. They must not be if a backward inside of this one adds to them later,
-            or ``create_graph`` gives them a graph.
+        copies_early: Whether gradients are copied before their bucket is full. They must not be if
+            a backward inside of this one adds to them later, or ``create_graph`` gives them a
+            graph.
     """
 
     def __init__(
@@ -93,30 +93,26 @@ class Reducer:
         self.process_group = group
         self._size = group.size()
         self.scale = 1 / self._size
-        self._names = [name for name, _ in named_parameters]
-        self._parameters = [parameter for _, parameter in named_parameters]
-        self._cap_bytes = cap_bytes
-        self._first_cap_bytes = first_cap_bytes
+        self._named = list(named_parameters)
+        self._cap_bytes, self._first_cap_bytes = cap_bytes, first_cap_bytes
         self._skip_unused = skip_unused
         self._skipped: set[int] = set()  # numbers of buckets, and of sparse gradients behind them
         self._comm_hook: CommHook | None = None
         self._same_gradients = SameGradients()
-        self._positions = Positions(self._parameters, sparse)
-        self._sparse = range(self._positions.num_dense, len(self._parameters))
+        self._positions = Positions(self._named, sparse)
+        self._sparse = range(self._positions.num_dense, len(self._named))
         # Empty until the first backward: a copy that is never trained needs no memory for them.
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
-        # Of the last backward: parameters without a gradient, and positions that any rank used.
-        self._unused: list[int] = []
+        # Of the last backward: parameters without a gradient, positions that any rank used, and the
+        # order in which its gradients came.
+        self._unused: list[tuple[str, torch.nn.Parameter]] = []
         self._used_by_any: Iterable[float] = ()
-        self._last_order: list[int] | None = None  # in which its gradients came
-        self.is_rearranged = self._launches_early = False
+        self._last_order: list[int] | None = None
+        self.is_rearranged = False
         self._gets_gradients_twice = False
         self._has_logged_unused = False
-        self.copies_early = False
-        self.phase = Phase.IDLE
-        self._launch_order: Sequence[Reducer] = ()
-        self._end_backward()
+        self._reset()
 
     @property
     def comm_hook(self) -> CommHook | None:
@@ -141,12 +137,12 @@ class Reducer:
     @property
     def unused(self) -> Sequence[str]:
         """The names of parameters that got no gradient in the last backward on this rank."""
-        return [self._names[index] for index in self._unused]
+        return [name for name, _ in self._unused]
 
     @property
     def unused_parameters(self) -> Sequence[torch.nn.Parameter]:
         """The parameters that got no gradient in the last backward on this rank."""
-        return [self._parameters[index] for index in self._unused]
+        return [parameter for _, parameter in self._unused]
 
     @property
     def reduced(self) -> list[torch.nn.Parameter]:
@@ -163,12 +159,27 @@ class Reducer:
         """Whether the gradient of ``parameter`` has grown since it was last reduced."""
         return bool(self._positions.accumulated[self._positions.of[id(parameter)]])
 
+    @property
+    def _launches_early(self) -> bool:
+        return self.is_rearranged and not self._gets_gradients_twice
+
     def take_over(self, previous: Reducer) -> None:
         """Continue from the state of ``previous``, which had other parameters and some of these."""
         self.scale, self._comm_hook = previous.scale, previous.comm_hook
         self._same_gradients = previous._same_gradients
         self._gets_gradients_twice = previous._gets_gradients_twice
         self._positions.take_over(previous._positions)
+
+    def _reset(self) -> None:
+        """No backward runs any more."""
+        self.phase = Phase.IDLE
+        self.copies_early = False
+        self._ready = ReadyState(self._positions)
+        self._launch_order: Sequence[Reducer] = ()  # not kept, as it holds this reducer
+        self._next_launch = 0
+        self._reduced_sparse: dict[int, torch.Tensor | None] = {}  # None if it was not sent
+        for bucket in self._buckets:
+            bucket.reset()
 
     def begin(
         self, launch_order: Sequence[Reducer] | None = None, *, copies_early: bool = False
@@ -180,7 +191,7 @@ class Reducer:
                 rank. Before the end of the backward, a reducer launches when those before it have
                 only their last bucket left; last buckets follow at the end, in the same order.
                 Shown by test_two_models_in_one_backward_launch_in_one_order.
-            copies_early: Whether to copy gradients to their bucket when they come.
+            copies_early: As the attribute.
         """
         if self.phase is Phase.FAILED:
             self.finish()
@@ -193,41 +204,45 @@ class Reducer:
             self._arrange(self._positions.order)
         self._ready = ReadyState(self._positions)
         self.copies_early = copies_early
-        if copies_early:
+        if copies_early and self._launches_early:  # in the first backward some may come twice
             for bucket in self._buckets:
-                # In the first backward, some may come twice.
-                bucket.copy_early(self._scale_of(bucket) if self._launches_early else 1)
+                bucket.copy_scale = self._scale_of(bucket)
 
     def _arrange(self, order: Sequence[int]) -> None:
         """Make buckets for gradients that become ready in ``order``, all or none."""
         # First of all, as they are as large as all gradients: memory may be short.
         self._buckets, self._bucket_at = [], []
         self._skipped.clear()
-        num_dense = self._positions.num_dense
-        dense = set(self._positions.order[:num_dense])
+        parameters = [parameter for _, parameter in self._named]
         groups = assign_buckets(
-            [p.numel() * gradient_dtype(p).itemsize for p in self._parameters],
-            [(gradient_dtype(p), p.device) for p in self._parameters],
-            [index for index in order if index in dense],
+            [p.numel() * gradient_dtype(p).itemsize for p in parameters],
+            [(gradient_dtype(p), p.device) for p in parameters],
+            [index for index in order if index not in self._positions.sparse],
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
-        )
+        ) or [[]]  # one for the facts at least
         self._positions.rearrange(itertools.chain(*groups))
-        self._buckets = make_buckets(
-            [[self._names[index] for index in group] for group in groups],
-            self._positions.parameters,
-            self._positions.accumulated,
-            num_facts(len(self._names)),
-            self.process_group if self.comm_hook is None else None,
-        )
-        self._bucket_at = [bucket for bucket in self._buckets for _ in bucket.parameter_names]
+        buckets: list[Bucket] = []
+        for number, group in enumerate(groups, 1):
+            start = buckets[-1].stop if buckets else 0
+            bucket = Bucket(
+                [self._named[index] for index in group],
+                memoryview(self._positions.accumulated)[start : start + len(group)],
+                start=start,
+                tail_size=num_facts(len(parameters)) if number == len(groups) else 0,
+                buffers_from=self.process_group if self.comm_hook is None else None,
+                like=parameters[0],
+            )
+            buckets.append(bucket)
+        self._buckets = buckets
+        self._bucket_at = [bucket for bucket in buckets for _ in bucket.parameter_names]
 
     def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
         """This backward won't compute these gradients: buckets don't wait for them."""
         for position in {self._positions.of[id(parameter)] for parameter in parameters}:
             if position < self._positions.num_dense:
                 self._ready.states[position] = UNUSED
-                self._bucket_at[position].await_one_less()
+                self._bucket_at[position].num_missing -= 1
 
     def mark_accumulated(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` has grown, and is not to be reduced yet."""
@@ -260,10 +275,16 @@ class Reducer:
                 else:
                     self._mark_awaited(range(position, position + 1))
         # If they come in order, it is the next bucket that will be full first, or the one behind.
-        behind = itertools.islice(self._buckets, self._next_launch, None)
-        filling = itertools.islice((bucket for bucket in behind if bucket.num_missing), 2)
-        numbers = [bucket.num_missing - bucket.copies_at for bucket in filling]
-        return max(1, min(numbers, default=len(self._parameters)))
+        threshold, num_filling = len(self._named), 0
+        for index in range(self._next_launch, len(self._buckets)):
+            bucket = self._buckets[index]
+            if bucket.num_missing:
+                most = bucket.num_missing if not self.copies_early else bucket.chunk
+                threshold = min(threshold, bucket.num_missing, most)
+                num_filling += 1
+                if num_filling == 2:
+                    break
+        return threshold
 
     def _mark_awaited(self, positions: range) -> None:
         self._ready.mark_ready(positions)
@@ -273,7 +294,7 @@ class Reducer:
             stop = min(last, bucket.stop)
             bucket.num_missing -= stop - first
             first = stop
-            if self.copies_early:
+            if self.copies_early and bucket.num_missing:
                 bucket.copy_ready(self._ready.states)
             if not bucket.num_missing and self._launches_early:
                 for reducer in self._launch_order:
@@ -285,8 +306,8 @@ class Reducer:
         if position < self._positions.num_dense:
             bucket = self._bucket_at[position]
             if bucket.is_too_late_for(position - bucket.start):
-                self._gets_gradients_twice, self._launches_early = True, False
-                raise late_gradient(self._names[self._positions.order[position]])
+                self._gets_gradients_twice = True
+                raise late_gradient(self._positions.name(position))
         if self._ready.states[position] == READY:
             self._gets_gradients_twice = True
         else:
@@ -303,24 +324,25 @@ class Reducer:
         """
         if self.phase is Phase.IDLE:
             self._ready = ReadyState(self._positions)
-        else:
-            self.phase = Phase.FAILED
-            self._launch_order = ()
-            self._same_gradients.drop()
-            with torch.no_grad():
-                for bucket in self._buckets:
-                    bucket.undo_copies()
+            return
+        self.phase = Phase.FAILED
+        self._launch_order = ()
+        self._same_gradients.drop()
+        with torch.no_grad():
+            for bucket in self._buckets:
+                bucket.undo_copies()
 
     def launch_full_buckets(self) -> bool:
         """Launch the buckets that are full; return whether only the last one is left."""
         last = len(self._buckets) - 1
-        with torch.no_grad():
-            while self._launches_early and self._next_launch < last:
-                before = self._buckets[max(0, self._next_launch - 1)]
-                if self._buckets[self._next_launch].num_missing or not before.is_hook_done():
-                    return False
+        while self._launches_early and self._next_launch < last:
+            before = self._buckets[max(0, self._next_launch - 1)]
+            if self._buckets[self._next_launch].num_missing or not before.is_hook_done():
+                return False
+            with torch.no_grad():
                 self._launch()
-        return self._next_launch >= last
+        # Sparse gradients come between the other buckets and the last one.
+        return self._next_launch >= last and not self._sparse
 
     def launch_all_but_last(self) -> None:
         """The backward is over: reduce all gradients but those of the last bucket.
@@ -331,31 +353,25 @@ class Reducer:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
             CollectiveFailed: If another rank is lost, or times out.
         """
+        last = len(self._buckets) - 1
         with torch.no_grad():
-            while self._next_launch < len(self._buckets) - 1:
+            while self._next_launch < last:
                 self._launch()
             for bucket in self._buckets:
                 bucket.finish_hook(self.process_group)
-            while self._next_sparse < len(self._sparse):
-                self._reduce_sparse(self._sparse[self._next_sparse])
-                self._next_sparse += 1
+            for index, position in enumerate(self._sparse, last):
+                if position not in self._reduced_sparse:
+                    self._reduced_sparse[position] = self._reduce_sparse(index, position)
 
-    def _reduce_sparse(self, position: int) -> None:
-        index = len(self._buckets) - 1 + self._next_sparse
+    def _reduce_sparse(self, index: int, position: int) -> torch.Tensor | None:
         parameter, accumulated = self._positions.parameters[position], self._positions.accumulated
         accumulated[position] *= parameter.grad is not None
         if self._skips(index + len(self._bucket_at), bool(accumulated[position])):
-            return
-        is_last = not self._bucket_at and position == len(self._parameters) - 1
-        with naming(repr(self._names[self._positions.order[position]]), self.process_group):
-            self._reduced_sparse[position] = reduce_sparse(
-                parameter,
-                self.process_group,
-                self.scale,
-                self.comm_hook,
-                index=index,
-                is_last=is_last,
-            )
+            return None
+        is_last = not self._bucket_at and position == len(self._named) - 1
+        group, hook = self.process_group, self.comm_hook
+        with naming(repr(self._positions.name(position)), group):
+            return reduce_sparse(parameter, group, self.scale, hook, index=index, is_last=is_last)
 
     def launch_last(self) -> None:
         """Launch the last bucket, with this rank's facts; it raises as the launches before it."""
@@ -383,32 +399,19 @@ class Reducer:
             with torch.no_grad():
                 for bucket in self._buckets:
                     bucket.wait(self.process_group)
-                self._unused = self._ready.missing()
+                self._unused = [self._named[index] for index in self._ready.missing()]
                 if self.phase is not Phase.FAILED:
                     error = self._use_reduced()
-                    self._positions.accumulated[:] = bytes(len(self._parameters))
-            self._launches_early = not self._gets_gradients_twice
+                    self._positions.accumulated[:] = bytes(len(self._named))
             self._last_order = self._ready.indices
         finally:
-            self._end_backward()
+            self._reset()
         return error
-
-    def _end_backward(self) -> None:
-        self.phase = Phase.IDLE
-        self._ready = ReadyState(self._positions)
-        # Not kept between backwards, as it holds this reducer.
-        self._launch_order = ()
-        self._next_launch = 0
-        self._next_sparse = 0
-        self._reduced_sparse: dict[int, torch.Tensor] = {}
-        for bucket in self._buckets:
-            bucket.reset()
 
     def _use_reduced(self) -> CollectiveFailed | None:
         """Make the mean the gradient of every parameter that any rank used."""
         last = self._buckets[-1]
-        factor = self._size if self._averages(last) else 1
-        num_failed, ranks = failed_ranks(last.tail, factor)
+        num_failed, ranks = failed_ranks(last.tail, self._size if self._averages(last) else 1)
         if num_failed:
             for bucket in self._buckets:
                 bucket.drop()
@@ -416,33 +419,32 @@ class Reducer:
                 self._positions.parameters[position].grad = None
             return failed_elsewhere(num_failed, ranks, self.process_group)
         accumulated = self._positions.accumulated
+        is_rank_0 = self.process_group.rank() == 0
         # Reading the facts waits for a GPU. A rank that used everything need not.
         used: Sequence[int] = self._sparse
         self._used_by_any = itertools.repeat(1)
         if not all(accumulated):
             self._used_by_any = used_by_any(last.tail)
             used = list(itertools.compress(range(len(accumulated)), self._used_by_any))
-            self._log_unused({self._positions.order[position] for position in used})
+            if len(used) < len(accumulated) and not self._has_logged_unused:
+                self._has_logged_unused = True
+                if is_rank_0:
+                    indices = set(self._positions.order)
+                    indices -= {self._positions.order[position] for position in used}
+                    log_unused([self._named[index][0] for index in sorted(indices)])
         for position in used:
             if position in self._reduced_sparse:
-                parameter = self._positions.parameters[position]
-                parameter.grad = self._reduced_sparse[position]
-            elif position < self._positions.num_dense and not accumulated[position]:
+                reduced = self._reduced_sparse[position]
+                if reduced is not None:
+                    self._positions.parameters[position].grad = reduced
+            elif not accumulated[position]:
                 bucket = self._bucket_at[position]
                 bucket.use_as_grad(position - bucket.start)
         if self._same_gradients.is_looking:
-            self._same_gradients.compare(is_rank_0=self.process_group.rank() == 0)
+            self._same_gradients.compare(is_rank_0=is_rank_0)
         return None
 
-    def _log_unused(self, used: set[int]) -> None:
-        """Log once which parameters no rank used."""
-        if len(used) < len(self._names) and not self._has_logged_unused:
-            self._has_logged_unused = True
-            if self.process_group.rank() == 0:
-                log_unused([name for i, name in enumerate(self._names) if i not in used])
-
     def _launch(self) -> None:
-        """Launch the next bucket."""
         index, bucket = self._next_launch, self._buckets[self._next_launch]
         is_last = index == len(self._buckets) - 1
         if not is_last and self._skips(index, any(bucket.accumulated)):
@@ -460,8 +462,7 @@ class Reducer:
             # One after the other: hooks launch further collectives when their first is through,
             # and collectives of two buckets must not interleave differently on each rank. Shown by
             # test_hooks_of_several_collectives_keep_their_order.
-            if index:
-                self._buckets[index - 1].finish_hook(self.process_group)
+            self._buckets[max(0, index - 1)].finish_hook(self.process_group)
             if bucket.parameter_names and not bucket.has_left:
                 number = index + len(self._sparse) * is_last  # sparse ones come before the last
                 bucket.launch_hook(self.comm_hook, number, is_last=is_last)
@@ -474,13 +475,12 @@ class Reducer:
         """Whether the bucket, or sparse gradient, of that number is not to be sent."""
         if not self._skip_unused:
             return False
-        # A backward that failed is taken to use what the one before it used.
+        # A backward that failed is taken to use the buckets of the one before it.
         if self.phase is not Phase.FAILED:
             (self._skipped.discard if is_used else self._skipped.add)(number)
         return number in self._skipped
 
     def _fill(self, bucket: Bucket) -> None:
-        """Write this rank's part of the sum into ``bucket``."""
         if self.phase is Phase.FAILED:  # 0 for a hook, which may remember it
             bucket.fill_with(math.nan if self.comm_hook is None else 0)
             return
@@ -490,7 +490,6 @@ class Reducer:
             same.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
 
     def _averages(self, bucket: Bucket) -> bool:
-        """Whether the group averages ``bucket`` instead of adding it up."""
         return bucket.averages and self.comm_hook is None and self.scale == 1 / self._size
 
     def _scale_of(self, bucket: Bucket) -> float:

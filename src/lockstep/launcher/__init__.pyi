@@ -1,4 +1,3 @@
-from .caller import launch as launch
 from .job import Job as Job
 from .job import Module as Module
 from .job import Script as Script
@@ -9,6 +8,6 @@ from .job import check_num_threads as check_num_threads
 from .job import check_script as check_script
 from .job import check_stdin as check_stdin
 from .job import default_num_ranks as default_num_ranks
-from .job import default_num_threads as default_num_threads
 from .job import whole_number as whole_number
-from .run import run_job as run_job
+from .start import launch as launch
+from .start import run_job as run_job

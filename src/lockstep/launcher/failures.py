@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from lockstep import errors
+from lockstep.errors import LaunchError, RankFailed
 
 # Messages of torch's process groups when a peer is gone. A rank whose traceback has one of
 # them is blamed only if no rank failed in another way.
@@ -51,11 +52,11 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's own report of how it ends."""
+    """A rank's message to the launcher at the end of its program."""
 
     at_seconds: float  # by time.monotonic(), which all processes of a host share
-    exit_code: int  # that it is about to end with
-    told: Told | None = None  # the exception that ended it
+    exit_code: int  # of the rank
+    told: Told | None = None  # the exception that ended the program
     advice: str | None = None  # instead of a traceback, if the program couldn't be started
     result: bytes | None = None  # of a function, pickled
 
@@ -79,6 +80,21 @@ class Outcome:
         """Sort key of the outcomes of several hosts: the least is the first failure."""
         return self.rank is None, self.lost_a_peer, self.at_seconds
 
+    def check(self) -> None:
+        """Raise RankFailed, or LaunchError if no rank is to blame, unless all went well."""
+        if self.exit_status == 0:
+            return
+        message = self.message or f"The ranks ended with exit code {self.exit_status}."
+        if self.rank is None:
+            raise LaunchError(message)
+        raise RankFailed(
+            message,
+            rank=self.rank,
+            exit_code=self.exit_code,
+            signal=self.signal,
+            traceback=self.traceback,
+        )
+
 
 @dataclass
 class Ending:
@@ -99,13 +115,6 @@ class Ending:
         return self.report if self.report is not None and self.report.exit_code else None
 
     @property
-    def killed_by(self) -> str | None:
-        """The name of the signal that ended it, if it hadn't reported a failure before."""
-        if self.signal is None or self.reported_failure is not None:
-            return None
-        return signal_name(self.signal)
-
-    @property
     def failed(self) -> bool:
         """Whether it went wrong, other than because the launcher asked it to end."""
         ended_badly = self.signal is not None or bool(self.exit_code) or self.without_result
@@ -113,9 +122,8 @@ class Ending:
 
     @property
     def failed_at_seconds(self) -> float:
-        """When it went wrong, as exactly as is known."""
-        report = self.reported_failure
-        return self.at_seconds if report is None else report.at_seconds
+        """The time of the failure, by time.monotonic(), as exactly as is known."""
+        return (self.reported_failure or self).at_seconds
 
     @property
     def exit_status(self) -> int:
@@ -154,15 +162,16 @@ def first_failure(endings: Sequence[Ending]) -> Ending | None:
 
 
 def failure_outcome(
-    culprit: Ending, endings: Sequence[Ending], world_size: int, *, full_traceback: bool
+    culprit: Ending, endings: Sequence[Ending], world_size: int, *, full_traceback: bool = False
 ) -> Outcome:
     """The outcome of a job in which ``culprit`` is to blame."""
+    by_signal = culprit.signal is not None and culprit.reported_failure is None
     return Outcome(
         culprit.exit_status,
         message=describe(culprit, endings, world_size, full_traceback=full_traceback),
         rank=culprit.rank,
-        exit_code=None if culprit.killed_by else culprit.exit_status,
-        signal=culprit.killed_by,
+        exit_code=None if by_signal else culprit.exit_status,
+        signal=signal_name(culprit.signal) if by_signal and culprit.signal else None,
         traceback=culprit.traceback,
         at_seconds=culprit.failed_at_seconds + time.time() - time.monotonic(),
         lost_a_peer=culprit.lost_a_peer,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import signal
+import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,23 +26,27 @@ class RankProcess(Ending):
     """A rank, as the supervisor sees it; ``exit_code`` and ``signal`` are None until it ends."""
 
     pid: int
+    connection: int  # descriptor of a socket: the rank's environment goes out, its Report comes in
     outputs: Sequence[int]  # descriptors of its stdout and stderr; empty if not labelled
-    report_descriptor: int
     wants_result: bool  # whether it runs a function
     # Whether it reads from the terminal. It then is in the supervisor's process group, to which
     # the terminal belongs, and not in one of its own.
     has_terminal: bool
-    _report_bytes: bytearray = field(default_factory=bytearray)
+    _received: bytearray = field(default_factory=bytearray)
     _stderr: bytes = b""
+
+    def begin(self, environment: Mapping[str, str]) -> None:
+        """Let it begin, with these variables added to its environment."""
+        self.rank = int(environment["RANK"])
+        with contextlib.suppress(BrokenPipeError):  # it was killed
+            os.write(self.connection, json.dumps(environment).encode() + b"\n")
+        # It is read when the rank has ended, too: then there may be nothing to read.
+        os.set_blocking(self.connection, False)
 
     @property
     def is_running(self) -> bool:
         """Whether its exit isn't known yet."""
         return self.exit_code is None and self.signal is None
-
-    def descriptors(self) -> list[int]:
-        """The supervisor's ends of its pipes."""
-        return [self.report_descriptor, *self.outputs]
 
     def send(self, number: int) -> None:
         """Send the signal ``number`` to it and the processes that it has started."""
@@ -72,75 +78,74 @@ class RankProcess(Ending):
         """Read the available part of its report; tell whether more may come."""
         while self.report is None:
             try:
-                data = os.read(self.report_descriptor, 1 << 20)
+                data = os.read(self.connection, 1 << 20)
             except BlockingIOError:
                 return True
+            except ConnectionResetError:  # it was killed before it had read its environment
+                return False
             if not data:
                 return False
-            received = self._report_bytes
-            received += data
-            length = int.from_bytes(received[:REPORT_LENGTH_BYTES], "little")
-            if len(received) >= REPORT_LENGTH_BYTES + length:
-                self.report = pickle.loads(memoryview(received)[REPORT_LENGTH_BYTES:])
-                self._report_bytes = bytearray()
+            self._received += data
+            start = self._received[:REPORT_LENGTH_BYTES]
+            if len(self._received) >= REPORT_LENGTH_BYTES + int.from_bytes(start, "little"):
+                self.report = pickle.loads(memoryview(self._received)[REPORT_LENGTH_BYTES:])
+                self._received = bytearray()
         return False
 
 
-def fork_ranks(
-    job: Job,
-    ranks: Sequence[int],
-    environments: Sequence[Mapping[str, str]],
-    *,
-    private: Sequence[int],
-    signal_mask: Collection[int],
-) -> list[RankProcess] | RankStart:
-    """Fork a process for each of ``ranks``, of this host, with its ``environments``.
+def fork_ranks(job: Job, signal_mask: Collection[int]) -> list[RankProcess] | RankStart:
+    """Fork the ranks of this host, which wait until :meth:`RankProcess.begin`.
 
     It returns the ranks in the supervisor, and a RankStart in each rank. There the caller has to
     return all the way to the interpreter, without any ``finally`` of the supervisor's in between.
-    ``private`` are descriptors of the supervisor that ranks must not hold open; ``signal_mask``
-    are the signals that a rank blocks, once it has handlers of its own.
+    ``signal_mask`` are the signals that a rank blocks, once it has handlers of its own.
 
     Raises:
         LaunchError: If a limit on processes or descriptors is reached. None is left behind.
     """
     started: list[RankProcess] = []
-    for rank, environment in zip(ranks, environments, strict=True):
+    for rank in range(job.num_ranks):
         try:
-            pipes = [os.pipe() for _ in range(3 if job.labelled else 1)]
+            ours, theirs = socket.socketpair()
+            ends = [(ours.detach(), theirs.detach())]
+            ends += [os.pipe() for _ in range(2 if job.labelled else 0)]
             flush_standard_streams()
             pid = fork()
         except OSError as error:
-            for process in started:
-                process.send(signal.SIGKILL)
-                reap(process.pid)
+            kill_ranks(started)
             raise LaunchError(
-                f"Rank {rank} can't be started: {error.strerror}. {len(started)} of {len(ranks)} "
-                "ranks were, and have been ended. Ask for fewer ranks, or raise the limit on "
-                "processes (ulimit -u) or open files (ulimit -n)."
+                f"Rank {rank} can't be started: {error.strerror}. {len(started)} of "
+                f"{job.num_ranks} ranks were, and have been ended. Ask for fewer ranks, or raise "
+                "the limit on processes (ulimit -u) or open files (ulimit -n)."
             ) from error
         has_terminal = rank == job.stdin_rank and os.isatty(0)
         if not has_terminal:
             # On both sides: whichever is first, the group exists before it is needed.
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
-        (report, *outputs), (write_report, *write_outputs) = zip(*pipes, strict=True)
-        if pid == 0:
-            others = [fd for process in started for fd in process.descriptors()]
-            for descriptor in (report, *outputs, *others, *private):
-                os.close(descriptor)
-            return RankStart(rank, environment, write_outputs, write_report, signal_mask)
-        for descriptor in (write_report, *write_outputs):
+        (connection, *outputs), (of_rank, *outputs_of_rank) = zip(*ends, strict=True)
+        is_rank = pid == 0
+        for descriptor in (connection, *outputs) if is_rank else (of_rank, *outputs_of_rank):
             os.close(descriptor)
-        # It is read when the rank has ended, too: then there may be nothing to read.
-        os.set_blocking(report, False)
+        if is_rank:
+            for process in started:
+                for descriptor in (process.connection, *process.outputs):
+                    os.close(descriptor)
+            return RankStart(of_rank, outputs_of_rank, signal_mask)
         process = RankProcess(
             rank,
             pid=pid,
+            connection=connection,
             outputs=outputs,
-            report_descriptor=report,
             wants_result=isinstance(job.program, Call),
             has_terminal=has_terminal,
         )
         started.append(process)
     return started
+
+
+def kill_ranks(ranks: Sequence[RankProcess]) -> None:
+    """End ranks that haven't begun."""
+    for process in ranks:
+        process.send(signal.SIGKILL)
+        reap(process.pid)

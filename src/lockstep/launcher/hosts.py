@@ -1,11 +1,11 @@
-"""This host's part in a run: its ranks and their environment, and the supervisors of other hosts.
+"""The ranks of this host and their environments, and the agreement with supervisors of other hosts.
 
-Supervisors of several hosts meet at torch's own store, held by the host that the endpoint
-belongs to. There each gets its number and learns the other hosts' numbers of ranks; later each
-tells whether its ranks failed, and that they are done. So a failure ends the ranks of all hosts,
-even those that don't communicate, and every host reports the same first one. Nothing that is
-read from the store is executed. Whoever reaches the endpoint can write to the store, as with
-torchrun: the endpoint belongs into a network that its users trust.
+Supervisors of several hosts meet at a store of torch's, held open by the host at the endpoint.
+There each gets a number, and learns the number of ranks on every host; later each reports whether
+its ranks have failed, and that they are done. So a failure ends the ranks of all hosts, even if
+they don't communicate, and every host reports the same first failure. Nothing that is read from
+the store is executed. Anyone who reaches the endpoint can write to the store, as with torchrun:
+the endpoint belongs into a network that its users trust.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
+from lockstep.comm import Deadline
 from lockstep.errors import LaunchError
 from lockstep.launcher.failures import Outcome
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
-from lockstep.launcher.processes import Helper
 from lockstep.world import Placement, Starter, rank_environment
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 _BACKLOG = 1024  # every rank may connect before the store accepts the first
 _CONNECT_SECONDS = 5.0  # no signal is handled while the store connects
@@ -44,23 +42,38 @@ _POLL_SECONDS = 0.05
 
 
 class Host:
-    """This host's part in a run."""
+    """The only host of a run. Its supervisor, rather than rank 0, holds the store.
 
-    private: list[int]  # descriptors that ranks must not hold open
-    helpers: list[int]  # process ids of the launcher's own processes
-    notice: int | None = None  # a descriptor that becomes readable when another host has failed
+    Attributes:
+        world_size: The number of ranks on all hosts.
+        ranks: The ranks on this host.
+        environments: The variables to add for each of these ranks.
+        notice: A descriptor that becomes readable when another host has failed.
+    """
 
-    def __init__(self, job: Job, first: Placement) -> None:
+    def __init__(self, job: Job) -> None:
+        # Port 0: the kernel finds a free one, so that two runs never collide.
+        listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        master, size = listener.getsockname(), job.num_ranks
+        self._store: dist.Store = _open_store(listener)
+        # Any user of this host can write to a store on loopback, which is for programs that
+        # expect one there. lockstep.init() uses a nameless file, open in this process alone.
+        path = None
+        if sys.platform == "linux":
+            path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
+        run_id = uuid.uuid4().hex
+        place = Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path)
+        self._place_ranks(job, place)
+
+    def _place_ranks(self, job: Job, first: Placement) -> None:
         """Prepare the environments of this host's ranks, of which ``first`` is the first."""
         self.world_size = first.world_size
         self.ranks = range(first.rank, first.rank + job.num_ranks)
-        self.environments = [  # the variables to add for each of these ranks
+        self.environments = [
             rank_environment(replace(first, rank=rank, local_rank=local_rank), job.num_threads)
             for local_rank, rank in enumerate(self.ranks)
         ]
-
-    def start_threads(self) -> None:
-        """Start the threads of this host's part; not before the ranks are forked."""
+        self.notice: int | None = None
 
     def settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
         """Agree with the other hosts on the outcome of the run, given that of this host's ranks.
@@ -71,31 +84,6 @@ class Host:
         return outcome
 
 
-class LoneHost(Host):
-    """The only host of a run.
-
-    Its supervisor, rather than rank 0, holds the store, so no rank's end takes that away.
-    """
-
-    def __init__(self, job: Job) -> None:
-        # Port 0: the kernel finds a free one, so that two runs never collide.
-        listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
-        master, size = listener.getsockname(), job.num_ranks
-        self._listener = listener.detach()
-        self.private, self.helpers = [self._listener], []
-        # Any user of this host can write to a store on loopback, which is for programs that
-        # expect one there. lockstep.init() uses a nameless file, open in this process alone.
-        path = None
-        if sys.platform == "linux":
-            path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
-        run_id = uuid.uuid4().hex
-        super().__init__(job, Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path))
-
-    def start_threads(self) -> None:
-        """Open the store."""
-        self._store = _open_store(self._listener)
-
-
 class HostOfSeveral(Host):
     """One of several hosts, which meet at the store that the ranks use too.
 
@@ -104,28 +92,25 @@ class HostOfSeveral(Host):
     """
 
     def __init__(self, job: Job, meeting: Meeting) -> None:
-        from torch.distributed import PrefixStore
-
-        deadline = time.monotonic() + meeting.timeout_seconds
-        self._where = meeting.endpoint
-        self._holder = _hold_store(meeting)
+        deadline = Deadline(meeting.timeout_seconds)
+        self._meeting = meeting
+        self._held = _hold_store(meeting)
         # The listener has a connection of its own, as a waiting one is locked; made now, because
         # connecting to a store that has ended takes until the timeout.
         self._store, self._heard = (
-            PrefixStore("lockstep", _connect(meeting, deadline)) for _ in range(2)
+            dist.PrefixStore("lockstep", _connect(meeting, deadline)) for _ in range(2)
         )
         try:
-            self._number = self._take_number(meeting)
+            self._number = self._take_number()
             self._store.set(f"size/{self._number}", str(job.num_ranks))
-            sizes = self._wait_for_sizes(meeting, deadline)
+            sizes = self._wait_for_sizes(deadline)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, LaunchError):
                 raise
             raise LaunchError(
-                f"The hosts couldn't meet at {self._where}: the host that keeps the store there "
-                "has given up, or something else than 'lockstep run' uses that port."
+                f"The hosts couldn't meet at {meeting.endpoint}: the host that keeps the store "
+                "there has given up, or something else than 'lockstep run' uses that port."
             ) from error
-        self._num_hosts = len(sizes)
         first = Placement(
             Starter.LOCKSTEP,
             rank=sum(sizes[: self._number]),
@@ -134,56 +119,52 @@ class HostOfSeveral(Host):
             master=(meeting.address, meeting.port),
             job_id=meeting.run_id,
         )
-        super().__init__(job, first)
-        of_host = {"GROUP_RANK": str(self._number), "GROUP_WORLD_SIZE": str(self._num_hosts)}
+        self._place_ranks(job, first)
         for environment in self.environments:
-            environment.update(of_host)
+            environment["GROUP_RANK"] = str(self._number)
+            environment["GROUP_WORLD_SIZE"] = str(meeting.num_hosts)
         self.notice, self._notifier = os.pipe()
-        self.private, self.helpers = [self.notice, self._notifier], []
-        if self._holder is not None:
-            self.private.append(self._holder.lifeline)
-            self.helpers.append(self._holder.pid)
+        threading.Thread(target=self._listen, daemon=True).start()
 
-    def _take_number(self, meeting: Meeting) -> int:
+    def _take_number(self) -> int:
         """The number of this host: the one that it was given, or the first that is free."""
-        run = f"run {meeting.run_id!r} on {meeting.num_hosts} hosts"
+        meeting, num_hosts = self._meeting, self._meeting.num_hosts
+        given, where = meeting.host, meeting.endpoint
+        run = f"run {meeting.run_id!r} on {num_hosts} hosts"
         there = bytes(self._store.compare_set("run", "", run)).decode(errors="replace")
         if there != run:
             raise LaunchError(
-                f"This is {run}, but those who meet at {self._where} are of {there}. Give the "
+                f"This is {run}, but those who meet at {where} are of {there}. Give the "
                 "same --nnodes and --rdzv-id on every host, and each run a port of its own."
             )
         # Without numbers, the host that holds the store is host 0.
-        free = range(0 if self._holder is not None else 1, meeting.num_hosts)
-        for host in free if meeting.host is None else [meeting.host]:
+        free = range(0 if self._held is not None else 1, num_hosts)
+        for host in free if given is None else [given]:
             if self._store.add(f"host/{host}", 1) == 1:
                 return host
         raise LaunchError(
-            f"There are {meeting.num_hosts} hosts at {self._where} without this one."
-            if meeting.host is None
-            else f"There is a host {meeting.host} at {self._where} already. Give each host "
+            f"There are {num_hosts} hosts at {where} without this one."
+            if given is None
+            else f"There is a host {given} at {where} already. Give each host "
             "another --node-rank, or none of them any."
         )
 
-    def _wait_for_sizes(self, meeting: Meeting, deadline: float) -> list[int]:
-        missing = list(range(meeting.num_hosts))
+    def _wait_for_sizes(self, deadline: Deadline) -> list[int]:
+        """The number of ranks on each host."""
+        missing = hosts = list(range(self._meeting.num_hosts))
         while missing := [host for host in missing if not self._store.check([f"size/{host}"])]:
-            if time.monotonic() > deadline:
+            if not deadline.left():
                 raise LaunchError(
-                    f"{meeting.num_hosts} hosts didn't meet at {self._where} within "
-                    f"{meeting.timeout_seconds} seconds: host {', '.join(map(str, missing))} "
+                    f"{len(hosts)} hosts didn't meet at {self._meeting.endpoint} within "
+                    f"{self._meeting.timeout_seconds} seconds: host {str(missing)[1:-1]} "
                     "didn't come. Give 'lockstep run' on every host, with the same --nnodes and "
                     "--rdzv-endpoint; --rdzv-timeout changes how long they wait."
                 )
             time.sleep(_POLL_SECONDS)  # not store.wait(), which handles no signals
-        sizes = [self._store.get(f"size/{host}") for host in range(meeting.num_hosts)]
-        return [check_num_ranks(size.decode()) for size in sizes]
-
-    def start_threads(self) -> None:
-        """Listen for failures of other hosts."""
-        threading.Thread(target=self._listen, daemon=True).start()
+        return [check_num_ranks(self._store.get(f"size/{host}").decode()) for host in hosts]
 
     def _listen(self) -> None:
+        """Wait until another host has failed."""
         with contextlib.suppress(RuntimeError):  # the store has ended, and so has its host
             while not self._heard.check(["failed"]):
                 time.sleep(_LISTEN_SECONDS)
@@ -196,10 +177,8 @@ class HostOfSeveral(Host):
         except RuntimeError:
             if outcome.exit_status:
                 return outcome
-            return Outcome(1, message=f"the host that keeps the store, at {self._where}, is gone.")
-        finally:
-            if self._holder is not None:
-                self._holder.dismiss()
+            where = self._meeting.endpoint
+            return Outcome(1, message=f"the host that keeps the store, at {where}, is gone.")
 
     def _settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
         if outcome.exit_status:
@@ -209,26 +188,28 @@ class HostOfSeveral(Host):
             self._store.set(f"failure/{self._number}", failure)
             self._store.set("failed", "")
         self._store.add("done", 1)
-        deadline = float("inf")  # the others may run for days, but not after a failure
-        while not self._all("done") and time.monotonic() < deadline and not interrupted():
-            if deadline == float("inf") and self._store.check(["failed"]):
-                deadline = time.monotonic() + _SETTLE_SECONDS
+        deadline: Deadline | None = None  # the others may run for days, but not after a failure
+        while not self._all("done") and not interrupted():
+            if deadline is None and self._store.check(["failed"]):
+                deadline = Deadline(_SETTLE_SECONDS)
+            if deadline is not None and not deadline.left():
+                break
             time.sleep(_POLL_SECONDS)
         failures = [outcome] if outcome.exit_status else []
-        for host in set(range(self._num_hosts)) - {self._number}:
+        for host in set(range(self._meeting.num_hosts)) - {self._number}:
             if self._store.check([f"failure/{host}"]):
                 told = self._store.get(f"failure/{host}").decode(errors="replace")
                 failures.append(_outcome_of_peer(told))
         # The store ends with its host, which so leaves last.
-        deadline = time.monotonic() + _LEAVE_SECONDS
+        deadline = Deadline(_LEAVE_SECONDS)
         with contextlib.suppress(RuntimeError):  # its host has waited long enough
             self._store.add("left", 1)
-            while self._holder and not self._all("left") and time.monotonic() < deadline:
+            while self._held is not None and not self._all("left") and deadline.left():
                 time.sleep(_POLL_SECONDS)
         return min(failures, key=lambda failure: failure.blame, default=outcome)
 
     def _all(self, key: str) -> bool:
-        return self._store.add(key, 0) >= self._num_hosts
+        return self._store.add(key, 0) >= self._meeting.num_hosts
 
 
 def _outcome_of_peer(text: str) -> Outcome:
@@ -246,26 +227,18 @@ def _outcome_of_peer(text: str) -> Outcome:
         return Outcome(1, message="another host failed, and told nothing that can be read.")
 
 
-def _hold_store(meeting: Meeting) -> Helper | None:
+def _hold_store(meeting: Meeting) -> dist.TCPStore | None:
     """Hold the store open if that is this host's part, else return None.
 
-    It is that of host 0 or, of hosts without numbers, of the one that can bind the endpoint. The
-    holder is a process because a store has threads, and a process that forks ranks must not.
+    It is that of host 0 or, of hosts without numbers, of the one that can bind the endpoint.
 
     Raises:
         LaunchError: If it is this host's part, but the endpoint can't be bound.
     """
     if meeting.host not in (0, None):
         return None
-
-    def hold(wait: Callable[[], bool]) -> None:
-        store = _open_store(1, meeting.address)
-        wait()
-        del store
-
     try:
-        with _bind(meeting) as listener:
-            return Helper(hold, listener.fileno())
+        listener = _bind(meeting)
     except OSError as error:
         if meeting.host is None:  # it is another host's, or another launcher's of this one
             return None
@@ -273,6 +246,7 @@ def _hold_store(meeting: Meeting) -> Helper | None:
             f"Host 0 can't listen at the rendezvous endpoint {meeting.endpoint}: "
             f"{error.strerror}. Give a name or an address of this host and a port that is free."
         ) from error
+    return _open_store(listener, meeting.address)
 
 
 def _bind(meeting: Meeting) -> socket.socket:
@@ -288,42 +262,36 @@ def _bind(meeting: Meeting) -> socket.socket:
     return socket.create_server(("", meeting.port), backlog=_BACKLOG)
 
 
-def _open_store(listener: int, address: str = "127.0.0.1") -> TCPStore:
-    """A store that answers at ``listener``, a bound socket; it has threads.
+def _open_store(listener: socket.socket, address: str = "127.0.0.1") -> dist.TCPStore:
+    """A store that answers at ``listener``, which is bound; it has threads.
 
     Without the socket it would bind a port of every interface.
     """
-    from torch.distributed import TCPStore
-
-    with socket.socket(fileno=listener) as borrowed:
-        port = borrowed.getsockname()[1]
-        borrowed.detach()
-    return TCPStore(
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
         address,
         port,
         is_master=True,
         timeout=_STORE_TIMEOUT,
         wait_for_workers=False,
-        master_listen_fd=listener,
+        master_listen_fd=listener.detach(),
     )
 
 
-def _connect(meeting: Meeting, deadline: float) -> TCPStore:
+def _connect(meeting: Meeting, deadline: Deadline) -> dist.TCPStore:
     """Connect to the store, which may not be there yet. Its client has no threads.
 
     Raises:
         LaunchError: If it doesn't answer until ``deadline``.
     """
-    from torch.distributed import TCPStore
-
     where, timeout = (meeting.address, meeting.port), timedelta(seconds=_CONNECT_SECONDS)
     while True:
         try:
             # The store's own attempts warn of each that fails, and handle no signal.
             socket.create_connection(where, timeout=_CONNECT_SECONDS).close()
-            store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout)
+            store = dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout)
         except (OSError, RuntimeError) as error:
-            if time.monotonic() >= deadline:
+            if not deadline.left():
                 reason = str(error).strip().partition("\n")[0]
                 raise LaunchError(
                     f"Nobody answered at the rendezvous endpoint {meeting.endpoint} as host 0 "

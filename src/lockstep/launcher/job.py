@@ -1,10 +1,12 @@
-"""Jobs: a program and the number of its ranks, with checks of both. Nothing is started here."""
+"""Jobs: a program and the number of its ranks, checks of both, and the file for a supervisor."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import os
+import pickle
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -72,20 +74,41 @@ class Caller(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """All that the supervisor of one host has to know."""
+    """The parameters of a supervisor: the program, the ranks of its host, and their output."""
 
     program: Program
     num_ranks: int  # on this host
-    num_threads: int  # that each rank computes with
+    num_threads: int  # intra-op threads of each rank
     log_dir: str | None = None  # where each rank's output is kept as well
     # Whether output goes through the supervisor, which labels each line. If not, the ranks write
     # to the supervisor's own stdout and stderr.
     labelled: bool = True
-    grace_seconds: float = 3.0  # that a rank which is asked to end may take before it is killed
+    grace_seconds: float = 3.0  # between SIGTERM to a rank and SIGKILL
     meeting: Meeting | None = None  # None for one host
     stdin_rank: int | None = None  # the rank that reads the supervisor's standard input
     full_traceback: bool = False  # whether to show frames of lockstep and torch
     caller: Caller | None = None  # the process to send the outcome to; if None, it is printed
+
+    def write(self) -> int:
+        """The descriptor of a nameless file, at its beginning, for :meth:`read`."""
+        # A file rather than a pipe: it takes any size before a reader exists.
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("lockstep-job")
+        else:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        with open(descriptor, "wb", closefd=False) as file:
+            pickle.dump(self, file)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return descriptor
+
+    @staticmethod
+    def read(descriptor: int) -> Job:
+        """The job that :meth:`write` wrote; closes the descriptor."""
+        with open(descriptor, "rb") as file:
+            job = pickle.load(file)
+        assert isinstance(job, Job)
+        return job
 
 
 def default_num_ranks() -> int:
@@ -112,8 +135,10 @@ def check_num_ranks(value: object) -> int:
     )
 
 
-def check_num_threads(value: object) -> int:
-    """``value`` as a number of threads; raises BadLaunch as :func:`whole_number` does."""
+def check_num_threads(value: object, num_ranks: int) -> int:
+    """``value`` as a number of threads, by default a share of the cores; may raise BadLaunch."""
+    if value is None:
+        return default_num_threads(num_ranks)
     advice = "Leave it out to share the cores."
     return whole_number(value, "The number of threads per rank", advice, at_most=_MOST_THREADS)
 

@@ -1,4 +1,4 @@
-"""Processes and signals: how children end, helpers, and ending everything that a run started."""
+"""Processes and signals: how children end, and the end of all processes that a run started."""
 
 from __future__ import annotations
 
@@ -155,30 +155,28 @@ def _running_processes() -> Iterator[_Process]:
                 yield _Process(int(directory.name), int(fields[1]), int(fields[2]))
 
 
-class Helper:
-    """A forked process of the launcher's own: the guardian, or the holder of the hosts' store.
+class Guardian:
+    """A forked process that ends the ranks' process ``groups`` if this process is killed.
 
-    It calls ``work(wait)``, where ``wait()`` blocks until this process dismisses it or ends, and
-    tells whether it was dismissed. A helper is out of reach of the terminal and of signals to
-    this process's group. It has no descriptors but ``descriptors``, numbered from 1: any other
-    would keep the reader of a pipe waiting for its end-of-file. ``lifeline`` is a descriptor that
-    no other process may hold open.
+    The kernel ends the ranks themselves (see :func:`end_with_parent`), but not the processes that
+    they started. It is out of reach of the terminal and of signals to this process's group, and
+    has no descriptors but the lifeline, which no other process may hold open: any other would keep
+    the reader of a pipe waiting for its end-of-file. So it is to be forked after the ranks.
     """
 
-    def __init__(self, work: Callable[[Callable[[], bool]], object], *descriptors: int) -> None:
-        listening, self.lifeline = os.pipe()
+    def __init__(self, groups: Collection[int]) -> None:
+        listening, self._lifeline = os.pipe()
         self.pid = fork()
         if self.pid == 0:
             try:
                 os.setsid()
                 for ending in ENDING_SIGNALS:
                     signal.signal(ending, signal.SIG_IGN)
-                signal.set_wakeup_fd(-1)
-                for number, descriptor in enumerate((listening, *descriptors)):
-                    os.dup2(descriptor, number)
-                os.closerange(1 + len(descriptors), os.sysconf("SC_OPEN_MAX"))
+                os.dup2(listening, 0)
+                os.closerange(1, os.sysconf("SC_OPEN_MAX"))
                 fill_standard_descriptors()
-                work(lambda: os.read(0, 1) == _GOODBYE)
+                if os.read(0, 1) != _GOODBYE:
+                    _end_groups(groups)
             finally:  # never return into the caller's code
                 os._exit(0)
         os.close(listening)
@@ -186,28 +184,17 @@ class Helper:
     def dismiss(self) -> None:
         """Let the process end, and wait for its end."""
         with contextlib.suppress(BrokenPipeError):  # it was killed
-            os.write(self.lifeline, _GOODBYE)
-        os.close(self.lifeline)
+            os.write(self._lifeline, _GOODBYE)
+        os.close(self._lifeline)
         reap(self.pid)
 
 
-def start_guardian(groups: Collection[int]) -> Helper:
-    """Fork the process that ends the ranks' process ``groups`` if the supervisor is killed.
-
-    The kernel ends the ranks themselves (see :func:`end_with_parent`), but not the processes
-    that they started. Call it after the ranks are forked: none may hold its lifeline open.
-    """
-
-    def guard(wait: Callable[[], bool]) -> None:
-        if wait():
-            return
-        for group in groups:
-            send_signal(-group, signal.SIGKILL)
-        for _ in range(2):  # twice: one may have been starting another
-            for pid in _leftovers(groups):
-                send_signal(pid, signal.SIGKILL)
-
-    return Helper(guard)
+def _end_groups(groups: Collection[int]) -> None:
+    for group in groups:
+        send_signal(-group, signal.SIGKILL)
+    for _ in range(2):  # twice: one may have been starting another
+        for pid in _leftovers(groups):
+            send_signal(pid, signal.SIGKILL)
 
 
 def _leftovers(groups: Collection[int]) -> Iterator[int]:

@@ -16,6 +16,7 @@ import faulthandler
 import importlib.machinery
 import importlib.util
 import io
+import json
 import os
 import pickle
 import runpy
@@ -38,10 +39,8 @@ REPORT_LENGTH_BYTES = 8
 class RankStart(NamedTuple):
     """Data of one rank, which it has from the fork on."""
 
-    rank: int
-    environment: Mapping[str, str]  # variables to add
+    connection: int  # to the supervisor: brings variables to add to the environment, takes a Report
     outputs: Sequence[int]  # descriptors for stdout and stderr; none for the supervisor's own
-    report: int  # descriptor for the rank's Report
     signal_mask: Collection[int]  # the signals to block, as when the supervisor was started
 
 
@@ -51,21 +50,29 @@ def run_rank(start: RankStart, job: Job, supervisor: int) -> int:
     ``supervisor`` is the process that forked this one.
     """
     end_with_parent(supervisor, signal.SIGKILL)
-    reads_stdin = start.rank == job.stdin_rank
-    _leave_supervisor(start, reads_stdin, job.num_threads)
+    with open(start.connection, "rb", closefd=False) as connection:
+        line = connection.readline()
+    if not line:  # the supervisor has ended
+        os._exit(1)
+    environment = json.loads(line)
+    rank = int(environment["RANK"])
+    reads_stdin = rank == job.stdin_rank
+    if job.caller is not None:
+        os.close(job.caller.socket)
+    _leave_supervisor(start, environment, reads_stdin, job.num_threads)
     # Not before: a signal would run the supervisor's handlers.
     signal.pthread_sigmask(signal.SIG_SETMASK, start.signal_mask)
-    report = _run(job.program, start.rank, reads_stdin)
+    report = _run(job.program, rank, reads_stdin)
     if report.exit_code != 0 or report.result is not None:
-        _send(report, start.report)
-    os.close(start.report)
+        _send(report, start.connection)
+    os.close(start.connection)
     return report.exit_code
 
 
-def _leave_supervisor(start: RankStart, reads_stdin: bool, num_threads: int) -> None:
-    signal.set_wakeup_fd(-1)
+def _leave_supervisor(
+    start: RankStart, environment: Mapping[str, str], reads_stdin: bool, num_threads: int
+) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # nohup and a shell's & set these two to be ignored, which is kept.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -83,7 +90,7 @@ def _leave_supervisor(start: RankStart, reads_stdin: bool, num_threads: int) -> 
     # The supervisor shows the exception that ends a rank, once it knows which failed first. A
     # hook that the program installs, such as rich's, replaces this one.
     sys.excepthook = lambda kind, error, trace: None
-    os.environ.update(start.environment)
+    os.environ.update(environment)
     import torch
 
     torch.set_num_threads(num_threads)

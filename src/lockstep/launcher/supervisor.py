@@ -1,8 +1,8 @@
 """The process that starts the ranks of one host, watches them, and leaves none behind.
 
 It imports torch once and forks the ranks: an import takes about a second, a fork a twentieth
-of one. A fork copies only the thread that forks, so nothing here may start a thread before the
-ranks are forked; the store, which has threads, is opened afterwards.
+of one. A fork copies only the thread that forks, so the ranks are forked first, and wait for their
+environments until the store, which has threads, is open and all hosts have met there.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
 from lockstep.launcher.failures import Outcome, failure_outcome, first_failure, signal_name
-from lockstep.launcher.fork import RankProcess, fork_ranks
-from lockstep.launcher.hosts import Host, HostOfSeveral, LoneHost
+from lockstep.launcher.fork import RankProcess, fork_ranks, kill_ranks
 from lockstep.launcher.job import Job
 from lockstep.launcher.output import Console, open_log_files
 from lockstep.launcher.processes import Escalation, after_failure, after_signal, at_once
 from lockstep.launcher.rank import RankStart, run_rank
-from lockstep.launcher.run import read_job
 
 _READ_BYTES = 1 << 16
 _DRAIN_SECONDS = 2.0
@@ -44,18 +42,10 @@ def main() -> int:
     """
     # Until there are ranks there is nothing to do but end, and no traceback to show.
     processes.handle_ending_signals(lambda number, frame: os._exit(128 + number))
-    job = read_job(int(sys.argv[2]))
+    job = Job.read(int(sys.argv[2]))
     del sys.argv[1:]
     if job.caller is not None:
         processes.end_with_parent(job.caller.pid, signal.SIGTERM)
-    # The collector finds nothing to free in an import, but looks for it a hundred times.
-    gc.disable()
-    import torch
-    import torch.distributed  # noqa: F401  (here, so that no rank has to)
-
-    # Frozen objects aren't visited by the ranks' collectors, so their memory stays shared.
-    gc.freeze()
-    gc.enable()
     try:
         return _start(job)
     except LaunchError as error:
@@ -64,21 +54,36 @@ def main() -> int:
 
 def _start(job: Job) -> int:
     """Fork the ranks, and either be one, or watch them and end."""
+    # The collector finds nothing to free in an import, but looks for it a hundred times.
+    gc.disable()
+    from lockstep.launcher.hosts import Host, HostOfSeveral  # imports torch, so that no rank has to
+
+    # Frozen objects aren't visited by the ranks' collectors, so their memory stays shared.
+    gc.freeze()
+    gc.enable()
     supervisor, spare = os.getpid(), processes.children()
     processes.adopt_orphans()
-    host = LoneHost(job) if job.meeting is None else HostOfSeveral(job, job.meeting)
-    log_files = open_log_files(job.log_dir, host.ranks)
-    # Blocked, so that no rank runs the supervisor's handlers, and none of its threads gets any.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*processes.ENDING_SIGNALS, signal.SIGCHLD})
-    signals = processes.SignalPipe()
-    private = [*signals.descriptors, *log_files.values(), *host.private]
-    private += [] if job.caller is None else [job.caller.socket]
-    forked = fork_ranks(job, host.ranks, host.environments, private=private, signal_mask=mask)
-    if isinstance(forked, RankStart):
-        return run_rank(forked, job, supervisor)
+    # Blocked, so that no rank runs the supervisor's handlers.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, processes.ENDING_SIGNALS)
+    ranks = fork_ranks(job, mask)
+    if isinstance(ranks, RankStart):
+        return run_rank(ranks, job, supervisor)
     # From here on this is the supervisor.
-    watch = Watch(job, forked, Console(log_files, signals), signals, {*spare, *host.helpers})
-    watch.run(host, mask)
+    guardian = processes.Guardian([rank.pid for rank in ranks])
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        host = Host(job) if job.meeting is None else HostOfSeveral(job, job.meeting)
+        log_files = open_log_files(job.log_dir, host.ranks)
+    except LaunchError:
+        kill_ranks(ranks)
+        guardian.dismiss()
+        raise
+    signals = processes.SignalPipe()
+    watch = Watch(job, ranks, Console(log_files, signals), signals, {*spare, guardian.pid})
+    try:
+        watch.run(host.environments, host.notice)
+    finally:
+        guardian.dismiss()
     outcome = watch.outcome(host.world_size)
     return _conclude(job, host.settle(outcome, signals.is_pending))
 
@@ -114,29 +119,28 @@ class Watch:
         self._spare = set(spare)
         self._console = console
         self._signals = signals
-        self._guardian: processes.Helper | None = None
         self._interrupted_by: int | None = None  # the signal that ended the launcher
         self._peer_failed = False  # whether the ranks of another host failed first
         self._escalation: Escalation | None = None  # None as long as all goes well
-        self._num_news = 0  # the number of exits and reports that are known
         self._selector = selectors.DefaultSelector()
         self._when_readable(signals.fileno(), signals.pull)
+        if job.caller is not None:
+            self._when_readable(job.caller.socket, self._lose_caller)
         for rank in ranks:
-            self._when_readable(rank.report_descriptor, partial(self._read_report, rank))
+            self._when_readable(rank.connection, partial(self._read_report, rank))
             for destination, output in enumerate(rank.outputs, start=1):
                 self._when_readable(output, partial(self._copy, rank, output, destination))
 
-    def run(self, host: Host, signal_mask: Collection[int]) -> None:
-        """Watch the ranks until all have ended. However it ends, the ranks do, too."""
+    def run(self, environments: Sequence[Mapping[str, str]], notice: int | None) -> None:
+        """Let the ranks begin, and watch them until all have ended. However it ends, they do.
+
+        ``notice`` becomes readable when another host has failed.
+        """
         try:
-            self._guardian = processes.start_guardian([rank.pid for rank in self._ranks])
-            self._spare.add(self._guardian.pid)
-            if self._job.caller is not None:
-                self._when_readable(self._job.caller.socket, self._lose_caller)
-            host.start_threads()
-            if host.notice is not None:
-                self._when_readable(host.notice, partial(self._follow_peer, host.notice))
-            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+            if notice is not None:
+                self._when_readable(notice, partial(self._follow_peer, notice))
+            for rank, environment in zip(self._ranks, environments, strict=True):
+                rank.begin(environment)
             self._until_all_ended()
         finally:
             self._end_all()
@@ -169,7 +173,8 @@ class Watch:
                     return  # even SIGKILL doesn't end a rank that hangs in the kernel
                 left = self._escalation.seconds_left(now)
             self._serve(left)
-            if self._note_exits() and self._escalation is None and first_failure(self._ranks):
+            self._note_exits()
+            if self._escalation is None and first_failure(self._ranks):
                 self._escalation = Escalation(after_failure(self._job.grace_seconds))
 
     def _send(self, number: int) -> None:
@@ -205,7 +210,7 @@ class Watch:
 
     def _read_report(self, rank: RankProcess) -> None:
         if not rank.read_report():
-            self._selector.unregister(rank.report_descriptor)
+            self._selector.unregister(rank.connection)
 
     def _lose_caller(self) -> None:
         assert self._job.caller is not None
@@ -225,8 +230,7 @@ class Watch:
         actions = after_signal(number, self._job.grace_seconds)
         self._escalation = Escalation(actions if self._escalation is None else at_once())
 
-    def _note_exits(self) -> bool:
-        """Note which ranks have ended; tell whether any has, or has reported, since last time."""
+    def _note_exits(self) -> None:
         if self._signals.child_ended:
             self._signals.child_ended = False
             # Orphans that this process has adopted would stay zombies.
@@ -234,9 +238,6 @@ class Watch:
                 processes.reap(pid, wait=False)
         for rank in self._ranks:
             rank.note_exit()
-        before = self._num_news
-        self._num_news = sum((not r.is_running) + (r.report is not None) for r in self._ranks)
-        return self._num_news != before
 
     def _end_all(self) -> None:
         """End the ranks and the processes that they have started."""
@@ -245,8 +246,6 @@ class Watch:
                 rank.send(signal.SIGKILL)
         processes.sweep(spare=self._spare, grace_seconds=_SWEEP_SECONDS)
         self._drain()
-        if self._guardian is not None:
-            self._guardian.dismiss()
         for rank in self._ranks:
             processes.reap(rank.pid, wait=False)  # the kernel may hang in one that was killed
 

@@ -8,20 +8,27 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lockstep.comm import Deadline, RankThreads, a_rank_of, end_this_rank
-from lockstep.errors import RankFailed
-from lockstep.launcher.failures import Ending, Report, describe, exit_code_of, first_failure, tell
+from lockstep.launcher.failures import (
+    Ending,
+    Report,
+    exit_code_of,
+    failure_outcome,
+    first_failure,
+    tell,
+)
 from lockstep.world import Placement, Starter, as_rank, init
 
 Result = TypeVar("Result")
 
-# How long the other ranks may take to end after one has failed. Nothing can end a thread, but
-# a wait for the failed rank raises at once.
+# For the other ranks to end after one has failed. Nothing can end a thread, but a wait for the
+# failed rank raises at once.
 _PATIENCE_SECONDS = 10.0
 
 
@@ -73,18 +80,16 @@ def run_threads(
         torch.set_num_threads(num_threads_before)
     culprit = first_failure(endings)
     _join(threads)
-    if culprit is None:
-        return [results[rank] for rank in range(num_ranks)]
-    message = describe(culprit, endings, num_ranks)
-    left = [thread.name for thread in threads if thread.is_alive()]
-    if left:
-        message += (
-            f"\n\nStill running {_PATIENCE_SECONDS:g} s later: {', '.join(left)}. A thread can't "
-            "be ended from outside; use ranks='processes' for a function that may hang."
-        )
-    raise RankFailed(
-        message, rank=culprit.rank, exit_code=culprit.exit_code, traceback=culprit.traceback
-    )
+    if culprit is not None:
+        outcome = failure_outcome(culprit, endings, num_ranks)
+        if left := [thread.name for thread in threads if thread.is_alive()]:
+            running = (
+                f"\n\nStill running {_PATIENCE_SECONDS:g} s later: {', '.join(left)}. A thread "
+                "can't be ended from outside; use ranks='processes' for a function that may hang."
+            )
+            outcome = replace(outcome, message=f"{outcome.message}{running}")
+        outcome.check()
+    return [results[rank] for rank in range(num_ranks)]
 
 
 def _wait_for_endings(ended: queue.SimpleQueue[Ending], num_ranks: int) -> list[Ending]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -21,36 +22,30 @@ from lockstep.torch_private import _current_graph_task_id, _execution_engine
 _End = partial[None]
 
 
+@dataclass(eq=False)
 class _Backward:
-    """One backward pass, from its first gradient to the end of its reductions.
+    """One backward pass, from its first gradient to the end of its reductions."""
 
-    Attributes:
-        task: Autograd's task; None if it is one of other ranks, to which this one adds nothing.
-        engines: The engines that reduce gradients in it, by number.
-        late: Engines that nobody could foresee when it began, as they are inside of reentrant
-            checkpoints. They reduce at its end.
-        tells_late: Whether ranks tell each other of ``late`` ones.
-        awaited: Under compiled autograd, which calls nothing at the end of a backward: the
-            ``id()`` of parameters whose gradients are yet to come. None otherwise.
-        end: The callback at its end, as long as autograd holds it.
-        enclosing: The node whose own backward this one runs in; until it is through, the end of
-            the backward can't be waited for.
-    """
-
-    def __init__(self, task: int | None = None) -> None:
-        self.task = task
-        self.engines: list[Engine] = []
-        self.late: list[Engine] = []
-        self.tells_late = False
-        self.awaited: set[int] | None = None
-        self.end: weakref.ref[_End] | None = None
-        self.enclosing: weakref.ref[BackwardCFunction] | None = None
+    # Autograd's task; None for a backward of other ranks, to which this one adds nothing.
+    task: int | None = None
+    # The engines that reduce gradients in it, by number.
+    engines: list[Engine] = field(default_factory=list)
+    # Whether ranks tell each other of late engines: those that nobody could foresee when it began,
+    # as they are inside of reentrant checkpoints. They reduce at its end.
+    tells_late: bool = False
+    late: list[Engine] = field(default_factory=list)
+    # Under compiled autograd, which calls nothing at the end of a backward: the id() of parameters
+    # whose gradients are yet to come. None otherwise.
+    awaited: set[int] | None = None
+    # The callback at its end, as long as autograd holds it.
+    end: weakref.ref[_End] | None = None
+    # The node whose own backward this one runs in; until it is through, the end of the backward
+    # can't be waited for.
+    enclosing: weakref.ref[BackwardCFunction] | None = None
 
     def has_been_left(self) -> bool:
         """Whether it has failed although its end was not dropped: an enclosing node holds that."""
-        if self.enclosing is None:
-            return False
-        return self.enclosing() is not outermost_running_node()
+        return self.enclosing is not None and self.enclosing() is not outermost_running_node()
 
 
 @uncompiled
@@ -62,17 +57,14 @@ class BackwardSync:
     then on if it has been in one backward with another. Those that any rank reaches begin on all,
     launch in the order of their numbers, and end together, when the outermost backward is over.
     Shown by test_ranks_may_reach_different_models_in_one_backward.
-
-    Attributes:
-        num_ended: The number of backwards that are over.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.num_ended = 0
-        self._group = weakref.ref(group)
+        self._weak_group = weakref.ref(group)
         # Autograd has a thread for each device, and while one of them waits for a collective
         # another one runs.
         self._lock = threading.RLock()
+        # Weakly, as everything here, since engines hold the group.
         self._engines: list[weakref.ref[Engine]] = []
         self._num_engines = 0
         # The numbers of engines that have been in a backward, and in one with others. They are the
@@ -80,10 +72,15 @@ class BackwardSync:
         self._trained: set[int] = set()
         self._trained_together: set[int] = set()
         self._backward: _Backward | None = None
-        # The backward that failed here, whose end other ranks may wait for: its engines, weakly
-        # since they hold the group, and whether ranks tell each other of late ones in it.
-        self._failed: list[weakref.ref[Engine]] = []
+        self._num_ended = 0
+        # Whether ranks tell each other of late engines in the backward that failed here.
         self._failed_tells_late = False
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._weak_group()
+        assert group is not None  # engines and callers hold it
+        return group
 
     def add(self, engine: Engine, *, is_copy: bool) -> int:
         """Add an engine, and return its number.
@@ -98,6 +95,7 @@ class BackwardSync:
         """Remove an engine: its gradients are not reduced any more."""
         if self.is_reducing(engine):
             self._drop_backward()
+            self.finish_failed()
         self._engines = [one for one in self._engines if one() is not engine]
         self._trained.add(engine.number)  # or ranks would always ask for it
 
@@ -176,8 +174,12 @@ class BackwardSync:
         self._begin_together(backward, reached, asks=self._has_to_ask(reached))
         return backward
 
-    def begin_if_others_must_know(self) -> None:
-        """Begin the backward before any gradient comes, if ranks then ask each other."""
+    def begin_before_collective(self) -> None:
+        """Prepare for another collective over the group in the backward that is running.
+
+        Ranks that ask each other which models they reach do so at their first gradient, which some
+        may have before that collective and some after it. So they ask before.
+        """
         if not self.is_running() and self._num_engines > 1:
             with self._lock:
                 reached = [engine for engine in self.engines() if engine.is_any_reached()]
@@ -188,7 +190,7 @@ class BackwardSync:
         """Take part in backwards of the other ranks up to one of ``engine``, with no gradients.
 
         Backwards of models that are reached along with it may come first. If ``engine`` is in
-        none, then so on all ranks.
+        no backward of any rank, this returns too.
         """
         before = engine.num_backwards
         while engine.num_backwards == before and self._run_empty(engine):
@@ -204,21 +206,32 @@ class BackwardSync:
         self.end()
         return was_any
 
-    def take_part_once(self, num_ended: int) -> None:
+    def take_part_at_the_end(self) -> None:
+        """Let this rank take part in the reduction of the other ranks' backwards.
+
+        The backward that is running may reach no parameter of them on this rank.
+        """
+        end = partial(self._take_part_once, self._num_ended)
+        if not is_compiled_backward():
+            _execution_engine.queue_callback(end)
+        elif not any(engine.is_any_reached() for engine in self.engines()):
+            end()  # nothing is called back, and no gradient of a model will come
+
+    def _take_part_once(self, num_ended: int) -> None:
         """Take part if no backward of a model runs, and none has ended since ``num_ended``.
 
         It can't be known of which of several models that are not trained together: then it waits
         until an optimizer steps.
         """
         engines = [engine for engine in self.engines() if engine.is_syncing]
-        if self.is_running() or self.num_ended != num_ended or not engines:
+        if self.is_running() or self._num_ended != num_ended or not engines:
             return
         if len(engines) == 1 or self._trained_together.issuperset(map(_number, engines)):
             self._run_empty(engines[0])
 
     def follow(self, engines: Sequence[Engine], announcement: Announcement) -> None:
         """Take part in a backward of ranks that still have data, when this one has none."""
-        self._apply(engines, announcement)
+        _apply(engines, announcement)
         if announcement.step is Step.BEGIN:
             self._begin_all(_Backward(), engines)
         else:
@@ -241,11 +254,9 @@ class BackwardSync:
         self, engines: Collection[Engine], *facts: bool
     ) -> tuple[set[Engine], list[bool]]:
         """Return the engines that any rank gives, and which of ``facts`` hold on any."""
-        group = self._group()
-        assert group is not None
         numbers = {engine.number for engine in engines}
         own = [number in numbers for number in range(1, self._num_engines + 1)]
-        on_any = any_rank(group, [*own, *facts])
+        on_any = any_rank(self._group, [*own, *facts])
         named = {engine for engine in self.engines() if on_any[engine.number - 1]}
         return named, on_any[len(own) :]
 
@@ -256,37 +267,28 @@ class BackwardSync:
         if len(numbers) > 1:
             self._trained_together |= numbers
 
-    def _has_to_ask(self, reached: Iterable[Engine]) -> bool:
+    def _has_to_ask(self, reached: Collection[Engine]) -> bool:
         """Whether other ranks may reach other models than ``reached``."""
-        group = self._group()
-        if self._num_engines == 1 or group is None or join_state_of(group) is not None:
+        if self._num_engines == 1 or join_state_of(self._group) is not None:
             # In join(), all ranks that have data reach the same models, and announce them.
             return False
-        return len(self._trained) < self._num_engines or not self._trained_together.isdisjoint(
-            map(_number, reached)
-        )
+        is_new = len(self._trained) < self._num_engines
+        return is_new or not self._trained_together.isdisjoint(map(_number, reached))
 
     def _announce(self, step: Step, engines: Collection[Engine]) -> None:
         """Announce the next step to ranks that have no data any more, if there may be such."""
-        group = self._group()
-        join_state = join_state_of(group) if group is not None else None
+        join_state = join_state_of(self._group)
         if join_state is not None and join_state.is_active:
             mask = join_state.mask([*map(_number, engines)])
-            self._apply(engines, join_state.call(step, mask))
-
-    def _apply(self, engines: Collection[Engine], announcement: Announcement) -> None:
-        for engine in engines:
-            engine.reducer.scale = 1 / mean_divisor(engine.process_group)
-            engine.buffers.source = announcement.active[0]
+            _apply(engines, join_state.call(step, mask))
 
     def _begin_all(self, backward: _Backward, engines: Sequence[Engine]) -> None:
         self._backward = backward
         backward.engines = list(engines)
-        group = self._group()
         # In join() the end is announced, and nothing may be launched before. And communication
         # hooks of two models must not interleave their collectives.
         waits = (
-            (group is not None and join_state_of(group) is not None)
+            join_state_of(self._group) is not None
             or (len(engines) > 1 and any(engine.reducer.comm_hook for engine in engines))
             or any(engine.sums_in_backward for engine in engines)
         )
@@ -335,9 +337,7 @@ class BackwardSync:
         if backward is not None:
             for engine in [*backward.engines, *backward.late]:
                 engine.end_backward()
-            failed = [e for e in backward.engines if e.reducer.phase is Phase.FAILED]
-            self._failed += [weakref.ref(engine) for engine in failed]
-            self._failed_tells_late = bool(failed) and backward.tells_late
+            self._failed_tells_late = backward.tells_late
 
     def finish_failed(self) -> None:
         """Finish a backward that failed here with the other ranks, before any other collective.
@@ -345,13 +345,21 @@ class BackwardSync:
         The other ranks wait in its end, or have failed too. Then all have launched the same once
         more, and those whose backward succeeded have been told.
         """
-        failed = [engine for reference in self._failed if (engine := reference())]
-        self._failed = []
+        failed = [
+            engine
+            for engine in self.engines()
+            if engine.reducer.phase is Phase.FAILED and not self.is_reducing(engine)
+        ]
         if failed:
-            self._backward = _Backward()
-            self._backward.engines = failed
-            self._backward.tells_late = self._failed_tells_late
+            self._backward = _Backward(engines=failed, tells_late=self._failed_tells_late)
             self._finish()
+
+    def refresh_stale(self) -> None:
+        """Refresh models that have changed, as a forward would."""
+        self.finish_failed()
+        for engine in self.engines():
+            if engine.is_stale:
+                engine.refresh()
 
     def end(self) -> None:
         """The backward is over: wait until everything has arrived.
@@ -413,11 +421,17 @@ class BackwardSync:
             raise
         finally:
             self._drop_backward()
-            self.num_ended += 1
+            self._num_ended += 1
 
 
 def _number(engine: Engine) -> int:
     return engine.number
+
+
+def _apply(engines: Collection[Engine], announcement: Announcement) -> None:
+    for engine in engines:
+        engine.reducer.scale = 1 / mean_divisor(engine.process_group)
+        engine.buffers.source = announcement.active[0]
 
 
 # Weakly: a group that is gone takes its BackwardSync with it.
@@ -429,40 +443,9 @@ def backward_sync_of(group: dist.ProcessGroup) -> BackwardSync:
     return _by_group.setdefault(group, BackwardSync(group))
 
 
-def begin_if_others_must_know(group: dist.ProcessGroup) -> None:
-    """Prepare for a collective over ``group`` in the backward that is running.
-
-    Ranks that ask each other which models they reach do so at their first gradient, which some may
-    have before that collective and some after it. So they ask before.
-    """
-    backward_sync_of(group).begin_if_others_must_know()
-
-
-def take_part_at_the_end(group: dist.ProcessGroup) -> None:
-    """Let this rank take part in the reduction of the other ranks' backwards over ``group``.
-
-    The backward that is running may reach no parameter of them on this rank.
-    """
-    backward_sync = backward_sync_of(group)
-    end = partial(backward_sync.take_part_once, backward_sync.num_ended)
-    if not is_compiled_backward():
-        _execution_engine.queue_callback(end)
-    elif not any(engine.is_any_reached() for engine in backward_sync.engines()):
-        end()  # nothing is called back, and no gradient of a model will come
-
-
 def finish_failed(group: dist.ProcessGroup) -> None:
     """Finish a backward of models over ``group`` that failed here, with the other ranks.
 
     It must be called before any other collective over the group, whose order would differ else.
     """
     backward_sync_of(group).finish_failed()
-
-
-def refresh_stale(group: dist.ProcessGroup) -> None:
-    """Refresh models over ``group`` that have changed, as a forward would."""
-    backward_sync = backward_sync_of(group)
-    backward_sync.finish_failed()
-    for engine in backward_sync.engines():
-        if engine.is_stale:
-            engine.refresh()

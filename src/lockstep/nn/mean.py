@@ -14,7 +14,7 @@ from lockstep.arguments import as_finite_number, check_module, refusal
 from lockstep.comm import mean_divisor, start_all_reduce, sum_in_step, uncompiled
 from lockstep.errors import ModelError
 from lockstep.grad import MIB, Bucket, assign_buckets, gradient_dtype, reduce_sparse
-from lockstep.nn.backward import finish_failed, refresh_stale, take_part_at_the_end
+from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.engine import with_sparse_gradients
 from lockstep.nn.parallel_state import begun_batch, count_micro_batch
 from lockstep.nn.reached import is_backward_of_replicas, is_reached
@@ -132,7 +132,7 @@ def _sum_over_ranks(own: torch.Tensor, process_group: dist.ProcessGroup | None) 
     group = _group_of_several(process_group)
     num_ranks = 1
     if group is not None:
-        refresh_stale(group)
+        backward_sync_of(group).refresh_stale()
         sum_in_step(group, own)
         num_ranks = mean_divisor(group)
     return torch.cat([own, own.new_full((1,), num_ranks)])
@@ -194,7 +194,7 @@ class _Mean(torch.autograd.Function):
         has_samples = ctx.needs_input_grad[0]
         is_backward = is_backward_of_replicas() or is_reached(ctx.anchor)
         if ctx.group is not None and is_backward and not has_samples:
-            take_part_at_the_end(ctx.group)
+            backward_sync_of(ctx.group).take_part_at_the_end()
         divisor = in_caller(count_micro_batch, count, goes_on, ctx.rank, has_samples, is_backward)
         divisor = divisor.to(count.device)  # another replica may have made it, on its own device
         # The reduction of the gradients divides by the number of means; so this multiplies by it.
@@ -241,12 +241,9 @@ def average_gradients(
     if _compared.get(module) is not group:
         check_same_model(module, group)
         _compared[module] = group
-    names, parameters = [], []
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            names.append(name)
-            parameters.append(parameter)
-    if not parameters:
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    parameters = [parameter for _, parameter in named]
+    if not named:
         return
     if own == 0:
         # Not zero times the gradient, which is NaN where the gradient is infinite or NaN.
@@ -268,11 +265,7 @@ def average_gradients(
         buckets = []
         for indices in groups:
             accumulated = memoryview(bytearray(b"\1" * len(indices)))
-            own_names, own_parameters = (
-                [names[i] for i in indices],
-                [parameters[i] for i in indices],
-            )
-            buckets.append(Bucket(own_names, own_parameters, accumulated))
+            buckets.append(Bucket([named[i] for i in indices], accumulated))
         for bucket in buckets:
             bucket.fill(own / total)
             bucket.launch(group)

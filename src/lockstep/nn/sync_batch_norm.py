@@ -23,7 +23,7 @@ from lockstep.arguments import (
     check_type,
 )
 from lockstep.comm import gather_in_step, sum_in_step, uncompiled
-from lockstep.nn.backward import begin_if_others_must_know, finish_failed
+from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.torch_private import _BatchNorm
 
 
@@ -288,7 +288,7 @@ class _Normalize(torch.autograd.Function):
             d_input, d_weight, d_bias = map(torch.zeros_like, (input, mean, mean))
         if ctx.needs_input_grad[0]:
             # How the loss, of all ranks, depends on the input through the statistics.
-            begin_if_others_must_know(ctx.group)
+            backward_sync_of(ctx.group).begin_before_collective()
             sums = torch.stack([d_bias, d_weight]).double()
             sum_in_step(ctx.group, sums)
             to_bias, to_weight = sums / count

@@ -1,8 +1,4 @@
-"""From a starter's environment variables to a rank's placement, and back.
-
-:func:`detect` reads the variables of any starter; :func:`rank_environment` makes those of
-``lockstep run``. Both are pure functions, tested without a starter.
-"""
+"""From a starter's environment variables to a rank's placement, and back; pure functions."""
 
 from __future__ import annotations
 
@@ -63,11 +59,26 @@ class Placement:
         return self.local_world_size == self.world_size
 
 
+# Names of the variables with the rank, the world size, and the local ones of both.
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OMPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+# Each starter with variables that it always sets, the innermost first: torchrun inside a SLURM job
+# is torchrun, and a rank of MPI is one even if srun started MPI's daemons.
+_STARTERS = (
+    (Starter.LOCKSTEP, (RUN_ID,), _TORCH),
+    (Starter.TORCHRUN, ("RANK", "WORLD_SIZE"), _TORCH),
+    (Starter.OPEN_MPI, ("OMPI_COMM_WORLD_RANK",), _OMPI),
+    (Starter.MPICH, ("PMI_RANK", "PMI_SIZE"), _PMI),
+    # The batch script of a SLURM job has SLURM_PROCID too; only srun's processes are a step.
+    (Starter.SLURM, ("SLURM_PROCID", "SLURM_STEP_ID"), _SLURM),
+)
+_OPEN_MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
+
+
 def detect(environ: Mapping[str, str]) -> Placement:
     """The starter of this process and its rank, according to ``environ``.
-
-    The innermost starter wins: torchrun inside a SLURM job is torchrun, and a rank of MPI is one
-    even if srun started MPI's daemons.
 
     Raises:
         InitError: If the variables of a starter are incomplete, not numbers, or contradict
@@ -87,19 +98,44 @@ def detect(environ: Mapping[str, str]) -> Placement:
 
 
 def _detect(environ: Mapping[str, str]) -> Placement:
-    if RUN_ID in environ:
-        return _from_torch_variables(environ, Starter.LOCKSTEP)
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        return _from_torch_variables(environ, Starter.TORCHRUN)
-    if "OMPI_COMM_WORLD_RANK" in environ:
-        return _from_open_mpi(environ)
-    if "PMI_RANK" in environ and "PMI_SIZE" in environ:
-        names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        return _placement(environ, Starter.MPICH, *names)
-    # The batch script of a SLURM job has SLURM_PROCID too; only srun's processes are a step.
-    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
-        return _from_slurm(environ)
-    return Placement(Starter.NOTHING)
+    rows = (row for row in _STARTERS if all(name in environ for name in row[1]))
+    row = next(rows, None)
+    if row is None:
+        return Placement(Starter.NOTHING)
+    starter, _, (rank, size, local_rank, local_size) = row
+    is_torchs = rank == "RANK"
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing and is_torchs:
+        raise InitError(
+            f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}. Start the script "
+            "with 'lockstep run' or torchrun, which set them all, or unset RANK and WORLD_SIZE "
+            "to run on one rank."
+        )
+    if starter is Starter.SLURM and size not in environ:
+        size = "SLURM_NTASKS"
+    place = Placement(
+        starter,
+        _number(environ, rank),
+        _number(environ, size),
+        _number_or_none(environ, local_rank),
+        _number_or_none(environ, local_size),
+        None if missing else (environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")),
+    )
+    if starter is Starter.OPEN_MPI:
+        job_ids = (environ[name] for name in _OPEN_MPI_JOBS if name in environ)
+        return replace(place, job_id=next(job_ids, None))
+    if starter is Starter.SLURM:
+        return _with_slurm_step(place, environ)
+    if not is_torchs:
+        return place
+    port, _, path = environ.get(STORE, "").partition(":")
+    return replace(
+        place,
+        job_id=environ.get(RUN_ID) or environ.get("TORCHELASTIC_RUN_ID"),
+        # A torchrun inside such a run inherits the variable, but has a port of its own.
+        store_path=path if port == environ["MASTER_PORT"] else None,
+        agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
 
 
 def rank_environment(place: Placement, num_threads: int) -> dict[str, str]:
@@ -154,36 +190,11 @@ def allocator_environment() -> dict[str, str]:
     return {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 
 
-def _from_torch_variables(environ: Mapping[str, str], starter: Starter) -> Placement:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if missing:
-        raise InitError(
-            f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}. Start the script "
-            "with 'lockstep run' or torchrun, which set them all, or unset RANK and WORLD_SIZE "
-            "to run on one rank."
-        )
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    port, _, path = environ.get(STORE, "").partition(":")
-    return replace(
-        _placement(environ, starter, *names),
-        job_id=environ.get(RUN_ID) or environ.get("TORCHELASTIC_RUN_ID"),
-        # A torchrun inside such a run inherits the variable, but has a port of its own.
-        store_path=path if port == environ["MASTER_PORT"] else None,
-        agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
-
-
-def _from_open_mpi(environ: Mapping[str, str]) -> Placement:
-    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-    job_ids = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
-    job_id = next((environ[name] for name in job_ids if name in environ), None)
-    return replace(_placement(environ, Starter.OPEN_MPI, *names), job_id=job_id)
-
-
-def _from_slurm(environ: Mapping[str, str]) -> Placement:
-    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    place = _placement(environ, Starter.SLURM, "SLURM_PROCID", size, "SLURM_LOCALID")
-    tasks = _slurm_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+def _with_slurm_step(place: Placement, environ: Mapping[str, str]) -> Placement:
+    """``place`` with the hosts and GPUs of the step."""
+    # "2(x3),1" tasks per node are [2, 2, 2, 1].
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = [int(count) for count, repeat in counts for _ in range(int(repeat or 1))]
     node = _number_or_none(environ, "SLURM_NODEID")
     place = replace(
         place,
@@ -196,34 +207,6 @@ def _from_slurm(environ: Mapping[str, str]) -> Placement:
         return place
     port = _SLURM_FIRST_PORT + zlib.crc32(str(place.job_id).encode()) % _SLURM_NUM_PORTS
     return replace(place, master=(_first_slurm_host(nodes), port))
-
-
-def _placement(
-    environ: Mapping[str, str],
-    starter: Starter,
-    rank: str,
-    size: str,
-    local_rank: str,
-    local_size: str = "",
-) -> Placement:
-    """The placement from variables of these names."""
-    has_master = "MASTER_ADDR" in environ and "MASTER_PORT" in environ
-    return Placement(
-        starter,
-        _number(environ, rank),
-        _number(environ, size),
-        _number_or_none(environ, local_rank),
-        _number_or_none(environ, local_size),
-        (environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")) if has_master else None,
-    )
-
-
-def _slurm_tasks_per_node(text: str) -> list[int]:
-    """``"2(x3),1"`` -> ``[2, 2, 2, 1]``."""
-    tasks: list[int] = []
-    for count, _, repeat in re.findall(r"(\d+)(\(x(\d+)\))?", text):
-        tasks += [int(count)] * int(repeat or 1)
-    return tasks
 
 
 def _first_slurm_host(nodes: str) -> str:

@@ -1,9 +1,9 @@
 """How the ranks meet: a store that all of them reach, and a roll call.
 
 On one host, the store is a file in memory, which no other user can open: that of ``lockstep run``
-or, under ``mpiexec`` and ``srun``, that of rank 0. Where an address is given, or there are several
-hosts, the store is at a port, held open by rank 0 or by the launcher's agent. Whoever reaches the
-port can read and write all of the store, so nothing that is read from it is ever executed.
+or, under ``mpiexec`` and ``srun``, that of rank 0. With an address, or several hosts, the store is
+at a port, held open by rank 0 or by the launcher's agent. Anyone who reaches the port can read and
+write all of the store, so nothing that is read from it is ever executed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -27,22 +28,19 @@ from lockstep.world.environment import Placement, Starter
 
 _RETRY_SECONDS = 0.05
 _SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
-
 # Names of the processes that start MPI's ranks on a host, as their parent or grandparent.
 _MPI_DAEMONS = ("hydra_pmi_proxy", "orted", "prted", "orterun", "prterun", "mpiexec", "mpirun")
 
-
-# Held open for later calls of init(), which are given the same address: the stores at ports,
-# since a port can be listened on once.
+# Kept for later calls of init(), which are given the same address, as a port can be listened on
+# once; and the files of stores: this process's own by name, and others by path.
 _held_open: dict[tuple[str, int], dist.TCPStore] = {}
-# The files of stores: this process's own by name, and others by path.
 _open_files: dict[str, int] = {}
 
 
 def meet(place: Placement, timeout: timedelta) -> dist.Store:
-    """Connect to the store of this run, opening it first if that is this rank's part.
+    """Connect to the store of this run, and open it first if that is this rank's part.
 
-    Every rank calls it; it returns when this rank is connected, and waits for no other rank.
+    Every rank calls it; it waits for no rank but the one that opens the store.
 
     Raises:
         RendezvousFailed: If the store can't be reached within ``timeout``.
@@ -81,28 +79,22 @@ def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str
             # Not store.wait(), which handles no signals.
             while not store.check([key]):
                 if not deadline.left():
-                    raise RendezvousFailed(_who_is_missing(store, keys, place, timeout))
+                    absent = [str(rank) for rank, k in enumerate(keys) if not store.check([k])]
+                    raise RendezvousFailed(
+                        f"rank {place.rank} waited {timeout.total_seconds():g} s for "
+                        f"{place.world_size} ranks, but did not see rank {', '.join(absent)}. Look "
+                        "at the output of those ranks; if they only start slowly, give init() a "
+                        "longer timeout."
+                    )
                 time.sleep(pause)
                 pause = min(2 * pause, _RETRY_SECONDS)
         return [store.get(key).decode() for key in keys]
     except RuntimeError as error:
         if isinstance(error, RendezvousFailed):
             raise
-        raise RendezvousFailed(_who_is_missing(store, keys, place, timeout)) from error
-
-
-def _who_is_missing(
-    store: dist.Store, keys: list[str], place: Placement, timeout: timedelta
-) -> str:
-    try:
-        absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-    except RuntimeError as error:
-        return f"rank {place.rank} lost the store where the ranks meet: {_first_line(error)}"
-    return (
-        f"rank {place.rank} waited {timeout.total_seconds():g} s for {place.world_size} ranks, "
-        f"but did not see rank {', '.join(absent)}. Look at the output of those ranks; if "
-        "they only start slowly, give init() a longer timeout."
-    )
+        raise RendezvousFailed(
+            f"rank {place.rank} lost the store where the ranks meet: {_first_line(error)}"
+        ) from error
 
 
 def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -111,20 +103,15 @@ def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> d
     A TCPStore told 127.0.0.1 listens on every interface all the same, unless it is handed a
     socket. Shown by test_store_on_loopback_listens_nowhere_else.
     """
-    listener = None
+    options: dict[str, Any] = {"multi_tenant": True}
     try:
         if host == "localhost" or host.startswith("127."):
             listener = socket.create_server((host, port), backlog=max(128, place.world_size))
             port = listener.getsockname()[1]
+            options = {"master_listen_fd": listener.detach()}
+        size = place.world_size
         return dist.TCPStore(
-            host,
-            port,
-            place.world_size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=listener is None,
-            master_listen_fd=listener.detach() if listener else None,
+            host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, **options
         )
     except (OSError, RuntimeError) as error:
         raise RendezvousFailed(
@@ -151,9 +138,8 @@ def _meet_by_name(place: Placement, timeout: timedelta) -> dist.Store:
     """Find the store of rank 0, a file in its memory, among its open files.
 
     Another user could take a bound or created name first, and then read the store or keep the
-    ranks apart. Nobody else can put or open anything among the open files of a user's process.
-    They are gone when the process is, so a run that was killed leaves nothing that a later one
-    could mistake for its own.
+    ranks apart, but has no access to the open files of this user's processes. They end with the
+    process, so a run that was killed leaves none that a later run could mistake for its own.
     """
     name = _name_of(place.job_id or _launching_process())
     if place.rank == 0:

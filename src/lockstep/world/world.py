@@ -58,9 +58,9 @@ class World:
 class RankContext:
     """The state of ``init()`` for one rank."""
 
-    placement: Placement | None = None  # None for a process, whose environment tells it
+    placement: Placement | None = None  # of a thread; a process's environment has it
     store: dist.Store | None = None  # where the threads of a launch meet
-    num_inits: int = 0  # how often it has joined the others
+    num_inits: int = 0  # the number of groups that it has joined
     world: World | None = None  # the last result of init(), of the group that was default then
 
     def new_prefix(self) -> str:
@@ -70,12 +70,6 @@ class RankContext:
 
 
 _of_process = RankContext()
-
-
-def this_rank() -> RankContext:
-    """The context of this thread if it is a rank, else that of the process."""
-    state: RankContext | None = rank_context().init_state
-    return _of_process if state is None else state
 
 
 @contextmanager
@@ -134,8 +128,8 @@ def init(
     register_backends()
     _check_backend(backend)
     wanted = _Wanted(backend, checked_device, _checked_timeout(timeout))
-    rank = this_rank()
-    if rank.world is None or not _still_current(rank.world):
+    rank: RankContext = rank_context().init_state or _of_process
+    if rank.world is None or rank.world.process_group is not _default_group():
         rank.world = _new_world(rank, wanted)
     _check_same(rank.world, wanted)
     return rank.world
@@ -155,9 +149,12 @@ def _new_world(rank: RankContext, wanted: _Wanted) -> World:
 
 
 def _world(place: Placement, local_rank: int, local_world_size: int, device: torch.device) -> World:
-    group = dist.group.WORLD if dist.is_initialized() else None
-    rank, size = place.rank, place.world_size
+    rank, size, group = place.rank, place.world_size, _default_group()
     return World(rank, size, local_rank, local_world_size, device, group, place.starter)
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def group_or_all(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -223,12 +220,6 @@ def _check_backend(backend: str | None) -> None:
             raise BackendUnavailable(
                 f"There is no backend {name!r}; torch.distributed knows {', '.join(known)}."
             )
-
-
-def _still_current(world: World) -> bool:
-    if world.process_group is None:
-        return not dist.is_initialized()
-    return dist.is_initialized() and dist.group.WORLD is world.process_group
 
 
 def _check_same(world: World, wanted: _Wanted) -> None:
@@ -304,24 +295,22 @@ def _create_default_group(
 ) -> None:
     """Create the group with the backend for ``device`` or, if that fails on any rank, with Gloo."""
     backend = choose_backend(device)
-    if backend == GLOO:
-        _create_group(backend, store, place, device, timeout)
-        return
-    trouble = ""
-    try:
-        _create_group(backend, dist.PrefixStore("first", store), place, device, timeout)
-    except BackendUnavailable as error:
-        trouble = f"on rank {place.rank}: {error}"
-    # All ranks use the backend or none does: a rank that alone went on with Gloo would wait
-    # there for ever. So all ranks look at the same list of errors.
-    troubles = roll_call(dist.PrefixStore("went", store), place, timeout, note=trouble)
-    first_trouble = next(filter(None, troubles), None)
-    if first_trouble is None:
-        return
-    if place.rank == 0:
-        _log.warning("%s can't be used, going on with Gloo. It said, %s", backend, first_trouble)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if backend != GLOO:
+        trouble = ""
+        try:
+            _create_group(backend, dist.PrefixStore("first", store), place, device, timeout)
+        except BackendUnavailable as error:
+            trouble = f"on rank {place.rank}: {error}"
+        # All ranks use the backend or none does: a rank that alone went on with Gloo would wait
+        # there for ever. So all ranks look at the same list of errors.
+        notes = roll_call(dist.PrefixStore("went", store), place, timeout, note=trouble)
+        if not any(notes):
+            return
+        if place.rank == 0:
+            first = next(filter(None, notes))
+            _log.warning("%s can't be used, going on with Gloo. It said, %s", backend, first)
+        if dist.is_initialized():
+            dist.destroy_process_group()
     _create_group(GLOO, dist.PrefixStore("gloo", store), place, device, timeout)
 
 

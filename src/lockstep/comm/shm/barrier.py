@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
-from lockstep.comm.deadline import Deadline
-from lockstep.comm.transport import FINGERPRINT_BYTES, Signature, fingerprint
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from lockstep.comm.failures import Deadline, named
+from lockstep.comm.shm.sockets import wait_for
+from lockstep.comm.transport import FINGERPRINT_BYTES, Failure, Signature, encoded
+from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout, PeerLost
 
 # A rank polls this often before it sleeps. Being woken costs 35 us, a poll 0.5 us and one that
 # yields the core 1 us, so polling costs at most 0.2 ms.
@@ -30,19 +31,17 @@ _POLLS = 200
 _POLLS_BEFORE_YIELDING = 20
 
 _ADDRESS = struct.Struct("<q")
-_ARRIVAL_BYTES = FINGERPRINT_BYTES + _ADDRESS.size
-# Longer than any fault, which is cut to fit.
+# A message is the fingerprint of a call, an address, and the call in words; or, in place of a
+# fingerprint and an address, this, and a fault.
+_NO_CALL = bytes(FINGERPRINT_BYTES)
+_HEADER_BYTES = FINGERPRINT_BYTES + _ADDRESS.size
+# Longer than any call in words, and any fault, which are cut to fit.
 _MESSAGE_BYTES = 8192
 
-# How long a rank that has found a mismatch waits for the peer to describe its call.
-_DESCRIPTION_SECONDS = 1.0
 # How long a rank waits on when a peer that had arrived dies silently. The peer may have gone on
 # to the end of its program after this barrier, and then all others arrive very soon.
 _LAST_COMER_SECONDS = 0.3
-# The most that poll() takes is 24 days.
-_LONGEST_WAIT_SECONDS = 1e6
 
-Failure = PeerLost | CollectiveTimeout | CollectiveMismatch
 FAILURES: dict[str, type[Failure]] = {
     kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, CollectiveMismatch)
 }
@@ -51,26 +50,25 @@ FAILURES: dict[str, type[Failure]] = {
 class Fault(NamedTuple):
     """What a rank tells the others when it doesn't just arrive."""
 
-    kind: str  # "called", "left", or the name of an error class
-    text: str  # the call, the exception that ends the program, or the error's text
+    kind: str  # "left", or the name of an error class
+    text: str  # the exception that ends the program, or the error's text
     ranks: Sequence[int]
 
     @classmethod
-    def of(cls, error: Failure) -> Fault:
+    def of(cls, error: CollectiveFailed) -> Fault:
         """The fault that tells of ``error``, without the peer that told of it."""
         text = re.sub(r" \(Rank \d+ said so\.\)$", "", str(error))
         return cls(type(error).__name__, text, error.ranks)
 
     @classmethod
-    def decode(cls, message: bytes | bytearray) -> Fault:
-        """The fault that ``message`` carries."""
-        return cls(*json.loads(message))
+    def decode(cls, encoded: bytes | bytearray) -> Fault:
+        """The fault that :meth:`encode` has returned ``encoded`` for."""
+        return cls(*json.loads(encoded))
 
     def encode(self) -> bytes:
-        """A message that carries it, which is never as long as an arrival."""
+        """It as JSON, with the text cut to fit into a message."""
         # A character takes up to six bytes.
-        short = self._replace(text=self.text[: _MESSAGE_BYTES // 8])
-        return json.dumps(short).encode().ljust(_ARRIVAL_BYTES + 1)
+        return json.dumps(self._replace(text=self.text[: _MESSAGE_BYTES // 8])).encode()
 
     def error(self, operation: str, peer: int | None = None) -> Failure:
         """The error to raise in ``operation``, which ``peer`` has told of."""
@@ -112,8 +110,8 @@ class SocketBarrier:
             CollectiveTimeout: If one doesn't arrive within ``timeout`` seconds.
             CollectiveMismatch: If one makes another call.
         """
-        mine = fingerprint(signature)
-        arrival = mine + _ADDRESS.pack(address)
+        mine, words = encoded(signature)
+        arrival = mine + _ADDRESS.pack(address) + words
         for send in self._sends:
             try:
                 send(arrival)
@@ -122,7 +120,7 @@ class SocketBarrier:
                 continue
         addresses = self._addresses.copy()
         addresses[self._index[self._rank]] = address
-        pending: dict[int, socket.socket] = {}
+        pending: set[int] = set()
         polls = 0
         for peer, index, receive in self._receives:
             while polls < _POLLS:
@@ -135,22 +133,18 @@ class SocketBarrier:
                     continue
                 except OSError:
                     count = self._read(peer)
-                if count != _ARRIVAL_BYTES or self._fingerprint != mine:
+                if count <= 0 or self._fingerprint != mine:
                     self._fail(signature, peer, count)
                 addresses[index] = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
                 break
             else:
-                pending[peer] = self._sockets[peer]
+                pending.add(peer)
         if pending:
             self._sleep(signature, pending, addresses, timeout)
         return addresses
 
     def _sleep(
-        self,
-        signature: Signature,
-        pending: dict[int, socket.socket],
-        addresses: list[int],
-        timeout: float,
+        self, signature: Signature, pending: set[int], addresses: list[int], timeout: float
     ) -> None:
         """Wait, without using a core, until every peer in ``pending`` has arrived."""
         poll = select.poll()
@@ -161,16 +155,15 @@ class SocketBarrier:
             # Of peers that have arrived only end-of-file matters: other messages are for later.
             poll.register(descriptor, select.POLLIN if peer in pending else 0)
         dead: list[int] = []
-        mine, deadline = fingerprint(signature), Deadline(timeout)
+        mine, deadline = encoded(signature)[0], Deadline(timeout)
         while pending:
             left = deadline.left()
-            ready = poll.poll(min(left, _LONGEST_WAIT_SECONDS) * 1000)
+            ready = wait_for(poll, left)
             if not ready and not left:
-                raise (
-                    self._loss(signature, dead)
-                    if dead
-                    else _overdue(signature, sorted(pending), timeout)
-                )
+                if dead:
+                    raise self._loss(signature, dead)
+                causes = "stopped, busy with something else"
+                raise signature.overdue(sorted(pending), timeout, causes)
             for descriptor, _ in ready:
                 peer = peers[descriptor]
                 if peer not in pending:
@@ -182,11 +175,11 @@ class SocketBarrier:
                 count = self._read(peer)
                 if count < 0:
                     continue
-                if count != _ARRIVAL_BYTES or self._fingerprint != mine:
+                if count <= 0 or self._fingerprint != mine:
                     self._fail(signature, peer, count)
                 address = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
                 addresses[self._index[peer]] = address
-                del pending[peer]
+                pending.remove(peer)
                 poll.modify(descriptor, 0)
 
     def _read(self, peer: int) -> int:
@@ -207,30 +200,25 @@ class SocketBarrier:
     def _died(self, signature: Signature, peer: int) -> bool:
         """Read ``peer``'s socket to its end; return whether that came without a farewell."""
         while (count := self._read(peer)) > 0:
-            if count != _ARRIVAL_BYTES:
-                self._hear(signature, peer, Fault.decode(self._received[:count]))
+            if self._fingerprint == _NO_CALL:
+                self._hear(signature, peer, count)
         return count == 0 and peer not in self._farewells
 
-    def _hear(self, signature: Signature, peer: int, fault: Fault) -> None:
+    def _hear(self, signature: Signature, peer: int, count: int) -> None:
         """Raise the failure that ``peer`` tells of, or note why it sends nothing more."""
-        if fault.kind == CollectiveMismatch.__name__:
-            # Another rank may compare its call with this rank's, and wait for a description.
-            self.announce(Fault("called", str(signature), [self._rank]))
+        fault = Fault.decode(self._received[_HEADER_BYTES:count])
         if fault.kind in FAILURES:
             raise fault.error(signature.operation, peer)
-        # It left, or found a mismatch with a rank whose call is still to be read here.
         self._farewells[peer] = fault
 
     def _fail(self, signature: Signature, peer: int, count: int) -> NoReturn:
         """Raise the meaning of a message from ``peer`` that isn't its arrival at this call."""
-        if count == _ARRIVAL_BYTES:
-            self._raise_mismatch(signature, peer)
+        if count > 0 and self._fingerprint != _NO_CALL:
+            theirs = self._received[_HEADER_BYTES:count].decode(errors="replace")
+            accounts = f"Rank {self._rank} called {signature}; rank {peer} called {theirs}"
+            raise signature.mismatch(accounts, [peer])
         if count > 0:
-            fault = Fault.decode(self._received[:count])
-            if fault.kind == "called":
-                # The peer found the mismatch first.
-                self._raise_mismatch(signature, peer, fault.text)
-            self._hear(signature, peer, fault)
+            self._hear(signature, peer, count)
         # A peer that is gone may have gone because of another one, which is to be named then.
         dead = [other for other in self._sockets if self._died(signature, other)]
         if dead:
@@ -242,33 +230,9 @@ class SocketBarrier:
             loss_in_words(ranks, self._rank, str(signature), left), ranks, signature.operation
         )
 
-    def _raise_mismatch(
-        self, signature: Signature, peer: int, theirs: str | None = None
-    ) -> NoReturn:
-        """Raise the difference from ``theirs``, which ``peer`` is still to describe if None."""
-        self.announce(Fault("called", str(signature), [self._rank]))
-        poll = select.poll()
-        poll.register(self._sockets[peer], select.POLLIN)
-        deadline = Deadline(_DESCRIPTION_SECONDS)
-        while theirs is None and deadline.left():
-            poll.poll(deadline.left() * 1000)
-            count = self._read(peer)
-            if count == 0:
-                break
-            if count > 0 and count != _ARRIVAL_BYTES:
-                fault = Fault.decode(self._received[:count])
-                theirs = fault.text if fault.kind == "called" else "something else"
-        raise CollectiveMismatch(
-            f"Rank {self._rank} called {signature}; rank {peer} called "
-            f"{theirs or 'something else'}. All ranks must make the same calls in the same order: "
-            "look for a branch that only some of them take.",
-            [peer],
-            signature.operation,
-        )
-
     def announce(self, fault: Fault) -> None:
         """Send ``fault`` to every peer that isn't gone."""
-        message = fault.encode()
+        message = bytes(_HEADER_BYTES) + fault.encode()
         for connection in self._sockets.values():
             with suppress(OSError):
                 connection.send(message, socket.MSG_DONTWAIT)
@@ -282,21 +246,12 @@ def farewell(rank: int) -> Fault:
     return Fault("left", text, [rank])
 
 
-def _overdue(signature: Signature, ranks: list[int], timeout: float) -> CollectiveTimeout:
-    return CollectiveTimeout(
-        f"{_named(ranks)} did not come to {signature} within the timeout of {timeout:g} s: "
-        "stopped, busy with something else, or ended without it. See what it does there.",
-        ranks,
-        signature.operation,
-    )
-
-
 def loss_in_words(
     ranks: Sequence[int], rank: int, operation: str, left: Fault | None = None
 ) -> str:
     """Say that ``ranks`` are gone, and, if they said farewell, why."""
     is_gone, it, its = ("are", "them", "Their") if len(ranks) > 1 else ("is", "it", "Its")
-    text = f"{_named(ranks)} {is_gone} gone; rank {rank} waited for {it} in {operation}. "
+    text = f"{named(ranks)} {is_gone} gone; rank {rank} waited for {it} in {operation}. "
     if left is None:
         return f"{text}{its} process ended or was killed: what it wrote last tells why."
     if left.text:
@@ -307,7 +262,3 @@ def loss_in_words(
         "lockstep.data.epoch_shares(), or put their loops into 'with lockstep.join(model):', and "
         "leave after the last step."
     )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,10 +1,10 @@
-"""How the processes of one host connect, and let in nobody else.
+"""The handshake by which the processes of one host connect, and let in nobody else.
 
 Each rank has a datagram socket whose random name it puts into the store, and rank 0 adds a secret.
-Of each two ranks the higher one makes the connections and sends the lower one its ends of them.
-A message counts if it comes from a process of the same user (the kernel says so) and holds the
-secret. The names are in Linux's abstract namespace: they vanish with the socket, and no file is
-left whatever happens.
+Of each two ranks the higher one makes the connections and sends the lower one its ends of them;
+each sends the other the descriptor of its slots. A message counts if it comes from a process of
+the same user (the kernel says so) and holds the secret. The names are in Linux's abstract
+namespace: they vanish with the socket, and leave no file behind.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.deadline import Deadline
+from lockstep.comm.failures import Deadline
 from lockstep.comm.shm.memory import map_segment
-from lockstep.comm.shm.sockets import receive_from, send_message, shut_down
+from lockstep.comm.shm.sockets import receive_from, send_message, shut_down, wait_for
 from lockstep.errors import RendezvousFailed
 
 _SECRET_BYTES = 32
@@ -33,7 +33,7 @@ _INTRODUCTION = struct.Struct(f"<{_SECRET_BYTES}sq")  # secret, rank
 _RETRY_SECONDS = 0.01
 # How often a rank that waits checks whether another rank has given up.
 _CHECK_SECONDS = 0.5
-# The key under which a rank that can't connect says why.
+# The key in the store under which a rank that can't connect says why.
 _GIVEN_UP = "given up"
 
 
@@ -69,16 +69,13 @@ class _Handshake:
     def __init__(
         self, store: dist.Store, rank: int, size: int, slots: int, deadline: Deadline
     ) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._slots = slots
-        self._deadline = deadline
-        self._secret = b""
+        self._store, self._rank, self._size = store, rank, size
+        self._slots, self._deadline = slots, deadline
+        # The names of other ranks' sockets, as far as they have been read.
         self._names: dict[int, str] = {}
         # This rank's ends of connections to lower ranks that haven't answered yet.
         self._offered: dict[int, list[socket.socket]] = {}
-        # By rank, the ends of connections that it is still to be sent.
+        # By rank that is still to be sent a message, its ends of the connections.
         self._outbox: dict[int, list[socket.socket]] = {}
 
     def run(self, peers: dict[int, Peer]) -> None:
@@ -97,8 +94,7 @@ class _Handshake:
                     if not self._outbox and len(peers) == self._size - 1:
                         return
                     pause = _RETRY_SECONDS if self._outbox else _CHECK_SECONDS
-                    is_ready = poll.poll(min(pause, self._deadline.left()) * 1000)
-                    if is_ready and self._deadline.left():
+                    if wait_for(poll, min(pause, self._deadline.left())) and self._deadline.left():
                         self._receive(peers)
                         continue
                     self._check_others()
@@ -146,23 +142,22 @@ class _Handshake:
             raise TimeoutError("they didn't come")
 
     def _ranks_gone(self, peers: dict[int, Peer]) -> list[int]:
-        """The ranks that are not in ``peers``, and whose sockets are closed."""
+        """Return the ranks that are not in ``peers``, and whose sockets are closed."""
         gone = []
         for other in set(range(self._size)) - {self._rank} - set(peers):
             if other in self._names or self._store.check([f"address/{other}"]):
-                try:
-                    # Too short for an introduction, so a rank that is there ignores it.
-                    self._socket.sendto(b"", socket.MSG_DONTWAIT, f"\0{self._name_of(other)}")
-                except ConnectionRefusedError:
-                    gone.append(other)
-                except BlockingIOError:
-                    continue
+                # Too short for an introduction, so a rank that is there ignores it.
+                with suppress(BlockingIOError):
+                    try:
+                        self._socket.sendto(b"", socket.MSG_DONTWAIT, self._address_of(other))
+                    except ConnectionRefusedError:
+                        gone.append(other)
         return gone
 
-    def _name_of(self, other: int) -> str:
+    def _address_of(self, other: int) -> str:
         if other not in self._names:
             self._names[other] = self._read(f"address/{other}")
-        return self._names[other]
+        return f"\0{self._names[other]}"
 
     def _unreachable(self, other: int) -> RendezvousFailed:
         """The error to raise, if ``other`` doesn't say in time why it has closed its socket."""
@@ -180,9 +175,9 @@ class _Handshake:
         """Send ``other`` the slots and ``ends``, unless it can't take them now."""
         message = _INTRODUCTION.pack(self._secret, self._rank)
         descriptors = [self._slots, *(end.fileno() for end in ends)]
-        name = self._name_of(other)
+        address = self._address_of(other)
         try:
-            send_message(self._socket, message, descriptors, socket.MSG_DONTWAIT, f"\0{name}")
+            send_message(self._socket, message, descriptors, socket.MSG_DONTWAIT, address)
         except ConnectionRefusedError as error:
             raise self._unreachable(other) from error
         except OSError as error:
@@ -232,8 +227,8 @@ def connect(store: dist.Store, rank: int, size: int, slots: int, timeout: float)
         store: A store that is this group's alone.
         rank: This rank.
         size: The number of ranks.
-        slots: The descriptor of this rank's slots, which all others are sent.
-        timeout: Seconds until the last rank must have come.
+        slots: The descriptor of this rank's slots, which is sent to all others.
+        timeout: The seconds until the last rank must have come.
 
     Raises:
         RendezvousFailed: If not all ranks come, or one can't be reached.

@@ -1,100 +1,103 @@
-"""Messages between two processes, through a socket for each pair of ranks.
+"""Messages between two processes: through a file in memory for each direction, and a socket.
 
-The contents of a small message go through the socket; those of a large one are put into memory
-of their own, whose descriptor goes. What a socket can't take now is sent by a thread as soon as
-it can: a send never waits for the receiver, so two ranks may both send first and receive then.
+A file takes any number of messages, so a send never waits for the receiver, and two ranks may both
+send first and receive then. A byte through the socket tells the receiver that messages have been
+added; the first of them brings the file, and the last message there is a fault.
 """
 
 from __future__ import annotations
 
-import errno
+import os
 import select
 import socket
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
 import torch
 
-from lockstep.comm.deadline import Deadline
 from lockstep.comm.messages import HEADER, Mailbox, Message, header_of
-from lockstep.comm.shm.barrier import Fault
-from lockstep.comm.shm.memory import Segment, map_segment
-from lockstep.comm.shm.sockets import receive_message, send_message
-from lockstep.errors import CollectiveFailed, CollectiveTimeout, SharedMemoryFull
+from lockstep.comm.shm.barrier import FAILURES, Fault, loss_in_words
+from lockstep.comm.shm.memory import bytes_of, no_room, release, take_room
+from lockstep.comm.shm.sockets import receive_message, send_message, wait_for
+from lockstep.comm.transport import Transport
+from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, SharedMemoryFull
 
-# Half a socket buffer; below it a copy is cheaper than a segment.
-_INLINE_BYTES = 32 * 1024
-# In place of a dtype: the contents are a fault, the last message of a rank.
-_FAULT = b"fault"
-# How long to wait before sending again a descriptor that the kernel has no room for.
-_RETRY_SECONDS = 0.01
-# The most that poll() takes is 24 days.
-_LONGEST_WAIT_SECONDS = 1e6
+_NOTICE = b"\0"
+_FAULT_BYTES = 8192
+# After how many bytes that were read their memory is given back.
+_RELEASED_BYTES = 256 * 1024
 
 
-class _Outgoing:
-    """A message to be sent: its header, with its contents or the memory that holds them."""
+class _MessageFile:
+    """A file in memory that one rank appends messages to, and another reads them from, once.
 
-    def __init__(self, tensor: torch.Tensor, tag: int) -> None:
-        contents = tensor.view(torch.uint8)
-        self._segment: Segment | None = None
-        self._message = header_of(tensor, tag)
-        if contents.numel() <= _INLINE_BYTES:
-            self._message += bytes(contents.numpy())
-        else:
-            self._segment, memory = Segment.create(contents.numel())
-            memory.copy_(contents)
+    Positions only grow, so the two need not agree on any: what was read is a hole in the file.
+    """
 
-    def send(self, connection: socket.socket) -> bool:
-        """Send it if the kernel takes it now; return whether it did."""
-        descriptors = [] if self._segment is None else [self._segment.descriptor]
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._position = self._released = 0
+
+    def append(self, header: bytes, contents: memoryview) -> None:
+        """Append a message.
+
+        Raises:
+            SharedMemoryFull: If there isn't enough memory; then nothing is appended.
+        """
+        start, num_bytes = self._position, len(header) + len(contents)
+        take_room(num_bytes)
         try:
-            send_message(connection, self._message, descriptors, socket.MSG_DONTWAIT)
-        except OSError as error:
-            # The socket is full, or more descriptors are in sockets than a user may have open.
-            if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
-                return False
+            for part in (memoryview(header), contents):
+                while part:
+                    written = os.pwrite(self.descriptor, part, self._position)
+                    self._position += written
+                    part = part[written:]
+        except BaseException as error:
+            self._position = start
+            os.ftruncate(self.descriptor, start)
+            if isinstance(error, OSError):
+                raise no_room(num_bytes, error) from error
             raise
-        self.close()
-        return True
 
-    def close(self) -> None:
-        """Let go of the memory, which the receiver still has."""
-        if self._segment is not None:
-            self._segment.close()
+    def read(self, source: int) -> Message | None:
+        """Return the next message, which is from ``source``; None if none is complete."""
+        header = os.pread(self.descriptor, HEADER.size, self._position)
+        if len(header) < HEADER.size:
+            return None
+        tag, num_bytes, dtype = HEADER.unpack(header)
+        contents = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        end, rest = self._position + HEADER.size + num_bytes, bytes_of(contents)
+        while rest:
+            count = os.preadv(self.descriptor, [rest], end - len(rest))
+            if not count:
+                return None
+            rest = rest[count:]
+        self._position = end
+        if end - self._released > _RELEASED_BYTES:
+            release(self.descriptor, self._released, end - self._released)
+            self._released = end
+        return Message(source, tag, dtype.rstrip(b"\0").decode(), contents)
 
 
 class SocketMailbox(Mailbox):
     """The mailbox of a rank whose peers are processes of this host.
 
-    ``lost`` makes the error to raise when a rank has ended, from that rank, the operation, and the
-    fault that was its last message, if any. ``break_off`` breaks the group because of an error, and
-    returns the error to raise.
+    Args:
+        transport: The ranks; it is broken off when a message doesn't come.
+        sockets: By rank, the sockets to the peers.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        members: Sequence[int],
-        sockets: Mapping[int, socket.socket],
-        lost: Callable[[int, str, Fault | None], CollectiveFailed],
-        break_off: Callable[[CollectiveFailed], CollectiveFailed],
-    ) -> None:
-        super().__init__(rank, members)
+    def __init__(self, transport: Transport, sockets: Mapping[int, socket.socket]) -> None:
+        super().__init__(transport.rank, transport.members)
+        self._transport = transport
         self._sockets = dict(sockets)
-        self._make_loss = lost
-        self._break_off = break_off
         self._faults: dict[int, Fault] = {}
-        # Held from reading a message until it is delivered: messages of a peer stay in order.
-        self._reading = threading.Lock()
-        # Held while sockets are written to, or closed. Reentrant: a group that is dropped is
-        # closed by whichever thread collects it.
-        self._sending = threading.RLock()
-        self._queues: dict[int, deque[_Outgoing]] = {peer: deque() for peer in sockets}
-        self._sender: threading.Thread | None = None
+        self._outgoing: dict[int, _MessageFile] = {}
+        self._incoming: dict[int, _MessageFile] = {}
+        # Held while files are written, read or closed: messages stay in order. Reentrant: a group
+        # that is dropped is closed by whichever thread collects it.
+        self._lock = threading.RLock()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
         """Send a flat tensor; it is copied, and may be written to again."""
@@ -102,58 +105,31 @@ class SocketMailbox(Mailbox):
             contents = tensor.view(torch.uint8).clone()
             self._deliver(Message(self._rank, tag, str(tensor.dtype), contents))
             return
-        outgoing = _Outgoing(tensor, tag)
         try:
-            with self._sending:
-                queue = self._queues[destination]
-                if not queue and outgoing.send(self._sockets[destination]):
-                    return
-                queue.append(outgoing)
-                if self._sender is None:
-                    self._sender = threading.Thread(
-                        target=self._send_queued, name="lockstep-messages", daemon=True
-                    )
-                    self._sender.start()
+            with self._lock:
+                self._file_for(destination).append(header_of(tensor, tag), bytes_of(tensor))
+                # If the socket is full, the receiver has notices to read yet.
+                with suppress(BlockingIOError):
+                    self._sockets[destination].send(_NOTICE, socket.MSG_DONTWAIT)
         except OSError as error:
-            outgoing.close()
             # A peer that is gone may have sent a fault before.
             while destination not in self._ended and self._read(destination):
                 pass
             raise self._lost(destination, "send") from error
 
-    def _send_queued(self) -> None:
-        """Send the queued messages as the sockets take them."""
-        while True:
-            poll = select.poll()
-            with self._sending:
-                busy = {self._sockets[peer].fileno(): peer for peer, q in self._queues.items() if q}
-                if not busy or self._is_closed:
-                    self._sender = None
-                    return
-            for descriptor in busy:
-                poll.register(descriptor, select.POLLOUT)
-            ready = poll.poll(100)
-            with self._sending:
-                moved = [self._send_queued_to(busy[descriptor]) for descriptor, _ in ready]
-            if ready and not any(moved):
-                time.sleep(_RETRY_SECONDS)
-
-    def _send_queued_to(self, peer: int) -> bool:
-        """Return whether the socket to ``peer`` has taken a message."""
-        queue, moved = self._queues[peer], False
-        try:
-            while queue and queue[0].send(self._sockets[peer]):
-                queue.popleft()
-                moved = True
-        except OSError:
-            # The peer is gone, as whoever waits for it learns there.
-            self._drop_queued(peer)
-        return moved
-
-    def _drop_queued(self, peer: int) -> None:
-        queue = self._queues[peer]
-        while queue:
-            queue.popleft().close()
+    def _file_for(self, peer: int) -> _MessageFile:
+        if peer not in self._outgoing:
+            try:
+                descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
+            except OSError as error:
+                raise no_room(HEADER.size, error) from error
+            try:
+                send_message(self._sockets[peer], _NOTICE, [descriptor])
+            except BaseException:
+                os.close(descriptor)
+                raise
+            self._outgoing[peer] = _MessageFile(descriptor)
+        return self._outgoing[peer]
 
     def _poll(self, seconds: float) -> None:
         poll = select.poll()
@@ -163,82 +139,68 @@ class SocketMailbox(Mailbox):
             if descriptor >= 0 and peer not in self._ended:
                 poll.register(descriptor, select.POLLIN)
                 peers[descriptor] = peer
-        for descriptor, _ in poll.poll(min(seconds, _LONGEST_WAIT_SECONDS) * 1000):
+        for descriptor, _ in wait_for(poll, seconds):
             self._read(peers[descriptor])
 
     def _read(self, peer: int) -> bool:
-        """Deliver the next message of ``peer``; return False if there is none, or no more."""
-        with self._reading:
+        """Deliver messages of ``peer``; return False if it has sent no notice, or the last one."""
+        with self._lock:
             try:
-                message, descriptors = receive_message(
-                    self._sockets[peer], HEADER.size + _INLINE_BYTES, 1, socket.MSG_DONTWAIT
+                notice, descriptors = receive_message(
+                    self._sockets[peer], _FAULT_BYTES, 1, socket.MSG_DONTWAIT
                 )
             except BlockingIOError:
                 return False
             except OSError:
-                message, descriptors = b"", []
-            if not message:
-                self._ended.setdefault(peer, False)
-                return False
-            tag, num_bytes, padded = HEADER.unpack_from(message)
-            dtype = padded.rstrip(b"\0")
-            if dtype == _FAULT:
-                fault = self._faults[peer] = Fault.decode(message[HEADER.size :])
-                # A rank that leaves in good order is missed only where it is the one to send.
-                self._ended[peer] = fault.kind == "left"
-                return False
-            contents, error = torch.empty(0, dtype=torch.uint8, device="cpu"), None
-            if 0 < num_bytes <= _INLINE_BYTES:
-                contents = torch.frombuffer(bytearray(message[HEADER.size :]), dtype=torch.uint8)
-            elif num_bytes:
-                try:
-                    contents = _map(descriptors)[:num_bytes]
-                except SharedMemoryFull as full:
-                    error = full
-            self._deliver(Message(peer, tag, dtype.decode(), contents, error))
-            return True
+                notice, descriptors = b"", []
+            if descriptors:
+                self._incoming[peer] = _MessageFile(descriptors[0])
+            file = self._incoming.get(peer)
+            if file is None and notice == _NOTICE:
+                raise SharedMemoryFull(
+                    "A message came, but not the memory that it is in: too many files are open. "
+                    "Raise the limit (ulimit -n)."
+                )
+            while file is not None and (message := file.read(peer)) is not None:
+                self._deliver(message)
+            if notice == _NOTICE:
+                return True
+            if notice:
+                self._faults[peer] = Fault.decode(notice)
+            # A rank that leaves in good order is missed only where it is the one to send.
+            self._ended.setdefault(peer, bool(notice) and self._faults[peer].kind == "left")
+            return False
 
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:
-        return self._make_loss(rank, operation, self._faults.get(rank))
+        if (error := self._transport.error()) is not None:
+            return error
+        lost, fault = self._members[rank], self._faults.get(rank)
+        if fault is not None and fault.kind in FAILURES:
+            return self._transport.break_off(fault.error(operation, lost))
+        text = loss_in_words([lost], self._members[self._rank], operation, fault)
+        if fault is not None:
+            text += " What it has to send, it must send before."
+        return self._transport.break_off(PeerLost(text, [lost], operation))
 
     def _overdue(self, error: CollectiveTimeout) -> CollectiveFailed:
         # The message may come yet, and would be taken for the answer to the next recv.
-        return self._break_off(error)
-
-    def flush(self) -> None:
-        """Give queued messages a moment to be sent."""
-        deadline = Deadline(1.0)
-        while (sender := self._sender) is not None and deadline.left():
-            if sender is threading.current_thread():
-                return
-            sender.join(0.05)
+        return self._transport.break_off(error)
 
     def end(self, fault: Fault) -> None:
-        """Tell all peers why this rank sends nothing more; queued messages are dropped."""
-        contents = fault.encode()
-        message = HEADER.pack(0, len(contents), _FAULT) + contents
-        with self._sending:
-            for peer, connection in self._sockets.items():
-                self._drop_queued(peer)
-                with suppress(OSError):
-                    connection.send(message, socket.MSG_DONTWAIT)
+        """Tell all peers why this rank sends nothing more."""
+        for connection in self._sockets.values():
+            with suppress(OSError):
+                connection.send(fault.encode(), socket.MSG_DONTWAIT)
 
     def close(self) -> None:
-        """Send and receive nothing more; queued messages are dropped."""
-        with self._sending:
+        """Send and receive nothing more."""
+        with self._lock:
             self._is_closed = True
-            for peer in self._queues:
-                self._drop_queued(peer)
+            for file in (*self._outgoing.values(), *self._incoming.values()):
+                os.close(file.descriptor)
+            self._outgoing.clear()
+            self._incoming.clear()
 
     def renew_lock(self) -> None:
         """In a forked child: another thread of the parent may have held it."""
-        self._sending = threading.RLock()
-
-
-def _map(descriptors: list[int]) -> torch.Tensor:
-    if not descriptors:
-        raise SharedMemoryFull(
-            "A message came, but not the memory that it is in: too many files are open. Raise "
-            "the limit (ulimit -n), or send fewer large tensors at a time."
-        )
-    return map_segment(descriptors[0])
+        self._lock = threading.RLock()

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import torch
 
-from lockstep.comm.deadline import Deadline
+from lockstep.comm.failures import Deadline
 from lockstep.errors import SharedMemoryFull
 
 # From <fcntl.h>, where Python doesn't have them.
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
-# From <sys/mman.h> and Python's <memoryobject.h>.
+# From <sys/mman.h>, <fcntl.h> and Python's <memoryobject.h>.
 _MAP_FAILED = c_void_p(-1).value
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _WRITABLE = 0x200
 
 # For how long after a look at the limits which part of the room may be taken without another look.
@@ -33,17 +34,18 @@ _libc.mmap.restype = c_void_p
 _libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, ctypes.c_long)
 _libc.munmap.argtypes = (c_void_p, c_size_t)
 _libc.madvise.argtypes = (c_void_p, c_size_t, c_int)
+_libc.fallocate.argtypes = (c_int, c_int, ctypes.c_long, ctypes.c_long)
 _view_prototype = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.c_ssize_t, c_int)
 _memoryview_of = _view_prototype(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
 class Segment:
-    """Memory that this process has made and that others can map, by its descriptor.
+    """Memory that this process has made, and that others can map by its descriptor.
 
-    It has no name, in ``/dev/shm`` or elsewhere: nothing is left of it when the last process that
-    maps it ends, however that ends, and the size of ``/dev/shm`` doesn't matter. Its pages exist
-    from the start: running out of memory is an error here, and not a signal later. It can't be
-    shrunk, so no process can make another's access fail.
+    It has no name, in ``/dev/shm`` or elsewhere: the kernel frees it with the last process that
+    maps it, and the size of ``/dev/shm`` doesn't matter. Its pages exist from the start: a lack of
+    memory is an error here, and not a signal later. It can't be shrunk, so no process can make
+    another's access fail.
 
     Attributes:
         descriptor: The file descriptor, or -1 after :meth:`close`.
@@ -67,7 +69,7 @@ class Segment:
             SharedMemoryFull: If there isn't enough memory.
         """
         num_bytes = max(num_bytes, 1)
-        _room.take(num_bytes)
+        take_room(num_bytes)
         descriptor = -1
         try:
             descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -79,7 +81,7 @@ class Segment:
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
-            raise _full(num_bytes, error) from error
+            raise no_room(num_bytes, error) from error
         return cls(descriptor, num_bytes, tensor.data_ptr()), tensor
 
     def close(self) -> None:
@@ -133,14 +135,29 @@ def map_segment(descriptor: int) -> torch.Tensor:
         size = os.fstat(descriptor).st_size
         return _map(descriptor, size)
     except OSError as error:
-        raise _full(size, error) from error
+        raise no_room(size, error) from error
     finally:
         os.close(descriptor)
 
 
-def _full(num_bytes: int, error: Exception) -> SharedMemoryFull:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous ``tensor`` on the CPU, which must be kept meanwhile."""
+    pointer, num_bytes = tensor.data_ptr(), tensor.nbytes
+    view: memoryview = (
+        _memoryview_of(pointer, num_bytes, _WRITABLE) if num_bytes else memoryview(b"")
+    )
+    return view
+
+
+def release(descriptor: int, start: int, num_bytes: int) -> None:
+    """Give back the memory of a part of a file in memory, whose size stays."""
+    _libc.fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, start, num_bytes)
+
+
+def no_room(num_bytes: int, error: OSError) -> SharedMemoryFull:
+    """Return the error to raise when ``error`` keeps this process from taking memory."""
     what = f"{_in_words(num_bytes)} of shared memory"
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+    if error.errno in (errno.EMFILE, errno.ENFILE):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return SharedMemoryFull(
             f"There is no file descriptor left for {what}: {error}. This process may have {limit} "
@@ -161,34 +178,32 @@ def check_room(num_bytes: int) -> int:
     room, limit = min(_room_by_limit(), key=lambda found: found[0])
     if num_bytes > room:
         error = OSError(errno.ENOMEM, f"{limit} leaves {_in_words(max(room, 0))}")
-        raise _full(num_bytes, error)
+        raise no_room(num_bytes, error)
     return room
 
 
 class _Room:
-    """The memory that may be taken, looked up again when that may have changed.
+    """The memory that may be taken without another look at the limits.
 
-    A segment beyond a limit is refused here: the kernel would kill a process instead.
+    A look takes longer than making a segment, so a part of the room found may be taken without
+    another for a while; only a part, as other processes take memory too.
     """
 
-    def __init__(self) -> None:
-        self._left = 0
-        self._expiry = Deadline(0)
-
-    def take(self, num_bytes: int) -> None:
-        # A look takes longer than making a segment for a message, so a part of the room found may
-        # be taken without another; only a part, as other processes take memory too.
-        if num_bytes > self._left or not self._expiry.left():
-            self._left, self._expiry = check_room(num_bytes) // _PART, Deadline(_LOOK_SECONDS)
-        self._left -= num_bytes
+    left = 0
+    expiry = Deadline(0)
 
 
-_room = _Room()
+def take_room(num_bytes: int) -> None:
+    """Raise SharedMemoryFull beyond a limit where the kernel would kill a process instead."""
+    if num_bytes > _Room.left or not _Room.expiry.left():
+        _Room.left, _Room.expiry = check_room(num_bytes) // _PART, Deadline(_LOOK_SECONDS)
+    _Room.left -= num_bytes
 
 
 def _room_by_limit() -> list[tuple[int, str]]:
     """How many bytes each limit on this process leaves, and the limit in words."""
-    found = [(_available_memory(), "the memory of this machine")]
+    available = [line.split()[1] for line in _lines("/proc/meminfo") if "MemAvailable:" in line]
+    found = [(int(kib) * 1024, "the memory of this machine") for kib in available or [str(2**53)]]
     for line in _lines("/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
@@ -202,26 +217,15 @@ def _room_by_limit() -> list[tuple[int, str]]:
         # host, and its own group is at the root.
         own = Path(root, path.lstrip("/"))
         for folder in (own, *(each for each in own.parents if each.is_relative_to(root))):
-            most, used = _number(folder / limit), _number(folder / usage)
-            if most is None or used is None:
+            most, used = _lines(folder / limit), _lines(folder / usage)
+            if not used or not most or not most[0].isdigit():  # "max", where there is no limit
                 continue
             # It includes file pages not used lately, which go when memory is needed.
             stat = dict(pair.split()[:2] for pair in _lines(folder / "memory.stat"))
             idle = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            found.append((most - used + idle, f"the memory limit of its control group {path!r}"))
+            room = int(most[0]) - int(used[0]) + idle
+            found.append((room, f"the memory limit of its control group {path!r}"))
     return found
-
-
-def _available_memory() -> int:
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 2**63
-
-
-def _number(path: Path) -> int | None:
-    lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].isdigit() else None
 
 
 def _lines(path: str | Path) -> list[str]:

@@ -6,6 +6,7 @@ Not ``socket.send_fds`` and ``socket.recv_fds``: in Python 3.11 they drop the fl
 from __future__ import annotations
 
 import array
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -58,6 +59,12 @@ def receive_from(
         elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
             _, user, _ = _CREDENTIALS.unpack(data)
     return message, descriptors.tolist(), user
+
+
+def wait_for(poll: select.poll, seconds: float) -> list[tuple[int, int]]:
+    """Return the descriptors in ``poll`` with an event, waiting up to ``seconds`` for one."""
+    # The most that poll() takes is 24 days.
+    return poll.poll(min(seconds, 1e6) * 1000)
 
 
 def shut_down(connection: socket.socket) -> None:

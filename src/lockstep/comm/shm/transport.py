@@ -14,14 +14,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.shm.barrier import (
-    FAILURES,
-    Failure,
-    Fault,
-    SocketBarrier,
-    farewell,
-    loss_in_words,
-)
+from lockstep.comm.shm.barrier import Fault, SocketBarrier, farewell
 from lockstep.comm.shm.connect import connect, give_up
 from lockstep.comm.shm.mailbox import SocketMailbox
 from lockstep.comm.shm.memory import Segment, map_segment
@@ -31,20 +24,15 @@ from lockstep.errors import (
     CollectiveFailed,
     CollectiveMismatch,
     CollectiveTimeout,
-    GroupClosed,
     PeerLost,
     SharedMemoryFull,
 )
 
-# Large enough that a barrier costs little beside the copy, small enough to stay in the cache.
-_SLOT_BYTES = 1024 * 1024
 # An address is the number of a segment and an offset in it. The slots are segment 0.
 _OFFSET_BITS = 40
 _MAX_VIEWS = 512
 # The most segments that a message reports as no longer used.
 _MAX_RETIRED = 512
-
-_transports: weakref.WeakSet[ShmTransport] = weakref.WeakSet()
 
 
 class ShmTransport(Transport):
@@ -66,6 +54,10 @@ class ShmTransport(Transport):
     """
 
     mailbox: SocketMailbox
+    _INHERITED = (
+        "This process group belongs to process {}, and was inherited by process {} in a fork. "
+        "Create one in each process that needs one."
+    )
 
     def __init__(
         self,
@@ -75,14 +67,10 @@ class ShmTransport(Transport):
         timeout: float,
         members: Sequence[int] | None = None,
     ) -> None:
-        self.rank = rank
-        self.size = size
-        self.slot_bytes = _SLOT_BYTES
-        self._process = os.getpid()
-        self._members = members = list(members or range(size))
-        self._name = members[rank]
+        members = list(members or range(size))
+        super().__init__(rank, members)
         try:
-            slots, memory = Segment.create(2 * _SLOT_BYTES)
+            slots, memory = Segment.create(2 * self.slot_bytes)
         except SharedMemoryFull as error:
             give_up(store, rank, error)
             raise
@@ -93,34 +81,16 @@ class ShmTransport(Transport):
         self._peers = peers
         sockets = {members[r]: peers[r].barrier for r in sorted(peers)}
         self._barrier = SocketBarrier(self._name, sockets, members)
-        sockets = {r: peer.mailbox for r, peer in peers.items()}
-        self.mailbox = SocketMailbox(rank, members, sockets, self._lost, self.break_off)
+        self.mailbox = SocketMailbox(self, {r: peer.mailbox for r, peer in peers.items()})
         # By rank and number, the mapped segments of others, and this rank's slots.
         self._mapped = {(rank, 0): memory, **{(r, 0): peer.slots for r, peer in peers.items()}}
-        self._turn = 0
         self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
         # This rank's other segments, by number, and their numbers by address.
         self._own: dict[int, Segment] = {}
         self._number_at: dict[int, int] = {}
         self._numbers = itertools.count(1)
-        # The segments that the others have the descriptor of, and those to be unmapped by them.
-        self._announced: set[int] = set()
+        # The numbers of segments that the others are to unmap.
         self._retired: deque[int] = deque()
-        self._failure: Failure | None = None
-        self._is_closed = False
-        # Whether check_open() has something to raise: most calls ask no more than this.
-        self._is_broken = False
-        _transports.add(self)
-
-    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, torch.Tensor]:
-        """Return the next slot's address, and the slot as a flat tensor to write to."""
-        # After a failure, others may still be reading what a slot holds, however late they are.
-        # Shown by test_a_rank_that_was_stopped_gets_no_wrong_sum.
-        if self._is_broken:
-            self.check_open()
-        self._turn = 1 - self._turn
-        address = self._turn * _SLOT_BYTES
-        return address, self.at(self.rank, address, dtype, numel)
 
     def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:
         """Wait until every rank has made the same call; return the addresses they announce."""
@@ -129,7 +99,7 @@ class ShmTransport(Transport):
             self.check_open()
         try:
             number = address >> _OFFSET_BITS
-            if number and number not in self._announced:
+            if number and self._own[number].descriptor >= 0:
                 self._hand_out(number)
             return self._barrier.exchange(signature, address, timeout)
         except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
@@ -208,8 +178,6 @@ class ShmTransport(Transport):
                 send_message(peer.memory, message, [self._own[number].descriptor])
         # Every rank that will ever map it has been sent it.
         self._own[number].close()
-        self._announced.add(number)
-        self._announced.difference_update(retired)
 
     def _take_segments(self, rank: int) -> None:
         """Map the segments that ``rank`` has handed out, and unmap those it no longer uses."""
@@ -224,7 +192,7 @@ class ShmTransport(Transport):
                 return
             if not descriptors:
                 raise SharedMemoryFull(
-                    f"Rank {self._members[rank]}'s memory can't be mapped: too many files are "
+                    f"Rank {self.members[rank]}'s memory can't be mapped: too many files are "
                     "open. Raise the limit (ulimit -n)."
                 )
             new, *retired = array("q", message)
@@ -233,85 +201,32 @@ class ShmTransport(Transport):
                 self._mapped.pop((rank, number), None)
                 self._views.clear()
 
-    def check_open(self) -> None:
-        """Raise what broke this group, if something did."""
-        if self._process != os.getpid():
-            raise GroupClosed(
-                f"This process group belongs to process {self._process}, and was inherited by "
-                f"process {os.getpid()} in a fork. Create one in each process that needs one."
-            )
-        if self._is_closed:
-            raise GroupClosed(
-                f"Rank {self._name} has destroyed this process group. Call destroy_process_group() "
-                "after the last collective."
-            )
-        failure = self._failure
-        if failure is not None:
-            raise type(failure)(str(failure), failure.ranks, failure.operation)
-
-    def _lost(self, rank: int, operation: str, fault: Fault | None) -> CollectiveFailed:
-        """The error to raise when ``rank`` sends no more messages, and ``fault`` was its last."""
-        try:
-            self.check_open()
-        except CollectiveFailed as error:
-            return error
-        lost = self._members[rank]
-        if fault is not None and fault.kind in FAILURES:
-            return self.break_off(fault.error(operation, lost))
-        text = loss_in_words([lost], self._name, operation, fault)
-        if fault is not None:
-            text += " What it has to send, it must send before."
-        return self.break_off(PeerLost(text, [lost], operation))
-
     def break_off(self, error: CollectiveFailed) -> CollectiveFailed:
-        """Take no further part because of ``error``, and tell all ranks that wait for this one.
-
-        Returns:
-            The error to raise: what broke the group first.
-        """
+        """Take no further part because of ``error``, and tell all ranks that wait for this one."""
         if not self._is_broken:
-            own = PeerLost(str(error), [self._name])
-            self._failure = error if isinstance(error, Failure) else own
-            self._is_broken = True
-        if not self._is_closed and self._failure is not None:
-            fault = Fault.of(self._failure)
-            self._barrier.announce(fault)
-            self.mailbox.end(fault)
-            for peer in self._peers.values():
-                peer.end()
-        try:
-            self.check_open()
-        except CollectiveFailed as first:
-            return first
-        return error
+            self._end(Fault.of(self._break(error)))
+        return self.error() or error
+
+    def _end(self, fault: Fault) -> None:
+        """Tell the others why this rank takes no further part, and end all waits."""
+        self._barrier.announce(fault)
+        self.mailbox.end(fault)
+        for peer in self._peers.values():
+            peer.end()
 
     def _give_up(self, operation: str, error: BaseException) -> None:
         """Break the group because of an error of this rank alone."""
-        if not self._is_broken:
-            text = f"Rank {self._name} could not go on with {operation}: {error!r}"
-            self.break_off(PeerLost(text, [self._name], operation))
-
-    def abort(self, why: str = "") -> None:
-        """Make every wait of this rank, and of the others, end with an error."""
-        if not self._is_broken:
-            text = f"Rank {self._name} has aborted the group.{why}"
-            self.break_off(PeerLost(text, [self._name], "abort"))
+        text = f"Rank {self._name} could not go on with {operation}: {error!r}"
+        self.break_off(PeerLost(text, [self._name], operation))
 
     def leave(self) -> None:
         """Tell the others that this rank takes no further part, and let go of everything."""
         if self._is_closed:
             return
-        if self._process == os.getpid():
-            was_broken, fault = self._is_broken, farewell(self._name)
-            if not was_broken:
-                self._barrier.announce(fault)
-                self.mailbox.flush()
-            # A thread that still waits here is to learn that it is this rank that has left.
-            self._is_closed = self._is_broken = True
-            if not was_broken:
-                self.mailbox.end(fault)
-            for peer in self._peers.values():
-                peer.end()
+        # A thread that still waits here is to learn that it is this rank that has left.
+        was_broken, self._is_closed, self._is_broken = self._is_broken, True, True
+        if not was_broken:
+            self._end(farewell(self._name))
         self.close()
 
     def close(self) -> None:
@@ -328,13 +243,11 @@ class ShmTransport(Transport):
         self._number_at.clear()
         self._views.clear()
 
+    def after_fork(self) -> None:
+        """In a forked child, close everything.
 
-def _close_in_child() -> None:
-    # A connection ends only when the last process that has it open closes it: a forked child that
-    # outlives its parent (a loader's worker, say) would hide from the others that it died.
-    for transport in list(_transports):
-        transport.mailbox.renew_lock()
-        transport.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+        A connection ends only when the last process that has it open closes it: a child that
+        outlives its parent (a loader's worker, say) would hide from the others that it died.
+        """
+        self.mailbox.renew_lock()
+        self.close()

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed.distributed_c10d as c10d
 
@@ -22,52 +22,34 @@ from lockstep.torch_private import _set_thread_isolation_mode, _World
 
 T = TypeVar("T")
 
-
-class _Group(Protocol):
-    """The ranks of a group, which wait for each other."""
-
-    def give_up(self, reason: str) -> None: ...
-
-    def close(self, reason: str) -> None: ...
-
-
-class _Member(Protocol):
-    """A rank in a group."""
-
-    def die(self) -> None: ...
+# Guards the state that rank threads share, and is notified of each change to it. One for all
+# groups: the garbage collector may end a rank in any thread, with any of these states locked.
+changed = threading.Condition(threading.RLock())
 
 
 class RankThreads:
-    """The rank threads of one launch."""
+    """The rank threads of one launch.
+
+    Attributes:
+        failure: Why the ranks can't all join a further group, or None.
+        contexts: The contexts of the threads.
+    """
 
     def __init__(self) -> None:
-        self._groups: weakref.WeakSet[_Group] = weakref.WeakSet()
-        self._failure: str | None = None
-        self._lock = threading.Lock()
-
-    def watch(self, group: _Group) -> None:
-        """Have ``group`` give up waiting for ranks to join when one fails, or if one has."""
-        with self._lock:
-            self._groups.add(group)
-            failure = self._failure
-        if failure is not None:
-            group.give_up(failure)
+        self.failure: str | None = None
+        self.contexts: list[_Context] = []
 
     def fail(self, reason: str) -> None:
         """End all waits for ranks to join a new group."""
-        with self._lock:
-            self._failure = reason
-            groups = list(self._groups)
-        for group in groups:
-            group.give_up(reason)
+        with changed:
+            self.failure = reason
+            changed.notify_all()
 
     def interrupt(self, reason: str) -> None:
         """End all waits of ranks for each other."""
         self.fail(reason)
-        with self._lock:
-            groups = list(self._groups)
-        for group in groups:
-            group.close(reason)
+        for context in self.contexts:
+            context.end(f"is no longer waited for. {reason}")
 
 
 class _Context:
@@ -75,53 +57,64 @@ class _Context:
 
     Attributes:
         ident: The thread's own.
-        memberships: The groups that the thread is a rank of.
+        memberships: The thread's transports, one for each group that it is a rank of.
         world: torch.distributed's record of its groups; None: that of the process.
-        launch: The rank threads of the same launch, if it is one of them.
+        launch: The rank threads of the same launch; none if the thread isn't of a launch.
         init_state: The state of ``init()`` for this rank; None: that of the process.
     """
 
     def __init__(self) -> None:
         self.ident = threading.get_ident()
-        self.memberships: weakref.WeakSet[_Member] = weakref.WeakSet()
+        self.memberships: weakref.WeakSet[Any] = weakref.WeakSet()
         self.world: _RankWorld | None = None
-        self.launch: RankThreads | None = None
+        self.launch = RankThreads()
         self.init_state: Any = None
 
-    def end(self) -> None:
+    def join(self, transport: Any) -> None:
+        """Add a transport of the thread, whose ``die()`` is called when the thread ends."""
+        with changed:
+            self.memberships.add(transport)
+
+    def end(self, how: str) -> None:
         """Have the other ranks lose this one, in every group that it hasn't left."""
-        for membership in list(self.memberships):
-            membership.die()
+        with changed:
+            for membership in list(self.memberships):
+                membership.die(how)
+
+
+_ENDED = "is gone. Its thread ended: what it raised, if anything, tells why."
+
+
+class _Current(threading.local):
+    """The context of the current thread; it ends when the thread that it was made in ends."""
+
+    def __init__(self) -> None:
+        self.context = _Context()
+        self._end = _ThreadEnd(self.context)
 
 
 class _ThreadEnd:
-    """Ends a context when the thread ends that it belongs to, and whose alone this object is."""
+    """Ends a context with the thread-local storage that alone refers to this object."""
 
     def __init__(self, context: _Context) -> None:
         self._context = context
 
     def __del__(self) -> None:
-        self._context.end()
-
-
-class _Current(threading.local):
-    def __init__(self) -> None:
-        self.context = _Context()
-        self._end = _ThreadEnd(self.context)
+        self._context.end(_ENDED)
 
 
 _current = _Current()
 
 
 def rank_context() -> _Context:
-    """The context of this thread, or of the thread that it works for."""
+    """Return the context of this thread, or of the thread that it works for."""
     return _current.context
 
 
 def of_this_rank(target: Callable[[], T]) -> Callable[[], T]:
     """Return ``target`` for another thread, where it runs in the context of this thread.
 
-    Futures' callbacks run in such threads, and ask for their rank. Shown by
+    Callbacks of futures run in such threads, and ask for their rank. Shown by
     test_a_callback_knows_its_rank.
     """
     known = rank_context()
@@ -137,13 +130,13 @@ def of_this_rank(target: Callable[[], T]) -> Callable[[], T]:
 
 
 def this_thread() -> int:
-    """A number that differs between threads, but not between a thread and those it works for."""
+    """Return a number that differs between threads, but not from those that they work for."""
     return rank_context().ident
 
 
 def end_this_rank() -> None:
     """Have the other ranks lose this thread now, in every group that it hasn't left."""
-    rank_context().end()
+    rank_context().end(_ENDED)
 
 
 class _RankWorld(_World):
@@ -171,8 +164,7 @@ class _WorldOfThread:
         self.__dict__["_of_process"] = of_process
 
     def _present(self) -> object:
-        world = rank_context().world
-        return self.__dict__["_of_process"] if world is None else world
+        return rank_context().world or self.__dict__["_of_process"]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._present(), name)
@@ -182,15 +174,13 @@ class _WorldOfThread:
 
 
 class _Isolation:
-    """While there are rank threads, gives each its own record of groups."""
+    """While threads have entered it, each thread has its own record of groups."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_ranks = 0
-        self._before: tuple[Any, Any] = None, None
+    _num_ranks = 0
+    _before: tuple[Any, Any]
 
-    def enter(self) -> None:
-        with self._lock:
+    def __enter__(self) -> None:
+        with changed:
             if self._num_ranks == 0:
                 # init_process_group puts a hook of its own before the one that it finds.
                 self._before = c10d._world, sys.excepthook
@@ -198,8 +188,8 @@ class _Isolation:
                 _set_thread_isolation_mode(True)
             self._num_ranks += 1
 
-    def leave(self) -> None:
-        with self._lock:
+    def __exit__(self, *_: object) -> None:
+        with changed:
             self._num_ranks -= 1
             if self._num_ranks == 0:
                 c10d._world, sys.excepthook = self._before
@@ -215,11 +205,11 @@ def a_rank_of(launch: RankThreads) -> Iterator[None]:
 
     See Note [Worlds of threads].
     """
-    _isolation.enter()
     own = rank_context()
-    own.world, own.launch = _RankWorld(), launch
-    try:
-        yield
-    finally:
-        own.world, own.launch = None, None
-        _isolation.leave()
+    launch.contexts.append(own)
+    with _isolation:
+        own.world, own.launch = _RankWorld(), launch
+        try:
+            yield
+        finally:
+            own.world, own.launch = None, RankThreads()

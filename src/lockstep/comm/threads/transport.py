@@ -17,39 +17,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.deadline import Deadline
+from lockstep.comm.failures import Deadline, named
 from lockstep.comm.messages import Mailbox, Message
-from lockstep.comm.threads.ranks import rank_context
-from lockstep.comm.transport import Address, Signature, Transport
+from lockstep.comm.threads.ranks import RankThreads, changed, rank_context
+from lockstep.comm.transport import Address, Failure, Signature, Transport
 from lockstep.errors import (
     CollectiveFailed,
     CollectiveMismatch,
     CollectiveTimeout,
-    GroupClosed,
     PeerLost,
     RendezvousFailed,
 )
 
-_SLOT_BYTES = 1024 * 1024
-
-# One lock for the states of all groups: a group that is collected leaves its own, in whichever
-# thread the collector runs, and that thread may hold the lock of another state, or of this one.
-_lock = threading.RLock()
-
 # By the key that the first rank leaves in the store, the state that the others find by it.
 _states: weakref.WeakValueDictionary[str, ThreadTransportState] = weakref.WeakValueDictionary()
 
+_LEFT = (
+    "has left the group (destroy_process_group). Make all ranks take equally many steps, or put "
+    "their loops into 'with lockstep.join(model):', and leave after the last step."
+)
+_ABORTED = "has aborted the group. See what it raised before."
 
-class _Exchange:
-    """One exchange: the ranks that have arrived, with their calls and addresses."""
-
-    def __init__(self) -> None:
-        self.arrivals: dict[int, tuple[Signature, Address]] = {}
-        self.is_over = False
+Arrivals = dict[int, tuple[Signature, Address]]
 
 
 class ThreadTransportState:
-    """What the ranks of one group share: slots, messages, and the exchange in progress.
+    """The state that the ranks of one group share; ``changed`` guards it.
 
     Args:
         size: The number of ranks.
@@ -60,25 +53,24 @@ class ThreadTransportState:
         self.size = size
         self.members = list(members or range(size))
         self.slots: dict[int, Tensor] = {}
+        # By receiver, the messages that its mailbox hasn't taken yet.
         self.messages: dict[int, deque[Message]] = {rank: deque() for rank in range(size)}
-        # Notified of every change to this object.
-        self.changed = threading.Condition(_lock)
-        # A new object for each exchange, so that a rank that comes to the next one before another
-        # has woken from the last doesn't disturb it.
-        self._exchange = _Exchange()
-        # In the order in which they went: the later ones may have gone because of the first.
-        self._gone: dict[int, str] = {}
+        # The ranks that take no further part, with what follows their name in errors, in the order
+        # of their ends: the later ones may have ended because of the first.
+        self.gone: dict[int, str] = {}
+        # The exchange in progress; a new object for each, so that a rank in the next exchange
+        # doesn't disturb one that hasn't woken from the last.
+        self._arrivals: Arrivals = {}
         # An error for all to raise, and the rank that has reported it.
-        self._fault: tuple[PeerLost | CollectiveTimeout, int | None] | None = None
-        self._given_up: str | None = None
+        self._failure: tuple[Failure, int] | None = None
 
-    def come_in(self, rank: int, slots: Tensor) -> None:
+    def join(self, rank: int, slots: Tensor) -> None:
         """Join as ``rank``.
 
         Raises:
             ValueError: If there is no such rank, or it has joined.
         """
-        with self.changed:
+        with changed:
             if not 0 <= rank < self.size or rank in self.slots:
                 taken = "there is already one" if rank in self.slots else "there is no such rank"
                 raise ValueError(
@@ -86,181 +78,130 @@ class ThreadTransportState:
                     f"from 0 to {self.size - 1}, each once."
                 )
             self.slots[rank] = slots
-            self.changed.notify_all()
+            changed.notify_all()
 
-    def wait_for_all(self, rank: int, timeout: float) -> None:
+    def wait_for_all(self, rank: int, timeout: float, launch: RankThreads) -> None:
         """Return when every rank has joined.
 
         Raises:
-            RendezvousFailed: If that takes longer than ``timeout`` seconds, or won't happen.
+            RendezvousFailed: If that takes longer than ``timeout`` seconds, or ``launch`` fails.
         """
-        with self.changed:
-            self.changed.wait_for(
-                lambda: len(self.slots) == self.size or self._given_up is not None,
+        with changed:
+            changed.wait_for(
+                lambda: len(self.slots) == self.size or launch.failure is not None,
                 min(timeout, threading.TIMEOUT_MAX),
             )
-            absent = self._names(set(range(self.size)) - set(self.slots))
-            if absent:
-                why = self._given_up or "See whether their threads started."
+            if absent := self._absent(self.slots):
                 raise RendezvousFailed(
                     f"Rank {self.members[rank]} waited up to {timeout:g} s for "
-                    f"{_named(absent).lower()} to join its group. {why}"
+                    f"{named(absent).lower()} to join its group. "
+                    f"{launch.failure or 'See whether their threads started.'}"
                 )
-
-    def give_up(self, reason: str) -> None:
-        """End all waits for ranks to join."""
-        with self.changed:
-            self._given_up = reason
-            self.changed.notify_all()
 
     def exchange(
         self, rank: int, signature: Signature, address: Address, timeout: float
     ) -> list[Address]:
         """As :meth:`Transport.exchange`, for ``rank``."""
         deadline = Deadline(timeout)
-        with self.changed:
-            current = self._exchange
-            current.arrivals[rank] = signature, address
-            self._check(rank, signature, current)
-            if len(current.arrivals) == self.size:
-                current.is_over = True
-                self._exchange = _Exchange()
-                self.changed.notify_all()
-            while not current.is_over:
-                left = deadline.left()
-                if not left:
-                    self._raise_overdue(rank, signature, current, timeout)
-                self.changed.wait(min(left, threading.TIMEOUT_MAX))
-                # Faults after its end concern the next exchange.
-                if not current.is_over:
-                    self._check(rank, signature, current)
-            return [current.arrivals[peer][1] for peer in range(self.size)]
+        with changed:
+            arrivals = self._arrivals
+            arrivals[rank] = signature, address
+            while self._arrivals is arrivals:  # what fails later concerns the next exchange
+                self._check(rank, signature, arrivals)
+                if len(arrivals) == self.size:
+                    self._arrivals = {}
+                    changed.notify_all()
+                elif left := deadline.left():
+                    changed.wait(min(left, threading.TIMEOUT_MAX))
+                else:
+                    absent = self._absent(arrivals)
+                    error = signature.overdue(absent, timeout, "busy with something else")
+                    # Not the one that is raised, whose traceback holds the group.
+                    self.break_off(CollectiveTimeout(str(error), absent), self.members[rank])
+                    raise error
+            return [arrivals[peer][1] for peer in range(self.size)]
 
-    def _check(self, rank: int, signature: Signature, current: _Exchange) -> None:
-        """Raise the error for which ``current`` will never be over, if there is one."""
+    def _check(self, rank: int, signature: Signature, arrivals: Arrivals) -> None:
+        """Raise the error that keeps an exchange from being completed, if there is one."""
         name, operation = self.members[rank], signature.operation
-        others = {r: theirs for r, (theirs, _) in current.arrivals.items() if theirs != signature}
+        others = [peer for peer in sorted(arrivals) if arrivals[peer][0] != signature]
         if others:
-            # The ranks that wait already have to check this as well.
-            self.changed.notify_all()
-            accounts = "; ".join(
-                f"rank {self.members[peer]} called {others[peer]}" for peer in sorted(others)
-            )
-            raise CollectiveMismatch(
-                f"Rank {name} called {signature}; {accounts}. All ranks must make the "
-                "same calls in the same order: look for a branch that only some of them take.",
-                self._names(others),
-                operation,
-            )
-        if self._fault is not None:
-            error, reporter = self._fault
-            source = f" (Rank {reporter} said so.)" if reporter not in (None, name) else ""
+            changed.notify_all()  # the ranks that wait already have to check this as well
+            calls = [f"rank {self.members[peer]} called {arrivals[peer][0]}" for peer in others]
+            accounts = f"Rank {name} called {signature}; {'; '.join(calls)}"
+            raise signature.mismatch(accounts, [self.members[peer] for peer in others])
+        if self._failure is not None:
+            error, reporter = self._failure
+            source = f" (Rank {reporter} said so.)" if reporter != name else ""
             raise type(error)(f"{error}{source}", error.ranks, operation)
-        for peer in self._gone:
-            if peer not in current.arrivals:
+        for peer in self.gone:
+            if peer not in arrivals:
                 raise self.loss(peer, rank, str(signature), operation)
 
-    def _raise_overdue(
-        self, rank: int, signature: Signature, current: _Exchange, timeout: float
-    ) -> None:
-        absent = self._names(set(range(self.size)) - set(current.arrivals))
-        text = (
-            f"{_named(absent)} did not come to {signature} within the timeout of {timeout:g} s: "
-            "busy with something else, or ended without it. See what it does there."
-        )
-        # Not the one that is raised, whose traceback holds the group.
-        self.break_off(CollectiveTimeout(text, absent), self.members[rank])
-        raise CollectiveTimeout(text, absent, signature.operation)
-
-    def break_off(self, error: PeerLost | CollectiveTimeout, reporter: int | None = None) -> None:
+    def break_off(self, error: Failure, reporter: int) -> None:
         """Have all ranks raise ``error`` from now on, unless they raise another already."""
-        with self.changed:
-            self._fault = self._fault or (error, reporter)
-            self.changed.notify_all()
-
-    def close(self, reason: str) -> None:
-        """End all waits of ranks for each other."""
-        self.break_off(PeerLost(reason))
-        for rank in range(self.size):
-            self.lose(rank, f"is no longer waited for. {reason}")
+        with changed:
+            self._failure = self._failure or (error, reporter)
+            changed.notify_all()
 
     def lose(self, rank: int, how: str) -> None:
         """Take ``rank`` for gone; ``how`` follows its name in errors."""
-        with self.changed:
-            self._gone.setdefault(rank, how)
-            self.changed.notify_all()
+        with changed:
+            self.gone.setdefault(rank, how)
+            changed.notify_all()
 
-    def is_gone(self, rank: int) -> bool:
-        """Whether ``rank`` takes no further part."""
-        return rank in self._gone
-
-    def loss(self, peer: int, rank: int, what: str, operation: str) -> PeerLost:
-        """Return the error of ``rank``, which waits in ``what`` for ``peer``, which is gone."""
-        how, advice = self._gone[peer].split(". ", 1)
+    def loss(self, peer: int, rank: int, waited_in: str, operation: str) -> PeerLost:
+        """Return the error of ``rank``, which waited for ``peer``, which is gone."""
+        how, advice = self.gone[peer].split(". ", 1)
         lost, name = self.members[peer], self.members[rank]
-        text = f"Rank {lost} {how}; rank {name} waited for it in {what}. {advice}"
+        text = f"Rank {lost} {how}; rank {name} waited for it in {waited_in}. {advice}"
         return PeerLost(text, [lost], operation)
 
-    def _names(self, ranks: Iterable[int]) -> list[int]:
-        return [self.members[rank] for rank in sorted(ranks)]
-
-
-_LEFT = (
-    "has left the group (destroy_process_group). Make all ranks take equally many steps, or put "
-    "their loops into 'with lockstep.join(model):', and leave after the last step."
-)
-_ENDED = "is gone. Its thread ended: what it raised, if anything, tells why."
-_ABORTED = "has aborted the group. See what it raised before."
+    def _absent(self, present: Iterable[int]) -> list[int]:
+        return [self.members[rank] for rank in sorted(set(range(self.size)).difference(present))]
 
 
 class ThreadMailbox(Mailbox):
     """The mailbox of a rank that is a thread.
 
     Args:
-        state: What the ranks share, with the messages that are yet to be delivered.
+        state: The state of the group, with the messages that are yet to be delivered.
         rank: This rank.
     """
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
         super().__init__(rank, state.members)
+        self._changed = changed
         self._state = state
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> None:
         """Send a flat tensor; it is copied, and may be written to again."""
         message = Message(self._rank, tag, str(tensor.dtype), tensor.view(torch.uint8).clone())
-        with self._state.changed:
-            if self._state.is_gone(destination):
+        with changed:
+            if destination in self._state.gone:
                 raise self._lost(destination, f"send to rank {self._members[destination]}")
             self._state.messages[destination].append(message)
-            self._state.changed.notify_all()
+            changed.notify_all()
 
     def _poll(self, seconds: float) -> None:
-        state, mine = self._state, self._state.messages[self._rank]
-
-        def gone() -> dict[int, bool]:
-            return {rank: True for rank in range(state.size) if state.is_gone(rank)}
-
-        with state.changed:
-            state.changed.wait_for(
-                lambda: mine or self._is_closed or gone() != self._ended,
+        messages, gone = self._state.messages[self._rank], self._state.gone
+        with changed:
+            changed.wait_for(
+                lambda: messages or self._is_closed or len(gone) > len(self._ended),
                 min(seconds, threading.TIMEOUT_MAX),
             )
-            messages, ended = list(mine), gone()
-            mine.clear()
-        # Without the state's lock: a thread that has the mailbox's may collect a group, which takes
-        # the state's.
-        for message in messages:
-            self._deliver(message)
-        self._ended = ended
+            while messages:
+                self._deliver(messages.popleft())
+            self._ended = dict.fromkeys(gone, True)
 
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:
         return self._state.loss(rank, self._rank, operation, operation)
 
     def close(self) -> None:
         """Make current and later receives of this rank fail."""
-        with self._state.changed:
+        with changed:
             self._is_closed = True
-            self._state.changed.notify_all()
+            changed.notify_all()
 
 
 class ThreadTransport(Transport):
@@ -272,28 +213,17 @@ class ThreadTransport(Transport):
     """
 
     mailbox: ThreadMailbox
+    _INHERITED = (
+        "This process group's ranks are threads of process {}, which process {} doesn't have: it "
+        "was forked. Create a group there."
+    )
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
-        state.come_in(rank, torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device="cpu"))
-        self.rank = rank
-        self.size = state.size
-        self.slot_bytes = _SLOT_BYTES
+        state.join(rank, torch.empty(2 * self.slot_bytes, dtype=torch.uint8, device="cpu"))
+        super().__init__(rank, state.members)
         self.mailbox = ThreadMailbox(state, rank)
         self._state = state
-        self._name = state.members[rank]
-        self._process = os.getpid()
-        self._turn = 0
-        self._fault: PeerLost | CollectiveTimeout | CollectiveMismatch | None = None
-        self._is_closed = False
-        rank_context().memberships.add(self)
-
-    def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, Tensor]:
-        """Return the next slot's address, which is its number, and the slot as a flat tensor."""
-        # After an exchange that failed, others may still read the slot. Shown by
-        # test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on.
-        self.check_open()
-        self._turn = 1 - self._turn
-        return self._turn, self.at(self.rank, self._turn, dtype, numel)
+        rank_context().join(self)
 
     def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:
         """Wait until every rank has made the same call; return the addresses they announce."""
@@ -301,13 +231,13 @@ class ThreadTransport(Transport):
         try:
             return self._state.exchange(self.rank, signature, address, timeout)
         except (PeerLost, CollectiveTimeout, CollectiveMismatch) as error:
-            self._fault = self._fault or error
+            self._break(error)
             raise
 
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:
         """Return, as a flat tensor, the data that ``rank`` announced at ``address``."""
         if isinstance(address, int):
-            return self._state.slots[rank][address, : numel * dtype.itemsize].view(dtype)
+            return self._state.slots[rank][address:][: numel * dtype.itemsize].view(dtype)
         return address[:numel]
 
     def find(self, tensor: Tensor) -> Address | None:
@@ -322,47 +252,27 @@ class ThreadTransport(Transport):
         """Return new memory, as uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
-    def check_open(self) -> None:
-        """Raise the error that broke this group, if one did."""
-        if self._process != os.getpid():
-            raise GroupClosed(
-                f"This process group's ranks are threads of process {self._process}, which "
-                f"process {os.getpid()} doesn't have: it was forked. Create a group there."
-            )
-        if self._is_closed:
-            raise GroupClosed(
-                f"Rank {self._name} has destroyed this process group. Call destroy_process_group() "
-                "after the last collective."
-            )
-        if (fault := self._fault) is not None:
-            raise type(fault)(str(fault), fault.ranks, fault.operation)
-
-    def abort(self, why: str = "") -> None:
-        """Make every wait of this rank, and of the others, end with an error."""
+    def break_off(self, error: CollectiveFailed) -> CollectiveFailed:
+        """Take no further part because of ``error``, which all ranks are to raise."""
         if self._is_in():
-            text = f"Rank {self._name} has aborted the group.{why}"
-            error = PeerLost(text, [self._name], "abort")
-            self._fault = self._fault or error
-            self._state.break_off(error, self._name)
-            self._go(_ABORTED)
+            self._state.break_off(self._break(error), self._name)
+            self.die(_ABORTED)
+        return self.error() or error
 
     def leave(self) -> None:
         """Tell the others that this rank takes no further part."""
         if self._is_in():
-            self._is_closed = True
-            self._go(_LEFT)
+            self.die(_LEFT)
+            self._is_closed = self._is_broken = True
 
-    def die(self) -> None:
-        """Have the others lose this rank, whose thread ends, unless it has left."""
+    def die(self, how: str) -> None:
+        """Have the others lose this rank, unless it has left; errors say ``how``."""
         if self._is_in():
-            self._go(_ENDED)
+            self._state.lose(self.rank, how)
+            self.mailbox.close()
 
     def _is_in(self) -> bool:
         return self._process == os.getpid() and not self._is_closed
-
-    def _go(self, how: str) -> None:
-        self._state.lose(self.rank, how)
-        self.mailbox.close()
 
 
 def join(
@@ -394,11 +304,5 @@ def join(
             "several."
         )
     transport = ThreadTransport(found, rank)
-    if (launch := rank_context().launch) is not None:
-        launch.watch(found)
-    found.wait_for_all(rank, timeout)
+    found.wait_for_all(rank, timeout, rank_context().launch)
     return transport
-
-
-def _named(ranks: list[int]) -> str:
-    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,12 +1,15 @@
-"""``launch(fn)``: call a function on new ranks, from a script, a notebook or a test.
+"""How a job gets to its supervisor: ``lockstep run`` becomes it, ``launch()`` has it as a child.
 
-The file isn't called ``launch``: once imported, it would hide the function in the package.
+The supervisor is a fresh interpreter: it imports nothing but torch and this package before it
+forks the ranks, so a program finds none of the command line's libraries imported, and no
+thread or lock of a caller's notebook.
 """
 
 from __future__ import annotations
 
 import codecs
 import contextlib
+import json
 import os
 import pickle
 import selectors
@@ -17,24 +20,67 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TextIO, TypeVar
+from typing import Literal, NoReturn, TextIO, TypeVar
 
-from lockstep.errors import BadLaunch, LaunchError, RankFailed
+from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.failures import Outcome
-from lockstep.launcher.job import (
-    Call,
-    Caller,
-    Job,
-    check_num_ranks,
-    check_num_threads,
-    default_num_threads,
-)
-from lockstep.launcher.processes import flush_standard_streams
-from lockstep.launcher.run import supervisor_command, supervisor_environment, write_job
+from lockstep.launcher.job import Call, Caller, Job, check_num_ranks, check_num_threads
+from lockstep.launcher.processes import MARK, fill_standard_descriptors, flush_standard_streams
+from lockstep.world import allocator_environment
 
 Result = TypeVar("Result")
+
 _READ_BYTES = 1 << 16
 _PATIENCE_SECONDS = 10.0  # longer than the supervisor takes to kill ranks that don't end
+_FLAGS = {
+    "safe_path": "-P",
+    "optimize": "-O",
+    "dont_write_bytecode": "-B",
+    "ignore_environment": "-E",
+    "no_user_site": "-s",
+}
+_MAIN = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from lockstep.launcher.supervisor import main
+sys.exit(main())
+"""
+
+
+def run_job(job: Job) -> NoReturn:
+    """Replace this process by the supervisor of ``job``; it keeps the process id.
+
+    Raises:
+        LaunchError: If the interpreter can't be started.
+    """
+    if not hasattr(os, "fork"):
+        raise LaunchError(
+            f"Ranks are made by fork, which {sys.platform} doesn't have. Use Linux, or start the "
+            "script with torchrun, under which it runs unchanged."
+        )
+    fill_standard_descriptors()
+    descriptor = job.write()
+    os.set_inheritable(descriptor, True)
+    flush_standard_streams()
+    try:
+        os.execve(sys.executable, _command(descriptor), _environment(job))
+    except OSError as error:
+        raise LaunchError(f"{sys.executable} can't be started: {error.strerror}.") from error
+
+
+def _command(descriptor: int) -> list[str]:
+    """The command of a supervisor, with this interpreter's options and import path."""
+    options = [f"-W{option}" for option in sys.warnoptions]
+    for name, value in sys._xoptions.items():
+        options.append(f"-X{name}" if value is True else f"-X{name}={value}")
+    options += [option for name, option in _FLAGS.items() if getattr(sys.flags, name)]
+    return [sys.executable, *options, "-c", _MAIN, json.dumps(sys.path), str(descriptor)]
+
+
+def _environment(job: Job) -> dict[str, str]:
+    # The number of threads has to be there before torch is imported: OpenMP reads it once.
+    own = {"OMP_NUM_THREADS": str(job.num_threads), MARK: os.urandom(16).hex()}
+    return {**allocator_environment(), **os.environ, **own}
 
 
 def launch(
@@ -100,8 +146,7 @@ def launch(
     if ranks not in ("processes", "threads"):
         raise BadLaunch(f"ranks is {ranks!r}, but only 'processes' and 'threads' are known.")
     num_ranks = check_num_ranks(nprocs)
-    threads = default_num_threads(num_ranks) if num_threads is None else num_threads
-    threads = check_num_threads(threads)
+    threads = check_num_threads(num_threads, num_ranks)
     if not callable(fn):
         raise BadLaunch(
             f"launch() was given a {type(fn).__name__} to call: {fn!r}. Give it a function that "
@@ -125,18 +170,8 @@ def launch(
         labelled=output == "labelled",
     )
     outcome = _run(job)
-    if outcome.exit_status == 0:
-        return [pickle.loads(result) for result in outcome.results]
-    message = outcome.message or f"The ranks ended with exit code {outcome.exit_status}."
-    if outcome.rank is None:
-        raise LaunchError(message)
-    raise RankFailed(
-        message,
-        rank=outcome.rank,
-        exit_code=outcome.exit_code,
-        signal=outcome.signal,
-        traceback=outcome.traceback,
-    )
+    outcome.check()
+    return [pickle.loads(result) for result in outcome.results]
 
 
 def _pickled_call(fn: Callable[..., object], args: Sequence[object]) -> Call:
@@ -159,20 +194,20 @@ def _run(job: Job) -> Outcome:
         with theirs:
             job = replace(job, caller=Caller(os.getpid(), theirs.fileno()))
             supervisor = _start_supervisor(job, theirs.fileno())
-        try:
-            answer = _copy_until_end(supervisor, ours)
-        except BaseException as error:
-            # Errors other than Ctrl-C come from the caller's output streams.
-            interrupted = isinstance(error, KeyboardInterrupt)
-            supervisor.send_signal(signal.SIGINT if interrupted else signal.SIGTERM)
-            _close_output(supervisor)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                supervisor.wait(_PATIENCE_SECONDS)
-            supervisor.kill()  # its guardian then ends the ranks
-            raise
-        finally:
-            _close_output(supervisor)
-            supervisor.wait()
+        with supervisor:
+            try:
+                answer = _copy_until_end(supervisor, ours)
+            except BaseException as error:
+                # Errors other than Ctrl-C come from the caller's output streams.
+                interrupted = isinstance(error, KeyboardInterrupt)
+                supervisor.send_signal(signal.SIGINT if interrupted else signal.SIGTERM)
+                for pipe in filter(None, (supervisor.stdout, supervisor.stderr)):
+                    pipe.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    supervisor.wait(_PATIENCE_SECONDS)
+                supervisor.kill()  # its guardian then ends the ranks
+                supervisor.wait()
+                raise
     if not answer:
         raise LaunchError(
             "The process that starts and watches the ranks ended with exit code "
@@ -185,16 +220,16 @@ def _run(job: Job) -> Outcome:
 
 
 def _start_supervisor(job: Job, connection: int) -> subprocess.Popen[bytes]:
-    descriptor = write_job(job)
+    descriptor = job.write()
     output = subprocess.PIPE if job.labelled else None
     flush_standard_streams()
     try:
         return subprocess.Popen(
-            supervisor_command(descriptor),
+            _command(descriptor),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=supervisor_environment(job),
+            env=_environment(job),
             pass_fds=(descriptor, connection),
             start_new_session=True,  # Ctrl-C is the caller's to handle
         )
@@ -202,12 +237,6 @@ def _start_supervisor(job: Job, connection: int) -> subprocess.Popen[bytes]:
         raise LaunchError(f"{sys.executable} can't be started: {error.strerror}.") from error
     finally:
         os.close(descriptor)
-
-
-def _close_output(supervisor: subprocess.Popen[bytes]) -> None:
-    for pipe in (supervisor.stdout, supervisor.stderr):
-        if pipe is not None:
-            pipe.close()
 
 
 def _copy_until_end(supervisor: subprocess.Popen[bytes], connection: socket.socket) -> bytes:
