@@ -1,9 +1,11 @@
 """What every test must leave behind: nothing. And what differs in ``make test-long``.
 
 ``make test`` runs all tests but those with the mark ``long``. Of those with the mark
-``shortened``, and of tests with examples by Hypothesis, it does a part: it has a fifth of the
-examples, and forks in place of new interpreters (see tests/interpreters.py). With ``--long``, as in
-``make test-long``, the tests of these three kinds run, and all of them.
+``shortened``, and of tests with examples by Hypothesis, it does a fifth of the examples. With
+``--long``, as in ``make test-long``, the tests of these three kinds run, and all of them.
+
+Tests with the mark ``forks`` fork in place of new interpreters (see tests/interpreters.py), unless
+there is ``--true-starts``.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="Run the tests of make test-long.")
+    parser.addoption("--true-starts", action="store_true", help="Fork no interpreters.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -64,19 +67,16 @@ def _is_not_long(item: pytest.Item) -> bool:
 
 def _is_longer(item: pytest.Item) -> bool:
     has_examples = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
-    return has_examples or _is_shortened(item) or not _is_not_long(item)
-
-
-def _is_shortened(item: pytest.Item) -> bool:
-    is_marked = item.get_closest_marker("shortened") is not None
-    return is_marked and item.get_closest_marker("true_start") is None
+    is_shortened = item.get_closest_marker("shortened") is not None
+    return has_examples or is_shortened or not _is_not_long(item)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
-    """Fork interpreters in place of starting them, where a test is shortened."""
-    is_short = _is_shortened(item) and not item.config.getoption("long")
-    with forked() if is_short else contextlib.nullcontext():
+    """Fork interpreters in place of starting them, where a test says that it may be."""
+    is_marked = item.get_closest_marker("forks") is not None
+    starts = item.get_closest_marker("true_start") or item.config.getoption("--true-starts")
+    with forked() if is_marked and not starts else contextlib.nullcontext():
         return (yield)
 
 

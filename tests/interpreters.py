@@ -8,8 +8,8 @@ lockstep. Like a real one the process is the caller's child, and it has the envi
 an interpreter, as ``lockstep run`` does, it goes on likewise.
 
 What differs is that modules are imported already, and aren't freed in the end. That matters to
-tests with the mark ``true_start``, as to one for each way of starting; and ``make test-long`` forks
-none.
+tests with the mark ``true_start``, as to one for each way of starting; and ``pytest --true-starts``
+forks none.
 """
 
 from __future__ import annotations

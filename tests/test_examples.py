@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ONE_RANK = [sys.executable]

@@ -17,7 +17,7 @@ from lockstep.bench.mpi import measure_with_mpi
 from lockstep.bench.plan import Plan
 from lockstep.errors import BackendUnavailable, SharedMemoryFull
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 LOCKSTEP = [sys.executable, "-m", "lockstep", "bench", "collectives"]
 CONTENDERS = {"gloo", "shm", "shm in place"}

@@ -52,12 +52,14 @@ SHAPES = ((), (0,), (3, 0), (7,), (2, 3, 5), (16_385,), (600_001,))
 def over_sizes(backends: Sequence[str]) -> pytest.MarkDecorator:
     """Each of ``backends`` with one to four ranks.
 
-    Those that take most of the time are left to ``make test-long``: four ranks, and Gloo, by
-    which the tests themselves are tested, with other than two.
+    Those that take most of the time are left to ``make test-long``: four ranks, three that are
+    threads, which run the same code as those that are processes, and Gloo, by which the tests
+    themselves are tested, with other than two.
     """
     cases = []
     for backend, size in itertools.product(backends, (1, 2, 3, 4)):
-        is_long = size == 4 or (backend == "gloo" and size != 2)
+        is_long = size == 4 or (backend, size) == ("threads", 3)
+        is_long |= backend == "gloo" and size != 2
         cases.append(pytest.param(backend, size, marks=[pytest.mark.long] if is_long else []))
     return pytest.mark.parametrize(("backend", "size"), cases)
 

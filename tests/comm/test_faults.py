@@ -8,7 +8,7 @@ import pytest
 
 from tests.counts import num_examples
 
-pytestmark = pytest.mark.shortened
+pytestmark = [pytest.mark.forks, pytest.mark.shortened]
 
 _ROOT = Path(__file__).parents[2]
 

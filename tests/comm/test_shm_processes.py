@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 # Forks the ranks after torch is imported: that takes longer than most of what is tested.
 _PRELUDE = """

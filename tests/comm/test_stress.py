@@ -10,7 +10,7 @@ from benchmarks import stress
 from tests.counts import num_examples
 from tests.processes import Processes, processes
 
-pytestmark = pytest.mark.shortened
+pytestmark = [pytest.mark.forks, pytest.mark.shortened]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from lockstep.demo.training import ConvNet, State, largest_difference, train_exa
 from lockstep.world import Starter, World
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.launcher.bench import Bench
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 GOOD = "print('ran')"
 

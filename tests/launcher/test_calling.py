@@ -18,7 +18,7 @@ from lockstep.launcher import launch
 from lockstep.world import World
 from tests.launcher.bench import Bench, until
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 
 def add_up(world: World, start: float) -> tuple[int, float]:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.launcher.bench import Bench, until
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 # Each rank has two children: one in its process group, one in a session of its own.
 BUSY = """

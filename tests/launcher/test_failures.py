@@ -8,7 +8,7 @@ import pytest
 
 from tests.launcher.bench import Bench
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 TRAIN = """
     import ctypes, os, signal, sys, time

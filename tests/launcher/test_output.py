@@ -13,7 +13,7 @@ from lockstep.launcher import output
 from lockstep.launcher.output import Labeller, LineSplitter
 from tests.launcher.bench import Bench, lines_of
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 
 @given(st.lists(st.binary(max_size=20) | st.sampled_from([b"\n", b"\r", b"\r\n", b"a\rb"])))

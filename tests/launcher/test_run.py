@@ -14,7 +14,7 @@ import pytest
 from lockstep.launcher.job import default_num_threads
 from tests.launcher.bench import Bench, lines_of
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 WHO_AM_I = """
     import json, multiprocessing, os, sys

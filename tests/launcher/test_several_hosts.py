@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lockstep.launcher.hosts import _outcome_of_peer
 from tests.launcher.bench import Bench, lines_of, until
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 ALL_REDUCE = """
     import os, sys

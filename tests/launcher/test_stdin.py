@@ -14,7 +14,7 @@ import pytest
 
 from tests.launcher.bench import Bench, lines_of
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 
 class Terminal:

@@ -11,7 +11,7 @@ from lockstep.launcher import launch
 from lockstep.world import World
 from tests.launcher.bench import Bench
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 TRAIN = """
     import torch

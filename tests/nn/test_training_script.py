@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.shortened
+pytestmark = pytest.mark.forks
 
 THEIRS = "from torch.nn.parallel import DistributedDataParallel as DDP"
 OURS = "from lockstep import DistributedDataParallel as DDP"

@@ -19,7 +19,7 @@ from lockstep.nn.replicas import DataParallel, channel
 from lockstep.nn.replicas.group import this_replica
 
 # Those of processes that are replaced are closed when garbage is collected.
-pytestmark = [pytest.mark.keeps_descriptors, pytest.mark.shortened]
+pytestmark = [pytest.mark.keeps_descriptors, pytest.mark.forks]
 
 
 class Mean(nn.Module):

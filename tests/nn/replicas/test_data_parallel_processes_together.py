@@ -25,7 +25,7 @@ from lockstep.errors import ReplicaLost, SharedMemoryFull
 from lockstep.nn.replicas import DataParallel, channel
 from lockstep.nn.replicas.channel import Channel
 
-pytestmark = [pytest.mark.keeps_descriptors, pytest.mark.shortened]
+pytestmark = [pytest.mark.keeps_descriptors, pytest.mark.forks]
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 TWO = ["cpu", "cpu"]
 

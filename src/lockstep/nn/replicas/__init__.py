@@ -1,7 +1,8 @@
 """Data parallelism in one process: its four primitives, and the module that is made of them."""
 
 from lockstep.nn.replicas.data_parallel import DataParallel, data_parallel
-from lockstep.nn.replicas.primitives import parallel_apply, replicate
+from lockstep.nn.replicas.group import parallel_apply
+from lockstep.nn.replicas.module_copy import replicate
 from lockstep.nn.replicas.scatter_gather import gather, scatter, scatter_kwargs
 
 __all__ = [

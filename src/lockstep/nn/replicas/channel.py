@@ -1,7 +1,7 @@
-"""Values that go from one process to another, their tensors through memory that both have mapped.
+"""Values and requests between two processes; tensors go through memory that both have mapped.
 
-That memory is a segment on the CPU, and elsewhere goes by the device's handle. A ``SharedTensors``
-or ``TensorByHandle`` that is sent arrives as the tensors that it stands for: the same memory.
+That memory is a segment on the CPU, and elsewhere goes by the device's handle. ``SharedTensors``
+and ``TensorByHandle`` arrive as the tensors that they stand for, in the same memory.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import ctypes
 import functools
 import io
 import math
-import mmap
 import os
 import pickle
 import socket
 import struct
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,12 +27,43 @@ from torch.multiprocessing.reductions import reduce_tensor
 from lockstep.comm import Segment, map_segment, receive_message, send_message, shut_down
 from lockstep.nn.replicas.group import is_one, mark_as_one
 
-# The length of the message, and how many of its descriptors are those of the sender's memory.
-_HEADER = struct.Struct("<QB")
+_HEADER = struct.Struct("<Q")  # the length of the message
 _MOST_DESCRIPTORS = 8
 _ALIGNMENT_BYTES = 64
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class Request(NamedTuple):
+    """A call that the other end is to run: of a function, or of its own method of that name."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+
+
+class Error(NamedTuple):
+    """An exception, pickled, and its traceback in words, which may be empty."""
+
+    error: bytes
+    traceback: str
+
+    @classmethod
+    def of(cls, error: Exception, *, with_traceback: bool) -> Error:
+        """The answer that carries ``error``."""
+        text = "".join(traceback.format_exception(error)).rstrip() if with_traceback else ""
+        try:
+            pickled = cloudpickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:
+            pickled = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+        return cls(pickled, text)
+
+    def exception(self) -> BaseException:
+        """The exception that the other process has raised."""
+        error: BaseException = pickle.loads(self.error)
+        if self.traceback:
+            error.add_note(f"In its process:\n{self.traceback}")
+        return error
 
 
 class Channel:
@@ -40,27 +71,46 @@ class Channel:
 
     Values are pickled, but for their tensors: these are copied to memory of the sender, on their
     device, that the receiver has mapped, and from there. It is the same for every message: after
-    one, wait for an answer. A :class:`~lockstep.comm.shm.memory.Segment` arrives as its bytes.
-
-    Args:
-        line: A connected stream socket.
-        devices: The devices of tensors that both ends have.
+    one, wait for an answer. The errors of the caller's end, ``is_caller``, need no traceback.
     """
 
-    def __init__(self, line: socket.socket, devices: Iterable[torch.device] = ()) -> None:
-        self._line = line
+    def __init__(
+        self,
+        connection: socket.socket,
+        devices: Iterable[torch.device] = (),
+        *,
+        is_caller: bool = True,
+    ) -> None:
+        self._socket = connection
         self._devices = set(devices)
+        self._is_caller = is_caller
         self._mine: dict[torch.device, SharedMemory] = {}
         self._theirs: dict[torch.device, torch.Tensor] = {}
 
     def set_timeout(self, seconds: float) -> None:
         """Let :meth:`send_packed` and :meth:`receive` raise TimeoutError after that time."""
-        self._line.settimeout(seconds)
+        self._socket.settimeout(seconds)
 
     def close(self) -> None:
         """End the connection, also for processes that have inherited it."""
-        shut_down(self._line)
-        self._line.close()
+        shut_down(self._socket)
+        self._socket.close()
+
+    def answer(self, run: Callable[[], object]) -> None:
+        """Send the result of ``run``, or the error of that or of sending it, unless an OSError."""
+        try:
+            result = run()
+        except Exception as error:
+            result = Error.of(error, with_traceback=not self._is_caller)
+        try:
+            self.send(result)
+        except OSError:
+            raise
+        except Exception as error:  # pickling may raise anything
+            if not self._is_caller:
+                text = f"What the module has returned can't be sent to the caller: {error}."
+                error = TypeError(text)
+            self.send(Error.of(error, with_traceback=not self._is_caller))
 
     def send(self, value: object) -> None:
         """Send ``value``, which can be pickled.
@@ -86,55 +136,49 @@ class Channel:
             for tensor, span in zip(tensors, spans[device], strict=True):
                 tensor_at(memory.here, span).copy_(tensor.detach())
         _settle({*self._devices, *on_device, *self._theirs})
-        envelope = Packed(new) if new else None
-        segments = envelope.segments if envelope is not None else []
-        message = pickle.dumps((envelope and envelope.payload, spans, packed.payload))
-        header = _HEADER.pack(len(message), len(segments))
-        segments = [*segments, *packed.segments]
-        send_message(self._line, header, [segment.descriptor for segment in segments])
+        # A segment goes as a descriptor.
+        handles = {d: None if own.segment else reduce_tensor(own.here) for d, own in new.items()}
+        segments = [own.segment for own in new.values() if own.segment] + packed.segments
+        message = pickle.dumps((handles, spans, packed.payload))
+        header = _HEADER.pack(len(message))
+        send_message(self._socket, header, [segment.descriptor for segment in segments])
         self._mine |= new
         for memory in new.values():
             memory.close()
-        self._line.sendall(message)
+        self._socket.sendall(message)
 
     def receive(self, known: Sequence[torch.Tensor] = ()) -> Any:
-        """Return the next value.
-
-        Args:
-            known: The tensors that the other end may refer to, by index.
+        """Return the next value; ``known`` are the tensors that it may refer to, by index.
 
         Raises:
             EOFError: If the other end is gone.
             SharedMemoryFull: If its memory can't be mapped; then the connection is closed.
             Exception: What unpickling raises.
         """
-        header, descriptors = receive_message(self._line, _HEADER.size, _MOST_DESCRIPTORS)
+        header, descriptors = receive_message(self._socket, _HEADER.size, _MOST_DESCRIPTORS)
         if len(header) < _HEADER.size:
             raise EOFError
-        length, count = _HEADER.unpack(header)
         try:
-            envelope, spans, payload = pickle.loads(self._read(length))
+            handles, spans, payload = pickle.loads(self._read(*_HEADER.unpack(header)))
             memory = []
             while descriptors:
                 memory.append(map_segment(descriptors.pop(0)))
-            if envelope is not None:
-                self._theirs |= _Unpickler(envelope, {}, memory[:count], ()).load()
+            for device, handle in handles.items():
+                rebuild, arguments = handle or (memory.pop, (0,))
+                self._theirs[device] = rebuild(*arguments)
         except BaseException:
             # The sender believes that this end has that memory.
             self.close()
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
-        here = {
-            device: [tensor_at(self._theirs[device], span) for span in own]
-            for device, own in spans.items()
-        }
-        return _Unpickler(payload, here, memory[count:], known).load()
+        here = {device: _tensors_at(self._theirs[device], own) for device, own in spans.items()}
+        return _Unpickler(payload, here=here, memory=memory, known=known).load()
 
     def _read(self, length: int) -> bytes:
         parts = []
         while length:
-            part = self._line.recv(min(length, 1 << 20))
+            part = self._socket.recv(min(length, 1 << 20))
             if not part:
                 raise EOFError
             parts.append(part)
@@ -142,40 +186,27 @@ class Channel:
         return b"".join(parts)
 
 
-class Packed:
+class Packed(cloudpickle.Pickler):  # type: ignore[misc]
     """A value, pickled without its tensors and segments, which are kept beside.
 
-    Args:
-        value: The value.
-        known: By its ``id()``, the index of each tensor that the other end knows.
-
-    Raises:
-        Exception: What pickling raises.
+    ``known`` has, by its ``id()``, the index of each tensor that the other end knows.
     """
 
     def __init__(self, value: object, known: Mapping[int, int] | None = None) -> None:
         file = io.BytesIO()
-        pickler = _Pickler(file, known or {})
-        pickler.dump(value)
-        self.payload = file.getvalue()
-        self.tensors, self.segments = pickler.tensors, pickler.segments
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves out tensors and segments, and collects them."""
-
-    def __init__(self, file: io.BytesIO, known: Mapping[int, int]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
         self.segments: list[Segment] = []
-        self._known = known
+        self._known = known or {}
         self._counts: collections.Counter[torch.device] = collections.Counter()
+        self.dump(value)
+        self.payload = file.getvalue()
 
-    def persistent_id(self, value: object) -> tuple[str, object] | None:
-        if isinstance(value, Segment):
-            if value not in self.segments:
-                self.segments.append(value)
-            return "memory", self.segments.index(value)
+    def persistent_id(self, value: object) -> tuple[str, object] | None:  # noqa: D102 - pickle's
+        if isinstance(value, TensorByHandle) and (segment := value.segment) is not None:
+            if segment not in self.segments:
+                self.segments.append(segment)
+            return "memory", self.segments.index(segment)
         if not isinstance(value, torch.Tensor):
             return None
         if id(value) in self._known:
@@ -191,28 +222,22 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 class _Unpickler(pickle.Unpickler):
     """Inserts tensors and segments again."""
 
-    def __init__(
-        self,
-        payload: bytes,
-        here: Mapping[torch.device, Sequence[torch.Tensor]],
-        memory: Sequence[torch.Tensor],
-        known: Sequence[torch.Tensor],
-    ) -> None:
+    def __init__(self, payload: bytes, **tensors: Any) -> None:
         super().__init__(io.BytesIO(payload))
-        self._here, self._memory, self._known = here, memory, known
+        self._tensors = tensors
 
     def persistent_load(self, key: tuple[str, Any]) -> torch.Tensor:
         kind, which = key
-        if kind == "here":
-            device, index, requires_grad, is_one_of_all = which
-            # The next message will lie where this one does.
-            own: torch.Tensor = self._here[device][index].clone()
-            own.requires_grad_(requires_grad)
-            if is_one_of_all:
-                mark_as_one(own)
-            return own
-        found = self._memory if kind == "memory" else self._known
-        return found[int(which)]
+        found: torch.Tensor
+        if kind != "here":
+            found = self._tensors[kind][which]
+            return found
+        device, index, requires_grad, is_one_of_all = which
+        # The next message will lie where this one does.
+        found = self._tensors[kind][device][index].clone().requires_grad_(requires_grad)
+        if is_one_of_all:
+            mark_as_one(found)
+        return found
 
 
 def _settle(devices: Iterable[torch.device]) -> None:
@@ -232,31 +257,33 @@ class Span(NamedTuple):
     stride: tuple[int, ...]
 
 
-class SharedMemory:
-    """Memory on a device, which no further process can map once this object is gone or closed.
+class TensorByHandle:
+    """A tensor, ``here``, of an accelerator, in whatever memory."""
 
-    Attributes:
-        here: The memory, as bytes.
-    """
+    segment: Segment | None = None
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.here = tensor.detach()
+
+    def __reduce__(self) -> Reduced:
+        reduced: Reduced = reduce_tensor(self.here)
+        return reduced
+
+
+class SharedMemory(TensorByHandle):
+    """Bytes on a device, which no further process can map once this object is gone or closed."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.segment: Segment | None = None
         if device.type == "cpu":
             self.segment, self.here = Segment.create(num_bytes)
             weakref.finalize(self, self.segment.close)
         else:
-            self.here = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            super().__init__(torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
     def close(self) -> None:
         """Let no further process map it."""
         if self.segment is not None:
             self.segment.close()
-
-    def __reduce__(self) -> Reduced:
-        if self.segment is None:
-            reduced: Reduced = reduce_tensor(self.here)
-            return reduced
-        return _itself, (self.segment,)
 
 
 class SharedTensors:
@@ -272,35 +299,11 @@ class SharedTensors:
 
     @functools.cached_property
     def here(self) -> list[torch.Tensor]:
-        """The tensors, all in one storage."""
+        """The tensors."""
         return _tensors_at(self._memory.here, self._spans)
-
-    def alone(self) -> list[torch.Tensor]:
-        """The tensors, on the CPU, each in a storage of its own: saving one doesn't save all."""
-        assert self._memory.segment is not None
-        memory = mmap.mmap(self._memory.segment.descriptor, len(self._memory.here))
-        tensors = []
-        for dtype, start, shape, stride in self._spans:
-            count = math.prod(shape)
-            flat = torch.empty(0, dtype=dtype)
-            if count:
-                flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
-            tensors.append(flat.as_strided(shape, stride))
-        return tensors
 
     def __reduce__(self) -> Reduced:
         return _tensors_at, (self._memory, self._spans)
-
-
-class TensorByHandle:
-    """A tensor of an accelerator, in whatever memory."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __reduce__(self) -> Reduced:
-        reduced: Reduced = reduce_tensor(self._tensor.detach())
-        return reduced
 
 
 def share(parameters: Sequence[torch.Tensor]) -> object:
@@ -310,20 +313,9 @@ def share(parameters: Sequence[torch.Tensor]) -> object:
     shared = SharedTensors(parameters, torch.device("cpu"))
     # Tensors of inference mode could not be trained.
     with torch.inference_mode(False), torch.no_grad():
-        for parameter, there in zip(parameters, shared.alone(), strict=True):
+        for parameter, there in zip(parameters, shared.here, strict=True):
             parameter.data = there.copy_(parameter)
     return shared
-
-
-def tensor_at(memory: torch.Tensor, span: Span) -> torch.Tensor:
-    """The tensor in ``memory``, which is bytes, at ``span``."""
-    dtype, start, shape, stride = span
-    empty = memory.new_empty(0, dtype=dtype)
-    return empty.set_(memory.untyped_storage(), start // empty.element_size(), shape, stride)
-
-
-def _tensors_at(memory: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
-    return [tensor_at(memory, span) for span in spans]
 
 
 def spans_of(tensors: Sequence[torch.Tensor]) -> tuple[list[Span], int]:
@@ -337,12 +329,24 @@ def spans_of(tensors: Sequence[torch.Tensor]) -> tuple[list[Span], int]:
     return spans, num_bytes
 
 
+def tensor_at(memory: torch.Tensor, span: Span) -> torch.Tensor:
+    """The tensor in ``memory``, which is bytes, at ``span``."""
+    dtype, start, shape, stride = span
+    flat = memory.new_empty(0, dtype=dtype)
+    if memory.device.type != "cpu":
+        return flat.set_(memory.untyped_storage(), start // flat.element_size(), shape, stride)
+    # In a storage of its own: to save one tensor isn't to save all.
+    if count := math.prod(shape):
+        flat = torch.frombuffer(bytes_of(memory), dtype=dtype, count=count, offset=start)
+    return flat.as_strided(shape, stride)
+
+
+def _tensors_at(memory: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
+    return [tensor_at(memory, span) for span in spans]
+
+
 def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_uint8]:
     """The memory of ``tensor``, of uint8 on the CPU, to be read and written without torch."""
     own = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
     own._tensor = tensor  # type: ignore[attr-defined]  # keeps the memory alive
     return own
-
-
-def _itself(memory: torch.Tensor) -> torch.Tensor:
-    return memory

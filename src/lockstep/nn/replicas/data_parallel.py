@@ -13,13 +13,18 @@ from torch import nn
 
 from lockstep.arguments import Device
 from lockstep.comm import uncompiled
-from lockstep.nn.replicas.devices import as_device, as_devices, as_dim
-from lockstep.nn.replicas.group import is_beside_processes
-from lockstep.nn.replicas.module_copy import check_home, check_module
+from lockstep.nn.replicas.devices import (
+    as_device,
+    as_devices,
+    as_dim,
+    check_kwargs,
+    check_module,
+)
+from lockstep.nn.replicas.group import is_beside_processes, parallel_apply
+from lockstep.nn.replicas.module_copy import check_home, replicate
 from lockstep.nn.replicas.nested import leaves, map_tensors
-from lockstep.nn.replicas.primitives import parallel_apply, replicate
 from lockstep.nn.replicas.replicas import Replicas
-from lockstep.nn.replicas.scatter_gather import check_kwargs, gather, scatter_kwargs
+from lockstep.nn.replicas.scatter_gather import gather, scatter_kwargs
 from lockstep.nn.wrapper import Wrapper
 
 # More threads compete for the interpreter more than they compute.

@@ -1,14 +1,14 @@
-"""Devices: those that arguments name, and how tensors and tasks get there."""
+"""How tensors and tasks get to devices; and checks of arguments, such as those that name one."""
 
 from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from lockstep.arguments import Device
 
@@ -16,11 +16,7 @@ T = TypeVar("T")
 
 
 def as_device(device: Device, name: str) -> torch.device:
-    """The device named; an int is the index of an accelerator, and -1 the CPU, as in torch.
-
-    Args:
-        device: Its name, index or itself.
-        name: The name of the argument, for errors.
+    """The device that an argument ``name`` means; an int is an accelerator's index, -1 the CPU.
 
     Raises:
         TypeError: If it is nothing that names a device.
@@ -55,12 +51,7 @@ def as_device(device: Device, name: str) -> torch.device:
 
 
 def as_devices(devices: Iterable[Device], name: str) -> list[torch.device]:
-    """The devices named; see :func:`as_device`.
-
-    Raises:
-        TypeError: If they aren't several, or one is nothing that names a device.
-        ValueError: If one isn't here.
-    """
+    """The devices that an argument ``name`` means; raises as :func:`as_device` does."""
     if isinstance(devices, str | torch.Tensor) or not isinstance(devices, Iterable):
         raise TypeError(
             f"{name} is {reprlib.repr(devices)}; give a list of devices, as ['cpu', 'cpu'] or "
@@ -70,15 +61,25 @@ def as_devices(devices: Iterable[Device], name: str) -> list[torch.device]:
 
 
 def as_dim(dim: int) -> int:
-    """The same dimension, as an int.
-
-    Raises:
-        TypeError: If it is no whole number.
-    """
+    """The same dimension, as an int; raises TypeError if it is no whole number."""
     try:
         return operator.index(dim)
     except TypeError:
         raise TypeError(f"dim is {reprlib.repr(dim)}; give a whole number, such as 0.") from None
+
+
+def check_module(module: object, name: str) -> None:
+    """Raise TypeError if an argument isn't a module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{name} is {reprlib.repr(module)}; give a torch.nn.Module.")
+
+
+def check_kwargs(kwargs: object, name: str) -> None:
+    """Raise TypeError if an argument neither has arguments by name nor is None."""
+    if kwargs is None:
+        return
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        raise TypeError(f"{name} is {reprlib.repr(kwargs)}; give a dict of arguments by name.")
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -96,9 +97,7 @@ def on_device(device: torch.device, task: Callable[[], T]) -> Callable[[], T]:
     stream = torch.accelerator.current_stream(device)
 
     def run() -> T:
-        with ExitStack() as entered:
-            entered.enter_context(torch.accelerator.device_index(device.index))
-            entered.enter_context(stream)
+        with torch.accelerator.device_index(device.index), stream:
             return task()
 
     return run

@@ -25,20 +25,15 @@ Gradients = list[torch.Tensor | None]
 class LeftGradients:
     """The gradients that a replica leaves, in its own process.
 
-    Args:
-        places: The caller's memory for the gradient of each parameter.
-        flags: A byte for each, also there; set when the gradient has been left.
-
-    Attributes:
-        is_taking: Whether gradients that come are the caller's, and not those of a backward that
-            the module runs itself.
+    ``places`` are the caller's memory for the gradient of each parameter, and ``flags`` a byte for
+    each, also there, set when the gradient has been left.
     """
 
     def __init__(self, places: Sequence[torch.Tensor], flags: torch.Tensor) -> None:
+        # Gradients that come are the caller's, and not of a backward that the module runs itself.
         self.is_taking = False
         self._places = places
         self._leaves: dict[int, torch.Tensor] = {}
-        self._is_taken = bytearray(len(places))
         self._flags = bytes_of(flags)
 
     def take_from(self, index: int, leaf: torch.Tensor) -> None:
@@ -52,27 +47,20 @@ class LeftGradients:
         if not self.is_taking or gradient is None or gradient.layout is not torch.strided:
             return
         # With reentrant checkpoints it comes in parts. The caller may have added the first.
-        if self._is_taken[index]:
+        if self._flags[index]:
             return
         with torch.no_grad():
             self._places[index].copy_(gradient)
-        self._is_taken[index] = self._flags[index] = 1
+        self._flags[index] = 1
         leaf.grad = None
 
     def taken(self) -> bytes:
-        """For each parameter whether a gradient was left since the last time."""
-        taken, self._is_taken = bytes(self._is_taken), bytearray(len(self._places))
-        return taken
+        """For each parameter whether a gradient was left in this backward."""
+        return bytes(self._flags)
 
 
 class GradientsElsewhere:
-    """The gradients that processes leave, in the caller's process.
-
-    Args:
-        parameters: The parameters.
-        device: The device of the gradients.
-        count: The number of processes.
-    """
+    """The gradients on ``device`` that ``count`` processes leave, in the caller's process."""
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], device: torch.device, count: int
@@ -126,13 +114,8 @@ class GradientsElsewhere:
     ) -> tuple[Gradients, Gradients]:
         """The gradients still to be added of a process whose backward is over.
 
-        Args:
-            number: The process.
-            are_in_place: For each parameter whether a gradient was left.
-            others: By index the gradients that were not, and further parts of those that were.
-
-        Returns:
-            For each parameter the gradient, unless it has been added; and its further part.
+        For each parameter the gradient, unless it has been added, and its further part: see
+        ``Derived`` for ``are_in_place`` and ``others``.
         """
         first: Gradients = []
         later: Gradients = []
@@ -148,22 +131,20 @@ class GradientsElsewhere:
 def add_up(of_replicas: Sequence[Gradients], homes: Sequence[torch.device]) -> Gradients:
     """Add up each parameter's gradients in the order of the replicas, so that bits don't vary.
 
-    Args:
-        of_replicas: For each replica the gradients of all parameters; only the first one's are
-            written to or become part of the result.
-        homes: The device of each sum.
+    Each sum is on its device of ``homes``. Only the first replica's gradients are written to, or
+    become part of the result.
     """
     first, *others = of_replicas
     total = [_at_home(g, home) for g, home in zip(first, homes, strict=True)]
     for gradients in others:
         sums: list[torch.Tensor] = []
         more: list[torch.Tensor] = []
-        for index, (gradient, home) in enumerate(zip(gradients, homes, strict=True)):
-            so_far, gradient = total[index], _at_home(gradient, home)
-            if so_far is None and gradient is not None:
-                total[index] = gradient.clone()
-            elif so_far is None or gradient is None:
+        for index, (own, home) in enumerate(zip(gradients, homes, strict=True)):
+            so_far, gradient = total[index], _at_home(own, home)
+            if gradient is None:
                 continue
+            if so_far is None:
+                total[index] = gradient.clone()
             elif so_far.layout is gradient.layout is torch.strided:
                 sums.append(so_far)
                 more.append(gradient)

@@ -1,17 +1,24 @@
-"""The group that the replicas of one call form: their sums, their caller, and its backward."""
+"""Replicas that run at the same time: their sums, and questions to their caller's process."""
 
 from __future__ import annotations
 
+import reprlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
+
+from lockstep.arguments import Device
+from lockstep.nn.replicas.devices import as_device, check_kwargs, on_device
+from lockstep.nn.replicas.nested import leaves
+from lockstep.nn.replicas.worker_threads import WorkerThreads, is_interruption, values_of
 
 T = TypeVar("T")
 
@@ -53,50 +60,33 @@ class Replica:
         return total.to(own.device)
 
 
-@dataclass
-class _PendingSum:
-    """A sum whose parts, by the number of the replica, have not all come."""
-
-    finish: Finish | None
-    parts: dict[int, torch.Tensor] = field(default_factory=dict)
-    total: Future[torch.Tensor] = field(default_factory=Future)
-
-    def compute(self) -> torch.Tensor:
-        first, *others = (self.parts[index] for index in sorted(self.parts))
-        total = first.clone()
-        for part in others:
-            total += part.to(total.device)
-        return total if self.finish is None else self.finish(total)
-
-
 class ReplicaSums:
     """The sums that replicas of one call make while they run, as ``lockstep.mean`` does.
 
-    A replica that has returned or failed takes part with zeros: nobody waits for it.
+    A replica that has returned or failed takes part with zeros: the others don't wait for it.
     """
 
     def __init__(self, count: int) -> None:
         self._around = _replica.get()
         self._num_present = count
         self._lock = threading.Lock()
-        self._pending: _PendingSum | None = None
+        # The sum whose parts, by the number of the replica, have not all come.
+        self._parts: dict[int, torch.Tensor] = {}
+        self._finish: Finish | None = None
+        self._total = Future[torch.Tensor]()
         self._error: BaseException | None = None
 
     def add_up(self, index: int, own: torch.Tensor, finish: Finish | None) -> torch.Tensor:
         """The sum of all replicas' tensors: see :meth:`Replica.add_up`."""
-        around = self._around
-        if finish is not None and around is not None:
-            finish = partial(around.add_up, finish=finish)
+        if finish is not None and self._around is not None:
+            finish = partial(self._around.add_up, finish=finish)
         try:
             with self._lock:
-                if self._pending is None:
-                    self._pending = _PendingSum(finish)
-                mine = self._pending
-                mine.parts[index] = own
+                self._parts[index], self._finish, total = own, finish, self._total
             self._finish_if_complete()
-            return mine.total.result()
+            return total.result()
         except BaseException as error:
-            if not isinstance(error, Exception):  # this thread is interrupted
+            if is_interruption(error):  # of this thread
                 self.fail(error)
             raise
 
@@ -114,19 +104,22 @@ class ReplicaSums:
 
     def _finish_if_complete(self) -> None:
         with self._lock:
-            pending, error = self._pending, self._error
-            if pending is None or (error is None and len(pending.parts) < self._num_present):
+            parts, total, error = self._parts, self._total, self._error
+            finish = self._finish
+            if not parts or (error is None and len(parts) < self._num_present):
                 return
-            self._pending = None
+            self._parts, self._total = {}, Future()
         # Without the lock: a sum over ranks waits for them.
         try:
             if error is not None:
                 raise error
-            total = pending.compute()
+            first, *others = (parts[index] for index in sorted(parts))
+            sum_of_all = first.clone()
+            for part in others:
+                sum_of_all += part.to(first.device)
+            total.set_result(sum_of_all if finish is None else finish(sum_of_all))
         except BaseException as failure:  # every replica raises it
-            pending.total.set_exception(failure)
-        else:
-            pending.total.set_result(total)
+            total.set_exception(failure)
 
 
 def as_replicas(
@@ -139,19 +132,94 @@ def as_replicas(
     def run(replica: Replica, task: Callable[[], T]) -> T:
         try:
             with as_replica(replica):
-                result = task()
+                return task()
         except BaseException as error:
-            if not isinstance(error, Exception):
+            if is_interruption(error):
                 sums.fail(error)
             raise
         finally:
             sums.leave()
-        return result
 
     return [
         partial(run, Replica(index, count, num_replicas(), spans_processes, sums), task)
         for index, task in enumerate(tasks)
     ]
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
+    devices: Sequence[Device | None] | None = None,
+) -> list[Any]:
+    """Call each of ``modules`` on its inputs, each in a thread of its own.
+
+    In the threads all is as in the caller's: grad mode, inference mode, autocast with its dtype,
+    the default device and dtype, context variables, and each accelerator's current stream.
+
+    Args:
+        modules: What to call.
+        inputs: For each the positional arguments, as a tuple or list, or else the only one.
+        kwargs_tup: For each the keyword arguments.
+        devices: For each the device to make the current one; by default that of the first tensor
+            among its inputs.
+
+    Returns:
+        What each has returned.
+
+    Raises:
+        TypeError: If an argument is no list, or what it has for a module can't be used.
+        ValueError: If there aren't as many of each, or a device isn't there.
+        BaseException: What the first replica that failed has raised, with a note that says which
+            one it was and where, and others on those that failed as well.
+    """
+    called, inputs = _listed(modules, "modules"), _listed(inputs, "inputs")
+    kwargs = [{}] * len(called) if kwargs_tup is None else _listed(kwargs_tup, "kwargs_tup")
+    given = [None] * len(called) if devices is None else _listed(devices, "devices")
+    counts = (len(called), len(inputs), len(kwargs), len(given))
+    if len(set(counts)) > 1:
+        raise ValueError(
+            "There must be as many modules as inputs, kwargs_tup and devices, and there are "
+            "{}, {}, {} and {}.".format(*counts)
+        )
+    for index, module in enumerate(called):
+        if not callable(module):
+            raise TypeError(f"modules[{index}] is {reprlib.repr(module)}; give a torch.nn.Module.")
+    for index, each in enumerate(kwargs):
+        check_kwargs(each, f"kwargs_tup[{index}]")
+    kwargs = [each or {} for each in kwargs]
+    arguments = [tuple(x) if isinstance(x, tuple | list) else (x,) for x in inputs]
+    where = [
+        _device_of_first_tensor((args, kw))
+        if device is None
+        else as_device(device, f"devices[{index}]")
+        for index, (device, args, kw) in enumerate(zip(given, arguments, kwargs, strict=True))
+    ]
+    tasks = [
+        on_device(device, partial(module, *args, **kw))
+        for module, args, kw, device in zip(called, arguments, kwargs, where, strict=True)
+    ]
+    if len(tasks) < 2:
+        return [task() for task in tasks]
+    workers = WorkerThreads(len(tasks))
+    try:
+        with workers.sharing():
+            return values_of(workers.run(as_replicas(tasks)), where)
+    finally:
+        workers.close()
+
+
+def _listed(values: Iterable[T], name: str) -> Sequence[T]:
+    is_scalar = isinstance(values, torch.Tensor) and values.ndim == 0
+    is_one = is_scalar or isinstance(values, str | Mapping)
+    if is_one or not isinstance(values, Iterable):
+        raise TypeError(f"{name} is {reprlib.repr(values)}; give a list, with one for each module.")
+    return values if isinstance(values, Sequence) else list(values)
+
+
+def _device_of_first_tensor(arguments: object) -> torch.device:
+    tensors = (leaf for _, leaf in leaves(arguments) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 _replica: ContextVar[Replica | None] = ContextVar("lockstep_replica", default=None)

@@ -7,8 +7,10 @@ lookups in the whole batch. In replicas such a weight is of a class that sees to
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +37,8 @@ class LinkedEmbedding(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with DisableTorchFunctionSubclass():
-            return _TOGETHER.get(func, func)(*args, **(kwargs or {}))
+            run = partial(_look_up, func) if func in _LOOKUPS else func
+            return run(*args, **(kwargs or {}))
 
 
 def linked_embeddings_in(parts: Sequence[nn.Module]) -> set[int]:
@@ -78,71 +81,35 @@ class _AsLinkedEmbedding(torch.autograd.Function):
         return gradient
 
 
-def _embedding(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> torch.Tensor:
-    weight = _looked_up_by_all(input, weight, max_norm, norm_type, scale_grad_by_freq)
-    return F.embedding(input, weight, padding_idx, sparse=sparse)
+_LOOKUPS = {each: inspect.signature(each) for each in (F.embedding, F.embedding_bag)}
 
 
-def _embedding_bag(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    *others: Any,
-    **named: Any,
-) -> torch.Tensor:
-    weight = _looked_up_by_all(input, weight, max_norm, norm_type, scale_grad_by_freq)
-    return F.embedding_bag(input, weight, offsets, None, norm_type, False, *others, **named)
-
-
-_TOGETHER: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.embedding: _embedding,
-    F.embedding_bag: _embedding_bag,
-}
-
-
-def _looked_up_by_all(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    max_norm: float | None,
-    norm_type: float,
-    scale_grad_by_freq: bool,
-) -> torch.Tensor:
-    """The weight, for a lookup of these rows without ``max_norm`` and ``scale_grad_by_freq``."""
-    if max_norm is None and not scale_grad_by_freq:
-        return weight
-
-    counts, replica = torch.bincount(rows.reshape(-1), minlength=len(weight)), this_replica()
+def _look_up(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Look rows up as ``func`` does, with the lookups of all replicas taken into account."""
+    call = _LOOKUPS[func].bind(*args, **kwargs)
+    call.apply_defaults()
+    given, replica = call.arguments, this_replica()
+    weight, max_norm, by_frequency = (
+        given[name] for name in ("weight", "max_norm", "scale_grad_by_freq")
+    )
+    if max_norm is None and not by_frequency:
+        return func(*args, **kwargs)
+    counts = torch.bincount(given["input"].reshape(-1), minlength=len(weight))
     if replica is not None:
         counts = replica.add_up(counts, _identity)
-
-    def scale_rows() -> None:
-        assert max_norm is not None
-        looked_up = counts.nonzero().flatten()
-        torch.embedding_renorm_(weight.detach(), looked_up, max_norm, norm_type)
-
-    if max_norm is not None and replica is None:
-        scale_rows()
-    elif max_norm is not None and replica is not None:
+    if max_norm is not None:
+        rows = counts.nonzero().flatten()
+        renorm = torch.embedding_renorm_
+        scale_rows = partial(renorm, weight.detach(), rows, max_norm, given["norm_type"])
         # No replica may read a row, or save the weight for its backward, before.
-        _once_per_device(replica, weight.device, scale_rows)
-    if not scale_grad_by_freq:
-        return weight
-    divided: torch.Tensor = _DividedByCounts.apply(weight, counts)  # type: ignore[no-untyped-call]
-    return divided
+        scale_rows() if replica is None else _once_per_device(replica, weight.device, scale_rows)
+    if by_frequency:
+        weight = _DividedByCounts.apply(weight, counts)  # type: ignore[no-untyped-call]
+    given |= {"weight": weight, "max_norm": None, "scale_grad_by_freq": False}
+    return func(*call.args, **call.kwargs)
 
 
-def _once_per_device(replica: Replica, device: torch.device, do: Callable[[], None]) -> None:
+def _once_per_device(replica: Replica, device: torch.device, do: Callable[[], object]) -> None:
     """Let the first replica on each device ``do`` something, while all others wait."""
     kind = 1 + zlib.crc32(str(device).encode())
     kinds = torch.zeros(replica.count, dtype=torch.long)

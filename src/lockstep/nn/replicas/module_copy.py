@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import operator
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MethodType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.nn.replicas.linked_embedding import leaf_as_linked, linked_embeddings_in
+from lockstep.arguments import Device
+from lockstep.nn.replicas.devices import as_devices, check_module
+from lockstep.nn.replicas.linked_embedding import as_linked, linked_embeddings_in
 from lockstep.torch_private import _NormBase
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 class ModuleCopy:
-    """A second tree of modules, of the same classes and with the same attributes.
+    """A second tree of modules, ``module``, of the same classes and with the same attributes.
 
     Each :meth:`update` gives the copy the attributes that the original has then. Attributes that
     were assigned in the copy are lost, but for those that the class names in ``_own_in_copies``.
-    Their values are shared.
-
-    Attributes:
-        module: The copy.
     """
 
     def __init__(self, original: nn.Module) -> None:
@@ -94,126 +93,6 @@ class ModuleState(NamedTuple):
         return cls(parts, parameters, buffers, versions_of(buffers, parts))
 
 
-class LocalReplica:
-    """A replica in this process, which is kept from call to call.
-
-    Note [Leaves]: a replica's parameters are leaves of its own graph. On the device of a parameter
-    its leaf shares memory and version with it: what is written to one is written to both, and
-    autograd notices what it would have noticed without replicas. Inputs are not shared so: those
-    of all replicas are views of one tensor, with one version, and autograd would take what one
-    replica does to its own in place for a change of the others'.
-
-    Args:
-        original: The module that is replicated.
-        device: The replica's device.
-        owns_buffers: Whether it has the module's own buffers, so that what it does to them stays.
-            Otherwise it has copies, and what it saves for its backward isn't written to when the
-            module gets the mean of all replicas' buffers.
-
-    Attributes:
-        leaves: The leaf of each of the module's parameters, in their order.
-    """
-
-    def __init__(self, original: nn.Module, device: torch.device, *, owns_buffers: bool) -> None:
-        self.device = device
-        self.leaves: list[torch.Tensor] = []
-        self._copy = ModuleCopy(original)
-        self.module = self._copy.module
-        self._owns_buffers = owns_buffers
-        self._leaf_of: dict[int, _Leaf] = {}
-        self._buffer_of: dict[int, _Buffer] = {}
-
-    def is_of(self, parts: Sequence[nn.Module]) -> bool:
-        """Whether the module's tree still consists of ``parts``."""
-        return self._copy.is_copy_of(parts)
-
-    def update(self, state: ModuleState) -> None:
-        """Bring the replica to the state of the module."""
-        leaves, self._leaf_of = self._leaf_of, {}
-        linked = linked_embeddings_in(state.parts)
-        for parameter in state.parameters:
-            leaf = leaves.get(id(parameter))
-            if leaf is None or not leaf.is_current(parameter):
-                leaf = _Leaf(parameter, self.device, is_linked=id(parameter) in linked)
-            self._leaf_of[id(parameter)] = leaf
-        self.leaves = [leaf.tensor for leaf in self._leaf_of.values()]
-        if not self._owns_buffers:
-            copies, self._buffer_of = self._buffer_of, {}
-            for buffer, version in zip(state.buffers, state.versions, strict=True):
-                copied = copies.get(id(buffer))
-                if copied is None or not copied.is_current(buffer, version):
-                    copied = _Buffer(buffer, version, self.device)
-                self._buffer_of[id(buffer)] = copied
-        tensors = {key: leaf.tensor for key, leaf in self._leaf_of.items()}
-        tensors |= {key: copied.tensor for key, copied in self._buffer_of.items()}
-        self._copy.update(tensors)
-
-    def copy_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The replica's copy of a buffer of the module."""
-        return self._buffer_of[id(buffer)].tensor
-
-
-class _Leaf:
-    """A leaf that shares a parameter's memory or, on another device, is a copy."""
-
-    def __init__(self, original: torch.Tensor, device: torch.device, *, is_linked: bool) -> None:
-        self._original = original  # its id() is the key of this leaf, and must not be reused
-        self._version = version_of(original)
-        self._is_shared = original.device == device
-        there = original.detach()
-        if not self._is_shared:
-            there = there.to(device)
-        if isinstance(original, nn.Parameter):
-            there = nn.Parameter(there, requires_grad=original.requires_grad)
-            there = leaf_as_linked(there) if is_linked else there
-            there.__dict__.update(original.__dict__)
-        self.tensor = there.requires_grad_(original.requires_grad)
-
-    def is_current(self, original: torch.Tensor) -> bool:
-        """Whether it still is that parameter's leaf; a copy is given a changed value here."""
-        leaf = self.tensor
-        if self._original is not original or leaf.requires_grad != original.requires_grad:
-            return False
-        if self._is_shared:
-            is_there = leaf.shape == original.shape if leaf.is_meta else leaf.is_set_to(original)
-            return leaf.dtype == original.dtype and is_there
-        if leaf.shape != original.shape or leaf.dtype != original.dtype:
-            return False
-        if self._version != (version := version_of(original)):
-            self._version = version
-            with torch.no_grad():
-                leaf.copy_(original, non_blocking=True)
-        return True
-
-
-class _Buffer:
-    """A copy of a buffer, for a replica to write to; replaced when either has changed.
-
-    An earlier value may be needed for a backward that is still to come.
-    """
-
-    def __init__(self, original: torch.Tensor, version: object, device: torch.device) -> None:
-        self._original, self._version = original, version
-        self.tensor = original.detach().to(device, copy=True)
-        self._own_version = version_of(self.tensor)
-
-    def is_current(self, original: torch.Tensor, version: object) -> bool:
-        is_same = self._original is original and self._version == version
-        return is_same and self._own_version == version_of(self.tensor)
-
-
-def write_mean(buffer: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-    """Give ``buffer`` the mean of the replicas' values or, if that isn't floating point, the first.
-
-    A buffer that no replica has changed keeps its bits.
-    """
-    there = [value.to(buffer.device) for value in values]
-    # By value, as not all that writes to a tensor is counted by its version.
-    if not all(torch.equal(value, buffer) for value in there):
-        with torch.no_grad():
-            buffer.copy_(torch.stack(there).mean(0) if buffer.is_floating_point() else there[0])
-
-
 class ModuleSnapshot:
     """The state of a module when it was sent to other processes.
 
@@ -221,8 +100,7 @@ class ModuleSnapshot:
     """
 
     def __init__(self, state: ModuleState) -> None:
-        self._objects = _objects_of(state)
-        self._starts = [parameter.data_ptr() for parameter in state.parameters]
+        self._objects, self._starts = _identity_of(state)
         self._containers = [v for v in self._objects if isinstance(v, dict | list | set)]
         self.ignore_lengths()
 
@@ -232,19 +110,22 @@ class ModuleSnapshot:
 
     def is_current(self, state: ModuleState) -> bool:
         """Whether nothing but the values of tensors has changed."""
-        objects = _objects_of(state)
+        objects, starts = _identity_of(state)
         return (
             len(objects) == len(self._objects)
             and all(map(operator.is_, objects, self._objects))
-            and [parameter.data_ptr() for parameter in state.parameters] == self._starts
+            and starts == self._starts
             and [*map(len, self._containers)] == self._lengths
         )
 
 
-def _objects_of(state: ModuleState) -> list[object]:
+def _identity_of(state: ModuleState) -> tuple[list[object], list[int]]:
+    """The objects that make up a module, and the addresses of its parameters."""
     # Not the training mode, which is sent with each call.
     attributes = [v for part in state.parts for v in (part.__dict__ | {"training": None}).values()]
-    return [*state.parts, None, *state.parameters, None, *state.buffers, None, *attributes]
+    parts, parameters, buffers, _ = state
+    starts = [parameter.data_ptr() for parameter in parameters]
+    return [*parts, None, *parameters, None, *buffers, None, *attributes], starts
 
 
 def own_tensors(parts: Sequence[nn.Module], kind: str) -> Iterator[torch.Tensor]:
@@ -276,22 +157,8 @@ def version_of(tensor: torch.Tensor) -> object:
     return object() if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
 
 
-def check_module(module: object, name: str) -> None:
-    """Check that an argument is a module.
-
-    Raises:
-        TypeError: If it isn't.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{name} is {reprlib.repr(module)}; give a torch.nn.Module.")
-
-
 def check_home(tensors: Sequence[torch.Tensor], home: torch.device) -> None:
-    """Check that all tensors of a module are on the device of the first replica.
-
-    Raises:
-        RuntimeError: If one isn't, or has no shape yet.
-    """
+    """Raise RuntimeError if a module's tensor isn't on the first device, or has no shape yet."""
     for tensor in tensors:
         if tensor.device != home:
             raise RuntimeError(
@@ -303,13 +170,58 @@ def check_home(tensors: Sequence[torch.Tensor], home: torch.device) -> None:
 
 
 def check_shapes(tensors: Iterable[torch.Tensor]) -> None:
-    """Check that all tensors of a module have a shape.
-
-    Raises:
-        RuntimeError: If one has none yet.
-    """
+    """Raise RuntimeError if a tensor of a module has no shape yet."""
     if any(map(is_lazy, tensors)):
         raise RuntimeError(
             "A parameter has no shape yet. Run one forward of the bare module on a sample before "
             "replicating it."
         )
+
+
+def replicate(network: Network, devices: Sequence[Device], detach: bool = False) -> list[Network]:
+    """Return a replica of ``network`` for each of ``devices``.
+
+    A replica is of the same class and has the same attributes. Where it is on the device of a
+    parameter, it has that parameter itself, and elsewhere a copy through which gradients flow back
+    to it; so gradients of all replicas add up in ``network``. The first replica on the device of a
+    buffer has the buffer itself, so that what it does to it stays; all others have copies.
+
+    Args:
+        network: A module, on any devices.
+        devices: Where replicas are wanted: indices of accelerators, names, devices, also
+            several times the same.
+        detach: Whether gradients end at the replicas' parameters.
+
+    Returns:
+        The replicas, in the order of ``devices``.
+
+    Raises:
+        TypeError: If ``network`` is no module, or has a ScriptModule in it.
+        ValueError: If a device isn't there.
+        RuntimeError: If a parameter has no shape yet.
+    """
+    check_module(network, "network")
+    parts = list(network.modules())
+    parameters = list(own_tensors(parts, "_parameters"))
+    buffers = list(own_tensors(parts, "_buffers"))
+    check_shapes([*parameters, *buffers])
+    replicas = []
+    linked = linked_embeddings_in(parts)
+    is_taken: set[int] = set()
+    for device in as_devices(devices, "devices"):
+        replica = ModuleCopy(network)
+        tensors = {}
+        for parameter in parameters:
+            there = parameter if parameter.device == device else parameter.to(device)
+            there = there.detach() if detach else there
+            tensors[id(parameter)] = as_linked(there) if id(parameter) in linked else there
+        for buffer in buffers:
+            if buffer.device == device and id(buffer) not in is_taken:
+                is_taken.add(id(buffer))
+                tensors[id(buffer)] = buffer
+            else:
+                copied = buffer.to(device, copy=True)
+                tensors[id(buffer)] = copied.detach() if detach else copied
+        replica.update(tensors)
+        replicas.append(cast(Network, replica.module))
+    return replicas

@@ -18,32 +18,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm import shut_down
 from lockstep.errors import ReplicaLost
-from lockstep.nn.replicas.channel import Channel, Packed, share
+from lockstep.nn.replicas.channel import Channel, Error, Packed, Request, share
 from lockstep.nn.replicas.gradients import Gradients, GradientsElsewhere
-from lockstep.nn.replicas.group import num_replicas, this_replica
-from lockstep.nn.replicas.messages import (
-    Call,
-    Derived,
-    Error,
-    Question,
-    Request,
-    Returned,
-    as_error,
-    as_exception,
-)
+from lockstep.nn.replicas.group import Replica, num_replicas, this_replica
+from lockstep.nn.replicas.local_replica import Arguments, Ends
 from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, version_of
 from lockstep.nn.replicas.nested import tensors_in
-from lockstep.nn.replicas.replica_call import Arguments, Ends
+from lockstep.nn.replicas.worker_main import GRACE_SECONDS, Call, Derived
 from lockstep.nn.replicas.worker_threads import Modes, Outcome, is_interruption, values_of
 from lockstep.world import allocator_environment
 
 # How long processes may take to start, whatever the timeout: they import torch.
 _START_SECONDS = 120.0
+# How long to wait for the exit code of a process that has closed its end.
 _PATIENCE_SECONDS = 2.0
-# An idle process ends in less.
-_GRACE_SECONDS = 0.5
 _MAIN = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
@@ -58,77 +47,47 @@ class WorkerProcess:
     Attributes:
         index: The number of the replica.
         device: Its device.
-        owner: The process that has started it.
         dropped: The numbers of calls of which no backward will come; sent with the next call.
         changed: The indices of the buffers that the last call has changed.
     """
 
     def __init__(self, index: int, devices: Sequence[torch.device]) -> None:
         self.index, self.device = index, devices[index]
-        self.owner = os.getpid()
         self.dropped: list[int] = []
         self.changed: list[int] = []
+        # Of the parameters that it has copies of, which those on the module's device are not.
         self._parameter_versions: list[object] = []
         self._buffer_versions: list[object] = []
         self._is_home = self.device == devices[0]
         self._timeout = 0.0  # until it is set
-        (mine, its), (lifeline, of_its) = socket.socketpair(), socket.socketpair()
+        mine, its = socket.socketpair()
         self._channel = Channel(mine, [devices[0], self.device])
-        # Held open: when this process ends, however it does, so does the other.
-        self._lifeline = lifeline
         num_threads = max(1, torch.get_num_threads() // len(devices))
         seed = (torch.initial_seed() + index) % 2**63
-        numbers = (its.fileno(), of_its.fileno(), index, num_threads, seed)
+        arguments = its.fileno(), num_threads, seed, devices[0], self.device
         path = json.dumps([*map(str, sys.path)])
-        with its, of_its:
+        with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN, path, *map(str, (*numbers, *devices))],
+                [sys.executable, "-P", "-c", _MAIN, path, *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
-                env={
-                    **allocator_environment(),
-                    **os.environ,
-                    "OMP_NUM_THREADS": str(num_threads),
-                },
-                pass_fds=(its.fileno(), of_its.fileno()),
+                env={**allocator_environment(), **os.environ, "OMP_NUM_THREADS": str(num_threads)},
+                pass_fds=[its.fileno()],
                 start_new_session=True,  # Ctrl-C is for the caller
             )
 
-    def set_timeout(self, seconds: float) -> None:
-        """Wait at most that long for the process to read, and for each of its messages."""
-        self._timeout = seconds
-        self._channel.set_timeout(seconds)
-
-    def send(self, packed: Packed) -> None:
-        """Send a message.
-
-        Raises:
-            ReplicaLost: If the process has ended, or doesn't read.
-        """
+    def send(self, packed: Packed, timeout: float) -> None:
+        """Send a message; wait at most ``timeout`` seconds for it to be read, and for answers."""
+        self._timeout = timeout
+        self._channel.set_timeout(timeout)
         with self._reporting_loss():
             self._channel.send_packed(packed)
 
     def receive(self) -> Any:
-        """Answer the process's questions, in this thread; return its answer.
-
-        Raises:
-            ReplicaLost: If the process has ended, or sends nothing in time.
-        """
-        while True:
-            with self._reporting_loss():
-                message = self._channel.receive()
-            if not isinstance(message, Question):
-                return message
-            answer: object
-            try:
-                answer = message.function(*message.arguments)
-            except Exception as error:  # it is raised there
-                answer = as_error(error, with_traceback=False)
-            try:
-                self.send(Packed(answer))
-            except ReplicaLost:
-                raise
-            except Exception as error:
-                self.send(Packed(as_error(error, with_traceback=False)))
+        """Answer the process's requests, in this thread; return its answer."""
+        with self._reporting_loss():
+            while isinstance(message := self._channel.receive(), Request):
+                self._channel.answer(partial(message.function, *message.arguments))
+        return message
 
     @contextmanager
     def _reporting_loss(self) -> Iterator[None]:
@@ -153,7 +112,8 @@ class WorkerProcess:
     def has(self, state: ModuleState) -> None:
         """Note that the process has the values of all parameters and buffers."""
         self._buffer_versions = list(state.versions)
-        self._parameter_versions = [version_of(parameter) for parameter in state.parameters]
+        copied = [] if self._is_home else state.parameters
+        self._parameter_versions = [version_of(parameter) for parameter in copied]
 
     def has_unknown_values(self) -> None:
         """Note that the process may have other values."""
@@ -166,46 +126,37 @@ class WorkerProcess:
         for index in buffers:
             self._buffer_versions[index] = None
 
-    def missing(self, state: ModuleState) -> tuple[list[int], dict[int, torch.Tensor]]:
-        """The changed parameters, unless they are shared, and buffers, which it is to be sent."""
-        before, self._buffer_versions = self._buffer_versions, list(state.versions)
-        buffers = {i: state.buffers[i] for i in _differing(before, state.versions)}
-        if self._is_home:
-            return [], buffers
-        now = [version_of(parameter) for parameter in state.parameters]
-        before, self._parameter_versions = self._parameter_versions, now
-        return _differing(before, now), buffers
+    def missing(self, state: ModuleState) -> tuple[list[int], list[int]]:
+        """The indices of the parameters and buffers that it is to be sent."""
+        before = self._parameter_versions, self._buffer_versions
+        self.has(state)
+        now = self._parameter_versions, self._buffer_versions
+        parameters, buffers = map(_differing, before, now)
+        return parameters, buffers
 
     def kill(self) -> None:
         """End it now."""
         self._process.kill()
 
     def hang_up(self) -> None:
-        """Let it end once it is idle."""
+        """Let it end, once it is idle or after a moment."""
         self._channel.close()
 
     def wait(self) -> None:
         """Wait until it has ended, or end it."""
-        for end in (partial(shut_down, self._lifeline), self._process.kill):
-            try:
-                self._process.wait(_GRACE_SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                end()
-        self._process.wait()
-        self._lifeline.close()
-
-
-def _request(method: str, *arguments: object) -> Packed:
-    return Packed(Request(method, arguments))
+        try:
+            self._process.wait(2 * GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait()
 
 
 def _differing(before: Sequence[object], now: Sequence[object]) -> list[int]:
     return [i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
 
 
-def _end(workers: Sequence[WorkerProcess]) -> None:
-    if any(worker.owner != os.getpid() for worker in workers):
+def _end(workers: Sequence[WorkerProcess], owner: int) -> None:
+    if owner != os.getpid():
         return  # this process was forked from theirs
     for worker in workers:
         worker.hang_up()
@@ -214,14 +165,10 @@ def _end(workers: Sequence[WorkerProcess]) -> None:
 
 
 class ReplicaProcesses:
-    """The processes of all replicas but the first, which share the parameters with the module.
+    """The processes of all replicas but the first, on ``devices[1:]``.
 
-    On the CPU parameters are moved to memory that all have mapped. The processes are fresh ones,
-    not forks, and end with this object or with the program.
-
-    Args:
-        devices: One for each replica, the first included.
-        timeout: How long to wait for a process, in seconds.
+    They are fresh ones, not forks, and end with this object or with the program. On the CPU the
+    module's parameters are moved to memory that all have mapped.
     """
 
     def __init__(self, devices: Sequence[torch.device], timeout: float) -> None:
@@ -234,7 +181,7 @@ class ReplicaProcesses:
         self._is_ended = False
         self.workers = [WorkerProcess(index, devices) for index in range(1, len(devices))]
         self._pid = os.getpid()
-        self._end = weakref.finalize(self, _end, self.workers)
+        self._end = weakref.finalize(self, _end, self.workers, self._pid)
 
     @property
     def is_alive(self) -> bool:
@@ -242,11 +189,7 @@ class ReplicaProcesses:
         return not self._is_ended and self._pid == os.getpid()
 
     def check_alive(self) -> None:
-        """Check it.
-
-        Raises:
-            ReplicaLost: If they aren't.
-        """
+        """Raise ReplicaLost if they aren't."""
         if not self.is_alive:
             raise ReplicaLost(
                 "The processes of the replicas that ran this have ended, or are those of the "
@@ -281,49 +224,35 @@ class ReplicaProcesses:
         self._snapshot = ModuleSnapshot(state)
 
     def ask(self, messages: Sequence[Packed], *, timeout: float = 0) -> list[Any]:
-        """Send each process its message, and return their answers.
-
-        Raises:
-            ReplicaLost: If a process has ended, or doesn't answer within the timeout.
-            BaseException: The error of the first replica that failed.
-        """
+        """Send each process its message, and return their answers, or raise their errors."""
         for worker, message in zip(self.workers, messages, strict=False):
             self.send(worker, message, timeout=timeout)
         outcomes: list[Outcome[Any]] = [Outcome()]
         with self.ended_by_errors():
             for worker in self.workers[: len(messages)]:
                 answer = worker.receive()
-                is_error = isinstance(answer, Error)
-                outcomes.append(
-                    Outcome(error=as_exception(answer)) if is_error else Outcome(answer)
-                )
+                error = answer.exception() if isinstance(answer, Error) else None
+                outcomes.append(Outcome(answer, error))
             return values_of(outcomes, self.devices)[1:]
 
     def send(self, worker: WorkerProcess, message: Packed, *, timeout: float = 0) -> None:
-        """Send one process a message.
-
-        Raises:
-            ReplicaLost: If a process has ended, or this one doesn't read within the timeout.
-        """
+        """Send one process a message."""
         self.check_alive()
         with self.ended_by_errors():
-            worker.set_timeout(timeout or self._timeout)
-            worker.send(message)
+            worker.send(message, timeout or self._timeout)
 
     def call(
-        self, state: ModuleState, method: str, arguments: Sequence[Arguments], modes: Modes
+        self, state: ModuleState, method: str, arguments: Sequence[Arguments]
     ) -> list[RemoteCall]:
         """Start a call of that method of as many replicas as there are arguments."""
         self.check_alive()
-        number = next(self._numbers)
-        called = self.workers[: len(arguments)]
-        calls = [RemoteCall(self, worker, number, modes) for worker in called]
-        messages = []
-        for call, own in zip(calls, arguments, strict=True):
-            worker = call.worker
+        number, count, modes = next(self._numbers), 1 + len(arguments), Modes.here()
+        calls, messages = [], []
+        for worker, own in zip(self.workers, arguments, strict=False):
             parameters, buffers = worker.missing(state)
             message = Call(
                 number,
+                Replica(worker.index, count, num_replicas(), spans_processes=True, sums=None),
                 method,
                 own,
                 modes,
@@ -331,12 +260,10 @@ class ReplicaProcesses:
                 [part.training for part in state.parts],
                 [parameter.requires_grad for parameter in state.parameters],
                 parameters,
-                buffers,
+                {index: state.buffers[index] for index in buffers},
                 worker.dropped[:],
-                1 + len(calls),
-                num_replicas(),
             )
-            call.num_dropped = len(worker.dropped)
+            calls.append(RemoteCall(self, worker, message))
             try:
                 messages.append(_request("call", message))
             except Exception as error:  # pickling may raise anything
@@ -350,12 +277,11 @@ class ReplicaProcesses:
     def receive(self, worker: WorkerProcess) -> Any:
         """The answer of a process, received in the thread that stands for its replica.
 
-        Raises:
-            BaseException: The replica's error; or, after all processes are ended, another one.
+        An error that isn't the replica's own ends all processes.
         """
         try:
             answer = worker.receive()
-            error = as_exception(answer) if isinstance(answer, Error) else None
+            error = answer.exception() if isinstance(answer, Error) else None
         except BaseException as lost:
             if self._lost is None:
                 self._lost = lost
@@ -369,11 +295,7 @@ class ReplicaProcesses:
         return answer
 
     def check(self, first: Outcome[Any]) -> None:
-        """Check that no process was lost, and the first replica's thread not interrupted.
-
-        Raises:
-            BaseException: If it isn't so.
-        """
+        """Raise the interruption of the first replica's thread, or the loss of a process."""
         # Not kept: its traceback may hold a tensor whose graph holds this object, a circle that no
         # garbage collector sees.
         error, (lost, self._lost) = first.error, (self._lost, None)
@@ -400,46 +322,49 @@ class ReplicaProcesses:
             self._end()
             raise
 
-    def after_call(self, *, failed: bool) -> None:
-        """Take note of a call or backward that is over."""
-        # What replicas do to containers is no news: the first one has the module's own.
-        self._snapshot.ignore_lengths()
-        for worker in self.workers if failed else ():
-            worker.has_unknown_values()
+    @contextmanager
+    def noting_changes(self, *, has_called: bool = True) -> Iterator[None]:
+        """Take note of what a call, or a backward, changes."""
+        is_over = not has_called
+        try:
+            yield
+            is_over = True
+        finally:
+            # What replicas do to containers is no news: the first one has the module's own.
+            self._snapshot.ignore_lengths()
+            for worker in () if is_over else self.workers:
+                worker.has_unknown_values()
 
     def changed_buffers(self, more: Collection[int], count: int) -> dict[int, list[torch.Tensor]]:
-        """The values, by index, that the first ``count`` processes have of buffers.
-
-        These are the ones that the last call has changed in any of them, and ``more``.
-        """
+        """The first ``count`` processes' values of ``more`` buffers, and of those changed there."""
         called = self.workers[:count]
         wanted = sorted(set(more).union(*(worker.changed for worker in called)))
         answers = self.ask([_request("buffers", wanted)] * count) if wanted else ()
         return {index: list(values) for index, *values in zip(wanted, *answers, strict=False)}
 
 
+def _request(method: str, *arguments: object) -> Packed:
+    return Packed(Request(method, arguments))
+
+
 class RemoteCall:
     """The call of a replica in another process, with the face of a ReplicaCall."""
 
-    num_dropped = 0
-
-    def __init__(
-        self, processes: ReplicaProcesses, worker: WorkerProcess, number: int, modes: Modes
-    ) -> None:
+    def __init__(self, processes: ReplicaProcesses, worker: WorkerProcess, call: Call) -> None:
         self.device = worker.device
         self.worker = worker
-        self._processes, self._number = processes, number
+        self._processes = processes
+        self._number, self._num_dropped = call.number, len(call.dropped)
         self._results: Any = None
         self._derived: Derived | None = None
-        if modes.grad:
-            weakref.finalize(self, worker.dropped.append, number).atexit = False
+        if call.modes.grad:
+            weakref.finalize(self, worker.dropped.append, call.number).atexit = False
 
     def forward(self) -> None:
         """Receive the results."""
-        returned: Returned = self._processes.receive(self.worker)
-        del self.worker.dropped[: self.num_dropped]
-        self.worker.has_changed(returned.changed)
-        self._results = returned.results
+        self._results, changed = self._processes.receive(self.worker)
+        del self.worker.dropped[: self._num_dropped]
+        self.worker.has_changed(changed)
 
     def take_results(self) -> tuple[Any, list[torch.Tensor]]:
         """The results, once, and the tensors in them."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -26,21 +26,25 @@ from lockstep.nn.reached import as_backward_of_replicas
 from lockstep.nn.replicas.devices import on_device
 from lockstep.nn.replicas.gradients import Gradients, add_up
 from lockstep.nn.replicas.group import as_replicas, is_one, mark_as_one
-from lockstep.nn.replicas.module_copy import LocalReplica, ModuleState, check_home, write_mean
+from lockstep.nn.replicas.local_replica import (
+    Arguments,
+    LocalReplica,
+    ReplicaCall,
+    run_backward,
+    write_mean,
+)
+from lockstep.nn.replicas.module_copy import ModuleState, check_home
 from lockstep.nn.replicas.nested import map_tensors, tensors_in
 from lockstep.nn.replicas.processes import RemoteCall, ReplicaProcesses
-from lockstep.nn.replicas.replica_call import Arguments, ReplicaCall, run_backward
-from lockstep.nn.replicas.worker_threads import Modes, WorkerThreads, nothing, values_of
+from lockstep.nn.replicas.worker_threads import WorkerThreads, nothing, values_of
 from lockstep.torch_private import _get_current_graph_task_keep_graph
 
 
 class Replicas:
     """A module's replicas, the first in the caller's thread, the others in threads or processes.
 
-    Args:
-        devices: One for each replica; on the first is the module, too.
-        averages_buffers: Whether buffers become the mean of the replicas' own.
-        timeout: How long to wait for a replica's process, in seconds; None for threads.
+    The module is on the first of ``devices``. ``timeout`` is how many seconds to wait for a
+    replica's process, or None for threads.
     """
 
     def __init__(
@@ -56,13 +60,7 @@ class Replicas:
         self._lock = threading.RLock()
 
     def call(self, module: nn.Module, method: str, arguments: Sequence[Arguments]) -> list[Any]:
-        """Call that method of as many replicas as there are ``arguments``; return their results.
-
-        Raises:
-            ReplicaLost: If a process has ended, or doesn't answer within the timeout.
-            RuntimeError: If a parameter or buffer isn't on the first device.
-            TypeError: If the module or the arguments can't be pickled.
-        """
+        """Call that method of as many replicas as there are ``arguments``; return their results."""
         with self._lock:
             state = ModuleState.of(module)
             check_home([*state.parameters, *state.buffers], self._devices[0])
@@ -70,29 +68,27 @@ class Replicas:
                 if self._processes is None or not self._processes.is_alive:
                     self._processes = ReplicaProcesses(self._devices, self._timeout)
                 self._processes.update(module, state)
-            start = partial(self._start, module, state, method, arguments, Modes.here())
-            inputs = [t for own in arguments for t in tensors_in(own) if t.requires_grad]
-            call = _Call(start, state.parameters, inputs, self._workers, self._lock)
-            call.processes = self._processes
-            results = _with_backward(call)
+            calls: list[ReplicaCall | RemoteCall] = []
+            with ExitStack() as entered:
+                entered.enter_context(self._workers.sharing())
+                if self._processes is not None:
+                    entered.enter_context(self._processes.noting_changes())
+                    calls += self._processes.call(state, method, arguments[1:])
+                calls[:0] = self._local_calls(module, state, method, arguments)
+                inputs = [t for own in arguments for t in tensors_in(own) if t.requires_grad]
+                call = _Call(calls, state.parameters, inputs, self._workers, self._lock)
+                call.processes = self._processes
+                results = _with_backward(call)
             if self._averages_buffers:
                 self._average_buffers(state.buffers, len(arguments))
             return results
 
-    def _start(
-        self,
-        module: nn.Module,
-        state: ModuleState,
-        method: str,
-        arguments: Sequence[Arguments],
-        modes: Modes,
-    ) -> list[ReplicaCall | RemoteCall]:
-        """Call the processes, and prepare the calls of replicas in threads."""
-        remote: list[RemoteCall] = []
-        if self._processes is not None:
-            remote = self._processes.call(state, method, arguments[1:], modes)
-        devices = self._devices[:1] if self._processes is not None else self._devices
+    def _local_calls(
+        self, module: nn.Module, state: ModuleState, method: str, arguments: Sequence[Arguments]
+    ) -> list[ReplicaCall]:
+        """The calls of the replicas in threads: of all, or of the first alone."""
         if not self._local or not self._local[0].is_of(state.parts):
+            devices = self._devices[:1] if self._processes is not None else self._devices
             self._local = [
                 LocalReplica(module, device, owns_buffers=not self._averages_buffers and not index)
                 for index, device in enumerate(devices)
@@ -103,7 +99,7 @@ class Replicas:
         return [
             ReplicaCall(replica.device, replica.leaves, getattr(replica.module, method), own)
             for replica, own in zip(local, arguments, strict=False)
-        ] + remote
+        ]
 
     def _average_buffers(self, buffers: Sequence[torch.Tensor], count: int) -> None:
         copies = [[own.copy_of(buffer) for own in self._local[:count]] for buffer in buffers]
@@ -119,14 +115,10 @@ class Replicas:
 
 
 class _Call:
-    """A call of all replicas.
+    """A call of all replicas, made of the ``calls`` of each, as a function of tensors.
 
-    Args:
-        start: Makes the calls of the single replicas, in their order.
-        parameters: Those of the module.
-        inputs: The tensors among the arguments that require a gradient.
-        workers: A thread for each replica.
-        lock: Held while the replicas run.
+    These are the module's parameters, and the inputs that require a gradient. ``lock`` is held
+    while the replicas run.
 
     Attributes:
         results: The results of the replicas, with tensors that nobody else has.
@@ -141,7 +133,7 @@ class _Call:
 
     def __init__(
         self,
-        start: Callable[[], list[ReplicaCall | RemoteCall]],
+        calls: Sequence[ReplicaCall | RemoteCall],
         parameters: list[torch.Tensor],
         inputs: list[torch.Tensor],
         workers: WorkerThreads,
@@ -149,28 +141,15 @@ class _Call:
     ) -> None:
         self.parameters, self.inputs = parameters, inputs
         self.results: list[Any] = []
-        self._start: Callable[[], list[ReplicaCall | RemoteCall]] | None = start
-        self._calls: list[ReplicaCall | RemoteCall] = []
+        self._calls = calls
         self._num_outputs: list[int] = []
         self._homes = [parameter.device for parameter in parameters]
         self._workers = workers
         self._lock = lock
-        self._grad_mode = torch.is_grad_enabled()
 
     def forward(self) -> Sequence[tuple[torch.Tensor, bool]]:
         """Call all; return the tensors in ``results``, and for each if it requires a gradient."""
-        assert self._start is not None
-        start, self._start = self._start, None
-        is_over = False
-        try:
-            # Autograd has switched grad mode off, and the replicas want the caller's.
-            with torch.set_grad_enabled(self._grad_mode), self._workers.sharing():
-                self._calls = start()
-                self._run_forwards()
-            is_over = True
-        finally:
-            if self.processes is not None:
-                self.processes.after_call(failed=not is_over)
+        self._run_forwards()
         outputs = []
         for call in self._calls:
             results, tensors = call.take_results()
@@ -180,17 +159,15 @@ class _Call:
         return outputs
 
     def _run_forwards(self) -> None:
-        tasks = [
-            self._on_all_devices(call.forward)
-            if isinstance(call, RemoteCall)
-            else on_device(call.device, call.forward)
-            for call in self._calls
-        ]
+        tasks = [self._on_devices(call, call.forward) for call in self._calls]
         self._run(as_replicas(tasks, in_processes=self.processes is not None))
 
-    def _on_all_devices(self, task: Callable[[], None]) -> Callable[[], None]:
-        """``task`` with the caller's streams, which tensors that it receives are to be on."""
-        for device in {call.device for call in self._calls}:
+    def _on_devices(
+        self, call: ReplicaCall | RemoteCall, task: Callable[[], None]
+    ) -> Callable[[], None]:
+        """``task`` on the call's device; that of a process may receive tensors of any."""
+        is_remote = isinstance(call, RemoteCall)
+        for device in {own.device for own in self._calls} if is_remote else (call.device,):
             task = on_device(device, task)
         return task
 
@@ -207,28 +184,28 @@ class _Call:
 
     def backward(self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool) -> Gradients:
         """Run the backward of all; return the gradients of ``parameters`` and ``inputs``."""
-        given = iter(d_outputs)
-        of_each = [list(itertools.islice(given, count)) for count in self._num_outputs]
         # The gradients of parameters, of inputs, and further parts of the first, of each replica.
         taken: list[tuple[Gradients, ...]] = []
-        with self._lock, self._workers.sharing():
+        keeps = keep_graph or self._shares_graph
+        with ExitStack() as entered:
+            entered.enter_context(self._lock)
+            entered.enter_context(self._workers.sharing())
             if self.processes is not None:
                 self.processes.check_alive()
                 self.processes.gradients.begin()
+                entered.enter_context(self.processes.noting_changes(has_called=False))
             try:
                 ends = [
                     call.start_backward(own, keep_graph=keep_graph)
-                    for call, own in zip(self._calls, of_each, strict=True)
+                    for call, own in zip(self._calls, self._split(d_outputs), strict=True)
                 ]
                 tasks: list[Callable[[], None]] = []
                 elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
                 for call, own_ends in zip(self._calls, ends, strict=True):
                     if isinstance(call, RemoteCall):
-                        tasks.append(self._on_all_devices(call.receive_gradients))
+                        tasks.append(self._on_devices(call, call.receive_gradients))
                     elif call.device.type == "cpu" or self.processes is not None:
-                        tasks.append(
-                            partial(run_backward, own_ends, keep_graph or self._shares_graph)
-                        )
+                        tasks.append(partial(run_backward, own_ends, keeps))
                     else:
                         tasks.append(nothing)
                         elsewhere += own_ends
@@ -237,7 +214,7 @@ class _Call:
                     # Autograd has one thread for each accelerator, and this may be it: no worker
                     # could wait for it. A backward that is run from it goes on in it, and in those
                     # of the other accelerators.
-                    run_backward(elsewhere, keep_graph or self._shares_graph)
+                    run_backward(elsewhere, keeps)
                     if self.processes is not None:
                         taken.append(self._calls[0].take_gradients())
                         self.processes.gradients.add_those_there(taken[0][0])
@@ -246,13 +223,16 @@ class _Call:
             finally:
                 # Also those of a backward that failed: the next one is not to have them.
                 taken += [call.take_gradients() for call in self._calls[len(taken) :]]
-                if self.processes is not None:
-                    self.processes.after_call(failed=False)
         if not keep_graph:
             self._free_graphs()
         parts = [own[0] for own in taken] + [own[2] for own in taken if len(own) > 2]
         sums = add_up(parts, self._homes)
         return [*sums, *(gradient for own in taken for gradient in own[1])]
+
+    def _split(self, d_outputs: Sequence[torch.Tensor | None]) -> list[Gradients]:
+        """The gradients of each replica's outputs."""
+        given = iter(d_outputs)
+        return [list(itertools.islice(given, count)) for count in self._num_outputs]
 
     def _free_graphs(self) -> None:
         for call in self._calls:
@@ -264,15 +244,15 @@ class _Call:
         """The same, as gradients that have a backward themselves."""
         if self.processes is not None:
             return self._derivative_of_processes(d_outputs, keep_graph=keep_graph)
-        mine = iter(d_outputs)
-        calls: list[ReplicaCall | RemoteCall] = []
-        for call, count in zip(self._calls, self._num_outputs, strict=True):
-            assert isinstance(call, ReplicaCall)
-            calls.append(call.derivative(list(itertools.islice(mine, count))))
+        calls = [
+            call.derivative(own)
+            for call, own in zip(self._calls, self._split(d_outputs), strict=True)
+            if isinstance(call, ReplicaCall)
+        ]
         self._shares_graph = True
-        inputs = [x for call in calls if isinstance(call, ReplicaCall) for x in call.inputs]
-        derivative = _Derivative(lambda: calls, self.parameters, inputs, self._workers, self._lock)
-        with self._lock:
+        inputs = [x for call in calls for x in call.inputs]
+        derivative = _Derivative(calls, self.parameters, inputs, self._workers, self._lock)
+        with self._lock, self._workers.sharing():
             results = _with_backward(derivative)
         if not keep_graph:
             self._free_graphs()
@@ -339,7 +319,9 @@ class _Replicas(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = [(output.detach(), needs) for output, needs in call.forward()]
+        with torch.enable_grad():  # which autograd has switched off
+            outputs = call.forward()
+        outputs = [(output.detach(), needs) for output, needs in outputs]
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(output for output, needs in outputs if not needs))

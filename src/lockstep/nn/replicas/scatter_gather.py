@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, TypeVar, cast, overload
 
@@ -11,7 +10,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.arguments import Device
-from lockstep.nn.replicas.devices import as_device, as_devices, as_dim, move
+from lockstep.nn.replicas.devices import as_device, as_devices, as_dim, check_kwargs, move
 from lockstep.nn.replicas.group import is_one, mark_as_one, this_replica
 from lockstep.nn.replicas.nested import Path, children, leaves, like, name_of
 
@@ -101,18 +100,6 @@ def scatter_kwargs(
     if not inputs and not kwargs:
         return (), ()
     return tuple(part["inputs"] for part in parts), tuple(part["kwargs"] for part in parts)
-
-
-def check_kwargs(kwargs: object, name: str) -> None:
-    """Check that an argument has arguments by name, or is None.
-
-    Raises:
-        TypeError: If it isn't so.
-    """
-    if kwargs is None:
-        return
-    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
-        raise TypeError(f"{name} is {reprlib.repr(kwargs)}; give a dict of arguments by name.")
 
 
 def _scatter(

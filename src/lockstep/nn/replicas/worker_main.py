@@ -7,87 +7,103 @@ import gc
 import os
 import select
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lockstep.errors import ReplicaLost
 from lockstep.nn.reached import as_backward_of_replicas
-from lockstep.nn.replicas.channel import Channel
+from lockstep.nn.replicas.channel import Channel, Error, Request
 from lockstep.nn.replicas.gradients import LeftGradients
 from lockstep.nn.replicas.group import Replica, as_replica, set_caller
-from lockstep.nn.replicas.messages import (
-    Call,
-    Derived,
-    Error,
-    Question,
-    Request,
-    Returned,
-    as_error,
-    as_exception,
-)
-from lockstep.nn.replicas.module_copy import LocalReplica, ModuleState, versions_of
-from lockstep.nn.replicas.replica_call import ReplicaCall, run_backward
+from lockstep.nn.replicas.local_replica import LocalReplica, ReplicaCall, run_backward
+from lockstep.nn.replicas.module_copy import ModuleState, versions_of
+from lockstep.nn.replicas.worker_threads import Modes
+
+# How long a process that is hung up on may take to end: an idle one takes less.
+GRACE_SECONDS = 0.5
+
+
+class Call(NamedTuple):
+    """A call of a method of the module.
+
+    Attributes:
+        number: The number of the call, by which its backward refers to it.
+        replica: The replica, whose sums are the caller's.
+        method: The name of the method.
+        arguments: Its positional and keyword arguments.
+        modes: The caller's.
+        default_dtype: The caller's.
+        training: For each part of the module whether it is in training mode.
+        trained: For each parameter whether it requires a gradient.
+        parameters: The indices of parameters that have changed, if the process has copies.
+        buffers: The buffers that have changed, by index.
+        dropped: The numbers of calls of which no backward will come.
+    """
+
+    number: int
+    replica: Replica
+    method: str
+    arguments: tuple[Any, Any]
+    modes: Modes
+    default_dtype: torch.dtype
+    training: list[bool]
+    trained: list[bool]
+    parameters: list[int]
+    buffers: dict[int, torch.Tensor]
+    dropped: list[int]
+
+
+class Derived(NamedTuple):
+    """The gradients of a backward.
+
+    Attributes:
+        in_place: For each parameter whether its gradient is in the memory for gradients.
+        others: By index those that aren't, as they are sparse or a second part.
+        of_inputs: Those with respect to the arguments that require one.
+    """
+
+    in_place: bytes
+    others: dict[int, torch.Tensor]
+    of_inputs: list[torch.Tensor | None]
 
 
 class Worker:
-    """A replica, as it is in its own process; its public methods are the caller's to request.
+    """A replica in its own process; its public methods are the caller's to request.
 
-    Args:
-        channel: To the caller.
-        index: The number of the replica.
-        devices: Those of all replicas.
+    ``home`` is the device of the module, and ``device`` that of the replica.
     """
 
-    def __init__(self, channel: Channel, index: int, devices: Sequence[torch.device]) -> None:
+    def __init__(self, channel: Channel, home: torch.device, device: torch.device) -> None:
         self._channel = channel
-        self._index = index
-        self._home, self._device = devices[0], devices[index]
-        self._module = nn.Module()
-        self._replica = LocalReplica(self._module, self._device, owns_buffers=True)
-        # The module's parameters, which share the memory of the caller's or are copies of them.
-        self._parameters: list[torch.Tensor] = []
-        self._originals: Sequence[torch.Tensor] = []
-        self._buffers: Sequence[torch.Tensor] = []
-        self._gradients = LeftGradients([], torch.empty(0, dtype=torch.uint8))
-        self._calls: dict[int, ReplicaCall] = {}
+        self._home, self._device = home, device
+        self.take_tensors([], [], [torch.empty(0, dtype=torch.uint8)], [], [])
+        self.take_module(nn.Module())
         # Replicas in threads of this process may ask at the same time.
         self._asking = threading.Lock()
         set_caller(self._ask)
 
     def serve(self) -> None:
-        """Answer until the caller is gone."""
-        while True:
-            try:
-                request: Request = self._channel.receive([*self._parameters, *self._buffers])
-            except (EOFError, OSError):
-                return
-            except Exception as error:  # unpickling may raise anything
-                answer: object = as_error(error)
-            else:
-                try:
-                    answer = getattr(self, request.method)(*request.arguments)
-                except Exception as error:
-                    answer = as_error(error)
-                del request
-            try:
-                self._channel.send(answer)
-            except OSError:
-                return
-            except Exception as error:  # pickling may raise anything
-                text = f"What the module has returned can't be sent to the caller: {error}."
-                self._channel.send(as_error(TypeError(text)))
-            del answer
+        """Answer until the caller is gone, so that an answer, be it of that, can't be sent."""
+        with contextlib.suppress(OSError):
+            while True:
+                self._channel.answer(self._run_next)
+
+    def _run_next(self) -> object:
+        request: Request = self._channel.receive([*self._parameters, *self._buffers])
+        return getattr(self, request.function)(*request.arguments)
 
     def _ask(self, function: Callable[..., object], arguments: tuple[object, ...]) -> Any:
         with self._asking:
-            self._channel.send(Question(function, arguments))
+            self._channel.send(Request(function, arguments))
             answer = self._channel.receive()
         if isinstance(answer, Error):
-            raise as_exception(answer)
+            raise answer.exception()
         return answer
 
     def take_tensors(
@@ -100,17 +116,14 @@ class Worker:
     ) -> None:
         """Take the tensors of the module that comes next.
 
-        Args:
-            parameters: Its parameters: the caller's memory.
-            gradients: Memory for the gradient of each.
-            flags: Memory for a byte for each, in one tensor.
-            are_parameters: Which of them are of class Parameter.
-            buffers: The values of the buffers.
+        ``parameters`` are the caller's own; ``gradients`` and ``flags`` are its memory for the
+        gradient of each, and for a byte for each; ``are_parameters`` tells which are Parameters.
         """
-        self._calls.clear()
+        self._calls: dict[int, ReplicaCall] = {}
         self._originals = parameters
         self._gradients = LeftGradients(gradients, *flags)
-        copies = [original.detach().to(self._device) for original in self._originals]
+        copies = [original.detach().to(self._device) for original in parameters]
+        # The module's parameters, which share the memory of the caller's or are copies of them.
         self._parameters = [
             nn.Parameter(own, requires_grad=False) if is_parameter else own
             for own, is_parameter in zip(copies, are_parameters, strict=True)
@@ -120,10 +133,10 @@ class Worker:
     def take_module(self, module: nn.Module) -> None:
         """Take the module, which refers to the tensors that have come before."""
         self._module = module
-        self._replica = LocalReplica(self._module, self._device, owns_buffers=True)
+        self._replica = LocalReplica(module, self._device, owns_buffers=True)
 
-    def call(self, call: Call) -> Returned:
-        """Call a method of the replica."""
+    def call(self, call: Call) -> tuple[Any, list[int]]:
+        """Call a method of the replica; return its results, and which buffers have changed."""
         for number in call.dropped:
             self._calls.pop(number, None)
         state = self._updated(call)
@@ -136,14 +149,13 @@ class Worker:
         own = ReplicaCall(
             self._device, self._replica.leaves, method, call.arguments, owns_inputs=True
         )
-        replica = Replica(self._index, call.num_called, call.num_around, True, None)
-        with call.modes.entered(), as_replica(replica):
+        with call.modes.entered(), as_replica(call.replica):
             own.forward()
         if call.modes.grad:
             self._calls[call.number] = own
         now = versions_of(state.buffers, state.parts)
         changed = [i for i, version in enumerate(state.versions) if version != now[i]]
-        return Returned(own.take_results()[0], changed)
+        return own.take_results()[0], changed
 
     def _updated(self, call: Call) -> ModuleState:
         """Bring the module to the state of the caller's."""
@@ -190,13 +202,14 @@ class Worker:
         return Derived(in_place, others, of_inputs)
 
 
-def _end_with(lifeline: socket.socket, caller: int) -> None:
-    """Exit when the caller does, even in mid-task."""
+def _end_with(connection: int, caller: int) -> None:
+    """Exit a moment after the caller has hung up or ended, even in mid-task."""
     poll = select.poll()
-    poll.register(lifeline, select.POLLIN)
+    poll.register(connection, select.POLLRDHUP)
     # A child that the caller has forked may hold the other end.
     while os.getppid() == caller and not poll.poll(1000):
         pass
+    time.sleep(GRACE_SECONDS)
     os._exit(0)
 
 
@@ -204,12 +217,11 @@ def main(arguments: list[str]) -> None:
     """Be the replica that the caller has started.
 
     Args:
-        arguments: The descriptors of the channel and the lifeline, the number of the replica, its
-            number of intra-op threads, its random seed, and the devices of all replicas.
+        arguments: The descriptor of the channel, the number of intra-op threads, the random seed,
+            the device of the module, and that of the replica.
     """
-    line, lifeline, index, num_threads, seed = map(int, arguments[:5])
-    devices = [torch.device(name) for name in arguments[5:]]
-    device = devices[index]
+    descriptor, num_threads, seed = map(int, arguments[:3])
+    home, device = map(torch.device, arguments[3:])
     if hasattr(os, "SCHED_BATCH"):
         # Otherwise the first that is sent a message takes the caller's core before the others have
         # theirs.
@@ -217,12 +229,14 @@ def main(arguments: list[str]) -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(num_threads)
     torch.manual_seed(seed)
-    watched = (socket.socket(fileno=lifeline), os.getppid())
-    threading.Thread(target=_end_with, args=watched, daemon=True).start()
+    threading.Thread(target=_end_with, args=(descriptor, os.getppid()), daemon=True).start()
     if device.type not in ("cpu", "meta"):
         torch.accelerator.set_device_index(device)
-    channel = Channel(socket.socket(fileno=line), [devices[0], device])
-    Worker(channel, index, devices).serve()
+    channel = Channel(socket.socket(fileno=descriptor), [home, device], is_caller=False)
+    Worker(channel, home, device).serve()
     # The caller counts who has memory of an accelerator: nothing is to be held at the end.
     set_caller(None)
     gc.collect()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the end of an interpreter with torch in it takes most of a second

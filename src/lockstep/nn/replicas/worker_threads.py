@@ -8,11 +8,12 @@ import functools
 import itertools
 import os
 import queue
+import re
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,14 +78,9 @@ class WorkerThreads:
     ) -> list[Outcome[T]]:
         """Run each task in a thread of its own, as the caller would, and wait for all of them.
 
-        Args:
-            tasks: One for each thread. The caller's runs the first.
-            meanwhile: Run in the caller's thread after its task.
-            interrupted: Run if the program is interrupted, instead of waiting for the other
-                threads, which then must not be needed any more.
-
-        Raises:
-            BaseException: What interrupts the caller while it waits, as Ctrl-C does.
+        The caller's thread runs the first, and then ``meanwhile``. If the program is interrupted,
+        ``interrupted`` is run instead of waiting for the other threads, which must not be needed
+        any more then.
         """
         outcomes: list[Outcome[T]] = [Outcome() for _ in tasks]
         done = queue.SimpleQueue[None]()
@@ -161,9 +157,7 @@ def is_interruption(error: BaseException | None) -> TypeGuard[BaseException]:
 def values_of(outcomes: Sequence[Outcome[T]], devices: Sequence[object]) -> list[T]:
     """The values that the replicas returned.
 
-    Raises:
-        BaseException: The error of the first replica that failed, with a note that names it, and
-            one for each other that failed.
+    It raises the error of the first that failed, with a note that names it, and one for each other.
     """
     failed = [(i, one.error) for i, one in enumerate(outcomes) if one.error is not None]
     if failed:
@@ -233,6 +227,7 @@ def as_this_thread(task: Callable[[], T]) -> Callable[[], T]:
 # The threads that OpenMP keeps for the next operation of a thread
 
 _SOFT = 1  # omp_pause_soft of OpenMP 5.0: what the program has set stays
+_OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 
 
 @contextmanager
@@ -255,21 +250,12 @@ def _few_threads(num_threads: int) -> Iterator[None]:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    for name in (None, *_libraries()):
-        try:
-            library = ctypes.CDLL(name)
-            pause: Callable[[int], int] = library.omp_pause_resource_all
-        except (OSError, AttributeError):
-            continue
-        return pause
-    return None
-
-
-def _libraries() -> list[str]:
-    """The OpenMP libraries that this process has loaded."""
+    """The function of the OpenMP library that this process has loaded, if it is there."""
     maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return []
-    paths = {line.split()[-1] for line in maps.read_text().splitlines() if ".so" in line}
-    kinds = ("libgomp", "libomp", "libiomp5")
-    return sorted(path for path in paths if Path(path).name.startswith(kinds))
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    libraries = {line.split()[-1] for line in lines if _OPENMP.search(line)}
+    for name in (None, *sorted(libraries)):
+        with suppress(OSError, AttributeError):
+            pause: Callable[[int], int] = ctypes.CDLL(name).omp_pause_resource_all
+            return pause
+    return None
