@@ -344,3 +344,14 @@ def test_a_derived_class_that_normalises_in_its_own_way_is_refused_by_name() -> 
 def test_a_batch_norm_without_a_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="LazyBatchNorm1d has no shape yet"):
         SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+def compiled_and_not(world: lockstep.World) -> list[torch.Tensor]:
+    norm = SyncBatchNorm.convert_sync_batchnorm(NormAndActivation(3, "itself"))
+    x = torch.arange(12.0).view(4, 3) * (world.rank + 1)
+    return [torch.compile(copy.deepcopy(norm), backend="eager")(x), norm(x)]
+
+
+def test_a_converted_class_can_be_compiled() -> None:
+    for compiled, plain in lockstep.launch(compiled_and_not, 2, ranks="threads"):
+        assert torch.equal(compiled, plain)

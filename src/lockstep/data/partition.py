@@ -5,11 +5,12 @@ Ranks don't communicate: the same dataset, sizes and seed give the same parts ev
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import random
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from fractions import Fraction
 from typing import Generic, Protocol, TypeVar
 
@@ -45,8 +46,7 @@ class Partition(Dataset[T_co]):
     Raises:
         TypeError: If ``data`` or ``indices`` can't be indexed.
 
-    Source:
-        ``Partition`` of the PyTorch tutorial "Writing Distributed Applications with PyTorch".
+    Source: PyTorch's tutorial "Writing Distributed Applications".
     """
 
     def __init__(self, data: SizedDataset[T_co], indices: Sequence[int]) -> None:
@@ -76,12 +76,10 @@ class Partition(Dataset[T_co]):
     def __getitems__(self, indices: Sequence[int]) -> Sequence[T_co]:
         """Several elements at once; torch's DataLoader reads batches with it."""
         whole = [self.indices[index] for index in indices]
-        # Keep a dataset's own way to read a batch at once (from a table, over a network).
-        read: object = getattr(self.data, "__getitems__", None)
-        if callable(read):
-            batch: Sequence[T_co] = read(whole)
-            return batch
-        return [self.data[index] for index in whole]
+        # A dataset may have its own way to read a batch at once (from a table, over a network).
+        read: Callable[[list[int]], Sequence[T_co]] | None
+        read = getattr(self.data, "__getitems__", None)
+        return read(whole) if callable(read) else [self.data[index] for index in whole]
 
 
 class DataPartitioner(Generic[T_co]):
@@ -96,10 +94,8 @@ class DataPartitioner(Generic[T_co]):
         SplitError: If ``data`` can't be divided so.
         TypeError: If ``data`` has no length, a size is not a number, or the seed not a whole one.
 
-    Source:
-        ``DataPartitioner`` of the PyTorch tutorial "Writing Distributed Applications with
-        PyTorch". The same seed gives the same order; the sizes are rounded so that no element
-        is left out, where the tutorial drops some.
+    Source: PyTorch's tutorial "Writing Distributed Applications". The same seed gives the same
+    order; sizes are rounded so that no element is left out, where the tutorial drops some.
     """
 
     def __init__(
@@ -158,11 +154,8 @@ def partition(
         seed = as_whole_number("seed", seed, "a whole number, or None to keep the order")
         order = list(order)
         random.Random(seed).shuffle(order)
-    parts, start = [], 0
-    for count in counts:
-        parts.append(Partition(dataset, order[start : start + count]))
-        start += count
-    return parts
+    ends = itertools.accumulate(counts)
+    return [Partition(dataset, order[e - n : e]) for n, e in zip(counts, ends, strict=True)]
 
 
 def _is_sized_and_indexed(value: object) -> bool:

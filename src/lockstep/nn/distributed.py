@@ -96,8 +96,8 @@ class DistributedDataParallel(
     Args:
         module: The model, already on its device.
         device_ids: None, or the one GPU of this rank; inputs are moved there.
-        output_device: Only for compatibility: outputs stay where they are.
-        dim: Only for compatibility.
+        output_device: Without effect: outputs stay where they are.
+        dim: Without effect.
         broadcast_buffers: Whether buffers follow rank 0's, or how, as for :func:`parallelize`.
             They do so with each backward, not before each forward.
         init_sync: Whether to check that the ranks' models agree and to start from rank 0's.
@@ -108,7 +108,7 @@ class DistributedDataParallel(
         device_mesh: The ranks to keep in step, as a mesh of one dimension.
         skip_all_reduce_unused_params: Whether buckets of which no rank uses anything are not sent.
             All ranks must then use the same parameters.
-        bucket_cap_mb_list: Only for compatibility: the last size is that of all buckets.
+        bucket_cap_mb_list: Sizes of buckets, of which the last is that of all.
         forward_sync_buffers: torch's newer name for ``broadcast_buffers``, which it overrules.
 
     Attributes:
@@ -210,9 +210,8 @@ class DistributedDataParallel(
             begin_joined_iteration(self, self._engines)
         device, precision = self._input_device, self.mixed_precision
         if device is not None:
-            inputs, kwargs = tree_map_only(
-                torch.Tensor, lambda tensor: tensor.to(device), (inputs, kwargs)
-            )
+            arguments = (inputs, kwargs)
+            inputs, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), arguments)
         if precision is None or precision.param_dtype is None:
             return self.module(*inputs, **kwargs)
         for engine in self._engines:

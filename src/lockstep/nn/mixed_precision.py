@@ -34,12 +34,10 @@ class MixedPrecision(Protocol):
 
 def check_precision(precision: MixedPrecision | None) -> None:
     """Raise TypeError unless ``precision`` is None or has three dtypes."""
-    if precision is None:
-        return
     wanted = "an object with a param_dtype, a reduce_dtype and a buffer_dtype"
-    check_type("mixed_precision", precision, MixedPrecision, wanted)
+    check_type("mixed_precision", precision, MixedPrecision | None, wanted)
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-        dtype = getattr(precision, name)
+        dtype = getattr(precision, name, None)
         check_type(f"mixed_precision.{name}", dtype, torch.dtype | None, "a torch.dtype or None")
 
 
