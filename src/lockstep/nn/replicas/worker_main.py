@@ -1,4 +1,4 @@
-"""A replica in a process of its own: what runs there."""
+"""The program of a replica's process."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Worker:
         set_caller(self._ask)
 
     def serve(self) -> None:
-        """Answer until the caller is gone, so that an answer, be it of that, can't be sent."""
+        """Answer requests until an answer, be it an error, can't be sent: the caller is gone."""
         with contextlib.suppress(OSError):
             while True:
                 self._channel.answer(self._run_next)
