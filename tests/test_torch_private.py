@@ -91,12 +91,12 @@ SAMPLES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("name", list(imported()))
 def test_name_is_there(name: str) -> None:
     resolve(name)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize(
     ("owner", "name"), [(owner, name) for owner, names in ATTRIBUTES.items() for name in names]
 )

@@ -11,7 +11,7 @@ would fail if a name is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,13 +71,6 @@ _World = torch.distributed.distributed_c10d._World
 _set_thread_isolation_mode = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
 
 
-def _as_overlapped_optim(optim: type, params: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """Return the argument of _register_fused_optim; imported when called, as it imports FSDP."""
-    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
-
-    return _as_overlapped_optim(optim, params, *args, **kwargs)
-
-
 # Attributes of torch's modules and objects that are read, written, called or overridden.
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch.distributed.distributed_c10d": {
@@ -117,16 +110,16 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
     "torch.nn.parallel.DistributedDataParallel": {
         "_active_ddp_module": "asked for by dynamo; ours is never active",
-        "_check_reducer_finalized": "overridden: programs call it between steps",
+        "_check_reducer_finalized": "inherited: programs call it between steps",
         "_default_broadcast_coalesced": "overridden: a buffer hook calls it",
         "_get_active_ddp_module": "the same as _active_ddp_module",
         "_get_data_parallel_params": "inherited: the parameters that are reduced",
         "_get_ddp_logging_data": "overridden: programs log it",
         "_register_buffer_comm_hook": "overridden: programs replace the broadcast of buffers",
         "_register_builtin_comm_hook": "overridden: programs choose a hook that is written in C++",
-        "_register_fused_optim": "overridden: programs have optimizers step in the backward",
+        "_register_fused_optim": "inherited: programs have optimizers step in the backward",
         "_remove_autograd_hooks": "overridden: programs end the synchronisation",
-        "_set_ddp_sink_clone": "overridden: programs set it",
+        "_set_ddp_sink_clone": "inherited: programs set it",
         "_set_params_and_buffers_to_ignore_for_model": "inherited: sets the following",
         "_ddp_params_and_buffers_to_ignore": "names that a model asks DDP to ignore",
         "_set_static_graph": "overridden: programs set it",

@@ -31,8 +31,11 @@ OurDDP = lockstep.DistributedDataParallel
 # What is torch's own and means the same here.
 INHERITED = {
     "_active_ddp_module",
+    "_check_reducer_finalized",
     "_get_active_ddp_module",
     "_get_data_parallel_params",
+    "_register_fused_optim",
+    "_set_ddp_sink_clone",
     "_set_params_and_buffers_to_ignore_for_model",
     "train",
     "will_sync_module_buffers",

@@ -1,15 +1,12 @@
 """The measuring ranks: contenders take turns, and the time of the slowest rank counts.
 
 Note [The time of a call]: in training, a rank writes gradients and then sends them, so no other
-rank's cache holds them. Therefore every rank writes its whole buffer before each call. This is the
-same for all contenders, and isn't counted.
-
-Above ``_BACK_TO_BACK_BYTES``, each call follows a barrier. Its time runs from the first begin on
-any rank to the last end: a rank that started late, as there are fewer cores than ranks, must not
-seem quick. All ranks read the same clock, that of their host.
-
-Up to there, barriers would be as uneven as calls are long, so writes and calls follow each other
-directly, and the time is what the slowest rank spent in its calls.
+rank's cache holds them. Therefore every rank writes its whole buffer before each call, which isn't
+counted. Above ``_BACK_TO_BACK_BYTES``, each call follows a barrier. Its time runs from the first
+begin on any rank to the last end, by the clock of their host: a rank that started late, as there
+are fewer cores than ranks, must not seem quick. Smaller calls would take less time than barriers
+vary by, so writes and calls follow each other, and the time is what the slowest rank spent in its
+calls.
 """
 
 from __future__ import annotations
@@ -140,12 +137,12 @@ def take_turns(
     All ranks must call it, and all return the same.
     """
     turn = partial(_turn, ranks, apart=num_bytes > _BACK_TO_BACK_BYTES)
-    num_calls = {}
+    num_calls, seconds = {}, {}
     for contender in contenders:
         turn(contender, _WARM_UP_CALLS)  # the first use of its memory takes longest
         wanted = int(_SECONDS_PER_TURN / turn(contender, _WARM_UP_CALLS))
         num_calls[contender.name] = max(1, min(_MAX_CALLS_PER_TURN, wanted))
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+        seconds[contender.name] = list[float]()
     for number in range(rounds):
         # The order rotates: the first one meets another state of the machine than the last.
         first = number % len(contenders)
@@ -176,18 +173,12 @@ def _turn(ranks: Ranks, contender: Contender, calls: int, apart: bool) -> float:
 def _contenders(
     operation: str, shared: torch.Tensor, gloo: dist.ProcessGroup, shm: SharedMemoryGroup
 ) -> list[Contender]:
-    """The implementations of ``operation``; all ranks must call this alike.
-
-    Gloo and shm use the same ordinary tensor, shm in place uses ``shared``, which is as large.
-    """
+    """The implementations of ``operation``; all ranks must call this alike."""
     ordinary = torch.empty(shared.numel())
     found = [
-        _contender(name, operation, whole, group)
-        for name, whole, group in (
-            (GLOO, ordinary, gloo),
-            (SHM, ordinary, shm),
-            (IN_PLACE, shared, shm),
-        )
+        _contender(GLOO, operation, ordinary, gloo),
+        _contender(SHM, operation, ordinary, shm),
+        _contender(IN_PLACE, operation, shared, shm),
     ]
     if operation == "all_reduce" and shared.nbytes >= _BOUND_FROM_BYTES:
         found.append(Contender(BOUND, partial(shared.fill_, 1.0), _passes(shared, shm)))

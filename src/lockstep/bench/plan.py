@@ -57,11 +57,13 @@ class Case:
     num_bytes: int
     seconds: dict[str, list[float]]  # by contender, per call in each round
 
-    def ratio(self, slow: str, fast: str) -> Summary | None:
-        """The time of ``slow`` divided by that of ``fast``, formed in each round by itself.
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What was timed."""
+        return self.operation, self.num_ranks, self.num_bytes
 
-        None unless both were measured, in the same rounds.
-        """
+    def ratio(self, slow: str, fast: str) -> Summary | None:
+        """Summarize ``slow / fast`` of each round; None unless both were measured."""
         if slow not in self.seconds or fast not in self.seconds:
             return None
         pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
@@ -71,10 +73,8 @@ class Case:
         """Bytes per second that all ranks together read and wrote while the bound was measured."""
         if BOUND not in self.seconds:
             return None
-        # Each rank reads its share of the elements from every rank's buffer, and writes it to
-        # every rank's buffer.
-        num_moved_bytes = 2 * self.num_ranks * self.num_bytes
-        return num_moved_bytes / summarize(self.seconds[BOUND]).median
+        # Each rank reads its share from every rank's buffer, and writes it to every rank's buffer.
+        return 2 * self.num_ranks * self.num_bytes / summarize(self.seconds[BOUND]).median
 
     def as_data(self) -> dict[str, object]:
         """All times, and the figures that follow from them, for JSON."""
@@ -144,9 +144,7 @@ def parse_sizes(text: str, num_ranks: Sequence[int]) -> tuple[int, ...]:
 
 def format_size(num_bytes: int) -> str:
     """``65536`` as ``"64 KiB"``: in the largest unit that leaves a whole number."""
-    exponent = 0
-    while exponent + 1 < len(_UNITS) and num_bytes % 1024 ** (exponent + 1) == 0:
-        exponent += 1
+    exponent = max(i for i in range(len(_UNITS)) if num_bytes % 1024**i == 0)
     return f"{num_bytes // 1024**exponent} {_UNITS[exponent]}"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from itertools import groupby
@@ -32,6 +32,13 @@ from lockstep.bench.plan import (
 
 # Wide enough for a table in a file; a terminal has its own width.
 PLAIN_WIDTH = 220
+
+# Of a ratio, the slower and the faster contender; of any other column, its heading and "".
+_COLUMNS = (
+    *(("size", ""), (GLOO, ""), (SHM, ""), (IN_PLACE, ""), (MPI, "")),
+    *RATIOS[:-1],
+    *((BOUND, ""), ("GB/s", ""), RATIOS[-1]),
+)
 
 
 @dataclass
@@ -75,11 +82,8 @@ def _from_proc(path: str, name: str) -> str:
 
 def with_mpi(cases: Sequence[Case], mpi: Sequence[Case]) -> list[Case]:
     """Return ``cases``, each with MPI's times of the same operation, ranks and size."""
-    found = {(case.operation, case.num_ranks, case.num_bytes): case.seconds for case in mpi}
-    keys = [(case.operation, case.num_ranks, case.num_bytes) for case in cases]
-    return [
-        Case(*key, case.seconds | found.get(key, {})) for key, case in zip(keys, cases, strict=True)
-    ]
+    found = {case.key: case.seconds for case in mpi}
+    return [replace(case, seconds=case.seconds | found.get(case.key, {})) for case in cases]
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -90,9 +94,7 @@ def print_report(report: Report, console: Console) -> None:
         f"{facts['cpu']}, {facts['cores']} cores; torch {facts['torch']}, one thread a rank. "
         f"Median (quartiles) of {report.rounds} rounds."
     )
-    for (operation, num_ranks), cases in groupby(
-        report.cases, key=lambda case: (case.operation, case.num_ranks)
-    ):
+    for (operation, num_ranks), cases in groupby(report.cases, key=lambda case: case.key[:2]):
         console.print()
         console.print(f"{operation}, float32, {num_ranks} ranks", style="bold")
         console.print(_table(list(cases), plain=not console.is_terminal))
@@ -112,41 +114,29 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _table(cases: Sequence[Case], plain: bool) -> Table:
-    measured = {name for case in cases for name in case.seconds}
-    columns: list[tuple[str, Callable[[Case], str]]] = [
-        ("size", lambda case: format_size(case.num_bytes))
-    ]
-    times = [(name, partial(_time, name=name)) for name in (GLOO, SHM, IN_PLACE, MPI, BOUND)]
-    columns += [(name, cell) for name, cell in times[:-1] if name in measured]
-    ratios = [
-        (f"{slow} / {fast}", partial(_ratio, slow=slow, fast=fast))
-        for slow, fast in RATIOS
-        if {slow, fast} <= measured
-    ]
-    if BOUND in measured:
-        columns += [*ratios[:-1], times[-1], ("GB/s", _bandwidth), ratios[-1]]
-    else:
-        columns += ratios
+    """A row for each case; columns without figures are left out."""
     table = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for heading, _ in columns:
+    columns = {column: [_cell(case, column) for case in cases] for column in _COLUMNS}
+    shown = {column: cells for column, cells in columns.items() if any(cells)}
+    for slow, fast in shown:
+        heading = f"{slow} / {fast}" if fast else slow
         table.add_column(heading, justify="right", no_wrap=heading == "size")
-    for case in cases:
-        table.add_row(*(cell(case) for _, cell in columns))
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*row)
     return table
 
 
-def _time(case: Case, name: str) -> str:
+def _cell(case: Case, column: tuple[str, str]) -> str:
+    name, fast = column
+    if fast:
+        ratio = case.ratio(name, fast)
+        return f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})" if ratio else ""
+    if name == "size":
+        return format_size(case.num_bytes)
+    if name == "GB/s":
+        bandwidth = case.bandwidth()
+        return f"{bandwidth / 1e9:.1f}" if bandwidth else ""
     return format_seconds(summarize(case.seconds[name])) if name in case.seconds else ""
-
-
-def _ratio(case: Case, slow: str, fast: str) -> str:
-    ratio = case.ratio(slow, fast)
-    return f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})" if ratio else ""
-
-
-def _bandwidth(case: Case) -> str:
-    bandwidth = case.bandwidth()
-    return f"{bandwidth / 1e9:.1f}" if bandwidth else ""
 
 
 def format_seconds(seconds: Summary) -> str:

@@ -1,9 +1,7 @@
 """Collectives through a process group of any kind, and the group of a single rank.
 
-They call the group's own methods and not the functions of ``torch.distributed``: those look
-groups up in a registry, and a group need not be in it.
-
-All of them raise CollectiveFailed if a rank is lost, or doesn't come in time.
+All of them raise CollectiveFailed if a rank is lost, or doesn't come in time. They call the group's
+own methods, not the functions of ``torch.distributed``: a group need not be in torch's registry.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from lockstep.errors import CollectiveFailed, SharedMemoryFull
 
 _log = logging.getLogger(__name__)
 
-# Large enough for the latency not to count, small enough as a second copy.
+# Large enough to hide the latency of a transfer, small enough as a second copy of the tensors.
 _CHUNK_BYTES = 25 * 1024 * 1024
 
 
@@ -42,9 +40,8 @@ def start_all_reduce(
 ) -> Pending:
     """Start combining ``tensor`` over the ranks, in place, and return at once.
 
-    Every rank of ``group`` must call it, in the same order; ``tensor`` may be read or written
-    again after the ``wait()`` of the return value. ``AVG`` only where the group
-    :func:`can_average`.
+    Every rank must call it; ``tensor`` may be read or written again after the ``wait()`` of the
+    return value. ``AVG`` only where the group :func:`can_average`.
     """
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
@@ -53,10 +50,8 @@ def start_all_reduce(
 
 
 def any_rank(group: dist.ProcessGroup, facts: Sequence[bool]) -> list[bool]:
-    """Return which of ``facts`` hold on any rank. All ranks must call it; it blocks.
-
-    They travel on CPUs if the group can carry that: a GPU would have to be waited for.
-    """
+    """Return which of ``facts`` hold on any rank. All ranks must call it; it blocks."""
+    # On the CPU if the group carries CPU tensors: reading a GPU tensor waits for the GPU.
     device = torch.device("cpu")
     if not can_average(group, device) and device not in group._device_types:
         device = group._device_types[0]
@@ -68,15 +63,15 @@ def any_rank(group: dist.ProcessGroup, facts: Sequence[bool]) -> list[bool]:
 def have_same(group: dist.ProcessGroup, payload: bytes, device: torch.device) -> bool:
     """Return, on every rank, whether all ranks have the same ``payload``.
 
-    All ranks must call it; it blocks. ``device`` is one that the group can carry tensors of.
+    All ranks must call it; it blocks. ``device`` is one whose tensors the group can carry.
     """
     # Not one of OpenSSL's, whose library is a megabyte.
     digest = hashlib.blake2b(payload, digest_size=32).digest()
     # Equal maxima of the digest and of its complement mean equal maximum and minimum.
-    mine = torch.tensor([*digest, *(255 - byte for byte in digest)], dtype=torch.uint8)
-    maxima = mine.to(device, copy=True)
+    mine = [*digest, *(255 - byte for byte in digest)]
+    maxima = torch.tensor(mine, dtype=torch.uint8, device=device)
     start_all_reduce(group, maxima, ReduceOp.MAX).wait()
-    return maxima.tolist() == mine.tolist()
+    return maxima.tolist() == mine
 
 
 def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
@@ -92,10 +87,9 @@ def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
 def all_gather_bytes(
     group: dist.ProcessGroup, payload: bytes, device: torch.device
 ) -> Sequence[bytes]:
-    """Return every rank's ``payload``, in rank order, on every rank.
+    """Return every rank's ``payload``, in rank order, on every rank; nothing is unpickled.
 
-    Bytes and not objects: nothing that a peer sends is unpickled. All ranks must call it; it
-    blocks. ``device`` is one that the group can carry tensors of.
+    All ranks must call it; it blocks. ``device`` is one whose tensors the group can carry.
     """
     lengths = all_gather(group, torch.tensor([len(payload)], device=device))
     longest = max(int(length) for length in lengths)
@@ -114,10 +108,7 @@ def sum_rows(group: dist.ProcessGroup, mine: Tensor) -> Tensor:
 def zero_buffer(
     group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return zeros that ``group`` sums with the least copying, in its own memory if it has any.
-
-    Only this rank need call it.
-    """
+    """Return zeros that ``group`` sums with the least copying, in its own memory if it has any."""
     if can_average(group, device):
         try:
             buffer: Tensor = group.empty(numel, dtype=dtype)  # type: ignore[attr-defined]
@@ -134,12 +125,11 @@ def zero_buffer(
 
 
 class TensorBroadcast:
-    """A broadcast of many tensors in few transfers, started now and taken over later.
+    """A broadcast of many tensors of any dtypes in few transfers of bytes.
 
-    Tensors travel as bytes, so those of all dtypes travel together. Every rank of ``group``
-    creates it with tensors of the same shapes and dtypes, and then calls :meth:`finish`. Meanwhile
-    the tensors may be read and written; the other ranks get the values that rank ``source`` held
-    at the start.
+    Every rank of ``group`` creates it with tensors of the same shapes and dtypes, and then calls
+    :meth:`finish`. Meanwhile the tensors may be read and written; the other ranks get the values
+    that rank ``source`` held at the start.
     """
 
     def __init__(
@@ -147,8 +137,7 @@ class TensorBroadcast:
     ) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = source
-        self._group = group
-        self._source = source
+        self._group, self._source = group, source
         self._transfers: list[tuple[list[Tensor], Tensor, Pending]] = []
         for chunk in _chunks(tensors):
             wire = torch.cat([_bytes_of(tensor) for tensor in chunk])
@@ -158,11 +147,9 @@ class TensorBroadcast:
     def finish(self, may_write: Callable[[Tensor], bool] = lambda _: True) -> None:
         """Wait, and write the received values to the tensors, on every rank but the source.
 
-        Tensors that ``may_write`` refuses stay as they are.
-
-        The tensors' version counters stay as they are: BatchNorm's statistics are saved for a
-        backward that may still come, which reads nothing of them that this could falsify.
-        Shown by test_two_forwards_with_batch_norm_then_two_backwards.
+        Tensors that ``may_write`` refuses stay as they are, and so do all version counters:
+        BatchNorm's statistics are saved for a backward that may still come, which reads nothing of
+        them that this could falsify. Shown by test_two_forwards_with_batch_norm_then_two_backwards.
 
         Raises:
             CollectiveFailed: If a rank is lost, or doesn't come in time.
@@ -183,10 +170,7 @@ class TensorBroadcast:
 
 
 def broadcast_tensors(group: dist.ProcessGroup, tensors: Iterable[Tensor], source: int = 0) -> None:
-    """Copy the values of ``tensors`` from rank ``source`` to every rank. All must call; it blocks.
-
-    Shapes and dtypes must be the same on all ranks.
-    """
+    """Copy equally shaped ``tensors`` from rank ``source`` to all. All must call it; it blocks."""
     TensorBroadcast(group, tensors, source).finish()
 
 

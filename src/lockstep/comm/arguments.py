@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -16,9 +16,12 @@ Tensors = Sequence[Tensor]
 TensorLists = Sequence[Sequence[Tensor]]
 
 
-def operation(
-    options: type, *parameters: str, values: Mapping[str, str] | None = None
-) -> Callable[[Callable[..., T]], Callable[..., T]]:
+# The fields of options that overloads take in their place, by the names and in the order of torch's
+# parameters.
+_FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
+
+
+def operation(options: type, *parameters: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Let a method of a group be called by every overload of torch's groups.
 
     torch takes options, as in ``group.broadcast([tensor], opts)``, or in their place the fields
@@ -28,11 +31,9 @@ def operation(
     Args:
         options: The class of the options.
         parameters: The names of the parameters before them; ``"a|b"`` where overloads differ.
-        values: The fields of the options that may be given in their place, by the names and in
-            the order of torch's parameters; after them, the time-out.
     """
     count = len(parameters)
-    fields = {**(values or {}), "timeout": "timeout"}
+    fields = {name: field for name, field in _FIELDS.items() if hasattr(options, field)}
 
     def with_options(name: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         for aliases in parameters[len(args) :]:
@@ -94,23 +95,17 @@ def _first_tensor(values: Any) -> Tensor | None:
     return None
 
 
-def listed(tensors: Tensor | Tensors) -> list[Tensor]:
-    """Return the tensors as a list; some overloads take a single one."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def row(tensors: Tensors | TensorLists) -> list[Tensor]:
-    """Return one tensor for each rank, given as a list, or as a list that holds one such list."""
-    if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
-        return list(tensors[0])
-    return list(tensors)  # type: ignore[arg-type]
+def listed(tensors: Tensor | Tensors | TensorLists) -> list[Tensor]:
+    """Return the tensors of an argument: one tensor, a list, or a list that holds one list."""
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    return [tensor for part in tensors for tensor in listed(part)]
 
 
 def flattened(tensor: Tensor) -> Tensor:
     """Return the elements as a flat tensor: a view of contiguous memory, else a copy.
 
-    As data: autograd neither records what is written nor counts it as a change, as with torch's
-    own backends.
+    Autograd neither records nor counts writes to it, as with torch's own backends.
     """
     data = tensor.data
     if data.is_complex() or data.is_neg():

@@ -25,12 +25,10 @@ def register_backends() -> None:
 
 
 def _own_store(options: _DistributedBackendOptions) -> dist.Store:
-    """Return a part of the store that no earlier group has used.
-
-    After destroy_process_group() torch gives the same names to new groups, and a store may outlive
-    groups (torchrun's does). Ranks create groups in the same order, so each counts for itself.
-    Shown by test_ranks_may_come_to_a_second_group_long_after_each_other.
-    """
+    """Return a part of the store that no earlier group has used."""
+    # After destroy_process_group() torch gives the same names to new groups, and a store may
+    # outlive groups (torchrun's does). Ranks create groups in the same order, so each counts for
+    # itself. Shown by test_ranks_may_come_to_a_second_group_long_after_each_other.
     times = options.store.add(f"joined/{options.group_rank}", 1)
     return dist.PrefixStore(f"{times}/", options.store)
 

@@ -34,14 +34,7 @@ class Options(Protocol):
 
 @uncompiled
 class BaseGroup(dist.ProcessGroup):
-    """A group with a name, a queue of calls, and an end.
-
-    Args:
-        transport: The connected ranks.
-        backend: The name of the backend.
-        timeout: How long each call waits for the other ranks.
-        store: The store through which the ranks have met, for tensors on other devices.
-    """
+    """A group with a name, a queue of calls, groups for other devices, and an end."""
 
     def __init__(
         self, transport: Ranks, backend: str, timeout: timedelta, store: dist.Store | None = None
@@ -92,8 +85,8 @@ class BaseGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # None before torch has registered the group: to one that has some already, torch 2.15
-        # would attach its flight recorder, which fails for a group that is written in Python.
+        # None until torch has registered the group: to a group that has devices before, torch 2.15
+        # attaches its flight recorder, which fails for a group that is written in Python.
         return [torch.device(device_type) for device_type in self._backends()]
 
     def _backends(self) -> dict[str, str]:

@@ -23,18 +23,12 @@ _ONE_EXCHANGE_BYTES = 64 * 1024
 class Collectives:
     """The collectives among ranks that reach each other's memory, for one call.
 
-    All of them raise CollectiveFailed if the ranks don't make the same call in time.
-
-    Args:
-        transport: The ranks.
-        signature: The call.
-        timeout: Seconds for which a rank waits for the others in each exchange.
+    All of them raise CollectiveFailed if the ranks don't make the same call in time: ``timeout`` is
+    the number of seconds for which a rank waits for the others in each exchange.
     """
 
     def __init__(self, transport: Transport, signature: Signature, timeout: float) -> None:
-        self._transport = transport
-        self._signature = signature
-        self._timeout = timeout
+        self._transport, self._signature, self._timeout = transport, signature, timeout
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -44,13 +38,10 @@ class Collectives:
         """Combine all ranks' tensors in rank order; every rank gets the result, in place."""
         if reduction.factor is not None:
             tensor.mul_(reduction.factor)
-        if tensor.numel() * tensor.element_size() > _ONE_EXCHANGE_BYTES:
-            self._all_reduce_large(tensor, reduction)
-        else:
+        if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
             reduction.into(tensor, self._publish(tensor))
-
-    def _all_reduce_large(self, tensor: Tensor, reduction: Reduction) -> None:
-        """Each rank combines its share of the elements for all; a second exchange ends it."""
+            return
+        # Each rank combines its share of the elements for all; a second exchange ends it.
         transport, numel = self._transport, tensor.numel()
         address = transport.find(tensor)
         step = self._slot_numel(tensor.dtype)
@@ -62,11 +53,12 @@ class Collectives:
             if start:
                 address = None if address is None else transport.find(part)
                 addresses = self._announce([part], address)
-            self._all_reduce_piece(part, addresses, reduction)
+            self._reduce_piece(part, addresses, reduction, None)
 
-    def _all_reduce_piece(
-        self, part: Tensor, addresses: Sequence[Address], reduction: Reduction
+    def _reduce_piece(
+        self, part: Tensor, addresses: Sequence[Address], reduction: Reduction, root: int | None
     ) -> None:
+        """Combine a piece; all ranks get the result, or, where all have staged, ``root`` alone."""
         transport = self._transport
         everyone = self._everyone(addresses, part)
         share = self._share(part.numel())
@@ -78,7 +70,8 @@ class Collectives:
         reduction.into(mine[0], mine, () if all_staged else mine[1:])
         self._exchange()
         if all_staged:
-            part.copy_(everyone[0])
+            if root in (None, transport.rank):
+                part.copy_(everyone[0])
         elif transport.is_staged(addresses[transport.rank]):
             part.copy_(everyone[transport.rank])
 
@@ -86,13 +79,8 @@ class Collectives:
         """Combine all ranks' tensors in rank order; rank ``root`` gets the result, in place."""
         source = tensor if reduction.factor is None else tensor.clone().mul_(reduction.factor)
         for piece in self._pieces(tensor):
-            everyone = self._publish(source[piece])
-            share = self._share(everyone[0].numel())
-            mine = [whole[share] for whole in everyone]
-            reduction.into(mine[0], mine)
-            self._exchange()
-            if self._transport.rank == root:
-                tensor[piece].copy_(everyone[0])
+            addresses = self._announce([source[piece]])
+            self._reduce_piece(tensor[piece], addresses, reduction, root)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy the tensor of rank ``root`` to every rank."""
@@ -164,9 +152,7 @@ class Collectives:
     ) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield each piece, and that piece of every rank's input for this rank.
 
-        Args:
-            inputs: One for each rank.
-            lengths: By rank, the lengths of its inputs.
+        ``inputs`` are one for each rank; ``lengths`` has, by rank, the lengths of its inputs.
         """
         transport, dtype = self._transport, inputs[0].dtype
         size, own = transport.size, transport.rank
@@ -183,11 +169,7 @@ class Collectives:
     def _check_lengths(
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> list[list[int]]:
-        """Return, by rank, the lengths of its inputs, one for each rank.
-
-        Raises:
-            CollectiveMismatch: On every rank, if the outputs of one have other lengths.
-        """
+        """Return, by rank, the lengths of its inputs; raise unless the outputs have the same."""
         size = len(outputs)
         own = torch.tensor([*map(len, inputs), *map(len, outputs)], device="cpu")
         tables = own.new_empty(size, 2 * size)

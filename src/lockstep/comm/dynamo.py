@@ -20,13 +20,10 @@ _REASON = "it works with other ranks, or with autograd's state, neither of which
 
 
 def uncompiled(target: _T) -> _T:
-    """Have torch.compile run a function, and all functions that it calls, as they are.
+    """Have torch.compile run a function, and all that it calls, as is; or each method of a class.
 
     It does what ``torch.compiler.disable`` does, without an import of dynamo, which takes seconds,
     and without a wrapper in Python around every call.
-
-    Args:
-        target: The function, or a class, for each of its methods.
     """
     for function in _functions_of(target):
         # For frames that dynamo would trace when they are called.
@@ -38,13 +35,7 @@ def uncompiled(target: _T) -> _T:
 
 
 def _functions_of(target: Callable[..., Any]) -> list[FunctionType]:
-    if isinstance(target, FunctionType):
-        return [target]
-    found = []
-    for value in vars(target).values():
-        parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
-        for part in parts:
-            function = part.__func__ if isinstance(part, staticmethod | classmethod) else part
-            if isinstance(function, FunctionType):
-                found.append(function)
-    return found
+    values = [target] if isinstance(target, FunctionType) else vars(target).values()
+    inner = ("fget", "fset", "__func__")  # of properties, class methods and static methods
+    parts = [part for v in values for part in (v, *(getattr(v, name, None) for name in inner))]
+    return [part for part in parts if isinstance(part, FunctionType)]

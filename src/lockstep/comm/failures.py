@@ -1,7 +1,7 @@
-"""Which rank is to blame for the failure of a collective, over groups that don't tell.
+"""Time limits of waits, and errors that name the ranks at fault over groups that name none.
 
-Gloo and NCCL raise a RuntimeError that names no rank. Our own groups name the culprit, because
-every rank tells the others why it goes; for other groups that is done here, afterwards: each rank
+Gloo and NCCL raise a RuntimeError that names no rank. The ranks of our own groups send each other
+the reason why they leave; for other groups the reason is found here, after the failure: each rank
 that gets an error leaves a note in the group's store. A rank whose connection has ended and that
 left no note is gone; if time was up, a rank that left no note has not come.
 """
@@ -20,25 +20,21 @@ import torch.distributed as dist
 
 from lockstep.errors import CollectiveFailed, CollectiveTimeout, LockstepError, PeerLost
 
-# How long to wait for the note of a rank whose connection has ended: it may be about to leave it.
+# The wait for the note of a rank whose connection has ended: the rank may be about to leave it.
 _GRACE_SECONDS = 0.3
-# How long to wait for notes if no connection has ended. Ranks time out as far apart as they came.
+# The wait for notes if no connection has ended. Ranks time out as far apart as they came.
 _PATIENCE_SECONDS = 2.0
-# A store that takes longer is taken to be stopped.
+# The limit for the store, which may be stopped or gone.
 _LIMIT_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 # The beginnings of errors of Gloo's, and of ours.
 _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
-# Of messages that nobody receives: sending one tells whether the connection stands.
+# The tag of messages without a receive: sending one fails if the connection has ended.
 _TAG = 0x6C6F636B
 
 
 class Deadline:
-    """A point in time, given as a number of seconds from now.
-
-    Args:
-        seconds: How far away it is; may be infinite.
-    """
+    """A point in time, a number of seconds from now, which may be infinite."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -54,13 +50,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 class Pending:
-    """A collective that has been started, whose errors name the ranks to blame.
-
-    Args:
-        group: The group.
-        operation: Its name, as in ``torch.distributed``.
-        start: Starts it.
-    """
+    """A collective that ``start`` starts, whose errors name ``operation`` and ranks to blame."""
 
     def __init__(
         self, group: dist.ProcessGroup, operation: str, start: Callable[[], dist.Work]
@@ -121,18 +111,17 @@ def explained(group: dist.ProcessGroup, operation: str, error: RuntimeError) -> 
     gone, late = _blame(range(group.size()), group.rank(), own, dict(found))
     rank, said = global_rank(group, group.rank()), f"Torch says: {error}"
     names = [global_rank(group, each) for each in gone or late or []]
-    ranks = named(names)
     if gone:
         are, them = ("are", "them") if len(names) > 1 else ("is", "it")
         return PeerLost(
-            f"{ranks} {are} gone; rank {rank} waited for {them} in {operation}. What was written "
-            f"there last tells why. {said}",
+            f"{named(names)} {are} gone; rank {rank} waited for {them} in {operation}. What was "
+            f"written there last tells why. {said}",
             names,
             operation,
         )
     if late is not None:
         return CollectiveTimeout(
-            f"{ranks if names else 'Not every rank'} did{' not' if names else ''} come to "
+            f"{named(names) if names else 'Not every rank'} did{' not' if names else ''} come to "
             f"{operation} in time: stopped, busy with something else, or ended without it. See "
             f"what happens there. {said}",
             names,
@@ -145,15 +134,10 @@ def explained(group: dist.ProcessGroup, operation: str, error: RuntimeError) -> 
 
 
 class _Note(NamedTuple):
-    """The facts known to a rank that got an error.
+    """The facts known to a rank that got an error."""
 
-    Attributes:
-        is_late: Whether its time was up.
-        gone: The ranks to which its connections have ended.
-    """
-
-    is_late: bool
-    gone: list[int]
+    is_late: bool  # whether its time was up
+    gone: list[int]  # the ranks to which its connections have ended
 
 
 def _blame(

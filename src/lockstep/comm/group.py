@@ -29,7 +29,6 @@ from lockstep.comm.arguments import (
     operation,
     overlap,
     put_back,
-    row,
     split_numels,
 )
 from lockstep.comm.base_group import BaseGroup, Options
@@ -39,10 +38,6 @@ from lockstep.comm.reduction import reduction_for, sum_sparse
 from lockstep.comm.transport import Signature, Transport
 from lockstep.comm.work import GroupWork, Run
 from lockstep.torch_private import AllgatherOptions
-
-# The fields of the options for the parameters of overloads without options.
-_OP = {"op": "reduceOp"}
-_ROOT = {"root": "rootRank"}
 
 # A collective on flat outputs and inputs.
 _Collective = Callable[[Collectives, list[Tensor], list[Tensor]], None]
@@ -122,7 +117,7 @@ class SharedMemoryGroup(BaseGroup):
 
     # One tensor, the same on all ranks.
 
-    @operation(dist.AllreduceOptions, "tensors|tensor", values=_OP)
+    @operation(dist.AllreduceOptions, "tensors|tensor")
     def allreduce(self, tensors: Tensors, opts: Options) -> GroupWork:
         """Combine the ranks' tensors; every rank gets the result."""
         return self._all_reduce_each(listed(tensors), opts)
@@ -179,7 +174,7 @@ class SharedMemoryGroup(BaseGroup):
 
         return run
 
-    @operation(dist.BroadcastOptions, "tensors|tensor", values=_ROOT)
+    @operation(dist.BroadcastOptions, "tensors|tensor")
     def broadcast(self, tensors: Tensors, opts: Options) -> GroupWork:
         """Copy the root's tensor to every rank."""
         root, runs = opts.rootRank, []
@@ -189,7 +184,7 @@ class SharedMemoryGroup(BaseGroup):
             runs.append(self._run(signature, [tensor], [], lambda c, o, _: c.broadcast(o[0], root)))
         return self._submit(listed(tensors), opts, *runs)
 
-    @operation(dist.ReduceOptions, "tensors|tensor", values=_ROOT | _OP)
+    @operation(dist.ReduceOptions, "tensors|tensor")
     def reduce(self, tensors: Tensors, opts: Options) -> GroupWork:
         """Combine the ranks' tensors; the root gets the result."""
         (tensor,), root = listed(tensors), opts.rootRank
@@ -219,7 +214,7 @@ class SharedMemoryGroup(BaseGroup):
     @operation(AllgatherOptions, "output_tensors", "input_tensors|input_tensor")
     def allgather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> GroupWork:
         """Copy every rank's tensor to every rank; they may differ in size."""
-        outputs, (tensor,) = row(output_lists), listed(inputs)
+        outputs, (tensor,) = listed(output_lists), listed(inputs)
         check_count(self._size, outputs, "output tensors of all_gather")
         return self._submit(outputs, opts, self._all_gather(outputs, tensor))
 
@@ -274,7 +269,7 @@ class SharedMemoryGroup(BaseGroup):
         """Split a flat tensor into equal parts, one for each rank."""
         return flat.split(len(flat) // self._size) if len(flat) else [flat] * self._size
 
-    @operation(dist.GatherOptions, "output_tensors", "input_tensors|input_tensor", values=_ROOT)
+    @operation(dist.GatherOptions, "output_tensors", "input_tensors|input_tensor")
     def gather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> GroupWork:
         """Copy every rank's tensor to the root."""
         (tensor,), root = listed(inputs), opts.rootRank
@@ -289,13 +284,13 @@ class SharedMemoryGroup(BaseGroup):
         """Return the tensors, one for each rank, that the root gives; other ranks give none."""
         if self._rank != root:
             return []
-        tensors = row(given)
+        tensors = listed(given)
         check_count(self._size, tensors, what)
         return tensors
 
     # One tensor for each rank.
 
-    @operation(dist.ScatterOptions, "output_tensors|output_tensor", "input_tensors", values=_ROOT)
+    @operation(dist.ScatterOptions, "output_tensors|output_tensor", "input_tensors")
     def scatter(self, outputs: Tensors, input_lists: TensorLists, opts: Options) -> GroupWork:
         """Copy the i-th tensor of the root to rank i."""
         (output,), root = listed(outputs), opts.rootRank
@@ -306,14 +301,12 @@ class SharedMemoryGroup(BaseGroup):
         run = self._run(signature, [output], inputs, lambda c, o, i: c.scatter(o[0], i, root))
         return self._submit([output], opts, run)
 
-    @operation(
-        dist.ReduceScatterOptions, "output_tensors|output", "input_tensors|input", values=_OP
-    )
+    @operation(dist.ReduceScatterOptions, "output_tensors|output", "input_tensors|input")
     def reduce_scatter(
         self, outputs: Tensors, input_lists: TensorLists, opts: Options
     ) -> GroupWork:
         """Combine the ranks' i-th tensors; rank i gets the result. Sizes may differ by i."""
-        (output,), inputs = listed(outputs), row(input_lists)
+        (output,), inputs = listed(outputs), listed(input_lists)
         check_count(self._size, inputs, "input tensors of reduce_scatter")
         return self._submit([output], opts, self._reduce_scatter(opts.reduceOp, output, inputs))
 
@@ -332,7 +325,7 @@ class SharedMemoryGroup(BaseGroup):
             signature, [output], inputs, lambda c, o, i: c.reduce_scatter(o[0], i, reduction)
         )
 
-    @operation(dist.ReduceScatterOptions, "output|outputTensor", "input|inputTensor", values=_OP)
+    @operation(dist.ReduceScatterOptions, "output|outputTensor", "input|inputTensor")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Options) -> GroupWork:
         """Combine the i-th of equal parts of the ranks' tensors; rank i gets the result."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)

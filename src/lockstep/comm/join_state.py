@@ -32,27 +32,15 @@ class Step(IntEnum):
 
 
 class Announcement(NamedTuple):
-    """The ranks' common next step.
+    """The ranks' common next step."""
 
-    Attributes:
-        active: The ranks that still have data, in ascending order.
-        step: Their next step; THROUGH if there are none.
-        detail: The number that belongs to it.
-    """
-
-    active: Sequence[int]
-    step: Step
-    detail: int
+    active: Sequence[int]  # the ranks that still have data, in ascending order
+    step: Step  # their next step; THROUGH if there are none
+    detail: int  # a mask of engines or a number of elements, depending on the step
 
 
 class JoinState:
     """The state of a group while its ranks' loops may end at different times.
-
-    Attributes:
-        is_active: Whether this rank still has data.
-        mean_divisor: The number of ranks by which sums are divided to get means.
-        last_active: The ranks that had data at the last announcement; after the end of all, the
-            last ranks that had.
 
     Args:
         group: The ranks.
@@ -69,8 +57,11 @@ class JoinState:
         divide_by_active: bool = False,
         throws: bool = False,
     ) -> None:
+        # Whether this rank still has data.
         self.is_active = True
+        # The number of ranks by which sums are divided to get means.
         self.mean_divisor = group.size()
+        # The ranks that had data when any last had.
         self.last_active: Sequence[int] = range(group.size())
         self._group = group
         self._device = device
@@ -100,7 +91,7 @@ class JoinState:
         return [number for bit, number in enumerate(self._members) if mask >> bit & 1]
 
     def call(self, step: Step, detail: int = 0) -> Announcement:
-        """Announce this rank's next step; return that of all. Every rank must call it; it blocks.
+        """Announce this rank's next step; return the common one. All ranks must call it; it blocks.
 
         Raises:
             RuntimeError: If a rank is through, and that is to end the loop for all.
@@ -108,33 +99,33 @@ class JoinState:
         """
         self.is_active = step is not Step.THROUGH
         own = torch.tensor([step, detail], device=self._device)
-        told = [tuple(row.tolist()) for row in all_gather(self._group, own)]
-        active = [rank for rank, row in enumerate(told) if row[0] != Step.THROUGH]
+        gathered = [announced.tolist() for announced in all_gather(self._group, own)]
+        steps = [(Step(kind), number) for kind, number in gathered]
+        active = [rank for rank, (kind, _) in enumerate(steps) if kind is not Step.THROUGH]
         if not active:
             return Announcement(active, Step.THROUGH, 0)
         self.last_active = active
-        if self._throws and len(active) < len(told):
-            through = [rank for rank in range(len(told)) if rank not in active]
+        if self._throws and len(active) < len(steps):
+            through = min(set(range(len(steps))) - set(active))
             raise RuntimeError(
-                f"Rank {through[0]} has exhausted its inputs, which ends the loop on every rank."
+                f"Rank {through} has exhausted its inputs, which ends the loop on every rank."
             )
-        if len({told[rank] for rank in active}) > 1:
-            steps = ", ".join(f"rank {rank}: {Step(told[rank][0]).name}" for rank in active)
+        if len({steps[rank] for rank in active}) > 1:
+            described = ", ".join(f"rank {rank}: {steps[rank][0].name}" for rank in active)
             raise CollectiveFailed(
                 "Ranks that still have data do different things, one after the other, in join(): "
-                f"{steps}. They must run the same model in the same way."
+                f"{described}. They must run the same model in the same way."
             )
         if self._divide_by_active:
             self.mean_divisor = len(active)
-        kind, agreed = told[active[0]]
-        return Announcement(active, Step(kind), agreed)
+        return Announcement(active, *steps[active[0]])
 
-    def follow(self, answer: Announcement) -> None:
+    def follow(self, announcement: Announcement) -> None:
         """Take part, with zeros, in the collective that the others have announced."""
-        zeros = torch.zeros(answer.detail, dtype=torch.float64, device=self._device)
-        if answer.step is Step.GATHER:
+        zeros = torch.zeros(announcement.detail, dtype=torch.float64, device=self._device)
+        if announcement.step is Step.GATHER:
             all_gather(self._group, zeros)
-        elif answer.step is Step.SUM:
+        elif announcement.step is Step.SUM:
             start_all_reduce(self._group, zeros).wait()
 
 
@@ -151,7 +142,7 @@ def join_state_of(group: dist.ProcessGroup) -> JoinState | None:
 
 
 def set_join_state(group: dist.ProcessGroup, state: JoinState | None) -> None:
-    """Have each step of ``group`` be announced to ``state`` from now on; None: no more.
+    """Announce each step of ``group`` to ``state`` from now on; None: no more.
 
     Raises:
         CollectiveFailed: If there is another one already.
@@ -178,10 +169,7 @@ def gather_in_step(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
 
 
 def sum_in_step(group: dist.ProcessGroup, tensor: Tensor) -> None:
-    """Add up ``tensor``, of float64, over the ranks, in place; ranks without data add zeros.
-
-    Every rank that has data must call it, with tensors of one shape; it blocks.
-    """
+    """Add up ``tensor``, of float64, over the ranks, in place, as :func:`gather_in_step`."""
     if (state := join_state_of(group)) is not None:
         state.call(Step.SUM, tensor.numel())
     start_all_reduce(group, tensor.view(-1)).wait()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lockstep.comm.arguments import flattened, put_back
 from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.failures import Deadline
-from lockstep.comm.work import BaseWork, GroupWork, start_thread
+from lockstep.comm.work import BaseWork, start_thread
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
 from lockstep.torch_private import _InferenceMode
 
@@ -26,29 +26,21 @@ from lockstep.torch_private import _InferenceMode
 # are aligned, as its size is a multiple of that of any element.
 HEADER = struct.Struct("<qq32s")
 
-# How often a thread checks its own sources while another thread polls for both.
+# The interval at which a thread checks its own sources while another thread polls for both.
 _CHECK_SECONDS = 0.2
-# How often messages of this rank to itself are looked for, of which no transport tells.
+# The polling interval for messages of this rank to itself, which end no transport's wait.
 _SELF_CHECK_SECONDS = 0.01
 
 
 @dataclass(eq=False)
 class Message:
-    """A message that has arrived.
+    """A message that has arrived."""
 
-    Attributes:
-        source: The rank that sent it.
-        tag: The tag that it was sent with.
-        dtype: The dtype of the tensor that was sent, as text.
-        contents: The tensor's bytes.
-        error: Why the contents could not be received, or None.
-    """
-
-    source: int
+    source: int  # the rank that sent it
     tag: int
-    dtype: str
-    contents: torch.Tensor
-    error: Exception | None = None
+    dtype: str  # that of the tensor that was sent
+    contents: torch.Tensor  # as bytes
+    error: Exception | None = None  # why the contents could not be received
 
     def copy_to(self, tensor: torch.Tensor, sender: int, operation: str) -> None:
         """Write the contents to ``tensor``; errors name ``sender`` and ``operation``.
@@ -82,7 +74,7 @@ class MessageWork(BaseWork):
         finish: Waits up to a number of seconds for the other rank, and returns that rank.
         is_ready: Whether ``finish`` would return at once.
         tensors: The tensors that are received.
-        timeout: How long ``wait()`` waits if it isn't told.
+        timeout: The default of ``wait()``.
     """
 
     def __init__(
@@ -110,11 +102,11 @@ class MessageWork(BaseWork):
 
     def is_completed(self) -> bool:
         """Whether the message was received or taken, or never will be."""
-        with suppress(Exception):  # which wait() raises, too
-            if not self._is_done and not self._is_ready():
-                return False
-        with suppress(Exception):
-            self.wait()
+        if not self._is_done:
+            with suppress(Exception):  # a failure, too, completes it
+                if not self._is_ready():
+                    return False
+            self._complete(None)
         return True
 
     def source_rank(self) -> int:
@@ -147,16 +139,11 @@ class Mailbox(ABC):
 
     Messages of one source and tag are matched in the order in which they were sent, with
     receives in the order in which those were started. Several threads may wait at once: one of
-    them polls, for all. A transport adds :meth:`send` and :meth:`_poll`.
-
-    Args:
-        rank: This rank.
-        members: The ranks of the group as the whole run numbers them, for errors.
+    them polls, for all. ``members`` are the group's ranks as the whole run numbers them.
     """
 
     def __init__(self, rank: int, members: Sequence[int]) -> None:
-        self._rank = rank
-        self._members = members
+        self._rank, self._members = rank, members
         self._changed = threading.Condition()
         self._expected: list[Expected] = []
         self._unclaimed: list[Message] = []
@@ -187,7 +174,7 @@ class Mailbox(ABC):
     ) -> dist.Work:
         """Send ``tensor``, which may be written to again at once."""
         self.send(flattened(tensor), destination, tag)
-        return GroupWork.done([])
+        return MessageWork(lambda _: destination, lambda: True, [], timeout)
 
     def start_receive(
         self, tensor: torch.Tensor, source: int | None, tag: int, timeout: timedelta
@@ -260,24 +247,22 @@ class Mailbox(ABC):
         """Poll until its message has arrived; return whether it has within ``seconds``."""
         deadline = Deadline(seconds)
         while True:
+            left = deadline.left()
             with self._changed:
-                while expected.message is None:
-                    self._check_sources(expected)
-                    if not self._is_polled:
-                        break
-                    if not deadline.left():
-                        return False
-                    self._changed.wait(min(deadline.left(), _CHECK_SECONDS))
                 if expected.message is not None:
                     return True
-                self._is_polled = True
-            left = deadline.left()
-            try:
-                self._poll(left if self._sources(expected) else min(left, _SELF_CHECK_SECONDS))
-            finally:
-                with self._changed:
-                    self._is_polled = False
-                    self._changed.notify_all()
+                self._check_sources(expected)
+                if is_polled := self._is_polled:
+                    self._changed.wait(min(left, _CHECK_SECONDS))
+                else:
+                    self._is_polled = True
+            if not is_polled:
+                try:
+                    self._poll(left if self._sources(expected) else min(left, _SELF_CHECK_SECONDS))
+                finally:
+                    with self._changed:
+                        self._is_polled = False
+                        self._changed.notify_all()
             if not left and expected.message is None:
                 self._check_sources(expected)
                 return False

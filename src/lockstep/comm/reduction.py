@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Bytes of all sources together that are combined at a time: they stay in the core's own cache until
-# the result is written. Half as many cost 2 to 40 % more time, twice as many up to 10 %.
+# The size of a block, all sources together, which stays in the core's own cache until the result is
+# written. Half of it costs 2 to 40 % more time, twice as much up to 10 %.
 _BLOCKS_BYTES = 1024 * 1024
 
 _Combine = Callable[..., Tensor]
@@ -31,19 +31,12 @@ _COMBINE: dict[str, _Combine] = {
 
 
 class Reduction(NamedTuple):
-    """A reduction of ``torch.distributed`` for tensors of one dtype.
+    """A reduction of ``torch.distributed`` for tensors of one dtype."""
 
-    Attributes:
-        name: Its name there, such as ``"SUM"``.
-        combine: The function of two tensors and ``out``.
-        accumulate_in: The dtype to combine in, or None for the tensors' own.
-        factor: Each rank's own values are multiplied by it first (PREMUL_SUM), or None.
-    """
-
-    name: str
-    combine: _Combine
-    accumulate_in: torch.dtype | None
-    factor: float | Tensor | None = None
+    name: str  # its name there, such as "SUM"
+    combine: _Combine  # the function of two tensors and ``out``
+    accumulate_in: torch.dtype | None  # the dtype to combine in; None: the tensors' own
+    factor: float | Tensor | None = None  # by which each rank's values are multiplied first
 
     def into(
         self, target: Tensor, sources: Sequence[Tensor], copies: Sequence[Tensor] = ()
@@ -112,12 +105,10 @@ def reduction_for(op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtyp
     if op == dist.ReduceOp.SUM:  # the most frequent; seven times as fast as the code below
         return _reduction("SUM", dtype)
     if isinstance(op, dist.ReduceOp.RedOpType):
-        kind, factor = op.name, None
-    else:
-        state = cast(tuple[dist.ReduceOp.RedOpType, float | None], op.__getstate__())
-        kind, factor = state[0].name, state[1]
-    reduction = _reduction(kind, dtype)
-    if kind != "PREMUL_SUM":
+        op = dist.ReduceOp(op)
+    kind, factor = cast(tuple[dist.ReduceOp.RedOpType, float | None], op.__getstate__())
+    reduction = _reduction(kind.name, dtype)
+    if reduction.name != "PREMUL_SUM":
         return reduction
     try:
         torch.ones(1, dtype=dtype, device="cpu").mul_(0.5)
@@ -150,13 +141,11 @@ def _reduction(kind: str, dtype: torch.dtype) -> Reduction:
 def sum_sparse(all_gather: Callable[[Tensor], list[Tensor]], mine: Tensor) -> Tensor:
     """Return the sum of the ranks' sparse tensors, taken in rank order, so that bits are equal.
 
-    The group need not be able to sum sparse tensors, which NCCL's can't. All ranks must call it;
-    it blocks.
+    Only elements that are there travel. All ranks must call it; it blocks.
 
     Args:
         all_gather: Returns every rank's tensor, of one shape and dtype, in rank order.
-        mine: This rank's tensor: coalesced, in COO layout. Ranks may hold different elements, and
-            different numbers of them.
+        mine: This rank's tensor: coalesced, in COO layout. Ranks may hold different elements.
     """
     indices, values = mine.indices().T, mine.values()
     counts = [int(n) for n in all_gather(torch.tensor([len(values)], device=values.device))]

@@ -28,17 +28,14 @@ from lockstep.comm.threads.ranks import of_this_rank
 from lockstep.errors import CollectiveFailed
 from lockstep.torch_private import _InferenceMode
 
-# How often the queue's own thread looks for calls that it has seen before. Calls don't wake it:
-# that takes 50 us, and most calls are waited for sooner than it looks.
+# The interval at which the queue's own thread looks for calls that it has seen before. Calls don't
+# wake it: that takes 50 us, and most calls are waited for within the interval.
 _GRACE_SECONDS = 0.02
-# How often it looks without finding a call before it ends: 5 seconds.
+# The number of looks without a call after which the thread ends: 5 seconds.
 _MAX_IDLE_LOOKS = 250
-
-# How long a thread that waits for its call leaves another thread to carry it out, before it looks
-# again whether it is done.
+# The interval at which a thread that waits for its call tries to carry it out itself.
 _PATIENCE_SECONDS = 0.002
-
-# How many works, with results of at most how many bytes, are kept for torch's C++ after Python has
+# The number of works, and the size of their results, that are kept for torch's C++ after Python has
 # dropped them. See GroupWork.__del__.
 _MAX_DROPPED = 16
 _MAX_DROPPED_BYTES = 4096
@@ -56,12 +53,7 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
 
 @uncompiled
 class BaseWork(dist.Work):
-    """The outcome of one operation, as a Work that torch.distributed returns to the caller.
-
-    Args:
-        results: The tensors that hold the result.
-        timeout: How long the operation may wait for other ranks.
-    """
+    """The outcome of one operation, as a Work that torch.distributed returns to the caller."""
 
     _error: Exception | None = None
     _is_done = False
@@ -121,11 +113,12 @@ class BaseWork(dist.Work):
         """A future of the tensors; it fails with a RuntimeError of the error's name and text."""
         self._is_taken = True
         with self._lock:
-            is_first = self._is_there is None
-            if self._is_there is None:
+            if is_first := self._is_there is None:
                 self._is_there = torch.futures.Future()
                 self._future = self._is_there.then(self._outcome)
-        if is_first:
+        if is_first and self._is_done:
+            self._tell()
+        elif is_first:
             self._hurry()
         return self._future
 
@@ -151,8 +144,7 @@ class GroupWork(BaseWork):
         self, queue: WorkQueue, runs: Sequence[Run], results: Sequence[Tensor], timeout: timedelta
     ) -> None:
         super().__init__(results, timeout)
-        self._queue = queue
-        self._runs = runs
+        self._queue, self._runs = queue, runs
 
     def __del__(self) -> None:
         # Torch's C++ may still hold this work, as DDP's reducer does in torch's join(): without the
@@ -160,16 +152,9 @@ class GroupWork(BaseWork):
         # seen, so the last works whose result Python hasn't taken are kept.
         # Shown by test_a_work_that_only_cpp_has_can_be_waited_for.
         if not self._is_taken:
-            if sum(each.nbytes for each in self._results) > _MAX_DROPPED_BYTES:
+            if sum(each.numel() * each.itemsize for each in self._results) > _MAX_DROPPED_BYTES:
                 self._results = []
             self._queue.dropped.append(self)
-
-    @classmethod
-    def done(cls, results: Sequence[Tensor]) -> GroupWork:
-        """Return a work that is complete."""
-        work = cls(WorkQueue(timedelta(0)), [], results, timedelta(0))
-        work._is_done = work._is_taken = True
-        return work
 
     def _complete(self, timeout: timedelta | None) -> None:
         self._queue.carry_out_until(self, timeout)
@@ -177,14 +162,11 @@ class GroupWork(BaseWork):
     def is_completed(self) -> bool:
         """Whether it was carried out, or failed."""
         if not self._is_done:
-            self._queue.hurry()
+            self._hurry()
         return self._is_done
 
     def _hurry(self) -> None:
-        if self._is_done:
-            self._tell()
-        else:
-            self._queue.hurry()
+        self._queue.hurry()
 
     def carry_out(self, timeout: timedelta | None) -> None:
         """Do the work, with the queue's lock held; :meth:`tell` is to follow without it."""
@@ -223,11 +205,8 @@ class WorkQueue:
 
     Any thread may submit and wait. See Note [Who carries out a call].
 
-    Attributes:
-        num_submitted: The number of calls so far.
-
     Args:
-        timeout: How long a call may wait for other ranks, unless it says otherwise.
+        timeout: The default for how long a call may wait for other ranks.
         give_up: Called if a call ends halfway because of an error of this rank alone: the other
             ranks are at another exchange then, and must not take the next call for this one.
             Shown by test_a_rank_that_fails_halfway_spoils_no_later_sum.
@@ -245,10 +224,8 @@ class WorkQueue:
         self._is_closed = False
         # Held while a call is carried out. Reentrant for calls of a signal handler.
         self._carrying_out = threading.RLock()
-        # The thread that is in the middle of a call.
-        self._runner: int | None = None
-        # The queue's own thread.
-        self._thread: threading.Thread | None = None
+        self._runner: int | None = None  # the thread that is in the middle of a call
+        self._thread: threading.Thread | None = None  # the queue's own
         self._thread_lock = threading.Lock()
         self._is_watched = False
         self._is_urgent = threading.Event()

@@ -1,16 +1,49 @@
-"""A word for libraries that train models: how they come to use lockstep.
+"""Use of lockstep in libraries that train models.
 
-Most need none: what they wrap in torch's DistributedDataParallel by name may be wrapped in
-:class:`lockstep.DistributedDataParallel`, which is one, and they use the process group that
-:func:`lockstep.init` has made before them. Nothing of this package is imported unless asked for.
+Most need nothing from here: wrap the model in :class:`lockstep.DistributedDataParallel`, which is a
+subclass of torch's, after :func:`lockstep.init` has made the process group.
 
 - Accelerate, Transformers' Trainer: :func:`replace_torch_ddp`.
 - Lightning's Trainer: :class:`lockstep.integrations.lightning.LockstepStrategy`.
 - Fabric: :class:`lockstep.integrations.fabric.LockstepStrategy`.
-- Ray Train: ``TorchConfig(backend="shm")``, and our wrapper instead of
-  ``prepare_model``.
+- Ray Train: ``TorchConfig(backend="shm")``, and our wrapper instead of ``prepare_model``.
 """
 
-from lockstep.integrations.replacement import replace_torch_ddp
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+import lockstep.nn
 
 __all__ = ["replace_torch_ddp"]
+
+
+@contextlib.contextmanager
+def replace_torch_ddp() -> Iterator[None]:
+    """Let ``torch.nn.parallel.DistributedDataParallel`` be lockstep's for as long as this lasts.
+
+    For libraries that look the class up there when they wrap a model, as Accelerate does, and with
+    it Transformers' Trainer. Models that they have wrapped remain as they are afterwards. ::
+
+        from lockstep.integrations import replace_torch_ddp
+
+        lockstep.init()  # before Accelerator() or TrainingArguments(), to use its process group
+        accelerator = Accelerator()
+        with replace_torch_ddp():
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+        with replace_torch_ddp():
+            trainer.train()
+
+    It holds for all threads of the process.
+    """
+    theirs = torch.nn.parallel.DistributedDataParallel
+    ours = lockstep.nn.DistributedDataParallel
+    torch.nn.parallel.DistributedDataParallel = ours  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.nn.parallel.DistributedDataParallel = theirs  # type: ignore[misc]

@@ -27,18 +27,17 @@ class LineSplitter:
     """
 
     def __init__(self, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        # The chunks of the unfinished line, joined once at its end. If they were joined at each
-        # chunk, a line of a megabyte would be copied and searched again for every few bytes.
+        # Of the unfinished line; joined once at its end, as a join for each chunk would copy and
+        # search a line of a megabyte again for every few bytes.
         self._chunks: list[bytes] = []
         self._num_bytes = 0
         self._max_line_bytes = max_line_bytes
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add ``data`` to the stream; return the pieces that it completes."""
-        pieces: list[bytes] = []
-        if end := max(data.rfind(b"\n"), data.rfind(b"\r")) + 1:
-            # Not beyond the last line's end: there the pattern would retry from each byte.
-            pieces = _PIECE.findall(self._take() + data[:end])
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        # Not beyond the last line's end: there the pattern would retry from each byte.
+        pieces: list[bytes] = _PIECE.findall(self._take() + data[:end]) if end else []
         self._chunks.append(data[end:])
         self._num_bytes += len(data) - end
         if self._num_bytes >= self._max_line_bytes:
@@ -108,10 +107,6 @@ class Console:
     The reader of the launcher's output may stop reading: a pager, or a terminal after Ctrl-S.
     So that a blocked write doesn't keep the launcher from being ended, a write waits for room
     and for a signal, and all output is dropped once a signal came while there was no room.
-
-    Args:
-        log_files: The descriptor of each rank's log file; empty if none are kept.
-        signals: Where an ending signal arrives.
     """
 
     def __init__(self, log_files: dict[int, int], signals: SignalPipe) -> None:
@@ -127,7 +122,7 @@ class Console:
     def feed(self, rank: int, destination: int, data: bytes, *, show_prompt: bool) -> None:
         """Write the lines that ``data``, of a rank's stdout (1) or stderr (2), completes.
 
-        No data is the stream's end. A prompt, which is a line without an end, is shown on request.
+        No data is the stream's end. A prompt is a line without an end.
         """
         splitter = self._splitters[rank, destination]
         pieces = splitter.feed(data) if data else splitter.finish()

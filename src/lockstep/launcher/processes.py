@@ -60,12 +60,8 @@ def fork() -> int:
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send this process the signal ``number`` when its parent ends.
-
-    Linux alone offers it. Elsewhere only the guardian ends the ranks of a killed launcher.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    """Have the kernel, if it is Linux, send this process ``number`` when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:  # it ended before the request
         os._exit(128 + number)
 
@@ -102,8 +98,12 @@ def adopt_orphans() -> None:
 
     So a process that a rank started remains a descendant, even in another session.
     """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def children() -> list[int]:
@@ -117,12 +117,10 @@ def sweep(*, spare: Collection[int], grace_seconds: float) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + grace_seconds
         asked: set[int] = set()
-        while left := _descendants(spare):
+        while (left := _descendants(spare)) and time.monotonic() < deadline:
             for pid in left - asked:
                 send_signal(pid, number)
             asked |= left
-            if time.monotonic() > deadline:
-                break
             time.sleep(_POLL_SECONDS)
 
 
@@ -176,7 +174,11 @@ class Guardian:
                 os.closerange(1, os.sysconf("SC_OPEN_MAX"))
                 fill_standard_descriptors()
                 if os.read(0, 1) != _GOODBYE:
-                    _end_groups(groups)
+                    for group in groups:
+                        send_signal(-group, signal.SIGKILL)
+                    for _ in range(2):  # twice: one may have been starting another
+                        for pid in _leftovers(groups):
+                            send_signal(pid, signal.SIGKILL)
             finally:  # never return into the caller's code
                 os._exit(0)
         os.close(listening)
@@ -187,14 +189,6 @@ class Guardian:
             os.write(self._lifeline, _GOODBYE)
         os.close(self._lifeline)
         reap(self.pid)
-
-
-def _end_groups(groups: Collection[int]) -> None:
-    for group in groups:
-        send_signal(-group, signal.SIGKILL)
-    for _ in range(2):  # twice: one may have been starting another
-        for pid in _leftovers(groups):
-            send_signal(pid, signal.SIGKILL)
 
 
 def _leftovers(groups: Collection[int]) -> Iterator[int]:

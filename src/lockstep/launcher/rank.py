@@ -1,12 +1,10 @@
-"""A rank, from the fork that makes it to its exit code; and the program that it runs.
+"""A rank, from its fork to its exit code, and the program that it runs.
 
 A rank is forked from the supervisor, which has imported torch, but to the program it must look
-like a fresh interpreter: with a process group, signal handlers, a standard input, streams and
-random numbers of its own. When the program is over, :func:`run_rank` returns, and the
-interpreter ends as it always does: it waits for threads and runs exit handlers.
-
-``runpy`` would run most programs, but puts the launcher's ``__main__`` back when the script ends
-or raises, before its exit handlers and threads are done with theirs.
+like a fresh interpreter, with a process group, signal handlers, streams and random numbers of its
+own. After the program, :func:`run_rank` returns, and the interpreter waits for threads and runs
+exit handlers as always. ``runpy`` would restore the launcher's ``__main__`` before those are done
+with the program's.
 """
 
 from __future__ import annotations
@@ -34,6 +32,14 @@ from lockstep.launcher.job import Call, Job, Module, Program, Script, no_such_mo
 from lockstep.launcher.processes import end_with_parent
 
 REPORT_LENGTH_BYTES = 8
+_NO_INPUT = (
+    "Rank {rank} has no standard input to read from. Give it that of 'lockstep run' by the option "
+    "--stdin {rank}; by default rank 0 has it, if it is a terminal."
+)
+_CALL_NO_INPUT = (
+    "Rank {rank} has no standard input to read from, as it is a process of launch(). For a "
+    "breakpoint use launch(..., ranks='threads'), or a script and 'lockstep run --stdin {rank}'."
+)
 
 
 class RankStart(NamedTuple):
@@ -108,11 +114,19 @@ def _move(descriptor: int, number: int) -> None:
 
 
 def _run(program: Program, rank: int, reads_stdin: bool) -> Report:
+    is_call = isinstance(program, Call)
+    hint = (
+        "; the error's attribute traceback has them" if is_call else "; --full-traceback shows them"
+    )
     try:
-        result = _execute(program)
+        result = _call(program) if isinstance(program, Call) else None
+        if isinstance(program, Module):
+            _run_module(program)
+        elif isinstance(program, Script):
+            _run_script(program)
     except SystemExit as error:
-        code = exit_code_of(error, of_function=isinstance(program, Call))
-        return Report(time.monotonic(), code, tell(error, _hint(program)) if code else None)
+        code = exit_code_of(error, of_function=is_call)
+        return Report(time.monotonic(), code, tell(error, hint) if code else None)
     except KeyboardInterrupt:
         return Report(time.monotonic(), 128 + signal.SIGINT)
     except BaseException as error:  # all that ends the program is reported
@@ -120,28 +134,18 @@ def _run(program: Program, rank: int, reads_stdin: bool) -> Report:
         if isinstance(error, BadLaunch) and program_frames(error.__traceback__) is None:
             return Report(time.monotonic(), 2, advice=str(error))
         if not reads_stdin and _wanted_input(error):
-            error.add_note(_no_input(rank, program))
+            error.add_note((_CALL_NO_INPUT if is_call else _NO_INPUT).format(rank=rank))
         if isinstance(error, AttributeError) and error.name in ("no_sync", "join"):
             error.add_note(
                 "A model that was given to lockstep.parallelize() has no methods but its own: "
                 f"write 'with lockstep.{error.name}(model):'. Those of torch's wrapper are in "
                 "lockstep.DistributedDataParallel(model)."
             )
-        report = Report(time.monotonic(), 1, tell(error, _hint(program)))
+        report = Report(time.monotonic(), 1, tell(error, hint))
         sys.last_value = error  # as Python has it while it runs exit handlers
         sys.excepthook(type(error), error, error.__traceback__)
         return report
     return Report(time.monotonic(), 0, result=result)
-
-
-def _execute(program: Program) -> bytes | None:
-    if isinstance(program, Call):
-        return _call(program)
-    if isinstance(program, Module):
-        _run_module(program)
-    else:
-        _run_script(program)
-    return None
 
 
 def _call(program: Call) -> bytes:
@@ -250,29 +254,10 @@ def _replace_first_path_entry(directory: str | None) -> None:
         sys.path[:1] = [] if directory is None else [directory]
 
 
-def _hint(program: Program) -> str:
-    if isinstance(program, Call):
-        return "; the error's attribute traceback has them"
-    return "; --full-traceback shows them"
-
-
 def _wanted_input(error: BaseException) -> bool:
     """Whether ``error`` is raised by ``input()`` or a debugger on an empty standard input."""
     is_from_input = isinstance(error, EOFError) and error.args == ("EOF when reading a line",)
     return is_from_input or type(error).__name__ == "BdbQuit"
-
-
-def _no_input(rank: int, program: Program) -> str:
-    if isinstance(program, Call):
-        return (
-            f"Rank {rank} has no standard input to read from, as it is a process of launch(). For "
-            "a breakpoint use launch(..., ranks='threads'), or a script and 'lockstep run --stdin "
-            f"{rank}'."
-        )
-    return (
-        f"Rank {rank} has no standard input to read from. Give it that of 'lockstep run' by the "
-        f"option --stdin {rank}; by default rank 0 has it, if it is a terminal."
-    )
 
 
 def _send(report: Report, descriptor: int) -> None:

@@ -1,8 +1,7 @@
 """Modules whose replicas stay in step, and the means that they are trained on."""
 
-from lockstep.nn.average import average_gradients
 from lockstep.nn.distributed import DistributedDataParallel
-from lockstep.nn.mean import mean
+from lockstep.nn.mean import average_gradients, mean
 from lockstep.nn.parallel_state import accumulate, no_sync
 from lockstep.nn.parallelize import join, parallelize, sync_buffers
 from lockstep.nn.replicas import (

@@ -41,7 +41,7 @@ from lockstep.nn.parallelize import (
     release,
 )
 from lockstep.nn.wrapper import Wrapper
-from lockstep.torch_private import _as_overlapped_optim, tree_map_only
+from lockstep.torch_private import tree_map_only
 from lockstep.world import group_or_all, init
 
 if TYPE_CHECKING:  # what is overridden takes and has other types
@@ -50,14 +50,14 @@ else:
     _TorchDDP = nn.parallel.DistributedDataParallel
 
 
-# Methods of torch's reducer that trainers call around a forward or backward, if the backward whose
-# gradients are to be reduced isn't of the last forward. Here all depends on the backward alone.
-# Its other methods are missing.
+# Methods of torch's reducer that trainers call, or torch's methods that are inherited. Other than
+# torch's, ours needs no preparation, and a backward that doesn't reduce all gradients raises.
 _REDUCER = SimpleNamespace(
     prepare_for_forward=lambda: None,
     prepare_for_backward=lambda tensors: None,
     _rebuild_buckets=lambda: False,
     _delay_all_reduce=lambda: None,
+    _check_reducer_finalized=lambda: None,
 )
 
 
@@ -67,8 +67,11 @@ class DistributedDataParallel(
     Joinable,
     inherits=(
         "_active_ddp_module",
+        "_check_reducer_finalized",
         "_get_active_ddp_module",
         "_get_data_parallel_params",
+        "_register_fused_optim",
+        "_set_ddp_sink_clone",
         "_set_params_and_buffers_to_ignore_for_model",
         "train",
         "will_sync_module_buffers",
@@ -247,12 +250,6 @@ class DistributedDataParallel(
     def _set_static_graph(self) -> None:
         self.static_graph = True
 
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Accept it: outputs are never cloned."""
-
-    def _check_reducer_finalized(self) -> None:
-        """Accept it: a backward that doesn't reduce all that it has to raises."""
-
     def _remove_autograd_hooks(self) -> None:
         release(self)
 
@@ -297,14 +294,11 @@ class DistributedDataParallel(
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         kind = dist.BuiltinCommHookType
-        check_type(
-            "comm_hook_type", comm_hook_type, kind, "a torch.distributed.BuiltinCommHookType"
-        )
-        hooks = {
-            kind.ALLREDUCE: default_hooks.allreduce_hook,
-            kind.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-        }
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+        wanted = "a torch.distributed.BuiltinCommHookType"
+        check_type("comm_hook_type", comm_hook_type, kind, wanted)
+        is_half = comm_hook_type == kind.FP16_COMPRESS
+        hook = default_hooks.fp16_compress_hook if is_half else default_hooks.allreduce_hook
+        self.register_comm_hook(self.process_group, hook)
 
     def _register_buffer_comm_hook(
         self,
@@ -328,11 +322,6 @@ class DistributedDataParallel(
         if self.process_group is not None:
             buffers = self.modules_buffers if bufs is None else bufs
             broadcast_tensors(self.process_group, buffers, source=authoritative_rank)
-
-    def _register_fused_optim(
-        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
-    ) -> None:
-        _as_overlapped_optim(optim, optim_params, args, kwargs).register_ddp(self)
 
     # Loops of different lengths
 
@@ -449,24 +438,21 @@ class DistributedDataParallel(
                 "This DistributedDataParallel has a process group of its own, which can't be "
                 "pickled. Pickle its module, or its state_dict()."
             )
-        return self._state()
+        return {**self.__dict__, "process_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become parallel again, among the ranks of ``lockstep.init()``."""
-        self._restore(state, init().process_group)
+        self._become_copy({**state, "process_group": init().process_group})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         """A wrapper around a copy of the model, over the same group."""
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied._restore(copy.deepcopy(self._state(), memo), self.process_group)
+        memo[id(self.process_group)] = self.process_group
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied._become_copy(copy.deepcopy(self.__dict__, memo))
         return copied
 
-    def _state(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "process_group"}
-
-    def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        nn.Module.__setstate__(self, {**state, "process_group": group})
+    def _become_copy(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)
         self._attach(is_copy=True)
 
 

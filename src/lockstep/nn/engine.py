@@ -10,13 +10,14 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Collection, Sequence
+from itertools import compress
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import Announcement, all_gather_bytes, any_rank, broadcast_tensors, uncompiled
+from lockstep.comm import Announcement, any_rank, broadcast_tensors, uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import MIB, Reducer, gradient_dtype
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
@@ -29,7 +30,7 @@ _dtype_of = operator.attrgetter("dtype")
 
 
 class _BackwardSync(Protocol):
-    """The methods of :class:`lockstep.nn.backward.BackwardSync` that engines call."""
+    """The methods of :class:`lockstep.nn.backward.BackwardSync` that are called on engines' own."""
 
     def add(self, engine: Engine, *, is_copy: bool) -> int: ...
     def remove(self, engine: Engine) -> None: ...
@@ -78,25 +79,24 @@ class Engine:
     parameter's hooks.
 
     Attributes:
-        process_group: As given.
-        backward_sync: As given.
+        process_group, backward_sync: As given.
         is_syncing: Whether backwards reduce gradients; without, they add up.
         is_stale: Whether the module may have other parameters by now. Then :meth:`refresh` is
             called before the next forward or backward.
         num_backwards: The number of backwards in which it has reduced gradients.
-        num_backwards_stepped: ``num_backwards`` when an optimizer of its parameters last stepped.
+        num_backwards_stepped: ``num_backwards`` at the last step of an optimizer of its parameters.
         number: Its number among its group's engines, the same on every rank; 0 for a copy that has
             not been trained yet.
-        parameters: The parameters whose gradients it reduces.
+        parts: The module and all modules in it.
+        parameters, devices: The parameters whose gradients it reduces, and their devices.
         sees_nested_tasks: Whether there have been backwards inside of backwards.
         sums_in_backward: Whether its backwards have other collectives of the same group.
-        devices: The devices of its parameters.
         reducer: Reduces its gradients.
         buffers: Exchanges its buffers.
 
     Args:
         module: The module, the same on every rank.
-        group: The process group of its replicas, of several ranks.
+        group: The process group of its replicas.
         options: How they are kept alike.
         inner: Modules in it that have engines of their own.
         backward_sync: Begins and ends backwards, for all engines of the group.
@@ -124,6 +124,7 @@ class Engine:
         )
         self.sees_nested_tasks = False
         self._module = weakref.ref(module)
+        self.parts: weakref.WeakSet[nn.Module] = weakref.WeakSet(module.modules())
         self._inner = weakref.WeakSet(inner)
         self._options = options
         self._cap_bytes = int(options.bucket_cap_mb * MIB)
@@ -151,8 +152,10 @@ class Engine:
         self.parameters = [parameter for _, parameter in named]
         self._trained = {id(parameter): parameter for parameter in self.parameters}
         self._dtypes = [*map(_dtype_of, self.parameters)]
-        self._description = self._describe(module)
-        self._frozen = [p for _, p in own if not p.requires_grad and _can_be_trained(p)]
+        self._description = _describe(own, module)
+        self._frozen = [
+            p for _, p in own if not p.requires_grad and (p.is_floating_point() or p.is_complex())
+        ]
         reducer = Reducer(
             named,
             self.process_group,
@@ -167,19 +170,10 @@ class Engine:
         self.devices = {parameter.device for parameter in self.parameters}
         self._hang_hooks()
 
-    def _describe(self, module: nn.Module) -> tuple[object, ...]:
-        """Identity, requires_grad and dtype of own parameters, and names of buffers."""
-        own = [(id(p), p.requires_grad, gradient_dtype(p)) for _, p in self._own_parameters(module)]
-        return own, [name for name, _ in module.named_buffers()]
-
     def _own_parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         others = {id(p) for part in self._inner for p in part.parameters()}
-        ignored = self._options.ignored
-        return [
-            (name, p)
-            for name, p in module.named_parameters()
-            if id(p) not in others and name not in ignored
-        ]
+        named = module.named_parameters()
+        return [(n, p) for n, p in named if id(p) not in others and n not in self._options.ignored]
 
     def _hang_hooks(self) -> None:
         self.detach()
@@ -219,8 +213,8 @@ class Engine:
 
     def mark_ready(self, parameter: torch.Tensor) -> None:
         """A gradient has come in the backward that is reduced."""
+        self._pending.parameters.append(parameter)
         self.flush_pending()
-        self._pending.threshold = self.reducer.mark_ready([parameter])
 
     def flush_pending(self) -> None:
         """Tell the reducer of pending gradients."""
@@ -260,22 +254,21 @@ class Engine:
         module = self.module
         if module is None:
             return
-        known = self._names
         own = self._own_parameters(module)
-        trained = [id(p) for _, p in own if p.requires_grad]
-        if self._describe(module) == self._description:
+        if _describe(own, module) == self._description:
             return
         if not self.number:
             self.buffers.look(module, self._inner)
             self._take(module, self.reducer)
             return
+        trained = {id(p): name for name, p in own if p.requires_grad}
         try:
             check_same_model(module, self.process_group, left_out=self._options.left_alone(module))
         except ModelMismatch as error:
             error.add_note("They were the same when they were made parallel, but changed since.")
             raise
         except CollectiveFailed as error:
-            new = [name for name, p in own if id(p) not in self._trained and p.requires_grad]
+            new = [name for key, name in trained.items() if key not in self._trained]
             gone = [self._names[key] for key in self._trained if key not in trained]
             error.add_note(
                 "This rank wanted to compare its model with the others', as it has changed since "
@@ -286,10 +279,10 @@ class Engine:
         old_buffers = set(self.buffers.named())
         self.buffers.look(module, self._inner)
         more = [b for name, b in self.buffers.named().items() if name not in old_buffers]
-        added = {name: p.detach() for name, p in own if id(p) not in known}
+        added = {name: p.detach() for name, p in own if id(p) not in self._names}
         before = [p.clone() for p in added.values()] if self.backward_sync.is_running() else []
         broadcast_tensors(self.process_group, [*more, *added.values()])
-        self._reduce_removed(set(trained))
+        self._reduce_removed(trained)
         self._take(module, self.reducer)
         if before:
             self._check_same_before(added, before)
@@ -312,16 +305,15 @@ class Engine:
 
     def _reduce_removed(self, trained: Collection[int]) -> None:
         """Reduce accumulated gradients of parameters that are not trained any more."""
-        going = [(self._names[key], key) for key in self._trained if key not in trained]
-        mine = bytes(self.reducer.is_unreduced(self._trained[key]) for _, key in going)
+        going = [
+            (self._names[key], parameter)
+            for key, parameter in self._trained.items()
+            if key not in trained
+        ]
         if not going:
             return
-        everyones = all_gather_bytes(self.process_group, mine, self.parameters[0].device)
-        named = [
-            (name, self._trained[key])
-            for (name, key), *flags in zip(going, *everyones, strict=True)
-            if any(flags)
-        ]
+        is_unreduced = [self.reducer.is_unreduced(parameter) for _, parameter in going]
+        named = [*compress(going, any_rank(self.process_group, is_unreduced))]
         if named:
             last = Reducer(named, self.process_group, cap_bytes=self._cap_bytes)
             last.take_over(self.reducer)
@@ -345,11 +337,8 @@ class Engine:
         self.reducer.begin(launch_order, copies_early=copies_early)
         self._pending.task, self._pending.threshold = task, 1
         if sees_graph and not self.sees_nested_tasks:
-            self.reducer.mark_unused(
-                parameter
-                for parameter in self.reducer.unused_parameters
-                if not is_reached(parameter)
-            )
+            unused = self.reducer.unused_parameters
+            self.reducer.mark_unused(p for p in unused if not is_reached(p))
 
     def finish_backward(self) -> CollectiveFailed | None:
         """Finish the reduction; return the error to raise if it failed on another rank.
@@ -374,10 +363,10 @@ class Engine:
 
     def end_backward(self) -> None:
         """The backward is over, or has failed."""
-        self._pending.task = None
-        for parameter in self._pending.parameters:
-            self.reducer.mark_accumulated(parameter)
-        self._pending.parameters.clear()
+        pending = self._pending
+        pending.task = None
+        while pending.parameters:
+            self.reducer.mark_accumulated(pending.parameters.pop())
         self.reducer.give_up()
 
     def drop_reduced_gradients(self) -> None:
@@ -393,6 +382,12 @@ class Engine:
         return [*(parameter for _, parameter in own), *self.buffers.named().values()]
 
 
+def _describe(own: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> tuple[object, ...]:
+    """Identity, requires_grad and dtype of own parameters, and names of buffers."""
+    parameters = [(id(p), p.requires_grad, gradient_dtype(p)) for _, p in own]
+    return parameters, [name for name, _ in module.named_buffers()]
+
+
 def with_sparse_gradients(module: nn.Module) -> set[int]:
     """Return the id() of each parameter of ``module`` whose gradients are sparse."""
     tables = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
@@ -404,10 +399,6 @@ def _sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
     norms = [vars(part) for part in module.modules() if isinstance(part, _BatchNorm)]
     groups = [norm["process_group"] for norm in norms if "process_group" in norm]
     return any((dist.group.WORLD if own is None else own) is group for own in groups)
-
-
-def _can_be_trained(parameter: torch.Tensor) -> bool:
-    return parameter.is_floating_point() or parameter.is_complex()
 
 
 class _Pending:

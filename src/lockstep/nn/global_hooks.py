@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,10 +43,6 @@ _STEPS_IN = sys.modules[Optimizer.__module__].__file__
 _lock = threading.RLock()
 # In the order in which they were made.
 _engines: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()
-# The engines of each module's parameters.
-_engines_of: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Engine]] = (
-    weakref.WeakKeyDictionary()
-)
 # How often an engine was watched or unwatched.
 _num_changes = 0
 # The global hooks that are hung, by the function that hangs them.
@@ -69,9 +65,7 @@ def watch(engine: Engine) -> None:
             _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
         _engines[engine] = None
         _num_changes += 1
-        if engine.module is not None:
-            _watch_parts(engine, engine.module)
-            _names_by_form.setdefault(_form_of(engine.parameters), type(engine.module).__name__)
+        _names_by_form.setdefault(_form_of(engine.parameters), type(engine.module).__name__)
 
 
 def unwatch(engine: Engine) -> None:
@@ -81,8 +75,6 @@ def unwatch(engine: Engine) -> None:
         _engines.pop(engine, None)
         _names_by_form.pop(_form_of(engine.parameters), None)
         _num_changes += 1
-        for engines in _engines_of.values():
-            engines.discard(engine)
 
 
 def _hang(register: Any, hook: Any) -> None:
@@ -108,9 +100,9 @@ def _form_of(parameters: Iterable[torch.Tensor]) -> frozenset[tuple[object, int]
     return frozenset(Counter((p.shape, p.dtype) for p in parameters if p.requires_grad).items())
 
 
-def _watch_parts(engine: Engine, module: nn.Module) -> None:
-    for part in module.modules():
-        _engines_of.setdefault(part, weakref.WeakSet()).add(engine)
+def _engines_of(module: nn.Module) -> list[Engine]:
+    with _lock:
+        return [engine for engine in _engines if module in engine.parts]
 
 
 @uncompiled
@@ -119,11 +111,10 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
         return  # a buffer that was there before, as many forwards set them
     if isinstance(module, _TorchDDP) and not isinstance(module, Wrapper):
         _refuse_second_reduction(value)
-    with _lock:
-        for engine in list(_engines_of.get(module, ())):
-            if isinstance(value, nn.Module):
-                _watch_parts(engine, value)
-            mark_stale(engine)
+    for engine in _engines_of(module):
+        if isinstance(value, nn.Module):
+            engine.parts.update(value.modules())
+        mark_stale(engine)
 
 
 def _refuse_second_reduction(value: object) -> None:
@@ -146,10 +137,9 @@ def _refuse_second_reduction(value: object) -> None:
 
 @uncompiled
 def _refresh_stale(module: nn.Module, _: object) -> None:
-    with _lock:
-        stale = [engine for engine in _engines_of.get(module, ()) if engine.is_stale]
-    for engine in stale:
-        engine.refresh()  # without the lock, as it waits for the other ranks
+    for engine in _engines_of(module):
+        if engine.is_stale:
+            engine.refresh()  # without the lock, as it waits for the other ranks
     with _lock:
         if not any(engine.is_stale for engine in _engines):
             handle = _handles.pop((hooks.register_module_forward_pre_hook, _refresh_stale), None)
@@ -164,7 +154,7 @@ def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
     It gathers gradients in the context, calls no hook of a parameter, and its backward can't be
     noticed. A forward in such a context can.
     """
-    if not torch.is_grad_enabled() or not _engines_of.get(module):
+    if not torch.is_grad_enabled() or not _engines_of(module):
         return
     from torch.distributed import autograd  # which RPC has imported
 
@@ -180,20 +170,12 @@ def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
     )
 
 
-class _Stepped:
+class _Stepped(NamedTuple):
     """The engines of an optimizer's parameters, with ``num_backwards`` when it last stepped."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._num_known = len(parameters), _num_changes
-        self.num_backwards = weakref.WeakKeyDictionary(
-            {engine: engine.num_backwards_stepped for engine in engines_with(parameters)}
-        )
-
-    def is_current(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's parameters still have the same engines."""
-        num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-        return self._num_known == (num_parameters, _num_changes)
+    # The number of its parameters, and _num_changes: if they change, it may have other engines.
+    known: tuple[int, int]
+    num_backwards: weakref.WeakKeyDictionary[Engine, int]
 
 
 _stepped: weakref.WeakKeyDictionary[Optimizer, _Stepped] = weakref.WeakKeyDictionary()
@@ -204,12 +186,13 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # a closure, which runs the backward within the step
     stepped = _stepped.get(optimizer)
-    if stepped is None or not stepped.is_current(optimizer):
+    known = sum(len(group["params"]) for group in optimizer.param_groups), _num_changes
+    if stepped is None or stepped.known != known:
         before = stepped.num_backwards if stepped is not None else {}
-        stepped = _stepped[optimizer] = _Stepped(optimizer)
-        known = stepped.num_backwards
-        known.update({engine: number for engine, number in before.items() if engine in known})
-        if not known:
+        engines = engines_with(_parameters_of(optimizer))
+        numbers = {engine: before.get(engine, engine.num_backwards_stepped) for engine in engines}
+        stepped = _stepped[optimizer] = _Stepped(known, weakref.WeakKeyDictionary(numbers))
+        if not engines:
             _warn_of_copy(optimizer)
         if _is_in_a_step():
             return  # of an optimizer that has others inside, whose own hook ran before
@@ -227,12 +210,16 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         stepped.num_backwards[engine] = engine.num_backwards_stepped = engine.num_backwards
 
 
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _warn_of_copy(optimizer: Optimizer) -> None:
     """Warn if ``optimizer`` seems to train a copy of a parallel model that isn't parallel.
 
     ``copy.deepcopy`` and ``pickle`` make plain models, as an EMA or a checkpoint wants them.
     """
-    form = _form_of(p for group in optimizer.param_groups for p in group["params"])
+    form = _form_of(_parameters_of(optimizer))
     with _lock:
         name = _names_by_form.get(form)
         if name is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import torch
@@ -43,8 +43,8 @@ class UnevenLoop:
         throws: bool,
     ) -> None:
         self._engines: list[Engine] = []
-        # From the first backward of others that this rank takes part in.
-        self._own_gradients: list[_OwnGradients] = []
+        # Restore this rank's gradients, from the first backward of others that it takes part in.
+        self._restore: list[Callable[[], None]] = []
         self._group = group
         self._join_state = None
         if group is not None and group.size() > 1:
@@ -93,12 +93,6 @@ class UnevenLoop:
             )
         self._join_state.add(engine.number for engine in engines)
 
-    def announce(self, step: Step, engines: Sequence[Engine]) -> None:
-        """Announce this rank's next step with ``engines``."""
-        if self._join_state is not None:
-            numbers = [engine.number for engine in engines]
-            self._join_state.call(step, self._join_state.mask(numbers))
-
     def follow(self, done: set[Engine] | None = None) -> Step:
         """Take part in the next step of the ranks that still have data, and return it.
 
@@ -114,7 +108,7 @@ class UnevenLoop:
         numbers = self._join_state.unmask(announcement.detail)
         engines = [engine for engine in self._engines if engine.number in numbers]
         if step is Step.BEGIN and engines:
-            self._own_gradients = self._own_gradients or [*map(_OwnGradients, self._engines)]
+            self._restore = self._restore or [*map(_own_gradients, self._engines)]
             for engine in self._engines:
                 engine.drop_reduced_gradients()
         if step in (Step.BEGIN, Step.END) and engines:
@@ -125,9 +119,9 @@ class UnevenLoop:
 
     def close(self) -> None:
         """End announcements; this rank's gradients are those of its last step again."""
-        for own in self._own_gradients:
-            own.restore()
-        self._own_gradients = []
+        for restore in self._restore:
+            restore()
+        self._restore = []
         if self._group is not None:
             set_join_state(self._group, None)
         for engine in self._engines:
@@ -143,80 +137,71 @@ class UnevenLoop:
             broadcast_tensors(self._group, tensors, source=self._join_state.last_active[0])
 
 
-class _OwnGradients:
-    """The gradients of a rank that is through, which takes part in others' reductions with zeros.
+def _own_gradients(engine: Engine) -> Callable[[], None]:
+    """Save the gradients of a rank that is through, and return a function that restores them.
 
-    They are restored in the end: an optimizer of this rank has stepped with them already, or
-    zero_grad() has reset them, and the other ranks' last gradients would be added to its next step.
-    Gradients that were yet to be reduced have been reduced along with the others' and are gone.
-    Shown by test_gradients_of_a_rank_that_is_through_are_its_own.
+    It takes part in others' reductions with zeros, and an optimizer of this rank has stepped with
+    its own gradients already, or zero_grad() has reset them: the other ranks' last gradients would
+    be added to its next step. Gradients that were yet to be reduced have been reduced along with
+    the others' and are gone. Shown by test_gradients_of_a_rank_that_is_through_are_its_own.
     """
+    num_backwards, is_unreduced = engine.num_backwards, engine.reducer.has_unreduced
+    gradients = [
+        (p, None if p.grad is None or is_unreduced else p.grad.clone()) for p in engine.parameters
+    ]
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._num_backwards = engine.num_backwards
-        self._is_unreduced = engine.reducer.has_unreduced
-        self._gradients = [
-            (p, None if p.grad is None or self._is_unreduced else p.grad.clone())
-            for p in engine.parameters
-        ]
-
-    def restore(self) -> None:
-        if not self._is_unreduced or self._engine.num_backwards > self._num_backwards:
-            for parameter, gradient in self._gradients:
+    def restore() -> None:
+        if not is_unreduced or engine.num_backwards > num_backwards:
+            for parameter, gradient in gradients:
                 parameter.grad = gradient
 
+    return restore
 
-class JoinedModels:
+
+class _JoinedModels(UnevenLoop):
     """The models of one group in torch's Join context, which may join other things too.
 
     There an iteration begins with the first model's forward, and is over for a model when its
     gradients have been reduced, or else when the next iteration begins.
     """
 
-    def __init__(self, group: dist.ProcessGroup, loop: UnevenLoop) -> None:
-        self._group = group
-        self._loop = loop
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, divide_by_active: bool
+    ) -> None:
+        super().__init__([], group, device, divide_by_active=divide_by_active, throws=False)
         # Each model's engines, with their number of backwards when the iteration began.
         self._models: list[tuple[list[Engine], int]] = []
         self._done: set[Engine] = set()
         self._has_begun = False
-        loop.__enter__()
 
     def has(self, engines: Sequence[Engine]) -> bool:
-        """Whether the model of ``engines`` is one of them."""
         return any(known == list(engines) for known, _ in self._models)
 
     def add(self, engines: Sequence[Engine]) -> None:
-        """Add one more model."""
-        self._models.append((list(engines), 0))
-        self._loop.add(engines)
+        if engines:
+            self._models.append((list(engines), 0))
+        super().add(engines)
 
     def begin_iteration(self) -> None:
         """The first model's forward begins."""
         counted = [(engines, sum(e.num_backwards for e in engines)) for engines, _ in self._models]
-        if self._has_begun:
+        if self._has_begun and self._join_state is not None:
             for (engines, now), (_, before) in zip(counted, self._models, strict=True):
                 if now == before:
-                    self._loop.announce(Step.NOTHING, engines)
+                    mask = self._join_state.mask([engine.number for engine in engines])
+                    self._join_state.call(Step.NOTHING, mask)
         self._models, self._has_begun = counted, True
 
-    def follow(self, engines: Sequence[Engine]) -> None:
+    def follow_iteration(self, engines: Sequence[Engine]) -> None:
         """Take part until the others are through with that model's part of the iteration."""
         while not self._done.issuperset(engines):
-            if self._loop.follow(self._done) is Step.THROUGH:
+            if self.follow(self._done) is Step.THROUGH:
                 break
         self._done.difference_update(engines)
 
-    def end(self, engines: Sequence[Engine]) -> None:
-        """All are through: take the last model."""
-        _joined.pop(self._group, None)
-        self._loop.close()
-        self._loop.take_last_model(engines)
-
 
 # Weakly: the join hooks hold them, and torch's Join context those.
-_joined: weakref.WeakValueDictionary[dist.ProcessGroup, JoinedModels] = (
+_joined: weakref.WeakValueDictionary[dist.ProcessGroup, _JoinedModels] = (
     weakref.WeakValueDictionary()
 )
 
@@ -236,28 +221,31 @@ class DDPJoinHook(JoinHook):
         super().__init__()
         self._model = model
         self._engines = engines
-        self._models: JoinedModels | None = None
-        group = model.join_process_group
+        self._models: _JoinedModels | None = None
+        self._group = group = model.join_process_group
         if not engines or group is None:
             return
         models = _joined.get(group)
         if models is None or models.has(engines):  # an earlier context was left with an error
             set_join_state(group, None)
-            device = model.join_device
-            loop = UnevenLoop([], group, device, divide_by_active=divide_by_active, throws=False)
-            models = _joined[group] = JoinedModels(group, loop)
+            models = _joined[group] = _JoinedModels(
+                group, model.join_device, divide_by_active=divide_by_active
+            )
+            models.__enter__()
         models.add(engines)
         self._models = models
 
     def main_hook(self) -> None:
         """Take part in an iteration of the ranks that are not through."""
         if self._models is not None:
-            self._models.follow(self._engines)
+            self._models.follow_iteration(self._engines)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All are through: take the last model."""
         if self._models is not None:
-            self._models.end(self._engines)
+            _joined.pop(self._group, None)
+            self._models.close()
+            self._models.take_last_model(self._engines)
         _leave_join(self._model)
 
 

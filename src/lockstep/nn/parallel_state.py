@@ -132,15 +132,7 @@ def set_state(owner: nn.Module, state: ParallelState, previous: ParallelState | 
 
 
 def state_of(module: nn.Module) -> ParallelState:
-    """Return the state of a parallel module.
-
-    Args:
-        module: As given to parallelize(), a wrapper, or the module in one.
-
-    Raises:
-        TypeError: If it is no module.
-        ModelError: If the module isn't parallel.
-    """
+    """Return the state of a wrapper, the module in one, or a module given to parallelize()."""
     check_module(module)
     state = find_state(module) or find_state_around(module)
     if state is None:
@@ -232,7 +224,7 @@ _scaling = threading.Lock()
 
 
 def _batches_of(rank: int) -> list[_Batch]:
-    """Return the batches of which that thread may have a part of the micro-batches."""
+    """Return the batches of that thread that have several micro-batches."""
     batches = [state.batch for state in all_states()]
     return [batch for batch in batches if batch.rank == rank and batch.is_open()]
 
@@ -252,15 +244,11 @@ def count_micro_batch(
     It is called in the backward of a mean, before any gradient of this backward is computed.
 
     Args:
-        count: The number of samples, or their weight, of the mean; of all ranks.
+        count: The weight of all ranks' samples in the mean.
         goes_on: The number of ranks that had gradients of earlier micro-batches.
         rank: The thread that took the mean. Autograd may have another one for its backward.
         has_samples: Whether this rank has any of the samples.
-        is_backward: Whether gradients are accumulated, as they aren't in
-            ``torch.autograd.grad()``.
-
-    Raises:
-        ValueError: If it is one of two means over different numbers in one backward.
+        is_backward: Whether gradients are accumulated; not so in ``torch.autograd.grad()``.
     """
     batches = _batches_of(rank) if is_backward or has_samples else []
     if has_samples:  # there may be other models, with other batches or none

@@ -197,13 +197,11 @@ def attach(
 ) -> None:
     """Keep ``module`` in step with its replicas for as long as ``owner`` lives.
 
-    Every rank must call it. If it ``is_copy``, only those ranks must that train the copy.
-
-    Modules in it that are parallel already, over this group or another, stay as they are. If it is
-    in a wrapper already, ``owner`` takes the place of that wrapper.
+    Every rank must call it; of a copy of a parallel model, only the ranks that train the copy.
+    Parts that are parallel already, over this group or another, stay as they are.
 
     Args:
-        owner: ``module`` itself, or a wrapper around it.
+        owner: ``module`` itself, or a wrapper, which takes the place of one that it is in already.
         module: The model.
         group: The ranks; None if this rank is alone.
         options: How to keep it in step.

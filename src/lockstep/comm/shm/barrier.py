@@ -16,12 +16,12 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, get_args
 
 from lockstep.comm.failures import Deadline, named
 from lockstep.comm.shm.sockets import wait_for
 from lockstep.comm.transport import FINGERPRINT_BYTES, Failure, Signature, encoded
-from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout, PeerLost
+from lockstep.errors import CollectiveFailed, PeerLost
 
 # A rank polls this often before it sleeps. Being woken costs 35 us, a poll 0.5 us and one that
 # yields the core 1 us, so polling costs at most 0.2 ms.
@@ -42,9 +42,7 @@ _MESSAGE_BYTES = 8192
 # to the end of its program after this barrier, and then all others arrive very soon.
 _LAST_COMER_SECONDS = 0.3
 
-FAILURES: dict[str, type[Failure]] = {
-    kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, CollectiveMismatch)
-}
+FAILURES: dict[str, type[Failure]] = {kind.__name__: kind for kind in get_args(Failure)}
 
 
 class Fault(NamedTuple):

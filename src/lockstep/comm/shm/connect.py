@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.failures import Deadline
-from lockstep.comm.shm.memory import map_segment
+from lockstep.comm.failures import Deadline, named
+from lockstep.comm.shm.memory import Segment, map_segment
 from lockstep.comm.shm.sockets import receive_from, send_message, shut_down, wait_for
 from lockstep.errors import RendezvousFailed
 
@@ -220,24 +220,37 @@ class _Handshake:
         return int(other) if hmac.compare_digest(secret, self._secret) and is_rank else None
 
 
-def connect(store: dist.Store, rank: int, size: int, slots: int, timeout: float) -> dict[int, Peer]:
+def connect(
+    store: dist.Store, rank: int, size: int, num_slot_bytes: int, timeout: float
+) -> tuple[torch.Tensor, dict[int, Peer]]:
     """Connect to every other rank of the group; every one of them must call it.
 
     Args:
         store: A store that is this group's alone.
         rank: This rank.
         size: The number of ranks.
-        slots: The descriptor of this rank's slots, which is sent to all others.
+        num_slot_bytes: The size of the memory for slots that this rank shares with the others.
         timeout: The seconds until the last rank must have come.
+
+    Returns:
+        This rank's slots, as bytes, and its peers by rank.
 
     Raises:
         RendezvousFailed: If not all ranks come, or one can't be reached.
+        SharedMemoryFull: If there is no memory for the slots.
     """
     peers: dict[int, Peer] = {}
     try:
-        _Handshake(store, rank, size, slots, Deadline(timeout)).run(peers)
+        segment, slots = Segment.create(num_slot_bytes)
+        try:
+            _Handshake(store, rank, size, segment.descriptor, Deadline(timeout)).run(peers)
+        finally:
+            segment.close()
     except BaseException as error:
-        give_up(store, rank, error)
+        # The others are not to wait for this rank.
+        with suppress(RuntimeError):
+            if not store.check([_GIVEN_UP]):
+                store.set(_GIVEN_UP, f"rank {rank} could not join: {error}")
         for peer in peers.values():
             peer.close()
         if isinstance(error, RendezvousFailed) or not isinstance(error, OSError | RuntimeError):
@@ -247,20 +260,12 @@ def connect(store: dist.Store, rank: int, size: int, slots: int, timeout: float)
                 f"Rank {rank} of {size} can't share memory with the others: {error}. Raise the "
                 "limit on open files (ulimit -n)."
             ) from error
-        absent = sorted(set(range(size)) - set(peers) - {rank})
+        absent = named(sorted(set(range(size)) - set(peers) - {rank})).lower()
         raise RendezvousFailed(
-            f"Rank {rank} of {size} waited up to {timeout:g} s for rank"
-            f"{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} to share memory "
-            f"with it: {error}. See whether they started, and whether all ran as one user."
+            f"Rank {rank} of {size} waited up to {timeout:g} s for {absent} to share memory with "
+            f"it: {error}. See whether they started, and whether all ran as one user."
         ) from error
-    return peers
-
-
-def give_up(store: dist.Store, rank: int, error: BaseException) -> None:
-    """Tell the others that ``rank`` won't connect, and why, so that they don't wait for it."""
-    with suppress(RuntimeError):
-        if not store.check([_GIVEN_UP]):
-            store.set(_GIVEN_UP, f"rank {rank} could not join: {error}")
+    return slots, peers
 
 
 def _close(sockets: list[socket.socket]) -> None:

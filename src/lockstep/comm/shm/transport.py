@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.shm.barrier import Fault, SocketBarrier, farewell
-from lockstep.comm.shm.connect import connect, give_up
+from lockstep.comm.shm.connect import connect
 from lockstep.comm.shm.mailbox import SocketMailbox
 from lockstep.comm.shm.memory import Segment, map_segment
 from lockstep.comm.shm.sockets import receive_message, send_message
@@ -69,21 +69,13 @@ class ShmTransport(Transport):
     ) -> None:
         members = list(members or range(size))
         super().__init__(rank, members)
-        try:
-            slots, memory = Segment.create(2 * self.slot_bytes)
-        except SharedMemoryFull as error:
-            give_up(store, rank, error)
-            raise
-        try:
-            peers = connect(store, rank, size, slots.descriptor, timeout)
-        finally:
-            slots.close()
+        slots, peers = connect(store, rank, size, 2 * self.slot_bytes, timeout)
         self._peers = peers
         sockets = {members[r]: peers[r].barrier for r in sorted(peers)}
         self._barrier = SocketBarrier(self._name, sockets, members)
         self.mailbox = SocketMailbox(self, {r: peer.mailbox for r, peer in peers.items()})
         # By rank and number, the mapped segments of others, and this rank's slots.
-        self._mapped = {(rank, 0): memory, **{(r, 0): peer.slots for r, peer in peers.items()}}
+        self._mapped = {(rank, 0): slots, **{(r, 0): peer.slots for r, peer in peers.items()}}
         self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
         # This rank's other segments, by number, and their numbers by address.
         self._own: dict[int, Segment] = {}
