@@ -114,8 +114,8 @@ class GradientsElsewhere:
     ) -> tuple[Gradients, Gradients]:
         """The gradients still to be added of a process whose backward is over.
 
-        For each parameter the gradient, unless it has been added, and its further part: see
-        ``Derived`` for ``are_in_place`` and ``others``.
+        They are for each parameter the gradient, unless it has been added, and its further part.
+        The arguments are the process's number and results of ``Worker.backward``.
         """
         first: Gradients = []
         later: Gradients = []

@@ -25,7 +25,7 @@ from lockstep.nn.replicas.group import Replica, num_replicas, this_replica
 from lockstep.nn.replicas.local_replica import Arguments, Ends
 from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, version_of
 from lockstep.nn.replicas.nested import tensors_in
-from lockstep.nn.replicas.worker_main import GRACE_SECONDS, Call, Derived
+from lockstep.nn.replicas.worker_main import GRACE_SECONDS, Call
 from lockstep.nn.replicas.worker_threads import Modes, Outcome, is_interruption, values_of
 from lockstep.world import allocator_environment
 
@@ -79,7 +79,7 @@ class WorkerProcess:
         self._timeout = timeout
         self._channel.set_timeout(timeout)
         with self._reporting_loss():
-            self._channel.send_packed(packed)
+            self._channel.send(packed)
 
     def receive(self) -> Any:
         """Answer the process's requests, in this thread; return its answer."""
@@ -344,7 +344,7 @@ class RemoteCall:
         self._processes = processes
         self._number, self._num_dropped = call.number, len(call.dropped)
         self._results: Any = None
-        self._derived: Derived | None = None
+        self._derived: tuple[Any, ...] = ()
         if call.modes.grad:
             weakref.finalize(self, worker.dropped.append, call.number).atexit = False
 
@@ -361,7 +361,7 @@ class RemoteCall:
 
     def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
         """Let the process run its backward."""
-        self._derived = None
+        self._derived = ()
         own = [None if gradient is None else gradient.detach() for gradient in d_outputs]
         self._processes.send(self.worker, _request("backward", self._number, own, keep_graph))
         return ()
@@ -372,13 +372,12 @@ class RemoteCall:
 
     def take_gradients(self) -> tuple[Gradients, Gradients, Gradients]:
         """The gradients of the parameters and of the inputs, and further parts of the first."""
-        derived, self._derived = self._derived, None
-        if derived is None:  # it has failed
+        derived, self._derived = self._derived, ()
+        if not derived:  # it has failed
             return [], [], []
-        first, later = self._processes.gradients.rest(
-            self.worker.index - 1, derived.in_place, derived.others
-        )
-        return first, derived.of_inputs, later
+        are_left, others, of_inputs = derived
+        first, later = self._processes.gradients.rest(self.worker.index - 1, are_left, others)
+        return first, of_inputs, later
 
     def free_graph(self) -> None:
         """The process has done it."""
