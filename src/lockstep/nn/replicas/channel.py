@@ -88,7 +88,7 @@ class Channel:
         self._theirs: dict[torch.device, torch.Tensor] = {}
 
     def set_timeout(self, seconds: float) -> None:
-        """Let :meth:`send_packed` and :meth:`receive` raise TimeoutError after that time."""
+        """Let :meth:`send` and :meth:`receive` raise TimeoutError after that time."""
         self._socket.settimeout(seconds)
 
     def close(self) -> None:
@@ -113,16 +113,13 @@ class Channel:
             self.send(Error.of(error, with_traceback=not self._is_caller))
 
     def send(self, value: object) -> None:
-        """Send ``value``, which can be pickled.
+        """Send ``value``, which can be pickled, or is packed already.
 
         Raises:
             OSError: If the other end is gone.
             Exception: What pickling raises; then nothing was sent.
         """
-        self.send_packed(Packed(value))
-
-    def send_packed(self, packed: Packed) -> None:
-        """Send a value that is packed already; see :meth:`send`."""
+        packed = value if isinstance(value, Packed) else Packed(value)
         on_device: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in packed.tensors:
             on_device.setdefault(tensor.device, []).append(tensor)

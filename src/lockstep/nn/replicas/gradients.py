@@ -1,10 +1,10 @@
 """The replicas' gradients: their sum, and the shared memory where processes leave theirs.
 
-A process copies each gradient to shared memory as soon as it comes, while it still is in the CPU's
-cache. On the CPU it also sets a flag there, so that the caller, once its own backward is over, adds
-up the gradients that are there while other processes still compute. The order of a sum doesn't
-depend on the timing: first the caller's gradient, then those that the processes left, in their
-order, and then, in the same order, further parts that came after a gradient was left.
+A process copies each gradient to shared memory as soon as it is computed, while it still is in the
+CPU's cache, and sets a flag there. Once its own backward is over, the caller adds up the gradients
+that are flagged while other processes still compute. The order of a sum doesn't depend on the
+timing: first the caller's gradient, then those in shared memory in the order of the processes, and
+then, in the same order, further parts of gradients that were computed after the first.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class GradientsElsewhere:
     ) -> tuple[Gradients, Gradients]:
         """The gradients still to be added of a process whose backward is over.
 
-        For each parameter the gradient, unless it has been added, and its further part: see
-        ``Derived`` for ``are_in_place`` and ``others``.
+        They are for each parameter the gradient, unless it has been added, and its further part.
+        The arguments are the process's number and results of ``Worker.backward``.
         """
         first: Gradients = []
         later: Gradients = []

@@ -61,7 +61,7 @@ class Replica:
 
 
 class ReplicaSums:
-    """The sums that replicas of one call make while they run, as ``lockstep.mean`` does.
+    """The sums of the replicas of one call, such as those of ``lockstep.mean``.
 
     A replica that has returned or failed takes part with zeros: the others don't wait for it.
     """

@@ -1,4 +1,4 @@
-"""Copies of a module that share all but their tensors with it, and those tensors."""
+"""Copies of a module with tensors of their own, and the state of the module to copy."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ModuleCopy:
 
 
 class ModuleState(NamedTuple):
-    """What a module consists of at the time of a call.
+    """The submodules and tensors of a module at the time of a call.
 
     Attributes:
         parts: It and its submodules.

@@ -83,19 +83,17 @@ def _set_fields(value: Any, fields: Mapping[Any, object]) -> None:
         assign(value, name, child)
 
 
-def leaves(value: object) -> Iterator[tuple[Path, object]]:
-    """All leaves of a nesting, each with its path."""
-    return _leaves(value, (), frozenset())
-
-
-def _leaves(value: object, path: Path, above: frozenset[int]) -> Iterator[tuple[Path, object]]:
+def leaves(
+    value: object, path: Path = (), above: frozenset[int] = frozenset()
+) -> Iterator[tuple[Path, object]]:
+    """All leaves of a nesting, each with its path; ``above`` are the containers around it."""
     inside = children(value)
     if inside is None:
         yield path, value
     elif id(value) not in above:  # an object may refer to its own container
         above |= {id(value)}
         for key, child in inside.items():
-            yield from _leaves(child, (*path, key), above)
+            yield from leaves(child, (*path, key), above)
 
 
 def name_of(path: Path) -> str:

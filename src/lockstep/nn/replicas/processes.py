@@ -1,4 +1,4 @@
-"""The processes of a module's replicas, and calls of them, as their caller has them."""
+"""Replicas in processes, on the caller's side: their processes, and the calls of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.nn.replicas.group import Replica, num_replicas, this_replica
 from lockstep.nn.replicas.local_replica import Arguments, Ends
 from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, version_of
 from lockstep.nn.replicas.nested import tensors_in
-from lockstep.nn.replicas.worker_main import GRACE_SECONDS, Call, Derived
+from lockstep.nn.replicas.worker_main import GRACE_SECONDS, Call
 from lockstep.nn.replicas.worker_threads import Modes, Outcome, is_interruption, values_of
 from lockstep.world import allocator_environment
 
@@ -55,9 +55,8 @@ class WorkerProcess:
         self.index, self.device = index, devices[index]
         self.dropped: list[int] = []
         self.changed: list[int] = []
-        # Of the parameters that it has copies of, which those on the module's device are not.
-        self._parameter_versions: list[object] = []
-        self._buffer_versions: list[object] = []
+        # Of the buffers, and of the parameters, unless it shares them.
+        self._versions: list[object] = []
         self._is_home = self.device == devices[0]
         self._timeout = 0.0  # until it is set
         mine, its = socket.socketpair()
@@ -80,7 +79,7 @@ class WorkerProcess:
         self._timeout = timeout
         self._channel.set_timeout(timeout)
         with self._reporting_loss():
-            self._channel.send_packed(packed)
+            self._channel.send(packed)
 
     def receive(self) -> Any:
         """Answer the process's requests, in this thread; return its answer."""
@@ -109,30 +108,23 @@ class WorkerProcess:
                 "starts new ones."
             ) from error
 
-    def has(self, state: ModuleState) -> None:
-        """Note that the process has the values of all parameters and buffers."""
-        self._buffer_versions = list(state.versions)
+    def will_have(self, state: ModuleState) -> tuple[list[int], list[int]]:
+        """Note that it is sent the state; return the indices of changed parameters and buffers."""
         copied = [] if self._is_home else state.parameters
-        self._parameter_versions = [version_of(parameter) for parameter in copied]
+        before, self._versions = self._versions, [*state.versions, *map(version_of, copied)]
+        pairs = enumerate(zip(before, self._versions, strict=False))
+        new, count = [i for i, (old, now) in pairs if old != now], len(state.buffers)
+        return [i - count for i in new if i >= count], [i for i in new if i < count]
 
     def has_unknown_values(self) -> None:
-        """Note that the process may have other values."""
-        self._buffer_versions = [None] * len(self._buffer_versions)
-        self._parameter_versions = [None] * len(self._parameter_versions)
+        """Note that it may have other values."""
+        self._versions = [None] * len(self._versions)
 
     def has_changed(self, buffers: list[int]) -> None:
         """Note that a call has changed buffers."""
         self.changed = buffers
         for index in buffers:
-            self._buffer_versions[index] = None
-
-    def missing(self, state: ModuleState) -> tuple[list[int], list[int]]:
-        """The indices of the parameters and buffers that it is to be sent."""
-        before = self._parameter_versions, self._buffer_versions
-        self.has(state)
-        now = self._parameter_versions, self._buffer_versions
-        parameters, buffers = map(_differing, before, now)
-        return parameters, buffers
+            self._versions[index] = None
 
     def kill(self) -> None:
         """End it now."""
@@ -149,10 +141,6 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait()
-
-
-def _differing(before: Sequence[object], now: Sequence[object]) -> list[int]:
-    return [i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
 
 
 def _end(workers: Sequence[WorkerProcess], owner: int) -> None:
@@ -220,7 +208,7 @@ class ReplicaProcesses:
             for packed in (tensors, modules):
                 self.ask(packed, timeout=max(self._timeout, _START_SECONDS))
         for worker in self.workers:
-            worker.has(state)
+            worker.will_have(state)
         self._snapshot = ModuleSnapshot(state)
 
     def ask(self, messages: Sequence[Packed], *, timeout: float = 0) -> list[Any]:
@@ -249,7 +237,7 @@ class ReplicaProcesses:
         number, count, modes = next(self._numbers), 1 + len(arguments), Modes.here()
         calls, messages = [], []
         for worker, own in zip(self.workers, arguments, strict=False):
-            parameters, buffers = worker.missing(state)
+            parameters, buffers = worker.will_have(state)
             message = Call(
                 number,
                 Replica(worker.index, count, num_replicas(), spans_processes=True, sums=None),
@@ -324,19 +312,19 @@ class ReplicaProcesses:
 
     @contextmanager
     def noting_changes(self, *, has_called: bool = True) -> Iterator[None]:
-        """Take note of what a call, or a backward, changes."""
+        """Note the changes that a call, or a backward, makes to the module and the processes."""
         is_over = not has_called
         try:
             yield
             is_over = True
         finally:
-            # What replicas do to containers is no news: the first one has the module's own.
+            # The first replica fills the module's own containers: that doesn't change the module.
             self._snapshot.ignore_lengths()
             for worker in () if is_over else self.workers:
                 worker.has_unknown_values()
 
     def changed_buffers(self, more: Collection[int], count: int) -> dict[int, list[torch.Tensor]]:
-        """The first ``count`` processes' values of ``more`` buffers, and of those changed there."""
+        """The values, in ``count`` processes, of the buffers that one has changed, and ``more``."""
         called = self.workers[:count]
         wanted = sorted(set(more).union(*(worker.changed for worker in called)))
         answers = self.ask([_request("buffers", wanted)] * count) if wanted else ()
@@ -356,7 +344,7 @@ class RemoteCall:
         self._processes = processes
         self._number, self._num_dropped = call.number, len(call.dropped)
         self._results: Any = None
-        self._derived: Derived | None = None
+        self._derived: tuple[Any, ...] = ()
         if call.modes.grad:
             weakref.finalize(self, worker.dropped.append, call.number).atexit = False
 
@@ -373,7 +361,7 @@ class RemoteCall:
 
     def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
         """Let the process run its backward."""
-        self._derived = None
+        self._derived = ()
         own = [None if gradient is None else gradient.detach() for gradient in d_outputs]
         self._processes.send(self.worker, _request("backward", self._number, own, keep_graph))
         return ()
@@ -384,13 +372,12 @@ class RemoteCall:
 
     def take_gradients(self) -> tuple[Gradients, Gradients, Gradients]:
         """The gradients of the parameters and of the inputs, and further parts of the first."""
-        derived, self._derived = self._derived, None
-        if derived is None:  # it has failed
+        derived, self._derived = self._derived, ()
+        if not derived:  # it has failed
             return [], [], []
-        first, later = self._processes.gradients.rest(
-            self.worker.index - 1, derived.in_place, derived.others
-        )
-        return first, derived.of_inputs, later
+        are_left, others, of_inputs = derived
+        first, later = self._processes.gradients.rest(self.worker.index - 1, are_left, others)
+        return first, of_inputs, later
 
     def free_graph(self) -> None:
         """The process has done it."""

@@ -14,6 +14,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -76,8 +77,9 @@ class Replicas:
                     calls += self._processes.call(state, method, arguments[1:])
                 calls[:0] = self._local_calls(module, state, method, arguments)
                 inputs = [t for own in arguments for t in tensors_in(own) if t.requires_grad]
-                call = _Call(calls, state.parameters, inputs, self._workers, self._lock)
-                call.processes = self._processes
+                call = _Call(
+                    calls, state.parameters, inputs, self._workers, self._lock, self._processes
+                )
                 results = _with_backward(call)
             if self._averages_buffers:
                 self._average_buffers(state.buffers, len(arguments))
@@ -114,52 +116,39 @@ class Replicas:
             write_mean(buffers[index], of_replicas)
 
 
+@dataclass(eq=False, repr=False)
 class _Call:
-    """A call of all replicas, made of the ``calls`` of each, as a function of tensors.
+    """A call of all replicas, made of the calls of each, as a function of tensors."""
 
-    These are the module's parameters, and the inputs that require a gradient. ``lock`` is held
-    while the replicas run.
-
-    Attributes:
-        results: The results of the replicas, with tensors that nobody else has.
-        processes: Those of all replicas but the first, if they have any.
-    """
+    calls: Sequence[ReplicaCall | RemoteCall]
+    parameters: list[torch.Tensor]
+    inputs: list[torch.Tensor]  # those that require a gradient
+    workers: WorkerThreads
+    lock: AbstractContextManager[bool]  # held while the replicas run
+    processes: ReplicaProcesses | None = None  # of all replicas but the first, if they have any
+    # The results of the replicas, with tensors that nobody else has, and the number of these.
+    results: list[Any] = field(default_factory=list)
+    num_outputs: list[int] = field(default_factory=list)
+    homes: Sequence[torch.device] = ()  # of the parameters in the forward
 
     # The replicas' graphs are part of that of a derivative, and so not to be freed by a backward,
     # but when nobody has them any more. Shown by test_a_loss_and_its_gradient_in_one_backward.
     _shares_graph = False
 
-    processes: ReplicaProcesses | None = None
-
-    def __init__(
-        self,
-        calls: Sequence[ReplicaCall | RemoteCall],
-        parameters: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        workers: WorkerThreads,
-        lock: AbstractContextManager[bool],
-    ) -> None:
-        self.parameters, self.inputs = parameters, inputs
-        self.results: list[Any] = []
-        self._calls = calls
-        self._num_outputs: list[int] = []
-        self._homes = [parameter.device for parameter in parameters]
-        self._workers = workers
-        self._lock = lock
-
     def forward(self) -> Sequence[tuple[torch.Tensor, bool]]:
         """Call all; return the tensors in ``results``, and for each if it requires a gradient."""
+        self.homes = [parameter.device for parameter in self.parameters]
         self._run_forwards()
         outputs = []
-        for call in self._calls:
+        for call in self.calls:
             results, tensors = call.take_results()
             self.results.append(results)
-            self._num_outputs.append(len(tensors))
+            self.num_outputs.append(len(tensors))
             outputs += [(tensor, tensor.requires_grad) for tensor in tensors]
         return outputs
 
     def _run_forwards(self) -> None:
-        tasks = [self._on_devices(call, call.forward) for call in self._calls]
+        tasks = [self._on_devices(call, call.forward) for call in self.calls]
         self._run(as_replicas(tasks, in_processes=self.processes is not None))
 
     def _on_devices(
@@ -167,7 +156,7 @@ class _Call:
     ) -> Callable[[], None]:
         """``task`` on the call's device; that of a process may receive tensors of any."""
         is_remote = isinstance(call, RemoteCall)
-        for device in {own.device for own in self._calls} if is_remote else (call.device,):
+        for device in {own.device for own in self.calls} if is_remote else (call.device,):
             task = on_device(device, task)
         return task
 
@@ -175,12 +164,12 @@ class _Call:
         self, tasks: Sequence[Callable[[], None]], meanwhile: Callable[[], None] = nothing
     ) -> None:
         if self.processes is None:
-            outcomes = self._workers.run(tasks, meanwhile)
+            outcomes = self.workers.run(tasks, meanwhile)
         else:
             with self.processes.ended_by_errors():
-                outcomes = self._workers.run(tasks, meanwhile, interrupted=self.processes.kill)
+                outcomes = self.workers.run(tasks, meanwhile, interrupted=self.processes.kill)
                 self.processes.check(outcomes[0])
-        values_of(outcomes, [call.device for call in self._calls])
+        values_of(outcomes, [call.device for call in self.calls])
 
     def backward(self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool) -> Gradients:
         """Run the backward of all; return the gradients of ``parameters`` and ``inputs``."""
@@ -188,8 +177,8 @@ class _Call:
         taken: list[tuple[Gradients, ...]] = []
         keeps = keep_graph or self._shares_graph
         with ExitStack() as entered:
-            entered.enter_context(self._lock)
-            entered.enter_context(self._workers.sharing())
+            entered.enter_context(self.lock)
+            entered.enter_context(self.workers.sharing())
             if self.processes is not None:
                 self.processes.check_alive()
                 self.processes.gradients.begin()
@@ -197,11 +186,11 @@ class _Call:
             try:
                 ends = [
                     call.start_backward(own, keep_graph=keep_graph)
-                    for call, own in zip(self._calls, self._split(d_outputs), strict=True)
+                    for call, own in zip(self.calls, self._split(d_outputs), strict=True)
                 ]
                 tasks: list[Callable[[], None]] = []
                 elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
-                for call, own_ends in zip(self._calls, ends, strict=True):
+                for call, own_ends in zip(self.calls, ends, strict=True):
                     if isinstance(call, RemoteCall):
                         tasks.append(self._on_devices(call, call.receive_gradients))
                     elif call.device.type == "cpu" or self.processes is not None:
@@ -216,26 +205,26 @@ class _Call:
                     # of the other accelerators.
                     run_backward(elsewhere, keeps)
                     if self.processes is not None:
-                        taken.append(self._calls[0].take_gradients())
+                        taken.append(self.calls[0].take_gradients())
                         self.processes.gradients.add_those_there(taken[0][0])
 
                 self._run(tasks, meanwhile)
             finally:
                 # Also those of a backward that failed: the next one is not to have them.
-                taken += [call.take_gradients() for call in self._calls[len(taken) :]]
+                taken += [call.take_gradients() for call in self.calls[len(taken) :]]
         if not keep_graph:
             self._free_graphs()
         parts = [own[0] for own in taken] + [own[2] for own in taken if len(own) > 2]
-        sums = add_up(parts, self._homes)
+        sums = add_up(parts, self.homes)
         return [*sums, *(gradient for own in taken for gradient in own[1])]
 
     def _split(self, d_outputs: Sequence[torch.Tensor | None]) -> list[Gradients]:
         """The gradients of each replica's outputs."""
         given = iter(d_outputs)
-        return [list(itertools.islice(given, count)) for count in self._num_outputs]
+        return [list(itertools.islice(given, count)) for count in self.num_outputs]
 
     def _free_graphs(self) -> None:
-        for call in self._calls:
+        for call in self.calls:
             call.free_graph()
 
     def derivative(
@@ -246,20 +235,20 @@ class _Call:
             return self._derivative_of_processes(d_outputs, keep_graph=keep_graph)
         calls = [
             call.derivative(own)
-            for call, own in zip(self._calls, self._split(d_outputs), strict=True)
+            for call, own in zip(self.calls, self._split(d_outputs), strict=True)
             if isinstance(call, ReplicaCall)
         ]
         self._shares_graph = True
         inputs = [x for call in calls for x in call.inputs]
-        derivative = _Derivative(calls, self.parameters, inputs, self._workers, self._lock)
-        with self._lock, self._workers.sharing():
+        derivative = _Derivative(calls, self.parameters, inputs, self.workers, self.lock)
+        with self.lock, self.workers.sharing():
             results = _with_backward(derivative)
         if not keep_graph:
             self._free_graphs()
         num = len(self.parameters)
         # What the first returns may be needed for its backward, and the sum is made in its place.
         first = [None if gradient is None else gradient.clone() for gradient in results[0][:num]]
-        sums = add_up([first, *(own[:num] for own in results[1:])], self._homes)
+        sums = add_up([first, *(own[:num] for own in results[1:])], self.homes)
         return [*sums, *(gradient for own in results for gradient in own[num:])]
 
     def _derivative_of_processes(
@@ -282,7 +271,7 @@ class _Derivative(_Call):
     def _run_forwards(self) -> None:
         tasks: list[Callable[[], None]] = []
         elsewhere: list[Callable[[], None]] = []
-        for call in self._calls:
+        for call in self.calls:
             is_here = call.device.type == "cpu"
             tasks.append(call.forward if is_here else nothing)
             elsewhere += [] if is_here else [call.forward]

@@ -1,4 +1,4 @@
-"""A replica in a process of its own: what runs there."""
+"""The program of a replica's process."""
 
 from __future__ import annotations
 
@@ -59,20 +59,6 @@ class Call(NamedTuple):
     dropped: list[int]
 
 
-class Derived(NamedTuple):
-    """The gradients of a backward.
-
-    Attributes:
-        in_place: For each parameter whether its gradient is in the memory for gradients.
-        others: By index those that aren't, as they are sparse or a second part.
-        of_inputs: Those with respect to the arguments that require one.
-    """
-
-    in_place: bytes
-    others: dict[int, torch.Tensor]
-    of_inputs: list[torch.Tensor | None]
-
-
 class Worker:
     """A replica in its own process; its public methods are the caller's to request.
 
@@ -89,7 +75,7 @@ class Worker:
         set_caller(self._ask)
 
     def serve(self) -> None:
-        """Answer until the caller is gone, so that an answer, be it of that, can't be sent."""
+        """Answer requests until an answer, be it an error, can't be sent: the caller is gone."""
         with contextlib.suppress(OSError):
             while True:
                 self._channel.answer(self._run_next)
@@ -179,8 +165,13 @@ class Worker:
 
     def backward(
         self, number: int, d_outputs: Sequence[torch.Tensor | None], keep_graph: bool
-    ) -> Derived:
-        """Run the backward of a call."""
+    ) -> tuple[bytes, dict[int, torch.Tensor], list[torch.Tensor | None]]:
+        """Run the backward of a call.
+
+        Returns:
+            For each parameter whether its gradient was left; by index the gradients that were not,
+            as they are sparse, and further parts of those that were; and those of the inputs.
+        """
         call = self._calls.get(number)
         if call is None:
             raise ReplicaLost(
@@ -199,7 +190,7 @@ class Worker:
         others = {i: g.to(self._home) for i, g in enumerate(left) if g is not None}
         if not keep_graph:
             call.free_graph()
-        return Derived(in_place, others, of_inputs)
+        return in_place, others, of_inputs
 
 
 def _end_with(connection: int, caller: int) -> None:
