@@ -180,6 +180,15 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def no_wrapper_in_forward() -> None:
+    """Undo what torch's wrapper leaves behind that has run in several threads at once.
+
+    It then seems to be in its forward for ever, and torch.compile cuts all graphs for it.
+    """
+    torch.nn.parallel.DistributedDataParallel._active_ddp_module = None
+
+
+@pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """Let every test draw the same numbers, whichever ran before it."""
     torch.manual_seed(0)
