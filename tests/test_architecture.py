@@ -35,8 +35,8 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 21_250
-MAX_FILES = 112
+MAX_LINES = 19_850
+MAX_FILES = 101
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
