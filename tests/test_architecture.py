@@ -27,6 +27,7 @@ LAYERS = {
     "data": 3,
     "nn": 3,
     "launcher": 4,
+    "train": 4,
     "integrations": 5,
     "bench": 5,
     "demo": 5,
@@ -36,7 +37,7 @@ LAYERS = {
 
 # Lower them as the code shrinks.
 MAX_LINES = 19_850
-MAX_FILES = 101
+MAX_FILES = 102
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
@@ -184,6 +185,7 @@ PUBLIC_MODULES = [
     "lockstep.integrations",
     "lockstep.launcher",
     "lockstep.nn",
+    "lockstep.train",
     "lockstep.world",
 ]
 
