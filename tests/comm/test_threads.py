@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import lockstep
 from lockstep.comm.backends import THREADS, register_backends
 from lockstep.comm.group import SharedMemoryGroup
-from lockstep.comm.threads.ranks import RankThreads, a_rank_of
+from lockstep.comm.threads.ranks import RankThreads, a_rank_of, changed
 from lockstep.comm.threads.transport import ThreadTransport, ThreadTransportState, join
 from lockstep.comm.transport import Signature
 from lockstep.errors import (
@@ -504,3 +505,32 @@ def test_a_callback_knows_its_rank() -> None:
         return work.get_future().then(lambda _: dist.get_rank()).wait()
 
     assert lockstep.launch(body, 3, ranks="threads") == [0, 1, 2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_what_another_rank_was_doing() -> None:
+    is_held, has_forked = threading.Event(), threading.Event()
+
+    def body(rank: int, _: SharedMemoryGroup) -> bool:
+        if rank == 1:
+            with changed:
+                is_held.set()
+                return has_forked.wait(LATER)
+        is_held.wait(LATER)
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        ended = False
+        for _ in range(500):
+            ended = ended or os.waitpid(child, os.WNOHANG)[0] == child
+            if ended:
+                break
+            time.sleep(0.01)
+        else:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        has_forked.set()
+        return ended
+
+    assert outcomes(2, body) == [True, True]

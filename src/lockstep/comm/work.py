@@ -17,6 +17,7 @@ import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -195,9 +196,10 @@ class GroupWork(BaseWork):
         """Complete the future, if there is one. Its callbacks may make calls, and wait for them."""
         if self._is_there is not None and not self._is_told:
             if self._queue.is_own_thread():
-                start_thread(self._tell, "lockstep-callback")
-            else:
-                self._tell()
+                with suppress(RuntimeError):  # there may be as many threads as are allowed
+                    start_thread(self._tell, "lockstep-callback")
+                    return
+            self._tell()
 
 
 class WorkQueue:

@@ -153,7 +153,10 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: D102 - as BatchNorm's
-        output: torch.Tensor = self._forward_of(_BatchNorm, input)
+        bases = type(self).__mro__
+        # The next class, as of super(): a class may be derived from this and another BatchNorm.
+        kind = bases[bases.index(SyncBatchNorm) + 1]
+        output: torch.Tensor = self._forward_of(kind, input)
         return output
 
     def _forward_of(self, kind: type[_BatchNorm], *args: Any, **kwargs: Any) -> Any:

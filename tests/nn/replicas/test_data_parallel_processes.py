@@ -426,3 +426,37 @@ def test_memory_of_a_model_that_is_gone_is_free() -> None:
 def _num_shared() -> int:
     """How many pieces of shared memory this process has mapped."""
     return Path("/proc/self/maps").read_text().count("memfd:lockstep")
+
+
+def test_a_call_that_autograd_refuses_leaves_no_answers() -> None:
+    model = DataParallel(net().eval(), ["cpu", "cpu"], workers="processes")
+    x = batch() * 2
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.vmap(lambda factor: model(x) * factor)(torch.ones(2).double())
+    for scale in (3, 4):
+        assert_same([model(batch() * scale)], [net().eval()(batch() * scale)])
+
+
+@pytest.mark.long
+def test_backwards_in_several_threads() -> None:
+    layers = nn.Sequential(nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, 64))
+    model = DataParallel(layers, ["cpu"] * 3, workers="processes")
+    parameters, x = [*layers.parameters()], torch.randn(64, 64)
+    outcomes: list[bool] = []
+
+    def differentiate(scale: int) -> None:
+        expected = torch.autograd.grad(layers(x * scale).square().sum(), parameters)
+        for _ in range(60):
+            got = torch.autograd.grad(model(x * scale).square().sum(), parameters)
+            norms = [
+                (one - other).norm() / other.norm()
+                for one, other in zip(got, expected, strict=True)
+            ]
+            outcomes.append(max(norms) < 1e-4)
+
+    threads = [threading.Thread(target=differentiate, args=(scale,)) for scale in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [True] * 180

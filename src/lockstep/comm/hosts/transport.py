@@ -139,13 +139,15 @@ class Network:
         everyone = own.new_empty(self.size, len(own))
         arguments = (everyone.view(-1), own, AllgatherOptions())
         self.run("_allgather_base", *arguments, signature=signature, timeout=timeout)
-        calls = {rank: bytes(row) for rank, row in zip(self._ranks, everyone.tolist(), strict=True)}
-        others = [rank for rank, call in calls.items() if not call.startswith(mine)]
-        if others:
+        is_same = (everyone[:, : len(mine)] == own[: len(mine)]).all(1).tolist()
+        if not all(is_same):
+            calls = [bytes(row[len(mine) :]).decode(errors="replace") for row in everyone.tolist()]
+            ranks = self._ranks
             accounts = "; ".join(
-                f"rank {rank} called {call[len(mine) :].decode(errors='replace').strip()}"
-                for rank, call in calls.items()
+                f"rank {rank} called {call.strip()}"
+                for rank, call in zip(ranks, calls, strict=True)
             )
+            others = [rank for rank, same in zip(ranks, is_same, strict=True) if not same]
             raise signature.mismatch(accounts, others)
 
     def run(self, method: str, *arguments: Any, signature: Signature, timeout: float) -> None:

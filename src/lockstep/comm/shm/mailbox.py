@@ -7,6 +7,7 @@ added; the first of them brings the file, and the last message there is a fault.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -35,6 +36,9 @@ _FAULT_BYTES = 8192
 _SMALL_BYTES = 32 * 1024
 # Memory is given back when so many bytes have been read from it.
 _RELEASED_BYTES = 256 * 1024
+_READ_BYTES = 16 * 1024 * 1024
+# How long to wait before sending again a descriptor that the kernel has no room for.
+_RETRY_SECONDS = 0.01
 
 
 class _MessageFile:
@@ -51,7 +55,9 @@ class _MessageFile:
         """Append a message.
 
         Raises:
-            SharedMemoryFull: If there isn't enough memory; then nothing is appended.
+            SharedMemoryFull: If there isn't enough memory.
+
+        After an error the file is of no more use: the reader may have read the message or not.
         """
         start, num_bytes = self._position, len(header) + len(contents)
         parts = [memoryview(header), contents]
@@ -66,7 +72,6 @@ class _MessageFile:
                     self._position += written
                     part = part[written:]
         except BaseException as error:
-            self._position = start
             os.ftruncate(self.descriptor, start)
             if isinstance(error, OSError):
                 raise no_room(num_bytes, error) from error
@@ -78,18 +83,25 @@ class _MessageFile:
         if len(header) < HEADER.size:
             return None
         tag, num_bytes, dtype = HEADER.unpack(header)
+        end = self._position + HEADER.size + num_bytes
+        if os.fstat(self.descriptor).st_size < end:
+            return None
         contents = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        end, rest = self._position + HEADER.size + num_bytes, bytes_of(contents)
+        rest = bytes_of(contents)
         while rest:
-            count = os.preadv(self.descriptor, [rest], end - len(rest))
-            if not count:
+            count = os.preadv(self.descriptor, [rest[:_READ_BYTES]], end - len(rest))
+            if not count:  # the sender was interrupted
                 return None
             rest = rest[count:]
+            self._release(end - len(rest))
         self._position = end
+        self._release(end)
+        return Message(source, tag, dtype.rstrip(b"\0").decode(), contents)
+
+    def _release(self, end: int) -> None:
         if end - self._released > _RELEASED_BYTES:
             release(self.descriptor, self._released, end - self._released)
             self._released = end
-        return Message(source, tag, dtype.rstrip(b"\0").decode(), contents)
 
 
 class SocketMailbox(Mailbox):
@@ -122,7 +134,12 @@ class SocketMailbox(Mailbox):
                 # The first notice fails if the peer is gone. It may take the message before the
                 # second, and leave.
                 self._notify(destination)
-                self._file_for(destination).append(header_of(tensor, tag), bytes_of(tensor))
+                try:
+                    self._file_for(destination).append(header_of(tensor, tag), bytes_of(tensor))
+                except BaseException:  # the next message brings another file
+                    if (file := self._outgoing.pop(destination, None)) is not None:
+                        os.close(file.descriptor)
+                    raise
                 with suppress(OSError):
                     self._notify(destination)
         except OSError as error:
@@ -145,12 +162,22 @@ class SocketMailbox(Mailbox):
             except OSError as error:
                 raise no_room(HEADER.size, error) from error
             try:
-                send_message(self._sockets[peer], _NOTICE, [descriptor])
+                self._send_file(peer, descriptor)
             except BaseException:
                 os.close(descriptor)
                 raise
             self._outgoing[peer] = _MessageFile(descriptor)
         return self._outgoing[peer]
+
+    def _send_file(self, peer: int, descriptor: int) -> None:
+        while True:
+            try:
+                return send_message(self._sockets[peer], _NOTICE, [descriptor])
+            except OSError as error:
+                # More descriptors are in sockets than a user may have open: this rank takes its.
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+            self._poll(_RETRY_SECONDS)
 
     def _poll(self, seconds: float) -> None:
         poll = select.poll()
@@ -174,16 +201,22 @@ class SocketMailbox(Mailbox):
                 return False
             except OSError:
                 notice, descriptors = b"", []
+            self._take_in(peer)
             if descriptors:
+                if (file := self._incoming.pop(peer, None)) is not None:
+                    os.close(file.descriptor)
                 self._incoming[peer] = _MessageFile(descriptors[0])
-            file = self._incoming.get(peer)
-            if file is None and notice == _NOTICE:
-                raise SharedMemoryFull(
+                self._take_in(peer)
+            elif peer not in self._incoming and notice == _NOTICE:
+                error = SharedMemoryFull(
                     "A message came, but not the memory that it is in: too many files are open. "
                     "Raise the limit (ulimit -n)."
                 )
-            while file is not None and (message := file.read(peer)) is not None:
-                self._deliver(message)
+                # No later message of this peer can be received either.
+                own = self._members[self._rank]
+                text = f"Rank {own} could not take a message of rank {self._members[peer]}: {error}"
+                self._transport.break_off(PeerLost(text, [own], "recv"))
+                raise error
             if notice == _NOTICE:
                 return True
             if notice:
@@ -191,6 +224,11 @@ class SocketMailbox(Mailbox):
             # A rank that leaves in good order is missed only where it is the one to send.
             self._ended.setdefault(peer, bool(notice) and self._faults[peer].kind == "left")
             return False
+
+    def _take_in(self, peer: int) -> None:
+        file = self._incoming.get(peer)
+        while file is not None and (message := file.read(peer)) is not None:
+            self._deliver(message)
 
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:
         if (error := self._transport.error()) is not None:
@@ -211,6 +249,8 @@ class SocketMailbox(Mailbox):
         """Tell all peers why this rank sends nothing more."""
         for connection in self._sockets.values():
             with suppress(OSError):
+                # Room for it, however many notices the peer has yet to read.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
                 connection.send(fault.encode(), socket.MSG_DONTWAIT)
 
     def close(self) -> None:

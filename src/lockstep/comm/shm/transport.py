@@ -207,6 +207,8 @@ class ShmTransport(Transport):
         was_broken, self._is_closed, self._is_broken = self._is_broken, True, True
         if not was_broken:
             self._end(farewell(self._name))
+        for peer in self._peers.values():  # also if the group broke halfway
+            peer.end()
         self.close()
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ still sees the process's groups, except by name in functional collectives.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -65,6 +66,7 @@ class _Context:
 
     def __init__(self) -> None:
         self.ident = threading.get_ident()
+        self._process = os.getpid()
         self.memberships: weakref.WeakSet[Any] = weakref.WeakSet()
         self.world: _RankWorld | None = None
         self.launch = RankThreads()
@@ -78,6 +80,8 @@ class _Context:
     def end(self, how: str) -> None:
         """Have the other ranks lose this one, in every group that it hasn't left."""
         if not self.memberships:  # at the exit of the interpreter, which may have no lock any more
+            return
+        if self._process != os.getpid():  # a forked child, where another thread may hold the lock
             return
         with changed:
             for membership in list(self.memberships):

@@ -55,6 +55,7 @@ class WorkerProcess:
         self.index, self.device = index, devices[index]
         self.dropped: list[int] = []
         self.changed: list[int] = []
+        self.is_asked = False  # and hasn't been heard to answer
         # Of the buffers, and of the parameters, unless it shares them.
         self._versions: list[object] = []
         self._is_home = self.device == devices[0]
@@ -79,6 +80,7 @@ class WorkerProcess:
         self._timeout = timeout
         self._channel.set_timeout(timeout)
         with self._reporting_loss():
+            self.is_asked = True
             self._channel.send(packed)
 
     def receive(self) -> Any:
@@ -86,6 +88,7 @@ class WorkerProcess:
         with self._reporting_loss():
             while isinstance(message := self._channel.receive(), Request):
                 self._channel.answer(partial(message.function, *message.arguments))
+        self.is_asked = False
         return message
 
     @contextmanager
@@ -320,6 +323,8 @@ class ReplicaProcesses:
         finally:
             # The first replica fills the module's own containers: that doesn't change the module.
             self._snapshot.ignore_lengths()
+            if any(worker.is_asked for worker in self.workers):
+                self.kill()  # or the next call would take the answer to this one for its own
             for worker in () if is_over else self.workers:
                 worker.has_unknown_values()
 

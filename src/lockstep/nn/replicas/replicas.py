@@ -212,10 +212,11 @@ class _Call:
             finally:
                 # Also those of a backward that failed: the next one is not to have them.
                 taken += [call.take_gradients() for call in self.calls[len(taken) :]]
-        if not keep_graph:
-            self._free_graphs()
-        parts = [own[0] for own in taken] + [own[2] for own in taken if len(own) > 2]
-        sums = add_up(parts, self.homes)
+            if not keep_graph:
+                self._free_graphs()
+            # With the lock: the next backward writes to the same memory.
+            parts = [own[0] for own in taken] + [own[2] for own in taken if len(own) > 2]
+            sums = add_up(parts, self.homes)
         return [*sums, *(gradient for own in taken for gradient in own[1])]
 
     def _split(self, d_outputs: Sequence[torch.Tensor | None]) -> list[Gradients]:
