@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import os
 import select
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -229,7 +227,3 @@ def main(arguments: list[str]) -> None:
     # The caller counts who has memory of an accelerator: nothing is to be held at the end.
     set_caller(None)
     gc.collect()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # the end of an interpreter with torch in it takes most of a second
