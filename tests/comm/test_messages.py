@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from lockstep.comm.shm import mailbox
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, SharedMemoryFull
 from tests.comm.groups import (
     BACKENDS,
     DTYPES,
@@ -402,3 +405,60 @@ def test_a_rank_that_has_left_is_said_to_have_left_after_many_messages(backend: 
             group.recv([tensor], 0, 0).wait()
 
     run_on(backend, 2, body)
+
+
+@pytest.mark.parametrize("num_refusals", [3, 10**9])
+def test_a_full_system_is_waited_for_and_then_told(
+    monkeypatch: pytest.MonkeyPatch, num_refusals: int
+) -> None:
+    refusals, send = iter(range(num_refusals)), mailbox.send_message
+
+    def refusing(*arguments: Any) -> None:
+        if next(refusals, None) is not None:
+            raise OSError(errno.ETOOMANYREFS, "Too many references")
+        send(*arguments)
+
+    monkeypatch.setattr(mailbox, "_LAST_RETRY_SECONDS", 0.2)
+
+    def body(group: dist.ProcessGroup) -> None:
+        tensor = torch.full(SMALL, float(group.rank()))
+        group.barrier().wait()
+        if group.rank() == 1:
+            if num_refusals == 3:
+                group.recv([tensor], 0, 0).wait()
+                assert tensor[0] == 0
+            return
+        monkeypatch.setattr(mailbox, "send_message", refusing)
+        if num_refusals == 3:
+            group.send([tensor], 1, 0).wait()
+        else:
+            with pytest.raises(SharedMemoryFull, match="Too many references"):
+                group.send([tensor], 1, 0).wait()
+
+    run_on("shm", 2, body)
+
+
+def test_a_receiver_without_room_for_a_descriptor_tells_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    receive = mailbox.receive_message
+
+    def dropping(*arguments: Any) -> tuple[bytes, list[int]]:
+        notice, descriptors = receive(*arguments)
+        for descriptor in descriptors:  # as the kernel does beyond the limit
+            os.close(descriptor)
+        return notice, []
+
+    def body(group: dist.ProcessGroup) -> None:
+        tensor = torch.zeros(SMALL)
+        group.barrier().wait()
+        if group.rank() == 1:
+            monkeypatch.setattr(mailbox, "receive_message", dropping)
+            with pytest.raises(SharedMemoryFull, match="too many files are open"):
+                group.recv([tensor], 0, 0).wait()
+            return
+        group.send([tensor], 1, 0).wait()
+        with pytest.raises(PeerLost, match="Rank 1 could not take a message of rank 0"):
+            group.recv([tensor], 1, 0).wait()
+
+    run_on("shm", 2, body)

@@ -425,3 +425,28 @@ def test_interrupted_call_is_not_taken_for_the_next(
             dist.all_reduce(torch.ones(100_000), group=group)
 
     run_on(backend, 2, body)
+
+
+@over_ours
+def test_a_limit_on_threads_leaves_no_future_undone(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name == "lockstep-callback":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+
+    def body(group: dist.ProcessGroup) -> None:
+        for _ in range(2):  # the queue's own thread carries out both
+            work = dist.all_reduce(torch.ones(SMALL), group=group, async_op=True)
+            future = work.get_future().then(lambda done: done.value())
+            deadline = time.monotonic() + 10
+            while not future.done() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert future.done()
+
+    run_on(backend, 2, body)

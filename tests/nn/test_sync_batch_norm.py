@@ -355,3 +355,15 @@ def compiled_and_not(world: lockstep.World) -> list[torch.Tensor]:
 def test_a_converted_class_can_be_compiled() -> None:
     for compiled, plain in lockstep.launch(compiled_and_not, 2, ranks="threads"):
         assert torch.equal(compiled, plain)
+
+
+def test_a_class_of_two_norms_runs_both_forwards() -> None:
+    class Doubled(nn.BatchNorm1d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    class Both(SyncBatchNorm, Doubled):
+        pass
+
+    norm, x = Both(CHANNELS).eval(), torch.randn(4, CHANNELS)
+    torch.testing.assert_close(norm(x), 2 * nn.BatchNorm1d(CHANNELS).eval()(x))

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import torch
 
+from lockstep.comm.failures import Deadline
 from lockstep.comm.messages import HEADER, Mailbox, Message, header_of
 from lockstep.comm.shm.barrier import Fault, loss_in_words, wait_for
 from lockstep.comm.shm.memory import (
@@ -37,8 +38,8 @@ _SMALL_BYTES = 32 * 1024
 # Memory is given back when so many bytes have been read from it.
 _RELEASED_BYTES = 256 * 1024
 _READ_BYTES = 16 * 1024 * 1024
-# How long to wait before sending again a descriptor that the kernel has no room for.
-_RETRY_SECONDS = 0.01
+# How soon, and how long, to try again to send a descriptor that the kernel has no room for.
+_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.01, 30.0
 
 
 class _MessageFile:
@@ -170,6 +171,7 @@ class SocketMailbox(Mailbox):
         return self._outgoing[peer]
 
     def _send_file(self, peer: int, descriptor: int) -> None:
+        limit = Deadline(_LAST_RETRY_SECONDS)
         while True:
             try:
                 return send_message(self._sockets[peer], _NOTICE, [descriptor])
@@ -177,6 +179,8 @@ class SocketMailbox(Mailbox):
                 # More descriptors are in sockets than a user may have open: this rank takes its.
                 if error.errno != errno.ETOOMANYREFS:
                     raise
+                if not limit.left():
+                    raise no_room(HEADER.size, error) from error
             self._poll(_RETRY_SECONDS)
 
     def _poll(self, seconds: float) -> None:
