@@ -210,6 +210,7 @@ def test_a_forked_child_is_told_that_the_group_is_not_its_own(tmp_path: Path):
 
 # Limits.
 
+
 @pytest.mark.true_start  # a fork has memory that its parent has freed
 def test_a_limit_is_an_error_that_says_so(tmp_path: Path):
     run(
