@@ -9,7 +9,7 @@ OTHER := .venv-torch-$(TORCH)
 JOBS ?= 2
 PYTEST := python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-long test-torch test-clients check conformance bench format clean
+.PHONY: demo test test-long test-all test-torch test-clients check conformance bench format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
@@ -20,11 +20,14 @@ test: .venv/ready  ## Run the tests
 test-long: .venv/ready  ## Run what the tests leave out, or only do a part of
 	$(BIN)/$(PYTEST) --long
 
+test-all: .venv/ready  ## Run the tests of both, each once
+	$(BIN)/$(PYTEST) --all
+
 test-torch: $(OTHER)/ready  ## Run the tests with another torch: make test-torch TORCH=2.15.0
 	$(OTHER)/bin/$(PYTEST)
 
 test-clients: .venv-clients/ready  ## Run trainers and libraries that people use over lockstep
-	.venv-clients/bin/python -m pytest -q -m clients tests/clients
+	.venv-clients/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m clients tests/clients
 
 check: .venv/ready  ## Check style and types
 	$(BIN)/ruff check .
