@@ -314,6 +314,7 @@ def start_on(hosts: list[list[str]], script: Path) -> list[subprocess.Popen[str]
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_two_hosts_of_a_network(bench: Bench, two_hosts: list[list[str]]) -> None:
     for number, run in enumerate(start_on(two_hosts, bench.script(INIT))):
         out, err = run.communicate(timeout=100)
