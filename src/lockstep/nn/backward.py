@@ -182,7 +182,11 @@ class BackwardSync:
         reached = {engine}
         if self._num_engines > 1:
             reached |= {one for one in self.engines() if one is not engine and one.is_any_reached()}
-        self._begin_together(backward, reached, asks=self._has_to_ask(reached))
+        try:
+            self._begin_together(backward, reached, asks=self._has_to_ask(reached))
+        except CollectiveFailed as error:
+            _advise(error, "beginning")
+            raise
         return backward
 
     def begin_before_collective(self) -> None:
@@ -440,18 +444,23 @@ class BackwardSync:
                     finish_buffers()
                 return engines, next(filter(None, errors), None)
         except CollectiveFailed as error:
-            if not isinstance(error, PeerLost):
-                error.add_note(
-                    "It was the end of a backward of this rank. A backward reduces gradients "
-                    "whatever made the loss, model.module(x) too, so every rank runs it; one that "
-                    "is of this rank alone runs in 'with lockstep.no_sync(model):'."
-                )
+            _advise(error, "end")
             raise
         finally:
             if backward.generation is self._generation:
                 self._remember([*backward.engines, *backward.late])
             self._drop_backward()
             self._num_ended += 1
+
+
+def _advise(error: CollectiveFailed, place: str) -> None:
+    """Add to an error at this place of a backward what may have led to it."""
+    if not isinstance(error, PeerLost):
+        error.add_note(
+            f"It was the {place} of a backward of this rank. A backward reduces gradients "
+            "whatever made the loss, model.module(x) too, so every rank runs it; one that "
+            "is of this rank alone runs in 'with lockstep.no_sync(model):'."
+        )
 
 
 def _number(engine: Engine) -> int:
