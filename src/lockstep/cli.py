@@ -257,7 +257,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
     num_hosts = launcher.whole_number(
         options.nnodes, "The number of hosts", "Leave --nnodes out to run on one."
     )
-    program = (launcher.Module if options.module else launcher.Script)(name, tuple(argv))
+    program = launcher.Program(name, tuple(argv), options.module)
     launcher.check_program(program)
     stdin_rank = launcher.check_stdin(options.stdin, num_ranks, num_hosts)
     hosts = (options.node_rank, options.rdzv_endpoint, options.rdzv_id, options.rdzv_timeout)

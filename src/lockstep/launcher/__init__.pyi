@@ -1,6 +1,5 @@
 from .job import Job as Job
-from .job import Module as Module
-from .job import Script as Script
+from .job import Program as Program
 from .job import check_meeting as check_meeting
 from .job import check_num_ranks as check_num_ranks
 from .job import check_num_threads as check_num_threads

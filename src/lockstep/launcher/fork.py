@@ -10,28 +10,39 @@ import signal
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lockstep.errors import LaunchError
-from lockstep.launcher.failures import Ending
-from lockstep.launcher.job import Call, Job
-from lockstep.launcher.processes import exit_of, flush_standard_streams, fork, reap, send_signal
+from lockstep.launcher.failures import Failure
+from lockstep.launcher.job import Job
+from lockstep.launcher.processes import (
+    exit_code_of_child,
+    flush_standard_streams,
+    fork,
+    reap,
+    send_signal,
+)
 from lockstep.launcher.rank import REPORT_LENGTH_BYTES, RankStart
 
 _LAST_WORDS_BYTES = 8192
 
 
-@dataclass(kw_only=True)
-class RankProcess(Ending):
-    """A rank, as the supervisor sees it; ``exit_code`` and ``signal`` are None until it ends."""
+@dataclass
+class RankProcess:
+    """A rank, as the supervisor sees it."""
 
+    rank: int
     pid: int
-    connection: int  # descriptor of a socket: the rank's environment goes out, its Report comes in
+    connection: int  # descriptor of the socket of :class:`RankStart`
     outputs: Sequence[int]  # descriptors of its stdout and stderr; empty if not labelled
     wants_result: bool  # whether it runs a function
     # Whether it reads from the terminal. It then is in the supervisor's process group, to which
     # the terminal belongs, and not in one of its own.
     has_terminal: bool
+    is_running: bool = True  # until its exit is known
+    asked: bool = False  # whether the launcher asked it to end before it failed
+    failure: Failure | None = None  # by its own report or else by its exit
+    result: bytes | None = None  # of its function, pickled
     _received: bytearray = field(default_factory=bytearray)
     _stderr: bytes = b""
 
@@ -42,11 +53,6 @@ class RankProcess(Ending):
             os.write(self.connection, json.dumps(environment).encode() + b"\n")
         # It is read when the rank has ended, too: then there may be nothing to read.
         os.set_blocking(self.connection, False)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether its exit isn't known yet."""
-        return self.exit_code is None and self.signal is None
 
     def send(self, number: int) -> None:
         """Send the signal ``number`` to it and the processes that it has started."""
@@ -63,20 +69,33 @@ class RankProcess(Ending):
     def keep_last_words(self, words: bytes) -> None:
         """Keep the end of its stderr, to which ``words`` are added."""
         self._stderr = (self._stderr + words)[-_LAST_WORDS_BYTES:]
-        self.last_words = self._stderr.decode(errors="replace").rstrip("\n")
+
+    def failure_unless_asked(self) -> Failure | None:
+        """Its failure, with its last words; None if the launcher had asked it to end."""
+        if self.failure is None or self.asked:
+            return None
+        return replace(self.failure, last_words=self._stderr.decode(errors="replace").rstrip("\n"))
 
     def note_exit(self) -> None:
         """Note how it ended, if it has."""
-        if self.is_running and (exit := exit_of(self.pid)) is not None:
-            self.exit_code, self.signal = exit
-            self.at_seconds = time.monotonic()
+        if self.is_running and (code := exit_code_of_child(self.pid)) is not None:
+            now = time.monotonic()
             self.read_report()
-            has_result = self.report is not None and self.report.result is not None
-            self.without_result = self.wants_result and not has_result
+            self.end(code, now)
+
+    def end(self, code: int, at_seconds: float) -> None:
+        """Note its exit code, or minus the signal that ended it."""
+        self.is_running = False
+        if self.failure is not None:
+            return
+        if code < 0:
+            self.failure = Failure(self.rank, at_seconds, 128 - code, signal=-code)
+        elif code or (self.wants_result and self.result is None):
+            self.failure = Failure(self.rank, at_seconds, code or 1, without_result=not code)
 
     def read_report(self) -> bool:
         """Read the available part of its report; tell whether more may come."""
-        while self.report is None:
+        while self.failure is None and self.result is None:
             try:
                 data = os.read(self.connection, 1 << 20)
             except BlockingIOError:
@@ -88,8 +107,12 @@ class RankProcess(Ending):
             self._received += data
             start = self._received[:REPORT_LENGTH_BYTES]
             if len(self._received) >= REPORT_LENGTH_BYTES + int.from_bytes(start, "little"):
-                self.report = pickle.loads(memoryview(self._received)[REPORT_LENGTH_BYTES:])
-                self._received = bytearray()
+                report = pickle.loads(self._received[REPORT_LENGTH_BYTES:])
+                self._received.clear()
+                if isinstance(report, Failure):
+                    self.failure = report
+                else:
+                    self.result = report
         return False
 
 
@@ -137,7 +160,7 @@ def fork_ranks(job: Job, signal_mask: Collection[int]) -> list[RankProcess] | Ra
             pid=pid,
             connection=connection,
             outputs=outputs,
-            wants_result=isinstance(job.program, Call),
+            wants_result=isinstance(job.program, bytes),
             has_terminal=has_terminal,
         )
         started.append(process)

@@ -1,13 +1,10 @@
-"""Jobs: a program and the number of its ranks, checks of both, and the file for a supervisor."""
+"""Jobs: a program and its ranks, and checks of the options that describe them."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import os
-import pickle
 import sys
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,31 +19,12 @@ _MOST = 1_000_000
 _MOST_SCRIPT_BYTES = 1 << 26
 
 
-@dataclass(frozen=True)
-class Script:
-    """A file to run as ``python path argv...`` would."""
-
-    path: str
-    argv: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Module:
-    """A module to run as ``python -m name argv...`` would."""
+class Program(NamedTuple):
+    """A file to run as ``python name argv...`` would, or a module as ``python -m`` would."""
 
     name: str
     argv: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Call:
-    """A function and its arguments, pickled by cloudpickle, to call with the rank's World."""
-
-    pickled: bytes
-    name: str
-
-
-Program = Script | Module | Call
+    is_module: bool = False
 
 
 class Meeting(NamedTuple):
@@ -72,43 +50,23 @@ class Caller(NamedTuple):
     socket: int  # descriptor that takes the outcome; end-of-file means that the caller has ended
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """The parameters of a supervisor: the program, the ranks of its host, and their output."""
 
-    program: Program
+    program: Program | bytes  # bytes: a function and its arguments, pickled by cloudpickle
     num_ranks: int  # on this host
     num_threads: int  # intra-op threads of each rank
     log_dir: str | None = None  # where each rank's output is kept as well
-    # Whether output goes through the supervisor, which labels each line. If not, the ranks write
-    # to the supervisor's own stdout and stderr.
-    labelled: bool = True
-    grace_seconds: float = 3.0  # between SIGTERM to a rank and SIGKILL
+    labelled: bool = True  # False: the ranks write to the supervisor's own stdout and stderr
     meeting: Meeting | None = None  # None for one host
     stdin_rank: int | None = None  # the rank that reads the supervisor's standard input
     full_traceback: bool = False  # whether to show frames of lockstep and torch
     caller: Caller | None = None  # the process to send the outcome to; if None, it is printed
 
-    def write(self) -> int:
-        """The descriptor of a nameless file, at its beginning, for :meth:`read`."""
-        # A file rather than a pipe: it takes any size before a reader exists.
-        if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create("lockstep-job")
-        else:
-            with tempfile.TemporaryFile() as file:
-                descriptor = os.dup(file.fileno())
-        with open(descriptor, "wb", closefd=False) as file:
-            pickle.dump(self, file)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        return descriptor
 
-    @staticmethod
-    def read(descriptor: int) -> Job:
-        """The job that :meth:`write` wrote; closes the descriptor."""
-        with open(descriptor, "rb") as file:
-            job = pickle.load(file)
-        assert isinstance(job, Job)
-        return job
+def name_of(function: object) -> str:
+    """The name of a function, or of the class of another callable object."""
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def default_num_ranks() -> int:
@@ -208,68 +166,65 @@ def whole_number(
     return number
 
 
-def check_program(program: Script | Module) -> None:
+def check_program(program: Program) -> None:
     """Raise BadLaunch if Python can't begin to run ``program``."""
-    if isinstance(program, Script):
-        _check_script(program)
-    else:
-        _check_module(program)
+    (_check_module if program.is_module else _check_script)(program.name)
 
 
-def _check_script(script: Script) -> None:
-    path = Path(script.path)
+def _check_script(name: str) -> None:
+    path = Path(name)
     if path.is_dir():
         if (path / "__main__.py").is_file():
             return
         raise BadLaunch(
-            f"{script.path} is a directory without a __main__.py. Give the script inside it, or -m "
+            f"{name} is a directory without a __main__.py. Give the script inside it, or -m "
             "and the name of a module."
         )
     try:
         # A pipe or a device may have no end, or be read only once, and each rank reads it.
         if not path.is_file() and path.exists():
             raise BadLaunch(
-                f"{script.path} is a device, a pipe or a socket. Nothing was started: give a file, "
+                f"{name} is a device, a pipe or a socket. Nothing was started: give a file, "
                 "which every rank can read."
             )
         if path.stat().st_size > _MOST_SCRIPT_BYTES:
-            raise BadLaunch(f"{script.path} is too large for a Python script. Nothing was started.")
-        compile(path.read_bytes(), script.path, "exec", dont_inherit=True)
+            raise BadLaunch(f"{name} is too large for a Python script. Nothing was started.")
+        source = path.read_bytes()
     except OSError as error:
         raise BadLaunch(
-            f"The script {script.path} can't be read: {error.strerror}. "
+            f"The script {name} can't be read: {error.strerror}. "
             f"The current directory is {Path.cwd()}."
         ) from error
+    try:
+        compile(source, name, "exec", dont_inherit=True)
     except SyntaxError as error:
         where = f", line {error.lineno}" if error.lineno else ""
         line = f"\n    {error.text.strip()}\n" if error.text else " "
         raise BadLaunch(
-            f"{script.path} isn't a Python script that {sys.executable} can run: "
+            f"{name} isn't a Python script that {sys.executable} can run: "
             f"{error.msg}{where}.{line}Nothing was started."
         ) from error
     except ValueError as error:
-        if isinstance(error, BadLaunch):
-            raise
         raise BadLaunch(  # null bytes, before Python 3.12
-            f"{script.path} isn't a Python script: {error}. Nothing was started; lockstep runs "
+            f"{name} isn't a Python script: {error}. Nothing was started; lockstep runs "
             "Python only, and other programs are started from within a script."
         ) from error
 
 
-def _check_module(module: Module) -> None:
-    if module.name.partition(".__main__")[0] == "lockstep":
+def _check_module(name: str) -> None:
+    if name.partition(".__main__")[0] == "lockstep":
         raise BadLaunch(
             "The module lockstep is this command itself, and can't be a program that it runs. Name "
             "the module of your program."
         )
     # The ranks look up the rest of the name, for which Python has to import the package: threads
     # that this starts must not run when ranks are forked.
-    top, *parts = module.name.split(".")
+    top, *parts = name.split(".")
     # The current directory comes first, as for python -m.
     spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) if top else None
     is_package = spec is not None and spec.submodule_search_locations is not None
     if (spec is None and top not in sys.builtin_module_names) or (parts and not is_package):
-        raise BadLaunch(no_such_module(module.name))
+        raise BadLaunch(no_such_module(name))
 
 
 def no_such_module(name: str) -> str:

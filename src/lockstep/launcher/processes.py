@@ -30,8 +30,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def exit_of(pid: int) -> tuple[int | None, int | None] | None:
-    """The exit code or the signal with which the child ``pid`` ended; None if it is running.
+def exit_code_of_child(pid: int) -> int | None:
+    """The exit code of a child, or minus the signal that ended it; None if it is running.
 
     The child stays a zombie until :func:`reap`, so its process id isn't reused, and a signal to
     its process group cannot hit a stranger.
@@ -39,7 +39,7 @@ def exit_of(pid: int) -> tuple[int | None, int | None] | None:
     info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if info is None:
         return None
-    return (info.si_status, None) if info.si_code == os.CLD_EXITED else (None, info.si_status)
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
 def reap(pid: int, *, wait: bool = True) -> None:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
-from lockstep.launcher.failures import Outcome, failure_outcome, first_failure, signal_name
+from lockstep.launcher.failures import Failure, Outcome, failure_outcome, signal_name
 from lockstep.launcher.fork import RankProcess, fork_ranks, kill_ranks
 from lockstep.launcher.job import Job
 from lockstep.launcher.output import Console, open_log_files
@@ -29,6 +29,7 @@ from lockstep.launcher.processes import Escalation, after_failure, after_signal,
 from lockstep.launcher.rank import RankStart, run_rank
 
 _READ_BYTES = 1 << 16
+_GRACE_SECONDS = 3.0  # between SIGTERM to a rank and SIGKILL
 _DRAIN_SECONDS = 2.0
 _SWEEP_SECONDS = 1.0
 
@@ -42,7 +43,8 @@ def main() -> int:
     """
     # Until there are ranks there is nothing to do but end, and no traceback to show.
     processes.handle_ending_signals(lambda number, frame: os._exit(128 + number))
-    job = Job.read(int(sys.argv[2]))
+    with open(int(sys.argv[2]), "rb") as file:
+        job: Job = pickle.load(file)
     del sys.argv[1:]
     if job.caller is not None:
         processes.end_with_parent(job.caller.pid, signal.SIGTERM)
@@ -147,20 +149,20 @@ class Watch:
 
     def outcome(self, world_size: int) -> Outcome:
         """The outcome of this host's ranks."""
-        culprit = first_failure(self._ranks)
-        if culprit is not None:
-            full = self._job.full_traceback
-            return failure_outcome(culprit, self._ranks, world_size, full_traceback=full)
+        if failures := self._failures():
+            return failure_outcome(failures, world_size, full_traceback=self._job.full_traceback)
         number = self._interrupted_by
         if self._peer_failed:  # its host tells of it
             return Outcome(0)
         if number is None:
-            reports = [rank.report for rank in self._ranks]
-            return Outcome(0, tuple(r.result for r in reports if r and r.result is not None))
+            return Outcome(0, tuple(r.result for r in self._ranks if r.result is not None))
         if number == signal.SIGPIPE:  # as every program in a pipe that nobody reads from
             return Outcome(128 + number)
         message = f"ended by {signal_name(number)}; no rank is left running."
         return Outcome(128 + number, message=message)
+
+    def _failures(self) -> list[Failure]:
+        return [failure for rank in self._ranks if (failure := rank.failure_unless_asked())]
 
     def _until_all_ended(self) -> None:
         while any(rank.is_running for rank in self._ranks):
@@ -174,13 +176,13 @@ class Watch:
                 left = self._escalation.seconds_left(now)
             self._serve(left)
             self._note_exits()
-            if self._escalation is None and first_failure(self._ranks):
-                self._escalation = Escalation(after_failure(self._job.grace_seconds))
+            if self._escalation is None and self._failures():
+                self._escalation = Escalation(after_failure(_GRACE_SECONDS))
 
     def _send(self, number: int) -> None:
         for rank in self._ranks:
             # A rank that has reported a failure is running its exit handlers: let it.
-            is_failing = rank.reported_failure is not None
+            is_failing = rank.failure is not None
             if rank.is_running and not (is_failing and number == signal.SIGTERM):
                 rank.asked |= not is_failing
                 rank.send(number)
@@ -221,13 +223,13 @@ class Watch:
         self._selector.unregister(notice)
         if self._escalation is None:
             self._peer_failed = True
-            actions = after_signal(signal.SIGTERM, self._job.grace_seconds)
+            actions = after_signal(signal.SIGTERM, _GRACE_SECONDS)
             self._escalation = Escalation(actions)
 
     def _end(self, number: int) -> None:
         """End the ranks because of a signal or, SIGPIPE, because nobody reads the output."""
         self._interrupted_by = self._interrupted_by or number
-        actions = after_signal(number, self._job.grace_seconds)
+        actions = after_signal(number, _GRACE_SECONDS)
         self._escalation = Escalation(actions if self._escalation is None else at_once())
 
     def _note_exits(self) -> None:
@@ -256,6 +258,7 @@ class Watch:
             pass
         self._console.end_streams()
         for rank in self._ranks:
-            if rank.told is not None:
-                self._console.log(rank.rank, rank.told.full.encode(errors="backslashreplace"))
+            if rank.failure and rank.failure.told:
+                told = rank.failure.told.full
+                self._console.log(rank.rank, told.encode(errors="backslashreplace"))
         self._console.close()
