@@ -12,8 +12,8 @@ from rich.console import Console
 
 from lockstep.bench.measuring import measure, report_progress
 from lockstep.bench.mpi import measure_with_mpi
-from lockstep.bench.plan import Outcome, Plan, check_operations, format_size, parse_sizes
-from lockstep.bench.report import PLAIN_WIDTH, Report, machine_facts, print_report, with_mpi
+from lockstep.bench.plan import Plan, Report, check_operations, format_size, parse_sizes
+from lockstep.bench.report import PLAIN_WIDTH, machine_facts, print_report, with_mpi
 from lockstep.comm import check_room
 from lockstep.errors import BackendUnavailable, BadLaunch, SharedMemoryFull
 from lockstep.launcher import check_num_ranks, launch, whole_number
@@ -49,7 +49,7 @@ def collectives(
         whole_number(rounds, "The number of rounds", "15 is enough on a quiet machine."),
     )
     file = _writable(json_to)
-    report = Report(machine_facts(), plan.rounds)
+    report = Report(plan.rounds, machine=machine_facts())
     for count in counts:
         _measure(report, plan, count, mpiexec)
     text = json.dumps(report.as_data(), indent=1)
@@ -84,20 +84,17 @@ def _measure(report: Report, plan: Plan, count: int, mpiexec: str) -> None:
     """Add to ``report`` what ``count`` ranks measure."""
     reasons = {size: reason_to_skip(size, count) for size in plan.num_bytes}
     possible = replace(plan, num_bytes=tuple(size for size in reasons if not reasons[size]))
-    outcome = launch(measure, count, (possible,), num_threads=1, output="plain")[0]
-    mpi = Outcome([])
+    ours = launch(measure, count, (possible,), num_threads=1, output="plain")[0]
+    mpi = Report(plan.rounds)
     if "all_reduce" in plan.operations:
         report_progress(0, f"all_reduce, {count} ranks, MPI")
         mpi = measure_with_mpi(possible, count, mpiexec)
-    report.cases += with_mpi(outcome.cases, mpi.cases)
-    report.skipped += [
-        f"{format_size(size)} on {count} ranks: {reason}"
-        for size, reason in reasons.items()
-        if reason
-    ]
-    report.skipped += outcome.skipped + mpi.skipped
-    report.small_calls += [outcome.small_call] if outcome.small_call else []
-    report.mpi = mpi.implementation or report.mpi
+    report.cases += with_mpi(ours.cases, mpi.cases)
+    skipped = [(size, reason) for size, reason in reasons.items() if reason]
+    report.skipped += [f"{format_size(size)} on {count} ranks: {why}" for size, why in skipped]
+    report.skipped += ours.skipped + mpi.skipped
+    report.small_calls += ours.small_calls
+    report.mpi = mpi.mpi or report.mpi
 
 
 def reason_to_skip(num_bytes: int, num_ranks: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from itertools import groupby
@@ -24,6 +24,7 @@ from lockstep.bench.plan import (
     RATIOS,
     SHM,
     Case,
+    Report,
     SmallCall,
     Summary,
     format_size,
@@ -39,23 +40,6 @@ _COLUMNS = (
     *RATIOS[:-1],
     *((BOUND, ""), ("GB/s", ""), RATIOS[-1]),
 )
-
-
-@dataclass
-class Report:
-    """All results, of each number of ranks."""
-
-    machine: dict[str, object]
-    rounds: int
-    cases: list[Case] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    small_calls: list[SmallCall] = field(default_factory=list)
-    mpi: str = ""
-
-    def as_data(self) -> dict[str, object]:
-        """All results, for JSON; times are in seconds."""
-        data = {"benchmark": "collectives", "dtype": "float32", **asdict(self)}
-        return {**data, "cases": [case.as_data() for case in self.cases]}
 
 
 def machine_facts() -> dict[str, object]:
@@ -82,8 +66,12 @@ def _from_proc(path: str, name: str) -> str:
 
 def with_mpi(cases: Sequence[Case], mpi: Sequence[Case]) -> list[Case]:
     """Return ``cases``, each with MPI's times of the same operation, ranks and size."""
-    found = {case.key: case.seconds for case in mpi}
-    return [replace(case, seconds=case.seconds | found.get(case.key, {})) for case in cases]
+    found = {_key(case): case.seconds for case in mpi}
+    return [replace(case, seconds=case.seconds | found.get(_key(case), {})) for case in cases]
+
+
+def _key(case: Case) -> tuple[str, int, int]:
+    return case.operation, case.num_ranks, case.num_bytes
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -94,7 +82,7 @@ def print_report(report: Report, console: Console) -> None:
         f"{facts['cpu']}, {facts['cores']} cores; torch {facts['torch']}, one thread a rank. "
         f"Median (quartiles) of {report.rounds} rounds."
     )
-    for (operation, num_ranks), cases in groupby(report.cases, key=lambda case: case.key[:2]):
+    for (operation, num_ranks), cases in groupby(report.cases, key=lambda case: _key(case)[:2]):
         console.print()
         console.print(f"{operation}, float32, {num_ranks} ranks", style="bold")
         console.print(_table(list(cases), plain=not console.is_terminal))
