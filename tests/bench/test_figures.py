@@ -7,6 +7,13 @@ import io
 import pytest
 from rich.console import Console
 
+from lockstep.bench.command import (
+    PLAIN_WIDTH,
+    format_seconds,
+    print_report,
+    small_call_lines,
+    with_mpi,
+)
 from lockstep.bench.plan import (
     DEFAULT_SIZES,
     OPERATIONS,
@@ -19,13 +26,6 @@ from lockstep.bench.plan import (
     format_size,
     parse_sizes,
     summarize,
-)
-from lockstep.bench.report import (
-    PLAIN_WIDTH,
-    format_seconds,
-    print_report,
-    small_call_lines,
-    with_mpi,
 )
 from lockstep.errors import BadLaunch
 
