@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 
 from lockstep.launcher.failures import Failure, Told, failure_outcome, first_failure, signal_name
-from lockstep.launcher.fork import RankProcess
 from lockstep.launcher.processes import Escalation, after_failure, after_signal
+from lockstep.launcher.supervisor import RankProcess
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"
 
 
 def rank_process(rank: int, *, asked: bool = False, wants_result: bool = False) -> RankProcess:
-    process = RankProcess(rank, -1, -1, (), wants_result=wants_result, has_terminal=False)
-    process.asked = asked
-    return process
+    connection: Any = None  # nothing is sent
+    return RankProcess(rank, -1, connection, (), False, wants_result, asked=asked)
 
 
 def ended(rank: int, at: float, code: int, **options: bool) -> RankProcess:
@@ -139,11 +139,11 @@ def test_escalation_waits_to_judge_then_asks_then_kills() -> None:
     assert escalation.take(10.2) == [signal.SIGTERM]
     assert escalation.take(13.1) == []
     assert escalation.take(13.2) == [signal.SIGKILL]
-    assert not escalation.exhausted(13.3)
-    assert escalation.exhausted(20.0)
+    assert escalation.seconds_left(13.3) is not None
+    assert escalation.seconds_left(20.0) is None
 
 
 def test_escalation_after_ctrl_c_lets_ranks_see_it_first() -> None:
     actions = after_signal(signal.SIGINT, grace_seconds=3.0)
-    assert [action.signal for action in actions] == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
-    assert sum(action.seconds for action in actions[:-1]) == 3.0
+    assert [number for number, _ in actions] == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+    assert sum(seconds for _, seconds in actions[:-1]) == 3.0

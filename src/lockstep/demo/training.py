@@ -118,10 +118,12 @@ def train(world: World, digits: Digits, epochs: int, seed: int) -> Trained:
     torch.manual_seed(seed)
     model = parallelize(ConvNet().to(world.device), process_group=world.process_group)
     torch.manual_seed(seed + world.rank)  # ranks drop out different units
-    console = Console(quiet=world.rank != 0)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    shown = {"console": console, "disable": world.rank != 0, "transient": True}
-    with Progress(*columns, TimeRemainingColumn(), **shown) as progress:
+    is_quiet = world.rank != 0
+    console = Console(quiet=is_quiet)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=is_quiet, transient=True
+    ) as progress:
         num_steps = epochs * len(global_batches(digits, world.world_size, seed))
         bar = progress.add_task("training", total=num_steps)
         optimizer = _optimizer(model)

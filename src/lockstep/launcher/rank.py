@@ -9,6 +9,7 @@ exit handlers as always.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import faulthandler
 import importlib.machinery
 import importlib.util
@@ -18,6 +19,7 @@ import os
 import pickle
 import runpy
 import signal
+import socket
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -30,7 +32,7 @@ from lockstep.launcher.failures import Failure, failure_by, program_frames
 from lockstep.launcher.job import Job, Program, name_of, no_such_module
 from lockstep.launcher.processes import end_with_parent
 
-REPORT_LENGTH_BYTES = 8
+LENGTH_BYTES = 8  # of the length of a report
 _NO_INPUT = (
     "Rank {rank} has no standard input to read from. Give it that of 'lockstep run' by the option "
     "--stdin {rank}; by default rank 0 has it, if it is a terminal."
@@ -44,9 +46,9 @@ _CALL_NO_INPUT = (
 class RankStart(NamedTuple):
     """Data of one rank, which it has from the fork on."""
 
-    # A socket to the supervisor: brings variables to add to the environment, takes a Failure or
-    # the pickled result of a function.
-    connection: int
+    # To the supervisor: brings variables to add to the environment, takes a Failure or the
+    # pickled result of a function.
+    connection: socket.socket
     outputs: Sequence[int]  # descriptors for stdout and stderr; none for the supervisor's own
     signal_mask: Collection[int]  # the signals to block, as when the supervisor was started
 
@@ -57,8 +59,8 @@ def run_rank(start: RankStart, job: Job, supervisor: int) -> int:
     ``supervisor`` is the process that forked this one.
     """
     end_with_parent(supervisor, signal.SIGKILL)
-    with open(start.connection, "rb", closefd=False) as connection:
-        line = connection.readline()
+    with start.connection.makefile("rb") as file:
+        line = file.readline()
     if not line:  # the supervisor has ended
         os._exit(1)
     environment = json.loads(line)
@@ -70,9 +72,12 @@ def run_rank(start: RankStart, job: Job, supervisor: int) -> int:
     # Not before: a signal would run the supervisor's handlers.
     signal.pthread_sigmask(signal.SIG_SETMASK, start.signal_mask)
     report = _run(job.program, rank, reads_stdin)
-    if report is not None:
-        _send(report, start.connection)
-    os.close(start.connection)
+    # If the supervisor was killed, the end of this rank is near.
+    with contextlib.suppress(BrokenPipeError), start.connection:
+        if report is not None:
+            # Its length comes first, as a process of the rank's may hold the connection open.
+            payload = pickle.dumps(report)
+            start.connection.sendall(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
     return report.exit_code if isinstance(report, Failure) else 0
 
 
@@ -130,7 +135,9 @@ def _run(program: Program | bytes, rank: int, reads_stdin: bool) -> Failure | by
         # Raised by this package before the program began, not by a launch() inside the program.
         if isinstance(error, BadLaunch) and program_frames(error.__traceback__) is None:
             return Failure(rank, time.monotonic(), 2, refusal=str(error))
-        if not reads_stdin and _wanted_input(error):
+        # Of input(), or of a debugger.
+        is_of_input = isinstance(error, EOFError) and error.args == ("EOF when reading a line",)
+        if not reads_stdin and (is_of_input or type(error).__name__ == "BdbQuit"):
             error.add_note((_CALL_NO_INPUT if is_call else _NO_INPUT).format(rank=rank))
         if isinstance(error, AttributeError) and error.name in ("no_sync", "join"):
             error.add_note(
@@ -249,20 +256,3 @@ def _replace_first_path_entry(directory: str | None) -> None:
     """Replace the launcher's own directory, which the program must not see, by ``directory``."""
     if not sys.flags.safe_path:  # with -P, Python put nothing there
         sys.path[:1] = [] if directory is None else [directory]
-
-
-def _wanted_input(error: BaseException) -> bool:
-    """Whether ``error`` is raised by ``input()`` or a debugger on an empty standard input."""
-    is_from_input = isinstance(error, EOFError) and error.args == ("EOF when reading a line",)
-    return is_from_input or type(error).__name__ == "BdbQuit"
-
-
-def _send(report: Failure | bytes, descriptor: int) -> None:
-    """Write ``report`` after its length, as a process of the rank's may hold the pipe open."""
-    payload = pickle.dumps(report)
-    data = memoryview(len(payload).to_bytes(REPORT_LENGTH_BYTES, "little") + payload)
-    try:
-        while data:
-            data = data[os.write(descriptor, data) :]
-    except BrokenPipeError:  # the supervisor was killed; the end of this rank is near
-        pass
