@@ -1,10 +1,12 @@
-"""Jobs: a program and its ranks, and checks of the options that describe them."""
+"""A job: a program, its ranks and their hosts; from options to a job."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import os
 import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,7 +71,48 @@ def name_of(function: object) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-def default_num_ranks() -> int:
+def job_of(options: Namespace) -> Job:
+    """The job that the options of ``lockstep run`` describe.
+
+    Raises:
+        BadLaunch: If one of them makes no sense, or Python can't begin to run the program.
+    """
+    words = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if not words:
+        raise BadLaunch("SCRIPT is missing: say what to run, as in 'lockstep run -n 2 train.py'.")
+    name, *argv = words
+    num_ranks = _default_num_ranks()
+    if options.nprocs is None:
+        _warn_of_late_options(argv, num_ranks)
+    else:
+        num_ranks = check_num_ranks(options.nprocs)
+    num_threads = check_num_threads(options.threads, num_ranks)
+    num_hosts = whole_number(
+        options.nnodes, "The number of hosts", "Leave --nnodes out to run on one."
+    )
+    (_check_module if options.module else _check_script)(name)
+    return Job(
+        Program(name, tuple(argv), options.module),
+        num_ranks,
+        num_threads,
+        log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
+        stdin_rank=_stdin_rank(options.stdin, num_ranks, num_hosts),
+        meeting=_meeting(options, num_hosts),
+        full_traceback=options.full_traceback,
+    )
+
+
+def _warn_of_late_options(argv: Sequence[str], num_ranks: int) -> None:
+    names = {word.partition("=")[0] for word in argv}
+    for name in sorted(names & {"-n", "--nprocs", "--nproc-per-node", "--nproc_per_node"}):
+        print(
+            f"lockstep: running {num_ranks} ranks. '{name}' stands after the script, so the "
+            "script gets it; give it before the script to say how many ranks to run.",
+            file=sys.stderr,
+        )
+
+
+def _default_num_ranks() -> int:
     """One rank for each GPU, or two where there is none.
 
     The device files are counted rather than CUDA asked: CUDA cannot be used in a process whose
@@ -79,30 +122,23 @@ def default_num_ranks() -> int:
     return num_visible_gpus(os.environ, num_gpus) or _DEFAULT_NUM_RANKS
 
 
-def default_num_threads(num_ranks: int) -> int:
-    """The cores that this process may use, divided by the ranks that share them; at least 1."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    num_cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return max(1, num_cores // num_ranks)
-
-
 def check_num_ranks(value: object) -> int:
     """``value`` as a number of ranks; raises BadLaunch as :func:`whole_number` does."""
-    return whole_number(
-        value, "The number of ranks", "Ask for at least one, as in '-n 2'.", at_most=_MOST_RANKS
-    )
+    advice = "Ask for at least one, as in '-n 2'."
+    return whole_number(value, "The number of ranks", advice, at_most=_MOST_RANKS)
 
 
 def check_num_threads(value: object, num_ranks: int) -> int:
     """``value`` as a number of threads, by default a share of the cores; may raise BadLaunch."""
     if value is None:
-        return default_num_threads(num_ranks)
+        affinity = getattr(os, "sched_getaffinity", None)
+        num_cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+        return max(1, num_cores // num_ranks)
     advice = "Leave it out to share the cores."
     return whole_number(value, "The number of threads per rank", advice, at_most=_MOST_THREADS)
 
 
-def check_stdin(value: str | None, num_ranks: int, num_hosts: int) -> int | None:
-    """The rank that reads the standard input, from ``--stdin``; may raise BadLaunch."""
+def _stdin_rank(value: str | None, num_ranks: int, num_hosts: int) -> int | None:
     if value is None:
         return 0 if num_hosts == 1 and os.isatty(0) else None
     if value == "none":
@@ -113,27 +149,25 @@ def check_stdin(value: str | None, num_ranks: int, num_hosts: int) -> int | None
     return whole_number(value, "--stdin", advice, at_least=0, at_most=num_ranks - 1)
 
 
-def check_meeting(
-    num_hosts: int, host: str | None, endpoint: str | None, run_id: str, timeout_seconds: str
-) -> Meeting | None:
-    """Where the hosts meet, from options; None for a single host; may raise BadLaunch."""
+def _meeting(options: Namespace, num_hosts: int) -> Meeting | None:
+    given, endpoint = options.node_rank, options.rdzv_endpoint
     if num_hosts == 1:
-        if host is not None or endpoint is not None:
+        if given is not None or endpoint is not None:
             raise BadLaunch(
                 "--node-rank and --rdzv-endpoint are for runs on several hosts. Say with --nnodes "
                 "on how many."
             )
         return None
-    number = None if host is None else whole_number(host, "--node-rank", "", at_least=0)
-    seconds = whole_number(timeout_seconds, "--rdzv-timeout", "It is in seconds.")
+    host = None if given is None else whole_number(given, "--node-rank", "", at_least=0)
+    seconds = whole_number(options.rdzv_timeout, "--rdzv-timeout", "It is in seconds.")
     if endpoint is None:
         raise BadLaunch(
             f"--nnodes {num_hosts} needs --rdzv-endpoint HOST:PORT as well: the name or address "
             "of the first host and a port that is free there, the same on every host."
         )
-    if number is not None and number >= num_hosts:
+    if host is not None and host >= num_hosts:
         raise BadLaunch(
-            f"--node-rank {number} is too much for --nnodes {num_hosts}: hosts are counted from 0 "
+            f"--node-rank {host} is too much for --nnodes {num_hosts}: hosts are counted from 0 "
             f"to {num_hosts - 1}."
         )
     address, _, port = endpoint.rpartition(":")
@@ -141,7 +175,7 @@ def check_meeting(
         raise BadLaunch(
             f"--rdzv-endpoint {endpoint} isn't of the form HOST:PORT, as in first-host:29500."
         )
-    return Meeting(num_hosts, number, address.strip("[]"), int(port), run_id, seconds)
+    return Meeting(num_hosts, host, address.strip("[]"), int(port), options.rdzv_id, seconds)
 
 
 def whole_number(
@@ -164,11 +198,6 @@ def whole_number(
             f"needed. {advice}"
         )
     return number
-
-
-def check_program(program: Program) -> None:
-    """Raise BadLaunch if Python can't begin to run ``program``."""
-    (_check_module if program.is_module else _check_script)(program.name)
 
 
 def _check_script(name: str) -> None:
