@@ -96,11 +96,7 @@ class HostOfSeveral(Host):
         deadline = Deadline(meeting.timeout_seconds)
         self._meeting = meeting
         self._held = _hold_store(meeting)
-        # The listener has a connection of its own, as a waiting one is locked; made now, because
-        # connecting to a store that has ended takes until the timeout.
-        self._store, self._heard = (
-            dist.PrefixStore("lockstep", _connect(meeting, deadline)) for _ in range(2)
-        )
+        self._store = dist.PrefixStore("lockstep", _connect(meeting, deadline))
         try:
             self._number = self._take_number()
             self._store.set(f"size/{self._number}", str(job.num_ranks))
@@ -167,7 +163,7 @@ class HostOfSeveral(Host):
     def _listen(self) -> None:
         """Wait until another host has failed."""
         with contextlib.suppress(RuntimeError):  # the store has ended, and so has its host
-            while not self._heard.check(["failed"]):
+            while not self._store.check(["failed"]):
                 time.sleep(_LISTEN_SECONDS)
         os.write(self._notifier, b".")
 
