@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -34,6 +35,7 @@ def refused_in_a_context(world: lockstep.World, path: str) -> tuple[list[float],
     return model[0].weight.grad.flatten().tolist(), refused
 
 
+@pytest.mark.forks
 def test_distributed_autograd_is_refused(tmp_path: Path) -> None:
     results = lockstep.launch(refused_in_a_context, 2, args=(str(tmp_path / "store"),))
     assert results == [([1.5, 1.5], [True, True])] * 2
