@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.demo import command, training
+from lockstep.demo import training
 from lockstep.demo.datasets import Digits
 from lockstep.demo.training import ConvNet, State, largest_difference, train_exactly
 from lockstep.world import Starter, World
@@ -92,12 +92,12 @@ def test_a_last_batch_that_is_too_short_is_left_out_in_one_process_too(digits, s
 
 def test_a_difference_is_a_failure_of_the_command(monkeypatch, digits, start) -> None:
     wrong = {name: value + 1e-6 for name, value in start.items()}
-    monkeypatch.setattr(command, "load", lambda _: digits)
-    monkeypatch.setattr(command, "launch", lambda *_, **__: [training.Trained(start, start)])
-    monkeypatch.setattr(command, "train_exactly", lambda *_: wrong)
-    assert not command.demo("2", "1", 1, "digits")
-    monkeypatch.setattr(command, "train_exactly", lambda *_: start)
-    assert command.demo("2", "1", 1, "digits")
+    monkeypatch.setattr(training, "load", lambda _: digits)
+    monkeypatch.setattr(training, "launch", lambda *_, **__: [training.Trained(start, start)])
+    monkeypatch.setattr(training, "train_exactly", lambda *_: wrong)
+    assert not training.demo("2", "1", 1, "digits")
+    monkeypatch.setattr(training, "train_exactly", lambda *_: start)
+    assert training.demo("2", "1", 1, "digits")
 
 
 def test_the_demo_trains_on_processes(monkeypatch, digits, capfd) -> None:
