@@ -172,14 +172,16 @@ def test_a_callback_knows_its_rank() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_what_another_rank_was_doing() -> None:
-    is_held, has_forked = threading.Event(), threading.Event()
+    has_come, is_held, has_forked = (threading.Event() for _ in range(3))
 
     def body(rank: int, _: SharedMemoryGroup) -> bool:
         if rank == 1:
+            assert has_come.wait(LATER)  # which takes the lock as well
             with changed:
                 is_held.set()
                 return has_forked.wait(LATER)
-        is_held.wait(LATER)
+        has_come.set()
+        assert is_held.wait(LATER)
         child = os.fork()
         if not child:
             os._exit(0)
