@@ -53,13 +53,12 @@ clean:  ## Remove the virtual environments
 	rm -rf .venv .venv-clients .venv-torch-*
 
 # Makes the virtual environment $(@D) of the extras $(1), with what the files $(2) pin, after $(3).
-# Python compiles those modules that are imported; to compile all takes as long as to unpack them.
 define make_environment
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "lockstep needs Python 3.11 or newer, and $(PYTHON) is older. Try: make PYTHON=python3.11"; exit 1; }
 $(PYTHON) -m venv $(@D)
 $(3)
-$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
   $(addprefix --constraint ,$(2)) --editable '.[$(strip $(1))]'
 endef
 
@@ -82,6 +81,6 @@ $(OTHER)/ready: pyproject.toml constraints.txt
 .venv-clients/ready: .venv/ready constraints-clients.txt
 	$(call make_environment,clients$(comma)dev,constraints.txt constraints-clients.txt,\
 	  $(call packages_of,.venv) > $$($(call packages_of,$(@D)))/venv.pth)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --constraint constraints-clients.txt timm
 	touch $@

@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -54,16 +54,13 @@ class Processes:
         for index in range(self._most):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, self._stacks(index)), daemon=True
+                target=_serve, args=(theirs, stacks_of(self._folder.name, index)), daemon=True
             )
             with forked():
                 process.start()
             theirs.close()
             self._lines.append(ours)
             self._processes.append(process)
-
-    def _stacks(self, index: int) -> str:
-        return os.path.join(self._folder.name, f"stacks-{index}")
 
     def run(self, body: Callable[..., Any], backend: str, size: int, *args: object) -> list[Any]:
         """Call ``body(*args)`` on ``size`` ranks; return what they return, in rank order.
@@ -83,42 +80,13 @@ class Processes:
         for rank, line in enumerate(lines):
             task = (body.__module__, body.__qualname__, args)
             line.send((task, backend, path, rank, size))
-        answers: dict[int, tuple[bool, Any]] = {}
-        first: RankFailed | None = None
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while len(answers) < size:
-            waiting = {line: rank for rank, line in enumerate(lines) if rank not in answers}
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                first = first or RankFailed(self._dump(sorted(waiting.values())))
-                break
-            for line in ready:
-                rank = waiting[line]  # type: ignore[index]
-                try:
-                    answers[rank] = pickle.loads(line.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
-                    self._processes[rank].join(5)
-                    answers[rank] = False, f"exit code {self._processes[rank].exitcode}"
-                is_well, result = answers[rank]
-                if not is_well and first is None:
-                    first = RankFailed(f"on rank {rank} of {size}, over {backend}:\n{result}")
-        if first is not None:
+        try:
+            return collect(lines, self._processes, self._folder.name, TIMEOUT_SECONDS)
+        except RankFailed:
             # What a failure leaves behind is nothing for the next task to meet.
             self._stop()
             self._start()
-            raise first
-        return [answers[rank][1] for rank in range(size)]
-
-    def _dump(self, ranks: list[int]) -> str:
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
-        time.sleep(_STACKS_SECONDS)
-        text = f"ranks {ranks} did not end within {TIMEOUT_SECONDS} s"
-        for rank in ranks:
-            with open(self._stacks(rank)) as stacks:
-                text += f"\n--- rank {rank}\n{stacks.read()}"
-        return text
+            raise
 
     def _stop(self, seconds: float = 0.0) -> None:
         for line in self._lines:
@@ -134,6 +102,56 @@ class Processes:
         """End all processes."""
         self._stop(10)
         self._folder.cleanup()
+
+
+def collect(
+    lines: Sequence[Connection], processes: Sequence[Any], folder: str, seconds: float
+) -> list[Any]:
+    """Return what all ranks answer on their lines, in rank order.
+
+    Args:
+        lines: The ranks' ends of pipes; each gives whether the rank is well, and its result.
+        processes: The ranks.
+        folder: Where each writes its stacks at SIGUSR1.
+        seconds: How long to wait for all.
+
+    Raises:
+        RankFailed: If a rank raised, died, or didn't end in time.
+    """
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + seconds
+    while len(results) < len(lines):
+        waiting = {line: rank for rank, line in enumerate(lines) if rank not in results}
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(_stacks(sorted(waiting.values()), processes, folder, seconds))
+        for line in ready:
+            rank = waiting[line]  # type: ignore[index]
+            try:
+                is_well, results[rank] = pickle.loads(line.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                processes[rank].join(5)
+                is_well, results[rank] = False, f"exit code {processes[rank].exitcode}"
+            if not is_well:
+                raise RankFailed(f"on rank {rank} of {len(lines)}:\n{results[rank]}")
+    return [results[rank] for rank in range(len(lines))]
+
+
+def stacks_of(folder: str, rank: int) -> str:
+    """The file for the stacks of a rank."""
+    return os.path.join(folder, f"stacks-{rank}")
+
+
+def _stacks(ranks: list[int], processes: Sequence[Any], folder: str, seconds: float) -> str:
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(processes[rank].pid or 0, signal.SIGUSR1)
+    time.sleep(_STACKS_SECONDS)
+    text = f"ranks {ranks} did not end within {seconds:g} s"
+    for rank in ranks:
+        with contextlib.suppress(FileNotFoundError), open(stacks_of(folder, rank)) as stacks:
+            text += f"\n--- rank {rank}\n{stacks.read()}"
+    return text
 
 
 @contextlib.contextmanager

@@ -15,24 +15,20 @@ import pickle
 import signal
 import socket
 import tempfile
-import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.processes import collect, stacks_of
+
 TIMEOUT_SECONDS = 180
-_STACKS_SECONDS = 1.0
-
-
-class RankFailed(Exception):
-    """A rank raised, died or didn't come back."""
 
 
 class Forks:
@@ -60,21 +56,20 @@ class Forks:
             RankFailed: If a rank raised, died, or didn't end in time.
         """
         with _store() as port, tempfile.TemporaryDirectory() as folder:
-            lines: dict[Any, int] = {}
-            processes = []
+            lines, processes = [], []
             for rank in range(size):
                 ours, theirs = self._context.Pipe(duplex=False)
                 environment = _environment(rank, size, port) if size > 1 else {}
                 task = (body.__module__, body.__qualname__, args, kwargs)
                 process = self._context.Process(
-                    target=_serve, args=(theirs, task, environment, f"{folder}/{rank}")
+                    target=_serve, args=(theirs, task, environment, stacks_of(folder, rank))
                 )
                 process.start()
                 theirs.close()
-                lines[ours] = rank
+                lines.append(ours)
                 processes.append(process)
             try:
-                return _collect(lines, processes, folder)
+                return collect(lines, processes, folder, TIMEOUT_SECONDS)
             finally:
                 for line in lines:
                     line.close()
@@ -122,39 +117,6 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-
-
-def _collect(lines: dict[Any, int], processes: list[Any], folder: str) -> list[Any]:
-    results: dict[int, Any] = {}
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while len(results) < len(lines):
-        waiting = [line for line, rank in lines.items() if rank not in results]
-        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise RankFailed(_stacks(processes, folder))
-        for line in ready:
-            rank = lines[line]
-            assert isinstance(line, Connection)
-            try:
-                is_well, results[rank] = pickle.loads(line.recv_bytes())
-            except EOFError:
-                processes[rank].join(5)
-                is_well, results[rank] = False, f"exit code {processes[rank].exitcode}"
-            if not is_well:
-                raise RankFailed(f"on rank {rank} of {len(lines)}:\n{results[rank]}")
-    return [results[rank] for rank in range(len(lines))]
-
-
-def _stacks(processes: list[Any], folder: str) -> str:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(_STACKS_SECONDS)
-    text = f"not all ranks ended within {TIMEOUT_SECONDS} s"
-    for rank in range(len(processes)):
-        with contextlib.suppress(FileNotFoundError), open(f"{folder}/{rank}") as stacks:
-            text += f"\n--- rank {rank}\n{stacks.read()}"
-    return text
 
 
 def _serve(line: Connection, task: Any, environment: dict[str, str], stacks: str) -> None:
