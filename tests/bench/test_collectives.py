@@ -28,11 +28,11 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_bench_measures_every_size_in_every_round() -> None:
-    done = bench("--ranks", "2", "--sizes", "1KiB,64KiB,1MiB", "--rounds", "2", "--json", "-")
+    done = bench("--ranks", "2", "--sizes", "1KiB,1MiB", "--rounds", "2", "--json", "-")
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
-    assert [case["num_bytes"] for case in found["cases"]] == [1024, 65536, 2**20]
+    assert [case["num_bytes"] for case in found["cases"]] == [1024, 2**20]
     for case in found["cases"]:
         expected = CONTENDERS | ({"bound"} if case["num_bytes"] == 2**20 else set())
         assert set(case["seconds"]) - {"mpi"} == expected
@@ -42,7 +42,7 @@ def test_bench_measures_every_size_in_every_round() -> None:
     (call,) = found["small_calls"]
     assert (call["num_ranks"], call["num_bytes"], len(call["whole"])) == (2, 1024, 2)
     assert {part["within"] for part in call["parts"]} == {"", call["parts"][3]["name"]}
-    assert "measuring all_reduce, 2 ranks, 64 KiB" in done.stderr
+    assert "measuring all_reduce, 2 ranks, 1 MiB" in done.stderr
 
 
 @pytest.mark.true_start

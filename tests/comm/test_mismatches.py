@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from lockstep.errors import CollectiveMismatch
 from tests.comm.groups import OURS, run_on
+from tests.counts import num_examples, pairs
 
+SIZES = (2, 3)
 over_ours_and_sizes = pytest.mark.parametrize(
-    ("backend", "size"), [(backend, size) for backend in OURS for size in (2, 3)]
+    ("backend", "size"), [(backend, size) for backend in OURS for size in SIZES]
 )
 
 # One that takes one exchange, one that takes two, and one that takes several pieces.
@@ -45,8 +47,7 @@ def assert_usable(group: dist.ProcessGroup) -> None:
     dist.barrier(group=group)
 
 
-@over_ours_and_sizes
-@pytest.mark.parametrize("numel", [SMALL, LARGE, HUGE])
+@pairs("backend, size, numel", OURS, SIZES, [SMALL, LARGE, HUGE])
 def test_ranks_go_on_after_a_mismatch(backend: str, size: int, numel: int) -> None:
     def body(group: dist.ProcessGroup) -> None:
         for odd in range(size):
@@ -61,9 +62,7 @@ def test_ranks_go_on_after_a_mismatch(backend: str, size: int, numel: int) -> No
     run_on(backend, size, body)
 
 
-@over_ours_and_sizes
-@pytest.mark.parametrize("waits_for", ["first", "last", "each"])
-@pytest.mark.parametrize("is_late", [False, True])
+@pairs("backend, size, waits_for, is_late", OURS, SIZES, ["first", "last", "each"], [False, True])
 def test_calls_in_flight_meet_no_later_ones(
     backend: str, size: int, waits_for: str, is_late: bool
 ) -> None:
@@ -168,14 +167,14 @@ def test_a_mismatch_that_not_all_ranks_have_come_to_breaks_the_group(
     run_on(backend, 3, body, seconds=1)
 
 
-@over_ours_and_sizes
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.shortened
+@pairs("backend, size, seed", OURS, SIZES, range(3))
 def test_ranks_go_on_after_random_mismatches(backend: str, size: int, seed: int) -> None:
     """Each round has equal calls, then other ones on each rank, then any number in flight."""
 
     def body(group: dist.ProcessGroup) -> None:
         common, own = random.Random(seed), random.Random(f"{seed} {group.rank()}")
-        for _ in range(8):
+        for _ in range(num_examples(40)):
             works = [all_reduce(group, numel) for numel in common.choices([SMALL, LARGE], k=3)]
             num_equal, odd = common.randrange(3), common.randrange(size)
             for work in works[:num_equal]:

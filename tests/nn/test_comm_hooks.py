@@ -25,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
+from tests.counts import pairs
 from tests.processes import Processes, processes
 
 OurDDP = lockstep.DistributedDataParallel
@@ -228,15 +229,22 @@ def check_in_processes(
     assert check_same_as_torchs(everything[name], torch.float32, cap) == (name in EXACT)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-@CAPS
-@pytest.mark.parametrize("name", ["all-reduce", "fp16", *STEPPING, *GLOO_ONLY])
+@pairs(
+    "name, cap, backend",
+    ["all-reduce", "fp16", *STEPPING],
+    [None, SEVERAL_BUCKETS_MB],
+    ["gloo", "shm"],
+)
 def test_torchs_hooks_between_processes(
     ranks: Processes, name: str, cap: float | None, backend: str
 ) -> None:
-    if name in GLOO_ONLY and backend != "gloo":
-        return
     ranks.run(check_in_processes, "", 2, backend, name, cap)
+
+
+@CAPS
+@pytest.mark.parametrize("name", GLOO_ONLY)
+def test_torchs_hooks_over_gloo_alone(ranks: Processes, name: str, cap: float | None) -> None:
+    ranks.run(check_in_processes, "", 2, "gloo", name, cap)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])

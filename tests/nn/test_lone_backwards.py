@@ -14,10 +14,12 @@ from torch import nn
 import lockstep
 from lockstep.errors import CollectiveMismatch
 from tests.comm.groups import OURS, run_on
+from tests.counts import pairs
 from tests.nn.test_failed_backwards import Layers, gradients
 
+SIZES = (2, 3)
 over_ours_and_sizes = pytest.mark.parametrize(
-    ("backend", "size"), [*itertools.product(OURS, (2, 3))]
+    ("backend", "size"), [*itertools.product(OURS, SIZES)]
 )
 
 WIDTH = 4
@@ -70,8 +72,7 @@ def refused(call: Callable[[], object]) -> None:
         call()
 
 
-@over_ours_and_sizes
-@pytest.mark.parametrize("name", MODELS)
+@pairs("name, backend, size", MODELS, OURS, SIZES)
 def test_all_train_on_after_a_backward_of_one_rank_alone(
     name: str, backend: str, size: int
 ) -> None:
@@ -101,8 +102,7 @@ def test_all_train_on_after_a_backward_of_one_rank_alone(
         )
 
 
-@over_ours_and_sizes
-@pytest.mark.parametrize("num_steps", range(3))
+@pairs("num_steps, backend, size", range(3), OURS, SIZES)
 def test_a_step_of_an_optimizer_after_a_backward_of_one_rank_alone(
     num_steps: int, backend: str, size: int
 ) -> None:
@@ -155,9 +155,9 @@ def test_a_backward_that_raises_on_one_rank_and_is_met_by_another_call(
     run_on(backend, size, body)
 
 
-@over_ours_and_sizes
-@pytest.mark.parametrize("which", ["first", "second", "both", "a copy"])
-@pytest.mark.parametrize("num_steps", range(3))
+@pairs(
+    "num_steps, which, backend, size", range(3), ["first", "second", "both", "a copy"], OURS, SIZES
+)
 def test_two_models_of_which_one_rank_trains_some_alone(
     num_steps: int, which: str, backend: str, size: int
 ) -> None:
