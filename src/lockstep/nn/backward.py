@@ -10,13 +10,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.comm import Announcement, Step, any_rank, join_state_of, mean_divisor, uncompiled
 from lockstep.errors import CollectiveFailed, PeerLost
 from lockstep.grad import Phase
-from lockstep.nn.engine import Engine
-from lockstep.nn.reached import is_compiled_backward, outermost_running_node
+from lockstep.nn.autograd import is_compiled_backward, outermost_running_node
+from lockstep.nn.engine import Engine, Options
 from lockstep.torch_private import _current_graph_task_id, _execution_engine
 
 _End = partial[None]
@@ -82,18 +83,28 @@ class BackwardSync:
         assert group is not None  # engines and callers hold it
         return group
 
-    def add(self, engine: Engine, *, is_copy: bool) -> int:
-        """Add an engine, and return its number.
+    def new_engine(
+        self,
+        module: nn.Module,
+        options: Options,
+        inner: Collection[nn.Module] = (),
+        *,
+        is_copy: bool = False,
+    ) -> Engine:
+        """Return an engine for ``module`` whose ``inner`` modules have others.
 
-        Every rank adds its engines in the same order; copies that a rank has made for itself
+        Every rank makes its engines in the same order; copies that a rank has made for itself
         alone get a number when they are trained.
         """
+        engine = Engine(module, self._group, options, inner, self.gradient_ready)
         self._engines.append(weakref.ref(engine))
-        return 0 if is_copy else self._next_number()
+        engine.number = 0 if is_copy else self._next_number()
+        return engine
 
     def remove(self, engine: Engine) -> None:
-        """Remove an engine: its gradients are not reduced any more."""
-        if self.is_reducing(engine):
+        """Reduce the gradients of ``engine`` no more."""
+        engine.detach()
+        if self._is_reducing(engine):
             self._drop_backward()
             self.finish_failed()
         self._engines = [one for one in self._engines if one() is not engine]
@@ -113,9 +124,12 @@ class BackwardSync:
         """Whether a backward of this rank runs."""
         return self._backward is not None and self._backward.task is not None
 
-    def is_reducing(self, engine: Engine) -> bool:
-        """Whether ``engine`` reduces gradients in the backward that runs."""
+    def _is_reducing(self, engine: Engine) -> bool:
         return self._backward is not None and engine in self._backward.engines
+
+    def is_in_backward(self, engine: Engine) -> bool:
+        """Whether a backward runs that will reduce the gradients of ``engine``, and hasn't."""
+        return self._is_reducing(engine) and _current_graph_task_id() != -1
 
     def gradient_ready(self, engine: Engine, parameter: torch.Tensor) -> None:
         """A gradient of ``engine``, or of a parameter that was unfrozen, has come."""
@@ -197,7 +211,7 @@ class BackwardSync:
             pass
 
     def _run_empty(self, engine: Engine) -> bool:
-        """Take part in a backward in which other ranks reach ``engine``, or others, or none."""
+        """Take part in a backward in which any rank may reach ``engine``; False if none had one."""
         self.finish_failed()
         asks = self._has_to_ask([engine])
         backward = _Backward()
@@ -253,7 +267,7 @@ class BackwardSync:
     def _on_any_rank(
         self, engines: Collection[Engine], *facts: bool
     ) -> tuple[set[Engine], list[bool]]:
-        """Return the engines that any rank gives, and which of ``facts`` hold on any."""
+        """Return the engines that any rank passes, and which of ``facts`` are true on any."""
         numbers = {engine.number for engine in engines}
         own = [number in numbers for number in range(1, self._num_engines + 1)]
         on_any = any_rank(self._group, [*own, *facts])
@@ -294,7 +308,7 @@ class BackwardSync:
         )
         try:
             for engine in engines:
-                engine.refresh_if_changed()
+                self._refresh_if_changed(engine)
             launch_order = [] if waits else [engine.reducer for engine in engines]
             # Autograd has a thread for each accelerator.
             num_devices = len({device for engine in engines for device in engine.devices})
@@ -342,13 +356,13 @@ class BackwardSync:
     def finish_failed(self) -> None:
         """Finish a backward that failed here with the other ranks, before any other collective.
 
-        The other ranks wait in its end, or have failed too. Then all have launched the same once
-        more, and those whose backward succeeded have been told.
+        The other ranks wait in its end, or have failed too. This makes all launch the same buckets,
+        and tells those whose backward succeeded.
         """
         failed = [
             engine
             for engine in self.engines()
-            if engine.reducer.phase is Phase.FAILED and not self.is_reducing(engine)
+            if engine.reducer.phase is Phase.FAILED and not self._is_reducing(engine)
         ]
         if failed:
             self._backward = _Backward(engines=failed, tells_late=self._failed_tells_late)
@@ -359,7 +373,16 @@ class BackwardSync:
         self.finish_failed()
         for engine in self.engines():
             if engine.is_stale:
-                engine.refresh()
+                self.refresh(engine)
+
+    def refresh(self, engine: Engine) -> None:
+        """Let ``engine`` continue with the parameters that its module has now."""
+        self.finish_failed()
+        engine.refresh(in_backward=self.is_running())
+
+    def _refresh_if_changed(self, engine: Engine) -> None:
+        if engine.has_changed():
+            self.refresh(engine)
 
     def end(self) -> None:
         """The backward is over: wait until everything has arrived.
@@ -376,9 +399,7 @@ class BackwardSync:
     def _finish(self) -> tuple[list[Engine], CollectiveFailed | None]:
         """Reduce all gradients of the backward that is over.
 
-        Returns:
-            The engines whose gradients they are, and the error to raise if it failed on another
-            rank.
+        Returns its engines, and the error to raise if it failed on another rank.
         """
         backward = self._backward or _Backward()
         try:
@@ -393,7 +414,7 @@ class BackwardSync:
                     late |= self._on_any_rank(late)[0]
                 backward.late = sorted(late.difference(backward.engines), key=_number)
                 for engine in backward.late:
-                    engine.refresh_if_changed()
+                    self._refresh_if_changed(engine)
                     engine.begin_backward([])
                 for engine in backward.late:
                     engine.reducer.launch_all_but_last()
@@ -439,12 +460,10 @@ _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, BackwardSync] = weakref.
 
 def backward_sync_of(group: dist.ProcessGroup) -> BackwardSync:
     """Return the BackwardSync of ``group``, the same one every time."""
-    return _by_group.setdefault(group, BackwardSync(group))
+    sync = _by_group.get(group)
+    return sync if sync is not None else _by_group.setdefault(group, BackwardSync(group))
 
 
 def finish_failed(group: dist.ProcessGroup) -> None:
-    """Finish a backward of models over ``group`` that failed here, with the other ranks.
-
-    It must be called before any other collective over the group, whose order would differ else.
-    """
+    """Finish a backward that failed here, before any other collective over ``group``."""
     backward_sync_of(group).finish_failed()

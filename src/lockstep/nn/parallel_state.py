@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -15,8 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.arguments import check_module
 from lockstep.comm import this_thread
 from lockstep.errors import ModelError
+from lockstep.nn.autograd import current_task, is_any_reached, is_backward_of_replicas
 from lockstep.nn.engine import Engine
-from lockstep.nn.reached import current_task, is_any_reached, is_backward_of_replicas
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
@@ -74,23 +74,15 @@ def accumulate(module: nn.Module) -> Iterator[None]:
 
 
 class ParallelState:
-    """Marks a module as parallel, and lists its engines.
+    """Marks a module, or the one in a wrapper, as parallel, and lists its engines."""
 
-    Attributes:
-        module: The module, or the one in the wrapper.
-        is_wrapped: Whether this is the state of a wrapper.
-        engines: The module's own engine, if it has parameters of its own, and those of parallel
-            modules in it; none on a rank that is alone.
-        parameters: The trained parameters that no other parallel module had before.
-        batch: The micro-batches of a step under accumulate().
-    """
-
-    def __init__(
-        self, module: nn.Module, engines: Sequence[Engine] = (), *, is_wrapped: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, engines: Sequence[Engine], *, is_wrapped: bool) -> None:
         self.module = weakref.ref(module)
         self.is_wrapped = is_wrapped
+        # The module's own engine, if it has parameters of its own, and those of parallel modules
+        # in it; none on a rank that is alone.
         self.engines = list(engines)
+        # The trained parameters that no other parallel module had before.
         self.parameters = WeakIdKeyDictionary()
         self.batch = _Batch(self.module)
 
@@ -120,7 +112,7 @@ def find_state(owner: nn.Module) -> ParallelState | None:
 
 
 def find_state_around(module: nn.Module) -> ParallelState | None:
-    """Return the state of the wrapper that ``module`` is in, if it is in one."""
+    """Return the state of the wrapper that ``module`` is in, if there is one."""
     return next((s for s in all_states() if s.is_wrapped and s.module() is module), None)
 
 
@@ -149,23 +141,34 @@ def all_states() -> list[ParallelState]:
         return list(dict.fromkeys(_states.values()))
 
 
-class _Batch:
-    """The micro-batches of one step that have had their backward.
+def all_engines() -> list[Engine]:
+    """Return the engines of parallel modules, each once, in the order of their making.
 
-    Attributes:
-        num_contexts: The number of accumulate() contexts that are open. When it is 0, the next
-            micro-batch is the last.
-        rank: The thread that accumulates.
-        count: The number of samples that the gradients are the mean of; None before the first.
-        is_hidden: Whether autograd can't see that backwards reach the model.
-        reached_in: The last backward with replicas in it that reached the model.
+    Those that register_comm_hook() makes for a rank that is alone are left out.
     """
+    engines = dict.fromkeys(engine for state in all_states() for engine in state.engines)
+    return [engine for engine in engines if engine.process_group.size() > 1]
+
+
+def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
+    """Return the engines of some of ``parameters``, in the order of their making."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [engine for engine in all_engines() if engine.has(wanted)]
+
+
+class _Batch:
+    """The micro-batches of one step that have had their backward."""
 
     def __init__(self, module: weakref.ref[nn.Module]) -> None:
+        # The number of open accumulate() contexts. When it is 0, the next micro-batch is the last.
         self.num_contexts = 0
+        # The thread that accumulates.
         self.rank = this_thread()
+        # The number of samples that the gradients are the mean of; None before the first.
         self.count: torch.Tensor | None = None
+        # Whether autograd can't see that backwards reach the model.
         self.is_hidden = False
+        # The last backward with replicas in it that reached the model.
         self.reached_in: int | None = None
         self._module = module
         # The last backward, with the count of its mean and the sum of all counts until then.
@@ -223,8 +226,7 @@ class _Batch:
 _scaling = threading.Lock()
 
 
-def _batches_of(rank: int) -> list[_Batch]:
-    """Return the batches of that thread that have several micro-batches."""
+def _open_batches(rank: int) -> list[_Batch]:
     batches = [state.batch for state in all_states()]
     return [batch for batch in batches if batch.rank == rank and batch.is_open()]
 
@@ -232,7 +234,7 @@ def _batches_of(rank: int) -> list[_Batch]:
 def begun_batch() -> tuple[int, bool]:
     """Return this thread, and whether it has gradients of earlier micro-batches of a step."""
     thread = this_thread()
-    batches = _batches_of(thread)
+    batches = _open_batches(thread)
     return thread, any(batch.count is not None and batch.gradients() for batch in batches)
 
 
@@ -246,11 +248,11 @@ def count_micro_batch(
     Args:
         count: The weight of all ranks' samples in the mean.
         goes_on: The number of ranks that had gradients of earlier micro-batches.
-        rank: The thread that took the mean. Autograd may have another one for its backward.
+        rank: The thread that took the mean; autograd may have another one for its backward.
         has_samples: Whether this rank has any of the samples.
         is_backward: Whether gradients are accumulated; not so in ``torch.autograd.grad()``.
     """
-    batches = _batches_of(rank) if is_backward or has_samples else []
+    batches = _open_batches(rank) if is_backward or has_samples else []
     if has_samples:  # there may be other models, with other batches or none
         reached = [b for b in batches if (is_backward and b.is_hidden) or b.is_reached()]
         if is_backward and not reached:
