@@ -7,13 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import compress
 from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
 
 from lockstep.comm import uncompiled
 from lockstep.torch_private import (
@@ -25,44 +25,37 @@ from lockstep.torch_private import (
 Hook = Callable[[torch.Tensor], object]
 
 
-def is_reached(parameter: torch.Tensor) -> bool:
-    """Return whether the backward that is running will add to the gradient of ``parameter``.
+def reached(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those to whose gradients the backward that is running will add.
 
-    It can't see into the segments of reentrant checkpoints, where it may wrongly return False.
+    It can't see into the segments of reentrant checkpoints, whose leaves may be missing.
     """
-    # The node is not kept: as long as it lives, autograd expects the shape that it was made with,
-    # and a parameter that has changed fails inside of autograd, without its name.
-    if not parameter.requires_grad:
-        return False
-    try:
-        return _will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # in autograd.grad() of a leaf: no gradient is accumulated
-        return False
-
-
-def is_any_reached(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether :func:`is_reached` is true of any; asking at once takes a quarter."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained or is_reached(trained[0]):
-        return bool(trained)
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    if not trained:
+        return []
+    # The nodes are not kept: as long as one lives, autograd expects the shape that it was made
+    # with, and a parameter that has changed fails inside of autograd, without its name.
     with torch.enable_grad():
         uses: torch.Tensor = _UsesAll.apply(*trained)  # type: ignore[no-untyped-call]
     assert uses.grad_fn is not None
+    nodes: Any = [node for node, _ in uses.grad_fn.next_functions]
     try:
-        return any(
-            _will_engine_execute_node(node)  # type: ignore[arg-type]
-            for node, _ in uses.grad_fn.next_functions
-        )
-    except RuntimeError:  # as above
-        return False
+        return [*compress(trained, [*map(_will_engine_execute_node, nodes)])]
+    except RuntimeError:  # in autograd.grad() of a leaf: no gradient is accumulated
+        return []
+
+
+def is_any_reached(leaves: Sequence[torch.Tensor]) -> bool:
+    """Return whether the backward that is running will add to any of the gradients."""
+    return bool(reached(leaves[:1]) or reached(leaves))
 
 
 class _UsesAll(torch.autograd.Function):
-    """Its node is followed by those that accumulate the parameters' gradients; it is never run."""
+    """Its node is followed by those that accumulate gradients; it is never run."""
 
     @staticmethod
-    def forward(ctx: object, *parameters: torch.Tensor) -> torch.Tensor:
-        return parameters[0].new_empty(())
+    def forward(ctx: object, *leaves: torch.Tensor) -> torch.Tensor:
+        return torch.empty(())
 
 
 def is_compiled_backward() -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.comm import Announcement, Step, any_rank, join_state_of, mean_divisor, uncompiled
-from lockstep.errors import CollectiveFailed, PeerLost
+from lockstep.errors import CollectiveFailed, CollectiveMismatch, PeerLost
 from lockstep.grad import Phase
 from lockstep.nn.autograd import is_compiled_backward, outermost_running_node
 from lockstep.nn.engine import Engine, Options
@@ -29,6 +29,10 @@ class _Backward:
 
     # Autograd's task; None for a backward of other ranks, to which this one adds nothing.
     task: int | None = None
+    # The group's generation when it began; None for groups without any.
+    generation: object = None
+    # The copy of a model that got its number in it, if one did.
+    new_copy: Engine | None = None
     # The engines that reduce gradients in it, by number.
     engines: list[Engine] = field(default_factory=list)
     # Whether ranks tell each other of late engines: those that nobody could foresee when it began,
@@ -74,14 +78,18 @@ class BackwardSync:
         self._trained_together: set[int] = set()
         self._backward: _Backward | None = None
         self._num_ended = 0
-        # Whether ranks tell each other of late engines in the backward that failed here.
-        self._failed_tells_late = False
+        # To finish the backward that failed here with; without its engines, which hold the group.
+        self._failed = _Backward()
 
     @property
     def _group(self) -> dist.ProcessGroup:
         group = self._weak_group()
         assert group is not None  # engines and callers hold it
         return group
+
+    @property
+    def _generation(self) -> object:
+        return getattr(self._weak_group(), "generation", None)
 
     def new_engine(
         self,
@@ -141,7 +149,7 @@ class BackwardSync:
             backward = self._backward
             if is_begun and (backward is None or _current_graph_task_id() != backward.task):
                 # A backward inside of a backward, as reentrant checkpoints have. Its gradients
-                # can't be foreseen: see is_reached.
+                # can't be foreseen: see reached().
                 engine.sees_nested_tasks = True
                 engine.reducer.copies_early = False
                 is_begun = False
@@ -175,8 +183,9 @@ class BackwardSync:
 
     def _begin(self, engine: Engine) -> _Backward:
         self.finish_failed()
-        engine.number = engine.number or self._next_number()
-        backward = _Backward(_current_graph_task_id())
+        backward = _Backward(_current_graph_task_id(), self._generation)
+        if not engine.number:
+            engine.number, backward.new_copy = self._next_number(), engine
         if is_compiled_backward():
             engines = {engine, *self.engines()}
             backward.awaited = {key for one in engines for key in one.reached()}
@@ -185,7 +194,11 @@ class BackwardSync:
         reached = {engine}
         if self._num_engines > 1:
             reached |= {one for one in self.engines() if one is not engine and one.is_any_reached()}
-        self._begin_together(backward, reached, asks=self._has_to_ask(reached))
+        try:
+            self._begin_together(backward, reached, asks=self._has_to_ask(reached))
+        except CollectiveFailed as error:
+            _advise(error, "beginning")
+            raise
         return backward
 
     def begin_before_collective(self) -> None:
@@ -214,7 +227,7 @@ class BackwardSync:
         """Take part in a backward in which any rank may reach ``engine``; False if none had one."""
         self.finish_failed()
         asks = self._has_to_ask([engine])
-        backward = _Backward()
+        backward = _Backward(generation=self._generation)
         self._begin_together(backward, [] if asks else [engine], asks=asks)
         was_any = bool(backward.engines)
         self.end()
@@ -247,7 +260,7 @@ class BackwardSync:
         """Take part in a backward of ranks that still have data, when this one has none."""
         _apply(engines, announcement)
         if announcement.step is Step.BEGIN:
-            self._begin_all(_Backward(), engines)
+            self._begin_all(_Backward(generation=self._generation), engines)
         else:
             self._finish()
 
@@ -259,9 +272,12 @@ class BackwardSync:
         engines = set(reached)
         if asks:
             may_be_late = any(engine.sees_nested_tasks for engine in self.engines())
-            named, (backward.tells_late,) = self._on_any_rank(reached, may_be_late)
+            try:
+                named, (backward.tells_late,) = self._on_any_rank(reached, may_be_late)
+            except CollectiveMismatch:
+                self._forget(backward)
+                raise
             engines.update(named)
-        self._remember(engines)
         self._begin_all(backward, sorted(engines, key=_number))
 
     def _on_any_rank(
@@ -273,13 +289,6 @@ class BackwardSync:
         on_any = any_rank(self._group, [*own, *facts])
         named = {engine for engine in self.engines() if on_any[engine.number - 1]}
         return named, on_any[len(own) :]
-
-    def _remember(self, engines: Collection[Engine]) -> None:
-        """Note that these engines have been in one backward, on all ranks."""
-        numbers = {engine.number for engine in engines}
-        self._trained |= numbers
-        if len(numbers) > 1:
-            self._trained_together |= numbers
 
     def _has_to_ask(self, reached: Collection[Engine]) -> bool:
         """Whether other ranks may reach other models than ``reached``."""
@@ -322,11 +331,8 @@ class BackwardSync:
             raise
 
     def _call_at_the_end(self, backward: _Backward) -> None:
-        """Have :meth:`end` called at the end of the outermost backward.
-
-        Autograd calls back at the end of the innermost, which is an earlier one if this gradient
-        comes from a segment of a reentrant checkpoint.
-        """
+        # At the end of the outermost backward. Autograd calls back at the end of the innermost, an
+        # earlier one if this gradient comes from a segment of a reentrant checkpoint.
         end = partial(self.end)  # autograd alone holds it
         # A backward that raises drops its callbacks without calling them.
         # Shown by test_a_failed_backward_does_not_spoil_the_next.
@@ -351,21 +357,36 @@ class BackwardSync:
         if backward is not None:
             for engine in [*backward.engines, *backward.late]:
                 engine.end_backward()
-            self._failed_tells_late = backward.tells_late
+            self._failed = _Backward(None, backward.generation, tells_late=backward.tells_late)
+            if backward.generation is not self._generation:
+                self._forget(backward)
+
+    def _forget(self, backward: _Backward) -> None:
+        """No rank goes on with ``backward``, which the other ranks didn't run."""
+        for engine in backward.engines:
+            engine.num_backwards -= 1
+        if backward.new_copy is not None:
+            backward.new_copy.number = 0
+            self._num_engines -= 1
 
     def finish_failed(self) -> None:
         """Finish a backward that failed here with the other ranks, before any other collective.
 
         The other ranks wait in its end, or have failed too. This makes all launch the same buckets,
-        and tells those whose backward succeeded.
+        and tells those whose backward succeeded. If there was a mismatch meanwhile, no rank goes on
+        with it. See Note [Mismatches] in comm/work.py.
         """
         failed = [
             engine
             for engine in self.engines()
             if engine.reducer.phase is Phase.FAILED and not self._is_reducing(engine)
         ]
-        if failed:
-            self._backward = _Backward(engines=failed, tells_late=self._failed_tells_late)
+        if failed and self._failed.generation is not self._generation:
+            for engine in failed:
+                engine.reducer.reset()
+        elif failed:
+            self._backward = self._failed
+            self._backward.engines = failed
             self._finish()
 
     def refresh_stale(self) -> None:
@@ -419,7 +440,6 @@ class BackwardSync:
                 for engine in backward.late:
                     engine.reducer.launch_all_but_last()
                 engines = [*backward.engines, *backward.late]
-                self._remember(engines)
                 for engine in engines:
                     engine.reducer.launch_last()
                 # Now rather than before the next forward: buffers travel with the last gradients,
@@ -432,16 +452,25 @@ class BackwardSync:
                     finish_buffers()
                 return engines, next(filter(None, errors), None)
         except CollectiveFailed as error:
-            if not isinstance(error, PeerLost):
-                error.add_note(
-                    "It was the end of a backward of this rank. A backward reduces gradients "
-                    "whatever made the loss, model.module(x) too, so every rank runs it; one that "
-                    "is of this rank alone runs in 'with lockstep.no_sync(model):'."
-                )
+            _advise(error, "end")
             raise
         finally:
+            if backward.generation is self._generation:
+                numbers = {engine.number for engine in [*backward.engines, *backward.late]}
+                self._trained |= numbers
+                if len(numbers) > 1:
+                    self._trained_together |= numbers
             self._drop_backward()
             self._num_ended += 1
+
+
+def _advise(error: CollectiveFailed, place: str) -> None:
+    if not isinstance(error, PeerLost):
+        error.add_note(
+            f"It was the {place} of a backward of this rank. A backward reduces gradients "
+            "whatever made the loss, model.module(x) too, so every rank runs it; one that "
+            "is of this rank alone runs in 'with lockstep.no_sync(model):'."
+        )
 
 
 def _number(engine: Engine) -> int:

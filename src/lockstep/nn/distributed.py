@@ -28,7 +28,6 @@ from lockstep.nn.join import DDPJoinHook, begin_joined_iteration
 from lockstep.nn.mixed_precision import (
     MixedPrecision,
     call_in_precision,
-    cast_buffers,
     check_precision,
     reducing_in,
 )
@@ -194,7 +193,8 @@ class DistributedDataParallel(
         attach(self, self.module, self.process_group, self._options, is_copy=is_copy)
         precision, group = self.mixed_precision, self.process_group
         if precision is not None and precision.buffer_dtype is not None:
-            cast_buffers(self.module, precision.buffer_dtype, self.parameters_to_ignore)
+            for buffer in filter(torch.is_floating_point, self.modules_buffers):
+                buffer.data = buffer.data.to(precision.buffer_dtype)
         if precision is not None and precision.reduce_dtype is not None and group is not None:
             self._set_comm_hook(reducing_in(precision.reduce_dtype, group))
         self._is_ready = True

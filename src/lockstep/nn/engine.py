@@ -25,7 +25,7 @@ from lockstep.nn.autograd import (
     Hook,
     hooks_of,
     is_any_reached,
-    is_reached,
+    reached,
     take_over_optimizers,
 )
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
@@ -186,7 +186,7 @@ class Engine:
     def reached(self) -> list[int]:
         """The ``id()`` of each parameter whose gradient comes in the backward that is running."""
         hooked = [*self.parameters, *self._frozen] if self.is_syncing else []
-        return [id(parameter) for parameter in hooked if is_reached(parameter)]
+        return [*map(id, reached(hooked))]
 
     def has_changed(self) -> bool:
         """Whether the module may have other parameters by now."""
@@ -222,6 +222,7 @@ class Engine:
             error.add_note("They were the same when they were made parallel, but changed since.")
             raise
         except CollectiveFailed as error:
+            self.is_stale = True
             new = [name for key, name in trained.items() if key not in self._trained]
             gone = [name for key, (name, _) in self._trained.items() if key not in trained]
             error.add_note(
@@ -285,7 +286,8 @@ class Engine:
         self._pending.task, self._pending.threshold = task, 1
         if sees_graph and not self.sees_nested_tasks:
             unused = self.reducer.unused_parameters
-            self.reducer.mark_unused(p for p in unused if not is_reached(p))
+            ids = {*map(id, reached(unused))}
+            self.reducer.mark_unused(p for p in unused if id(p) not in ids)
 
     def finish_backward(self) -> CollectiveFailed | None:
         """Finish the reduction; return the error to raise if it failed on another rank.

@@ -35,7 +35,6 @@ class UnevenLoop(JoinState):
     ) -> None:
         device = engines[0].parameters[0].device
         super().__init__(group, device, divide_by_active=divide_by_active, throws=throws)
-        self._group = group
         self._engines: list[Engine] = []
         # Restore this rank's gradients, from the first backward of others that it takes part in.
         self._restore: list[Callable[[], None]] = []

@@ -14,7 +14,7 @@ from lockstep.arguments import as_finite_number, check_module, refusal
 from lockstep.comm import mean_divisor, start_all_reduce, sum_in_step, uncompiled
 from lockstep.errors import ModelError
 from lockstep.grad import MIB, Reducer
-from lockstep.nn.autograd import is_backward_of_replicas, is_reached
+from lockstep.nn.autograd import is_backward_of_replicas, reached
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.engine import sparse_indices
 from lockstep.nn.parallel_state import begun_batch, count_micro_batch
@@ -192,7 +192,7 @@ class _Mean(torch.autograd.Function):
             )
         _, count, goes_on, num_means = ctx.facts
         has_samples = ctx.needs_input_grad[0]
-        is_backward = is_backward_of_replicas() or is_reached(ctx.anchor)
+        is_backward = is_backward_of_replicas() or bool(reached([ctx.anchor]))
         if ctx.group is not None and is_backward and not has_samples:
             backward_sync_of(ctx.group).take_part_at_the_end()
         divisor = in_caller(count_micro_batch, count, goes_on, ctx.rank, has_samples, is_backward)

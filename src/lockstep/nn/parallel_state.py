@@ -61,20 +61,22 @@ def accumulate(module: nn.Module) -> Iterator[None]:
     """
     state = state_of(module)
     with state.no_sync():
-        batch = state.batch
-        batch.rank = this_thread()
-        batch.num_contexts += 1
+        state.rank = this_thread()
+        state.num_contexts += 1
         try:
             yield
         except BaseException:
-            batch.count = None  # the batch is not to be finished
+            state.count = None  # the batch is not to be finished
             raise
         finally:
-            batch.num_contexts -= 1
+            state.num_contexts -= 1
 
 
 class ParallelState:
-    """Marks a module, or the one in a wrapper, as parallel, and lists its engines."""
+    """The engines of a parallel module, or of the one in a wrapper, and the batch it accumulates.
+
+    A batch has the micro-batches of one step that have had their backward.
+    """
 
     def __init__(self, module: nn.Module, engines: Sequence[Engine], *, is_wrapped: bool) -> None:
         self.module = weakref.ref(module)
@@ -84,7 +86,18 @@ class ParallelState:
         self.engines = list(engines)
         # The trained parameters that no other parallel module had before.
         self.parameters = WeakIdKeyDictionary()
-        self.batch = _Batch(self.module)
+        # The number of open accumulate() contexts. When it is 0, the next micro-batch is the last.
+        self.num_contexts = 0
+        # The thread that accumulates.
+        self.rank = this_thread()
+        # The number of samples that the gradients are the mean of; None before the first.
+        self.count: torch.Tensor | None = None
+        # Whether autograd can't see that backwards reach the model.
+        self.is_hidden = False
+        # The last backward with replicas in it that reached the model.
+        self.reached_in: int | None = None
+        # The last backward, with the count of its mean and the sum of all counts until then.
+        self._last: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -97,6 +110,55 @@ class ParallelState:
         finally:
             for engine, was_syncing in before.items():
                 engine.is_syncing = was_syncing
+
+    def is_open(self) -> bool:
+        """Whether the running backward may be that of one of several micro-batches."""
+        is_last = self._last is not None and self._last[0] == current_task()
+        return bool(self.num_contexts) or self.count is not None or is_last
+
+    def is_reached(self) -> bool:
+        """Whether the running backward is one of this model."""
+        if is_backward_of_replicas():
+            return self.reached_in == current_task()
+        return is_any_reached(self._parameters())
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that the model has."""
+        return [p.grad for p in self._parameters() if p.grad is not None]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        module = self.module()
+        return [] if module is None else [p for p in module.parameters() if p.requires_grad]
+
+    def add_micro_batch(
+        self, count: torch.Tensor, goes_on: torch.Tensor, scaled: set[int]
+    ) -> torch.Tensor:
+        """Add a micro-batch, scale gradients whose id() is not in ``scaled``; return the sum."""
+        task = current_task()
+        if self._last is not None and self._last[0] == task:
+            _, last, total = self._last
+            if not torch.equal(last, count.to(last.device)):
+                raise ValueError(
+                    f"One backward under accumulate() has two means, over {count.item():g} and "
+                    f"over {last.item():g} samples, and gradients that are added up can't be "
+                    "divided by both. Let both be over as many, or put the values into one mean, "
+                    "with weights."
+                )
+            return total
+        total = count
+        if self.count is not None:
+            # If no rank has gradients any more, zero_grad() has dropped the batch.
+            before = torch.where(goes_on > 0, self.count.to(count.device), 0)
+            total = before + count
+            scale = before / torch.where(total != 0, total, 1)
+            with torch.no_grad():
+                for gradient in self.gradients():
+                    if id(gradient) not in scaled:
+                        gradient.mul_(scale.to(gradient.device))
+                        scaled.add(id(gradient))
+        self._last = (task, count, total) if task != -1 else None
+        self.count = total if self.num_contexts else None
+        return total
 
 
 # Ranks may be threads, and a dictionary that another thread changes can't be iterated over.
@@ -156,86 +218,19 @@ def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
     return [engine for engine in all_engines() if engine.has(wanted)]
 
 
-class _Batch:
-    """The micro-batches of one step that have had their backward."""
-
-    def __init__(self, module: weakref.ref[nn.Module]) -> None:
-        # The number of open accumulate() contexts. When it is 0, the next micro-batch is the last.
-        self.num_contexts = 0
-        # The thread that accumulates.
-        self.rank = this_thread()
-        # The number of samples that the gradients are the mean of; None before the first.
-        self.count: torch.Tensor | None = None
-        # Whether autograd can't see that backwards reach the model.
-        self.is_hidden = False
-        # The last backward with replicas in it that reached the model.
-        self.reached_in: int | None = None
-        self._module = module
-        # The last backward, with the count of its mean and the sum of all counts until then.
-        self._last: tuple[int, torch.Tensor, torch.Tensor] | None = None
-
-    def is_open(self) -> bool:
-        """Whether the running backward may be that of one of several micro-batches."""
-        is_last = self._last is not None and self._last[0] == current_task()
-        return bool(self.num_contexts) or self.count is not None or is_last
-
-    def is_reached(self) -> bool:
-        """Whether the running backward is one of this model."""
-        if is_backward_of_replicas():
-            return self.reached_in == current_task()
-        return is_any_reached(self._parameters())
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The gradients that the model has."""
-        return [p.grad for p in self._parameters() if p.grad is not None]
-
-    def _parameters(self) -> list[nn.Parameter]:
-        module = self._module()
-        return [] if module is None else [p for p in module.parameters() if p.requires_grad]
-
-    def add(self, count: torch.Tensor, goes_on: torch.Tensor, scaled: set[int]) -> torch.Tensor:
-        """Add a micro-batch, scale gradients whose id() is not in ``scaled``; return the sum."""
-        task = current_task()
-        if self._last is not None and self._last[0] == task:
-            _, last, total = self._last
-            if not torch.equal(last, count.to(last.device)):
-                raise ValueError(
-                    f"One backward under accumulate() has two means, over {count.item():g} and "
-                    f"over {last.item():g} samples, and gradients that are added up can't be "
-                    "divided by both. Let both be over as many, or put the values into one mean, "
-                    "with weights."
-                )
-            return total
-        total = count
-        if self.count is not None:
-            # If no rank has gradients any more, zero_grad() has dropped the batch.
-            before = torch.where(goes_on > 0, self.count.to(count.device), 0)
-            total = before + count
-            scale = before / torch.where(total != 0, total, 1)
-            with torch.no_grad():
-                for gradient in self.gradients():
-                    if id(gradient) not in scaled:
-                        gradient.mul_(scale.to(gradient.device))
-                        scaled.add(id(gradient))
-        self._last = (task, count, total) if task != -1 else None
-        self.count = total if self.num_contexts else None
-        return total
-
-
 # Replicas have their backwards at the same time.
 _scaling = threading.Lock()
 
 
-def _open_batches(rank: int) -> list[_Batch]:
-    batches = [state.batch for state in all_states()]
-    return [batch for batch in batches if batch.rank == rank and batch.is_open()]
+def _with_open_batches(rank: int) -> list[ParallelState]:
+    return [state for state in all_states() if state.rank == rank and state.is_open()]
 
 
 def begun_batch() -> tuple[int, bool]:
     """Return this thread, and whether it has gradients of earlier micro-batches of a step."""
     thread = this_thread()
-    batches = _open_batches(thread)
-    return thread, any(batch.count is not None and batch.gradients() for batch in batches)
+    states = _with_open_batches(thread)
+    return thread, any(state.count is not None and state.gradients() for state in states)
 
 
 def count_micro_batch(
@@ -252,19 +247,19 @@ def count_micro_batch(
         has_samples: Whether this rank has any of the samples.
         is_backward: Whether gradients are accumulated; not so in ``torch.autograd.grad()``.
     """
-    batches = _open_batches(rank) if is_backward or has_samples else []
+    states = _with_open_batches(rank) if is_backward or has_samples else []
     if has_samples:  # there may be other models, with other batches or none
-        reached = [b for b in batches if (is_backward and b.is_hidden) or b.is_reached()]
+        reached = [s for s in states if (is_backward and s.is_hidden) or s.is_reached()]
         if is_backward and not reached:
             # A model wholly inside of reentrant checkpoints can't be seen from outside of them.
-            reached = [batch for batch in batches if batch.num_contexts]
-            for batch in reached:
-                batch.is_hidden = True
-        batches = reached
+            reached = [state for state in states if state.num_contexts]
+            for state in reached:
+                state.is_hidden = True
+        states = reached
     # Parallel parts of a parallel model share parameters with it: each is scaled once.
     scaled: set[int] = set()
     with _scaling:
-        totals = [batch.add(count, goes_on, scaled) for batch in batches]
+        totals = [state.add_micro_batch(count, goes_on, scaled) for state in states]
     if has_samples and any(not torch.equal(total, totals[0]) for total in totals[1:]):
         numbers = ", ".join(f"{total.item():g}" for total in totals)
         raise ValueError(
@@ -281,5 +276,5 @@ def remember_reached() -> None:
     """
     if not is_backward_of_replicas():
         for state in all_states():
-            if state.batch.is_open() and state.batch.is_reached():
-                state.batch.reached_in = current_task()
+            if state.is_open() and state.is_reached():
+                state.reached_in = current_task()
