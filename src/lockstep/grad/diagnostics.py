@@ -56,26 +56,24 @@ def failed_elsewhere(num_failed: int, ranks: int, group: dist.ProcessGroup) -> C
 class GradientLog:
     """Logs, once, that no rank uses some parameters, or that all ranks have the same gradients.
 
-    Without a distributed sampler they have. In the first few backwards this rank's gradients are
+    Without a distributed sampler they have. In the first few backwards rank 0's gradients are
     compared with the mean over all ranks. If they are equal, so are those of all other ranks. That
-    needs no collective.
+    needs no collective. The log of another rank is off.
     """
 
     def __init__(self, *, is_on: bool) -> None:
-        self.logs_unused = self.compares = is_on
+        self.is_on = self.logs_unused = self.compares = is_on
         self._num_equal = 0
         self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def unused(self, names: list[str], *, is_rank_0: bool) -> None:
-        """Log that no rank has used the parameters of these names, if there are any."""
-        if names and self.logs_unused:
-            self.logs_unused = False
-            if is_rank_0:
-                _log.info(
-                    "No rank used these parameters in this backward, so their gradients stay as "
-                    "they are: %s. (This is said once.)",
-                    ", ".join(names),
-                )
+    def unused(self, names: list[str]) -> None:
+        """Log that no rank has used the parameters of these names."""
+        self.logs_unused = False
+        _log.info(
+            "No rank used these parameters in this backward, so their gradients stay as they are: "
+            "%s. (This is said once.)",
+            ", ".join(names),
+        )
 
     def keep(self, gradients: torch.Tensor, factor: int) -> None:
         """Keep some of the gradients of a bucket, flat, which will be reduced in place.
@@ -90,8 +88,8 @@ class GradientLog:
         """Drop the kept gradients: their backward has failed."""
         self._samples = []
 
-    def compare(self, *, is_rank_0: bool) -> None:
-        """Compare the kept gradients with the reduced ones; rank 0 warns."""
+    def compare(self) -> None:
+        """Compare the kept gradients with the reduced ones."""
         samples = [(r, e) for r, e in self._samples if bool(e.any()) and bool(e.isfinite().all())]
         self._samples = []
         if not samples:
@@ -104,11 +102,10 @@ class GradientLog:
         self._num_equal += self.compares
         if self.compares and self._num_equal == _NUM_SAME_BACKWARDS:
             self.compares = False
-            if is_rank_0:
-                _log.warning(
-                    "In each of the first %s backwards all ranks had the same gradients, so they "
-                    "seem to train on the same samples, each doing the work of all. Give each its "
-                    "part: lockstep.partition(dataset)[rank], or torch's DistributedSampler. (This "
-                    "is said once.)",
-                    _NUM_SAME_BACKWARDS,
-                )
+            _log.warning(
+                "In each of the first %s backwards all ranks had the same gradients, so they seem "
+                "to train on the same samples, each doing the work of all. Give each its part: "
+                "lockstep.partition(dataset)[rank], or torch's DistributedSampler. (This is said "
+                "once.)",
+                _NUM_SAME_BACKWARDS,
+            )

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import CollectiveFailed, CollectiveMismatch
+from lockstep.grad import ready_state
 from lockstep.grad.bucket import (
     FIRST_BUCKET_BYTES,
     Bucket,
@@ -24,15 +25,7 @@ from lockstep.grad.bucket import (
 )
 from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, raise_naming
-from lockstep.grad.ready_state import (
-    READY,
-    UNUSED,
-    ReadyState,
-    failed_ranks,
-    num_facts,
-    used_by_any,
-    write_facts,
-)
+from lockstep.grad.ready_state import READY, UNUSED, ReadyState
 
 
 class Phase(Enum):
@@ -95,7 +88,7 @@ class Reducer:
         self._skip_unused, self._is_kept = skip_unused, is_kept
         self._skipped: set[int] = set()  # numbers of buckets, and of sparse gradients behind them
         self._comm_hook: CommHook | None = None
-        self._log = GradientLog(is_on=is_kept)
+        self._log = GradientLog(is_on=is_kept and group.rank() == 0)
         self._ready = ReadyState(self._named, sparse)
         self._sparse = range(self._ready.num_dense, len(self._named))
         # Empty until the first backward: a copy that is never trained needs no memory for them.
@@ -162,7 +155,8 @@ class Reducer:
     def take_over(self, previous: Reducer) -> None:
         """Continue from the state of ``previous``, which had other parameters and some of these."""
         self.scale, self._comm_hook = previous.scale, previous.comm_hook
-        self._log, self._log.logs_unused = previous._log, True
+        self._log = previous._log
+        self._log.logs_unused = self._log.is_on
         self._gets_gradients_twice = previous._gets_gradients_twice
         self._ready.take_over(previous._ready)
 
@@ -224,7 +218,7 @@ class Reducer:
                 [self._named[index] for index in group],
                 memoryview(self._ready.accumulated)[start : start + len(group)],
                 start=start,
-                tail_size=num_facts(len(parameters)) if number == len(groups) else 0,
+                tail_size=ready_state.num_facts(len(parameters)) if number == len(groups) else 0,
                 buffers_from=self.process_group if self._is_kept and not self.comm_hook else None,
                 is_hooked=self.comm_hook is not None,
                 like=parameters[0],
@@ -398,7 +392,8 @@ class Reducer:
     def _use_reduced(self) -> CollectiveFailed | None:
         """Make the mean the gradient of every parameter that any rank used."""
         last = self._buckets[-1]
-        num_failed, ranks = failed_ranks(last.tail, self._size if self._averages(last) else 1)
+        divisor = self._size if self._averages(last) else 1
+        num_failed, ranks = ready_state.failed_ranks(last.tail, divisor)
         if num_failed:
             for bucket in self._buckets:
                 bucket.drop()
@@ -406,17 +401,15 @@ class Reducer:
                 self._ready.parameters[position].grad = None
             return failed_elsewhere(num_failed, ranks, self.process_group)
         accumulated = self._ready.accumulated
-        is_rank_0 = self.process_group.rank() == 0
         # Reading the facts waits for a GPU. A rank that used everything need not.
         used: Sequence[int] = self._sparse
         self._used_by_any = itertools.repeat(1)
         if not all(accumulated):
-            self._used_by_any = used_by_any(last.tail)
+            self._used_by_any = ready_state.used_by_any(last.tail)
             used = list(itertools.compress(range(len(accumulated)), self._used_by_any))
             if len(used) < len(accumulated) and self._log.logs_unused:
                 indices = {*self._ready.order} - {self._ready.order[at] for at in used}
-                names = [self._named[index][0] for index in sorted(indices)]
-                self._log.unused(names, is_rank_0=is_rank_0)
+                self._log.unused([self._named[index][0] for index in sorted(indices)])
         for position in used:
             if position in self._reduced_sparse:
                 reduced = self._reduced_sparse[position]
@@ -426,7 +419,7 @@ class Reducer:
                 bucket = self._bucket_at[position]
                 bucket.use_as_grad(position - bucket.start)
         if self._log.compares:
-            self._log.compare(is_rank_0=is_rank_0)
+            self._log.compare()
         return None
 
     def _launch(self) -> None:
@@ -440,7 +433,7 @@ class Reducer:
         if is_last:
             # All buckets are filled by now, so these facts are final.
             failed_rank = self.process_group.rank() if self.phase is Phase.FAILED else None
-            write_facts(bucket.tail, self._ready.accumulated, failed_rank)
+            ready_state.write_facts(bucket.tail, self._ready.accumulated, failed_rank)
         if self.comm_hook is None:
             bucket.launch(self.process_group, average=self._averages(bucket))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Collection, Sequence
@@ -21,6 +22,7 @@ from lockstep.nn.engine import Engine, Options
 from lockstep.torch_private import _current_graph_task_id, _execution_engine
 
 _End = partial[None]
+_number = operator.attrgetter("number")
 
 
 @dataclass(eq=False)
@@ -471,10 +473,6 @@ def _advise(error: CollectiveFailed, place: str) -> None:
             "whatever made the loss, model.module(x) too, so every rank runs it; one that "
             "is of this rank alone runs in 'with lockstep.no_sync(model):'."
         )
-
-
-def _number(engine: Engine) -> int:
-    return engine.number
 
 
 def _apply(engines: Collection[Engine], announcement: Announcement) -> None:

@@ -20,14 +20,7 @@ from torch import nn
 from lockstep.comm import any_rank, broadcast_tensors, uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import MIB, Reducer, gradient_dtype
-from lockstep.nn.autograd import (
-    GradientHooks,
-    Hook,
-    hooks_of,
-    is_any_reached,
-    reached,
-    take_over_optimizers,
-)
+from lockstep.nn import autograd
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
 from lockstep.nn.verify import check_same_model
 from lockstep.torch_private import _BatchNorm, _current_graph_task_id
@@ -96,8 +89,8 @@ class Engine:
         self._inner = weakref.WeakSet(inner)
         self._options, self._cap_bytes = options, int(options.bucket_cap_mb * MIB)
         self._pending = _Pending()
-        self._hooks: list[tuple[GradientHooks, Hook]] = []
-        self._hooks_of_others: list[dict[int, Hook]] = []
+        self._hooks: list[tuple[autograd.GradientHooks, autograd.Hook]] = []
+        self._hooks_of_others: list[dict[int, autograd.Hook]] = []
         self._take(module)
 
     @property
@@ -136,8 +129,8 @@ class Engine:
         hook = _gradient_hook(me, self._pending)
         # A parameter that is unfrozen isn't the reducer's yet, so its gradient must not be pending.
         unfreeze_hook = _gradient_hook(me, _Pending())
-        self._hooks = [(hooks_of(parameter), hook) for parameter in self.parameters]
-        self._hooks += [(hooks_of(parameter), unfreeze_hook) for parameter in self._frozen]
+        self._hooks = [(autograd.hooks_of(parameter), hook) for parameter in self.parameters]
+        self._hooks += [(autograd.hooks_of(parameter), unfreeze_hook) for parameter in self._frozen]
         for hooks, own_hook in self._hooks:
             hooks.hold_back(own_hook)
         self._hooks_of_others = [hooks.others for hooks, _ in self._hooks]
@@ -158,14 +151,14 @@ class Engine:
         if any(self._hooks_of_others):
             with torch.no_grad():  # as in hooks
                 for parameter in self.reducer.reduced:
-                    hooks_of(parameter).call_others(parameter)
+                    autograd.hooks_of(parameter).call_others(parameter)
 
     def keep_gradient(self, parameter: torch.Tensor) -> None:
         """A gradient has come that is not to be reduced yet."""
         # One that was unfrozen isn't the reducer's yet, which will find its gradient.
         if id(parameter) in self._trained:
             self.reducer.mark_accumulated(parameter)
-        hooks_of(parameter).call_others(parameter)
+        autograd.hooks_of(parameter).call_others(parameter)
 
     def mark_ready(self, parameter: torch.Tensor) -> None:
         """A gradient has come in the backward that is reduced."""
@@ -181,12 +174,12 @@ class Engine:
 
     def is_any_reached(self) -> bool:
         """Whether the backward that is running will reduce some of its gradients."""
-        return self.is_syncing and is_any_reached(self.parameters)
+        return self.is_syncing and autograd.is_any_reached(self.parameters)
 
     def reached(self) -> list[int]:
         """The ``id()`` of each parameter whose gradient comes in the backward that is running."""
         hooked = [*self.parameters, *self._frozen] if self.is_syncing else []
-        return [*map(id, reached(hooked))]
+        return [*map(id, autograd.reached(hooked))]
 
     def has_changed(self) -> bool:
         """Whether the module may have other parameters by now."""
@@ -280,13 +273,13 @@ class Engine:
         be pending without a lock. ``sees_graph`` is whether autograd can tell which will come.
         """
         self.num_backwards += 1
-        take_over_optimizers(self.parameters)
+        autograd.take_over_optimizers(self.parameters)
         copies_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
         self.reducer.begin(launch_order, copies_early=copies_early)
         self._pending.task, self._pending.threshold = task, 1
         if sees_graph and not self.sees_nested_tasks:
             unused = self.reducer.unused_parameters
-            ids = {*map(id, reached(unused))}
+            ids = {*map(id, autograd.reached(unused))}
             self.reducer.mark_unused(p for p in unused if id(p) not in ids)
 
     def finish_backward(self) -> CollectiveFailed | None:
@@ -367,7 +360,7 @@ class _Pending:
         self.threshold = 1
 
 
-def _gradient_hook(engine: weakref.ref[Engine], pending: _Pending) -> Hook:
+def _gradient_hook(engine: weakref.ref[Engine], pending: _Pending) -> autograd.Hook:
     # As local names, since every gradient of every step passes here.
     current_task, parameters = _current_graph_task_id, pending.parameters
 
@@ -385,7 +378,7 @@ def _gradient_hook(engine: weakref.ref[Engine], pending: _Pending) -> Hook:
         if alive is not None:
             alive.gradient_ready(alive, parameter)
         else:
-            hooks = hooks_of(parameter)
+            hooks = autograd.hooks_of(parameter)
             hooks.release()
             hooks.call_others(parameter)
 
