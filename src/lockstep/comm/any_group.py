@@ -20,14 +20,40 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lockstep.comm.arguments import without_repeats
-from lockstep.comm.failures import Pending
-from lockstep.comm.reduction import sum_sparse
-from lockstep.errors import CollectiveFailed, SharedMemoryFull
+from lockstep.comm.collectives import sum_sparse
+from lockstep.comm.failures import explained
+from lockstep.errors import CollectiveFailed, LockstepError, SharedMemoryFull
 
 _log = logging.getLogger(__name__)
 
 # Large enough to hide the latency of a transfer, small enough as a second copy of the tensors.
 _CHUNK_BYTES = 25 * 1024 * 1024
+
+
+class Pending:
+    """A collective that ``start`` starts, whose errors name ``operation`` and ranks to blame."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, operation: str, start: Callable[[], dist.Work]
+    ) -> None:
+        self._group, self._operation = group, operation
+        try:
+            self._work = start()
+        except RuntimeError as error:
+            raise explained(group, operation, error) from error
+
+    def wait(self) -> None:
+        """Wait until the result is there, on this device's stream if it is a GPU.
+
+        Raises:
+            CollectiveFailed: If a rank is lost, or doesn't come in time.
+        """
+        try:
+            self._work.wait()
+        except LockstepError:
+            raise
+        except RuntimeError as error:
+            raise explained(self._group, self._operation, error) from error
 
 
 def can_average(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import CollectiveFailed, CollectiveTimeout, LockstepError, PeerLost
+from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost
 
 # The wait for the note of a rank whose connection has ended: the rank may be about to leave it.
 _GRACE_SECONDS = 0.3
@@ -47,32 +47,6 @@ class Deadline:
 def named(ranks: Sequence[int]) -> str:
     """Return ``ranks`` as the subject of a sentence."""
     return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-class Pending:
-    """A collective that ``start`` starts, whose errors name ``operation`` and ranks to blame."""
-
-    def __init__(
-        self, group: dist.ProcessGroup, operation: str, start: Callable[[], dist.Work]
-    ) -> None:
-        self._group, self._operation = group, operation
-        try:
-            self._work = start()
-        except RuntimeError as error:
-            raise explained(group, operation, error) from error
-
-    def wait(self) -> None:
-        """Wait until the result is there, on this device's stream if it is a GPU.
-
-        Raises:
-            CollectiveFailed: If a rank is lost, or doesn't come in time.
-        """
-        try:
-            self._work.wait()
-        except LockstepError:
-            raise
-        except RuntimeError as error:
-            raise explained(self._group, self._operation, error) from error
 
 
 def is_from_group(error: RuntimeError) -> bool:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,11 @@ from torch import Tensor
 from lockstep.comm.arguments import (
     TensorLists,
     Tensors,
-    check_alike,
     check_count,
     check_dtypes,
     check_multiple,
     check_rank,
+    check_sizes,
     flattened,
     listed,
     of_any_device,
@@ -31,16 +30,24 @@ from lockstep.comm.arguments import (
     put_back,
     split_numels,
 )
-from lockstep.comm.base_group import BaseGroup, Options
-from lockstep.comm.collectives import Collectives
+from lockstep.comm.base_group import BaseGroup
+from lockstep.comm.collectives import Collectives, reduction_for, sum_sparse
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.reduction import reduction_for, sum_sparse
 from lockstep.comm.transport import Signature, Transport
 from lockstep.comm.work import GroupWork, Run
 from lockstep.torch_private import AllgatherOptions
 
 # A collective on flat outputs and inputs.
 _Collective = Callable[[Collectives, list[Tensor], list[Tensor]], None]
+
+
+class Options(Protocol):
+    """The options of the operations; each class of options has those that its operation needs."""
+
+    asyncOp: bool  # noqa: N815
+    timeout: timedelta
+    rootRank: int  # noqa: N815
+    reduceOp: dist.ReduceOp  # noqa: N815
 
 
 @uncompiled
@@ -57,14 +64,12 @@ class SharedMemoryGroup(BaseGroup):
     Args:
         transport: The connected ranks.
         backend: The name of the backend.
-        timeout: How long each call waits for the other ranks.
+        timeout: The time for which each call waits for the other ranks.
         store: The store through which the ranks have met, for tensors on other devices.
+        collectives: The collectives over ``transport``, created for each call.
     """
 
-    transport: Transport
-
-    def _collectives(self, signature: Signature, timeout: float) -> Collectives:
-        return Collectives(self.transport, signature, timeout)
+    transport: Transport  # over several hosts a HostsTransport, which has all that is used here
 
     def empty(
         self, *size: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
@@ -101,15 +106,23 @@ class SharedMemoryGroup(BaseGroup):
         """As :meth:`empty`."""
         return self.empty(size, dtype=dtype, device=device)
 
+    def _submit(self, results: Tensors, opts: Options, *runs: Run) -> GroupWork:
+        """Submit a call that consists of ``runs``, one after the other."""
+        return self._queue.submit(runs, results, is_async=opts.asyncOp, timeout=opts.timeout)
+
     def _run(
         self, signature: Signature, outputs: Tensors, inputs: Tensors, collective: _Collective
     ) -> Run:
         """Return a function that flattens the tensors, calls ``collective``, and puts back."""
+        if signature.root is not None:
+            to_or_from = "to" if signature.operation in ("reduce", "gather") else "from"
+            check_rank(self._size, signature.root, f"{signature.operation} {to_or_from}")
+        if inputs:
+            check_dtypes(signature.operation, [*inputs, *outputs])
 
         def run(timeout: float) -> None:
-            flats = [flattened(output) for output in outputs]
-            parts = [flattened(part) for part in inputs]
-            collective(self._collectives(signature, timeout), flats, parts)
+            flats, parts = list(map(flattened, outputs)), list(map(flattened, inputs))
+            collective(self._collectives(self.transport, signature, timeout), flats, parts)
             for flat, output in zip(flats, outputs, strict=True):
                 put_back(flat, output)
 
@@ -157,12 +170,12 @@ class SharedMemoryGroup(BaseGroup):
         signature = Signature("sparse all_reduce", tensor.dtype, tensor.shape, op)
 
         def run(timeout: float) -> None:
-            collectives = self._collectives(signature, timeout)
+            collectives = self._collectives(self.transport, signature, timeout)
 
             def all_gather(own: Tensor) -> list[Tensor]:
-                outputs = [torch.empty_like(own) for _ in range(self._size)]
-                collectives.all_gather([output.view(-1) for output in outputs], own.view(-1))
-                return outputs
+                rows = own.new_empty(self._size, *own.shape)
+                collectives.all_gather([row.view(-1) for row in rows], own.view(-1))
+                return list(rows)
 
             total = sum_sparse(all_gather, tensor.data.coalesce())
             if op == "AVG":
@@ -177,24 +190,25 @@ class SharedMemoryGroup(BaseGroup):
     @operation(dist.BroadcastOptions, "tensors|tensor")
     def broadcast(self, tensors: Tensors, opts: Options) -> GroupWork:
         """Copy the root's tensor to every rank."""
-        root, runs = opts.rootRank, []
-        check_rank(self._size, root, "broadcast from")
-        for tensor in listed(tensors):
-            signature = Signature("broadcast", tensor.dtype, tensor.shape, root=root)
-            runs.append(self._run(signature, [tensor], [], lambda c, o, _: c.broadcast(o[0], root)))
-        return self._submit(listed(tensors), opts, *runs)
+        root, outputs = opts.rootRank, listed(tensors)
+        runs = [
+            self._run(
+                Signature("broadcast", tensor.dtype, tensor.shape, root=root),
+                [tensor],
+                [],
+                lambda c, o, _: c.broadcast(o[0], root),
+            )
+            for tensor in outputs
+        ]
+        return self._submit(outputs, opts, *runs)
 
     @operation(dist.ReduceOptions, "tensors|tensor")
     def reduce(self, tensors: Tensors, opts: Options) -> GroupWork:
         """Combine the ranks' tensors; the root gets the result."""
         (tensor,), root = listed(tensors), opts.rootRank
-        check_rank(self._size, root, "reduce to")
         reduction = reduction_for(opts.reduceOp, tensor.dtype)
         signature = Signature("reduce", tensor.dtype, tensor.shape, reduction.name, root)
-        outputs, inputs = ([tensor], []) if self._rank == root else ([], [tensor])
-        run = self._run(
-            signature, outputs, inputs, lambda c, o, i: c.reduce((o or i)[0], reduction, root)
-        )
+        run = self._run(signature, [tensor], [], lambda c, o, _: c.reduce(o[0], reduction, root))
         return self._submit([tensor], opts, run)
 
     @operation(dist.BarrierOptions)
@@ -227,11 +241,9 @@ class SharedMemoryGroup(BaseGroup):
         ``output_lists[i][j]`` gets the j-th input of rank i.
         """
         check_count(self._size, output_lists, "lists of outputs of allgather_coalesced")
-        runs = [
-            self._all_gather(outputs, tensor)
-            for *outputs, tensor in zip(*output_lists, inputs, strict=True)
-        ]
-        return self._submit([*chain.from_iterable(output_lists)], opts, *runs)
+        columns = zip(*output_lists, inputs, strict=True)
+        runs = [self._all_gather(outputs, tensor) for *outputs, tensor in columns]
+        return self._submit(listed(output_lists), opts, *runs)
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor) -> Run:
         check_dtypes("all_gather", [tensor, *outputs])
@@ -253,7 +265,6 @@ class SharedMemoryGroup(BaseGroup):
         """As :meth:`all_gather_single`, for each of ``inputs``."""
         runs = []
         for output, tensor in zip(outputs, inputs, strict=True):
-            check_dtypes("all_gather_single", [tensor, output])
             check_multiple(self._size, "all_gather_single", output, tensor)
             signature = Signature("all_gather_single", tensor.dtype, (tensor.numel(),))
             run = self._run(
@@ -273,11 +284,10 @@ class SharedMemoryGroup(BaseGroup):
     def gather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> GroupWork:
         """Copy every rank's tensor to the root."""
         (tensor,), root = listed(inputs), opts.rootRank
-        check_rank(self._size, root, "gather to")
         outputs = self._on_root(root, output_lists, "tensors to gather into, on the root,")
-        check_alike("gather", [tensor, *outputs])
         signature = Signature("gather", tensor.dtype, tensor.shape, root=root)
         run = self._run(signature, outputs, [tensor], lambda c, o, i: c.gather(o, i[0]))
+        check_sizes("gather", [tensor, *outputs])
         return self._submit(outputs, opts, run)
 
     def _on_root(self, root: int, given: TensorLists, what: str) -> list[Tensor]:
@@ -294,11 +304,10 @@ class SharedMemoryGroup(BaseGroup):
     def scatter(self, outputs: Tensors, input_lists: TensorLists, opts: Options) -> GroupWork:
         """Copy the i-th tensor of the root to rank i."""
         (output,), root = listed(outputs), opts.rootRank
-        check_rank(self._size, root, "scatter from")
         inputs = self._on_root(root, input_lists, "tensors to scatter, on the root,")
-        check_alike("scatter", [output, *inputs])
         signature = Signature("scatter", output.dtype, output.shape, root=root)
         run = self._run(signature, [output], inputs, lambda c, o, i: c.scatter(o[0], i, root))
+        check_sizes("scatter", [output, *inputs])
         return self._submit([output], opts, run)
 
     @operation(dist.ReduceScatterOptions, "output_tensors|output", "input_tensors|input")
@@ -311,7 +320,6 @@ class SharedMemoryGroup(BaseGroup):
         return self._submit([output], opts, self._reduce_scatter(opts.reduceOp, output, inputs))
 
     def _reduce_scatter(self, op: dist.ReduceOp, output: Tensor, inputs: Tensors) -> Run:
-        check_dtypes("reduce_scatter", [output, *inputs])
         own = inputs[self._rank]
         if own.numel() != output.numel():
             raise ValueError(
@@ -352,7 +360,6 @@ class SharedMemoryGroup(BaseGroup):
         """Copy rank i's j-th input to rank j's i-th output."""
         check_count(self._size, outputs, "output tensors of all_to_all")
         check_count(self._size, inputs, "input tensors of all_to_all")
-        check_dtypes("all_to_all", [*inputs, *outputs])
         signature = Signature("all_to_all", inputs[0].dtype)
         run = self._run(signature, outputs, inputs, lambda c, o, i: c.all_to_all(o, i))
         return self._submit(outputs, opts, run)
@@ -370,7 +377,6 @@ class SharedMemoryGroup(BaseGroup):
 
         Without split sizes the parts are equal.
         """
-        check_dtypes("all_to_all_single", [input, output])
         outgoing = split_numels(self._size, "input", input, input_sizes)
         incoming = split_numels(self._size, "output", output, output_sizes)
         run = self._run(

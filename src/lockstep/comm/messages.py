@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.failures import Deadline
 from lockstep.comm.work import BaseWork, start_thread
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
-from lockstep.torch_private import _InferenceMode
 
 # What precedes the contents of a message between processes: tag, number of bytes, dtype. Contents
 # are aligned, as its size is a multiple of that of any element.
@@ -59,7 +59,7 @@ class Message:
 
 
 def header_of(tensor: torch.Tensor, tag: int) -> bytes:
-    """The header of a message with the contents of ``tensor``."""
+    """Return the header of a message with the contents of ``tensor``."""
     return HEADER.pack(tag, tensor.nbytes, str(tensor.dtype).encode())
 
 
@@ -67,11 +67,8 @@ def header_of(tensor: torch.Tensor, tag: int) -> bytes:
 class MessageWork(BaseWork):
     """A send or receive that has been started; ``wait()`` completes it.
 
-    Args:
-        finish: Waits up to a number of seconds for the other rank, and returns that rank.
-        is_ready: Whether ``finish`` would return at once.
-        tensors: The tensors that are received.
-        timeout: The default of ``wait()``.
+    ``finish`` waits up to a number of seconds for the other rank, and returns that rank;
+    ``is_ready`` returns whether it would return at once. ``timeout`` is the default of ``wait()``.
     """
 
     def __init__(
@@ -81,21 +78,15 @@ class MessageWork(BaseWork):
         tensors: list[torch.Tensor],
         timeout: timedelta,
     ) -> None:
-        super().__init__(tensors, timeout)
-        self._finish, self._is_ready = finish, is_ready
-        self._rank: int
+        super().__init__([finish], tensors, timeout)
+        self._is_ready = is_ready
 
     def _complete(self, timeout: timedelta | None) -> None:
-        limit = self._timeout if timeout is None or timeout <= timedelta(0) else timeout
         with self._lock:
             if not self._is_done:
-                try:
-                    with _InferenceMode(True):
-                        self._rank = self._finish(limit.total_seconds())
-                except Exception as error:
-                    self._error = error
-                del self._finish  # and with it the memory of the message
-                self._is_done = True
+                if timeout is not None and timeout > timedelta(0):
+                    self._timeout = timeout
+                self.carry_out(None)
 
     def is_completed(self) -> bool:
         """Whether the message was received or taken, or never will be."""
@@ -109,16 +100,16 @@ class MessageWork(BaseWork):
     def source_rank(self) -> int:
         """The rank that sent the message."""
         self.wait()
-        return self._rank
+        return cast(int, self._value)
 
     _source_rank = source_rank
 
     def _hurry(self) -> None:
-        start_thread(self._complete_and_tell, "lockstep-message")
+        def complete() -> None:
+            self._complete(None)
+            self._tell()
 
-    def _complete_and_tell(self) -> None:
-        self._complete(None)
-        self._tell()
+        start_thread(complete, "lockstep-message")
 
 
 @dataclass(eq=False)
@@ -163,7 +154,6 @@ class Mailbox(ABC):
         """The error of waiting for ``rank``, which has ended; if it is this one, of closing."""
 
     def _overdue(self, error: CollectiveTimeout) -> CollectiveFailed:
-        """Return the error to raise for a message that didn't come in time."""
         return error
 
     def start_send(
@@ -178,8 +168,8 @@ class Mailbox(ABC):
     ) -> dist.Work:
         """Receive the next message of ``source``, or of any rank, into ``tensor``."""
         expected = self.expect(tensor, source, tag)
-        is_ready = partial(self._collect, expected, 0)
-        return MessageWork(partial(self.receive, expected), is_ready, [tensor], timeout)
+        finish, is_ready = partial(self.receive, expected), partial(self._collect, expected, 0)
+        return MessageWork(finish, is_ready, [tensor], timeout)
 
     def expect(self, tensor: torch.Tensor, source: int | None, tag: int) -> Expected:
         """Have the next message of ``source`` (None: of any rank) be for ``tensor``."""
@@ -220,23 +210,20 @@ class Mailbox(ABC):
             with self._changed:
                 if expected.message is None:
                     self._expected.remove(expected)
-        message, source = expected.message, expected.source
-        sender = "any rank" if source is None else f"rank {self._members[source]}"
+        names, message, source = self._members, expected.message, expected.source
+        sender = "any rank" if source is None else f"rank {names[source]}"
         operation = f"recv from {sender} with tag {expected.tag}"
         if message is None:
-            raise self._overdue(
-                CollectiveTimeout(
-                    f"Nothing came to rank {self._members[self._rank]} within {timeout:g} s in "
-                    f"{operation}. See what the sender does, and whether it sends with this tag.",
-                    [self._members[rank] for rank in self._sources(expected)],
-                    "recv",
-                )
+            text = (
+                f"Nothing came to rank {names[self._rank]} within {timeout:g} s in {operation}. "
+                "See what the sender does, and whether it sends with this tag."
             )
-        message.copy_to(expected.tensor, self._members[message.source], operation)
+            absent = [names[rank] for rank in self._sources(expected)]
+            raise self._overdue(CollectiveTimeout(text, absent, "recv"))
+        message.copy_to(expected.tensor, names[message.source], operation)
         return message.source
 
     def _sources(self, expected: Expected) -> Sequence[int]:
-        """The other ranks that its message may come from."""
         sources = range(len(self._members)) if expected.source is None else [expected.source]
         return [rank for rank in sources if rank != self._rank]
 

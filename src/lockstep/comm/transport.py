@@ -119,6 +119,11 @@ class Ranks(ABC):
         text = f"Rank {self._name} has aborted the group.{why}"
         self.break_off(PeerLost(text, [self._name], "abort"))
 
+    def call_failed(self, error: BaseException) -> None:
+        """Abort, unless the other ranks know of ``error``, which has ended a call halfway."""
+        if not isinstance(error, CollectiveFailed):
+            self.abort(f" It met with {error!r}.")
+
     @abstractmethod
     def leave(self) -> None:
         """Tell the others that this rank takes no further part, and release all resources."""

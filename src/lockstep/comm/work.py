@@ -26,7 +26,6 @@ from torch import Tensor
 
 from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.threads.ranks import of_this_rank
-from lockstep.errors import CollectiveFailed
 from lockstep.torch_private import _InferenceMode
 
 # The interval at which the queue's own thread looks for calls that it has seen before. Calls don't
@@ -42,7 +41,7 @@ _MAX_DROPPED = 16
 _MAX_DROPPED_BYTES = 4096
 
 # Carries out a call, or a part. The argument: the seconds for which each exchange may wait.
-Run = Callable[[float], None]
+Run = Callable[[float], object]
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
@@ -54,7 +53,13 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
 
 @uncompiled
 class BaseWork(dist.Work):
-    """The outcome of one operation, as a Work that torch.distributed returns to the caller."""
+    """An operation that was started, as a Work that torch.distributed returns to the caller.
+
+    Args:
+        runs: The parts of the operation, one after the other.
+        results: The tensors that hold its result.
+        timeout: The limit for each part, in place of which ``wait()`` may be given a shorter one.
+    """
 
     _error: Exception | None = None
     _is_done = False
@@ -65,10 +70,10 @@ class BaseWork(dist.Work):
     _is_there: torch.futures.Future[None] | None = None
     _is_told = False
 
-    def __init__(self, results: Sequence[Tensor], timeout: timedelta) -> None:
+    def __init__(self, runs: Sequence[Run], results: Sequence[Tensor], timeout: timedelta) -> None:
         super().__init__()
-        self._results = list(results)
-        self._timeout = timeout
+        self._runs, self._results, self._timeout = runs, list(results), timeout
+        self._value: object = None  # the last run's return value
         self._lock = threading.Lock()
 
     @abstractmethod
@@ -78,6 +83,29 @@ class BaseWork(dist.Work):
     @abstractmethod
     def _hurry(self) -> None:
         """Have another thread complete the operation, and the future with :meth:`_tell`."""
+
+    def _failed(self, error: BaseException) -> None:
+        """Do what an error of the operation calls for, apart from storing it."""
+
+    def carry_out(self, timeout: timedelta | None) -> None:
+        """Do the work; :meth:`_tell` is to follow, without the locks of the caller."""
+        limit = self._timeout
+        if timeout is not None and timedelta(0) < timeout < limit:
+            limit = timeout
+        try:
+            # Results are written, and memory of others is read, whatever the thread's own mode.
+            with _InferenceMode(True):
+                for run in self._runs:
+                    self._value = run(limit.total_seconds())
+        except BaseException as error:
+            self._failed(error)
+            if not isinstance(error, Exception):  # such as Ctrl-C
+                self._error = RuntimeError(f"This call was interrupted: {error!r}")
+                raise
+            self._error = error
+        finally:
+            del self._runs  # and with them the memory of a message
+            self._is_done = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the result is there; it is an error if that takes longer than ``timeout``.
@@ -144,8 +172,8 @@ class GroupWork(BaseWork):
     def __init__(
         self, queue: WorkQueue, runs: Sequence[Run], results: Sequence[Tensor], timeout: timedelta
     ) -> None:
-        super().__init__(results, timeout)
-        self._queue, self._runs = queue, runs
+        super().__init__(runs, results, timeout)
+        self._queue = queue
 
     def __del__(self) -> None:
         # Torch's C++ may still hold this work, as DDP's reducer does in torch's join(): without the
@@ -169,37 +197,18 @@ class GroupWork(BaseWork):
     def _hurry(self) -> None:
         self._queue.hurry()
 
-    def carry_out(self, timeout: timedelta | None) -> None:
-        """Do the work, with the queue's lock held; :meth:`tell` is to follow without it."""
-        limit = self._timeout
-        if timeout is not None and timedelta(0) < timeout < limit:
-            limit = timeout
-        try:
-            # Results are written, and memory of others is read, whatever the thread's own mode.
-            with _InferenceMode(True):
-                for run in self._runs:
-                    run(limit.total_seconds())
-        except CollectiveFailed as error:
-            self._error = error
-        except Exception as error:  # such as a lack of memory, halfway
-            self._error = error
-            self._queue.give_up(error)
-        except BaseException as error:  # such as Ctrl-C
-            self._error = RuntimeError(f"This call was interrupted: {error!r}")
-            self._queue.give_up(error)
-            raise
-        finally:
-            del self._runs
-            self._is_done = True
+    def _failed(self, error: BaseException) -> None:
+        self._queue.call_failed(error)
 
     def tell(self) -> None:
         """Complete the future, if there is one. Its callbacks may make calls, and wait for them."""
-        if self._is_there is not None and not self._is_told:
-            if self._queue.is_own_thread():
-                with suppress(RuntimeError):  # there may be as many threads as are allowed
-                    start_thread(self._tell, "lockstep-callback")
-                    return
-            self._tell()
+        if self._is_there is None or self._is_told:
+            return
+        if self._queue.is_own_thread():
+            with suppress(RuntimeError):  # there may be as many threads as are allowed
+                start_thread(self._tell, "lockstep-callback")
+                return
+        self._tell()
 
 
 class WorkQueue:
@@ -209,16 +218,16 @@ class WorkQueue:
 
     Args:
         timeout: The default for how long a call may wait for other ranks.
-        give_up: Called if a call ends halfway because of an error of this rank alone: the other
-            ranks are at another exchange then, and must not take the next call for this one.
-            Shown by test_a_rank_that_fails_halfway_spoils_no_later_sum.
+        call_failed: Called with the error that ends a call halfway. If it is an error of this rank
+            alone, the other ranks are at another exchange, and must not take the next call for
+            this one. Shown by test_a_rank_that_fails_halfway_spoils_no_later_sum.
     """
 
     def __init__(
-        self, timeout: timedelta, give_up: Callable[[BaseException], None] = lambda error: None
+        self, timeout: timedelta, call_failed: Callable[[BaseException], None] = lambda error: None
     ) -> None:
         self.timeout = timeout
-        self.give_up = give_up
+        self.call_failed = call_failed
         self.num_submitted = 0
         self.dropped: deque[GroupWork] = deque(maxlen=_MAX_DROPPED)
         self._numbers = itertools.count(1)
@@ -308,7 +317,7 @@ class WorkQueue:
 
     def is_own_thread(self) -> bool:
         """Whether this is the queue's own thread."""
-        with self._thread_lock:
+        with self._thread_lock:  # until a thread that has just started is known
             return self._thread is threading.current_thread()
 
     def _watch(self) -> None:
