@@ -6,9 +6,8 @@ Help is shown at once: nothing that is imported here imports torch.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
 from lockstep import launcher
@@ -242,45 +241,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> NoReturn:
-    """Check the options of ``run`` and start the ranks; this process becomes their launcher."""
-    words = options.program[1:] if options.program[:1] == ["--"] else options.program
-    if not words:
-        raise BadLaunch("SCRIPT is missing: say what to run, as in 'lockstep run -n 2 train.py'.")
-    name, *argv = words
-    num_ranks = launcher.default_num_ranks()
-    if options.nprocs is None:
-        _warn_of_late_options(argv, num_ranks)
-    else:
-        num_ranks = launcher.check_num_ranks(options.nprocs)
-    num_threads = launcher.check_num_threads(options.threads, num_ranks)
-    num_hosts = launcher.whole_number(
-        options.nnodes, "The number of hosts", "Leave --nnodes out to run on one."
-    )
-    program = (launcher.Module if options.module else launcher.Script)(name, tuple(argv))
-    launcher.check_program(program)
-    stdin_rank = launcher.check_stdin(options.stdin, num_ranks, num_hosts)
-    hosts = (options.node_rank, options.rdzv_endpoint, options.rdzv_id, options.rdzv_timeout)
-    job = launcher.Job(
-        program,
-        num_ranks,
-        num_threads,
-        log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
-        meeting=launcher.check_meeting(num_hosts, *hosts),
-        stdin_rank=stdin_rank,
-        full_traceback=options.full_traceback,
-    )
-    launcher.run_job(job)
-
-
-def _warn_of_late_options(argv: Sequence[str], num_ranks: int) -> None:
-    names = {word.partition("=")[0] for word in argv}
-    for name in sorted(names & {"-n", "--nprocs", "--nproc-per-node", "--nproc_per_node"}):
-        print(
-            f"lockstep: running {num_ranks} ranks. '{name}' stands after the script, so the "
-            "script gets it; give it before the script to say how many ranks to run.",
-            file=sys.stderr,
-        )
+def _run(options: argparse.Namespace) -> None:
+    launcher.run_job(launcher.job_of(options))
 
 
 def _demo(options: argparse.Namespace) -> NoReturn:

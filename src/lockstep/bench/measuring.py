@@ -28,9 +28,9 @@ from lockstep.bench.plan import (
     IN_PLACE,
     SHM,
     Case,
-    Outcome,
     Part,
     Plan,
+    Report,
     SmallCall,
     format_size,
 )
@@ -76,7 +76,7 @@ class Ranks(NamedTuple):
     slowest: Callable[[list[float]], list[float]]
 
 
-def measure(world: World, plan: Plan) -> Outcome:
+def measure(world: World, plan: Plan) -> Report:
     """Measure ``plan`` on every rank of ``world``, which must all call it; all return the same."""
     register_backends()
     gloo, shm = dist.new_group(backend="gloo"), dist.new_group(backend=SHM)
@@ -89,25 +89,24 @@ def measure(world: World, plan: Plan) -> Outcome:
         return [float(value) for value in values]
 
     ranks = Ranks(shm.rank(), shm.size(), partial(dist.barrier, shm), slowest)
-    cases, skipped = [], []
+    report = Report(plan.rounds)
     for operation in plan.operations:
         for num_bytes in plan.num_bytes:
             what = f"{operation}, {ranks.size} ranks, {format_size(num_bytes)}"
             report_progress(ranks.rank, what)
             shared = _room_or_reason(num_bytes, gloo, shm)
             if isinstance(shared, str):
-                skipped.append(f"{what}: {shared}")
+                report.skipped.append(f"{what}: {shared}")
                 continue
             contenders = _contenders(operation, shared, gloo, shm)
             seconds = take_turns(ranks, contenders, num_bytes, plan.rounds)
             # Their memory is needed for the next size.
             del contenders, shared
-            cases.append(Case(operation, ranks.size, num_bytes, seconds))
-    small_call = None
+            report.cases.append(Case(operation, ranks.size, num_bytes, seconds))
     if "all_reduce" in plan.operations:
         report_progress(ranks.rank, f"all_reduce, {ranks.size} ranks, the parts of a small call")
-        small_call = _measure_small_call(ranks, shm, plan.rounds)
-    return Outcome(cases, skipped, small_call)
+        report.small_calls.append(_measure_small_call(ranks, shm, plan.rounds))
+    return report
 
 
 def report_progress(rank: int, what: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from lockstep.bench.plan import MPI, Case, Outcome, Plan
+from lockstep.bench.plan import MPI, Case, Plan, Report
 
 # Many times what the slowest machine needs for the largest sizes.
 _TIMEOUT_SECONDS = 1800.0
@@ -34,28 +34,30 @@ _ENVIRONMENT = {
 _RANK_PROGRAM = "from lockstep.bench.mpi import run_rank; run_rank()"
 
 
-def measure_with_mpi(plan: Plan, num_ranks: int, mpiexec: str) -> Outcome:
-    """Measure the all-reduces of ``plan``; if that fails, the outcome has the reason."""
-    reason = _reason_to_skip(mpiexec)
+def measure_with_mpi(plan: Plan, num_ranks: int, mpiexec: str) -> Report:
+    """Measure the all-reduces of ``plan``; if that fails, the report has the reason."""
+
+    def skipped(reason: str) -> Report:
+        return Report(plan.rounds, skipped=[f"MPI, {num_ranks} ranks: {reason}"])
+
+    if importlib.util.find_spec("mpi4py") is None:
+        return skipped(
+            "mpi4py isn't installed. To compare with MPI: pip install 'torch-lockstep[mpi]'"
+        )
+    if shutil.which(mpiexec) is None:
+        return skipped(
+            f"there is no command {mpiexec!r}. Install Open MPI or MPICH, or give --mpiexec."
+        )
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
-        if not reason:
-            command = [mpiexec, "-n", str(num_ranks), sys.executable, "-c", _RANK_PROGRAM]
-            reason = _run([*command, json.dumps(asdict(plan)), str(answer)])
-        if not reason and not answer.exists():
-            reason = f"{mpiexec} ended well, but its ranks said nothing."
-        if reason:
-            return Outcome([], [f"MPI, {num_ranks} ranks: {reason}"])
+        command = [mpiexec, "-n", str(num_ranks), sys.executable, "-c", _RANK_PROGRAM]
+        if error := _run([*command, json.dumps(asdict(plan)), str(answer)]):
+            return skipped(error)
+        if not answer.exists():
+            return skipped(f"{mpiexec} ended well, but its ranks said nothing.")
         told = json.loads(answer.read_text())
-    return Outcome([Case(**case) for case in told["cases"]], implementation=told["implementation"])
-
-
-def _reason_to_skip(mpiexec: str) -> str:
-    if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py isn't installed. To compare with MPI: pip install 'torch-lockstep[mpi]'"
-    if shutil.which(mpiexec) is None:
-        return f"there is no command {mpiexec!r}. Install Open MPI or MPICH, or give --mpiexec."
-    return ""
+    cases = [Case(**case) for case in told["cases"]]
+    return Report(plan.rounds, cases, mpi=told["implementation"])
 
 
 def _run(command: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ class BaseGroup(dist.ProcessGroup):
         self.transport, self._collectives = transport, collectives
         self._rank, self._size = transport.rank, transport.size
         self._backend, self._store = backend, store
-        self._queue = WorkQueue(timeout, transport.call_failed)
+        self._queue = WorkQueue(timeout, transport.give_up, transport.call_failed)
         self._name = self._description = ""
         # By type of device. torch.distributed takes a backend that is written in Python for the
         # whole group, and creates no other one of "cpu:shm,cuda:nccl". So they are created with
@@ -148,6 +148,11 @@ class BaseGroup(dist.ProcessGroup):
     def check_open(self) -> None:
         """Raise CollectiveFailed with the error that broke this group, if one did."""
         self.transport.check_open()
+
+    @property
+    def generation(self) -> object:
+        """An object that changes when a caller is told of a CollectiveMismatch."""
+        return self._queue.generation
 
     def abort(self) -> None:
         """Make every wait of this group end with an error, on all ranks."""

@@ -102,10 +102,8 @@ class HostsTransport(Ranks):
 
     def call_failed(self, error: BaseException) -> None:
         """Tell all ranks of an error, of which those on other hosts know nothing yet."""
-        if isinstance(error, FAILURES):
-            self.break_off(error)
-        else:
-            super().call_failed(error)
+        if isinstance(error, FAILURES) or not isinstance(error, CollectiveFailed):
+            self.give_up(error)
 
     def check_open(self) -> None:
         """Raise the error that broke this group, if one did."""
@@ -371,14 +369,13 @@ class HostsCollectives(Collectives):
         fingerprint, words = encoded(self._signature)
         call = bytearray(fingerprint + words.ljust(WORDS_BYTES))
         rows = self._all_gather(leaders, torch.frombuffer(call, dtype=torch.uint8))
-        calls = {rank: bytes(row) for rank, row in zip(leaders.ranks, rows.tolist(), strict=True)}
-        others = [rank for rank in calls if not calls[rank].startswith(fingerprint)]
+        others = {
+            rank: bytes(row[FINGERPRINT_BYTES:]).decode(errors="replace").strip()
+            for rank, row in zip(leaders.ranks, rows.tolist(), strict=True)
+            if bytes(row[:FINGERPRINT_BYTES]) != fingerprint
+        }
         if others:
-            accounts = "; ".join(
-                f"rank {rank} called {call[FINGERPRINT_BYTES:].decode(errors='replace').strip()}"
-                for rank, call in calls.items()
-            )
-            raise self._signature.mismatch(accounts, others)
+            raise self._signature.mismatch(leaders.ranks[leaders.rank], others)
         return leaders
 
     def _all_gather(self, network: Network, tensor: Tensor) -> Tensor:

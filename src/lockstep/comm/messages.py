@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -78,8 +77,13 @@ class MessageWork(BaseWork):
         tensors: list[torch.Tensor],
         timeout: timedelta,
     ) -> None:
-        super().__init__([finish], tensors, timeout)
-        self._is_ready = is_ready
+        super().__init__(tensors, timeout)
+        self._finish, self._is_ready = finish, is_ready
+        self._rank: int
+
+    def _carry_out(self, seconds: float) -> None:
+        self._rank = self._finish(seconds)
+        del self._finish  # and with it the memory of the message
 
     def _complete(self, timeout: timedelta | None) -> None:
         with self._lock:
@@ -100,7 +104,7 @@ class MessageWork(BaseWork):
     def source_rank(self) -> int:
         """The rank that sent the message."""
         self.wait()
-        return cast(int, self._value)
+        return self._rank
 
     _source_rank = source_rank
 

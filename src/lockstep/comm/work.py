@@ -8,6 +8,12 @@ more than most collectives. So a call is carried out
 - else by the thread that waits for it in ``wait()``, together with the calls before it;
 - else by the queue's own thread, when somebody asks for its future or whether it is completed,
   or after a moment: another rank may wait for this call while this rank waits for another one.
+
+Note [Mismatches]: ranks that made different calls all raise CollectiveMismatch in the same
+exchange, and go on together from there. What they have in flight must meet no later call: until a
+caller on this rank is told of the error, calls that were submitted meanwhile fail as well, without
+an exchange. They are one generation, and the next call is the first of a new one. The caller isn't
+told for certain by a future, which C++ may wait for: then the group is broken.
 """
 
 from __future__ import annotations
@@ -25,7 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.dynamo import uncompiled
+from lockstep.comm.failures import without_traceback
 from lockstep.comm.threads.ranks import of_this_rank
+from lockstep.errors import CollectiveMismatch
 from lockstep.torch_private import _InferenceMode
 
 # The interval at which the queue's own thread looks for calls that it has seen before. Calls don't
@@ -41,7 +49,7 @@ _MAX_DROPPED = 16
 _MAX_DROPPED_BYTES = 4096
 
 # Carries out a call, or a part. The argument: the seconds for which each exchange may wait.
-Run = Callable[[float], object]
+Run = Callable[[float], None]
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
@@ -53,13 +61,7 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
 
 @uncompiled
 class BaseWork(dist.Work):
-    """An operation that was started, as a Work that torch.distributed returns to the caller.
-
-    Args:
-        runs: The parts of the operation, one after the other.
-        results: The tensors that hold its result.
-        timeout: The limit for each part, in place of which ``wait()`` may be given a shorter one.
-    """
+    """An operation that was started, as a Work that torch.distributed returns to the caller."""
 
     _error: Exception | None = None
     _is_done = False
@@ -70,10 +72,9 @@ class BaseWork(dist.Work):
     _is_there: torch.futures.Future[None] | None = None
     _is_told = False
 
-    def __init__(self, runs: Sequence[Run], results: Sequence[Tensor], timeout: timedelta) -> None:
+    def __init__(self, results: Sequence[Tensor], timeout: timedelta) -> None:
         super().__init__()
-        self._runs, self._results, self._timeout = runs, list(results), timeout
-        self._value: object = None  # the last run's return value
+        self._results, self._timeout = list(results), timeout
         self._lock = threading.Lock()
 
     @abstractmethod
@@ -83,6 +84,10 @@ class BaseWork(dist.Work):
     @abstractmethod
     def _hurry(self) -> None:
         """Have another thread complete the operation, and the future with :meth:`_tell`."""
+
+    @abstractmethod
+    def _carry_out(self, seconds: float) -> None:
+        """Do the operation; each exchange may wait for so many seconds."""
 
     def _failed(self, error: BaseException) -> None:
         """Do what an error of the operation calls for, apart from storing it."""
@@ -95,8 +100,7 @@ class BaseWork(dist.Work):
         try:
             # Results are written, and memory of others is read, whatever the thread's own mode.
             with _InferenceMode(True):
-                for run in self._runs:
-                    self._value = run(limit.total_seconds())
+                self._carry_out(limit.total_seconds())
         except BaseException as error:
             self._failed(error)
             if not isinstance(error, Exception):  # such as Ctrl-C
@@ -104,7 +108,6 @@ class BaseWork(dist.Work):
                 raise
             self._error = error
         finally:
-            del self._runs  # and with them the memory of a message
             self._is_done = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -117,8 +120,8 @@ class BaseWork(dist.Work):
             self._is_taken = True
         if not self._is_done:
             self._complete(timeout)
-        if self._error is not None:
-            raise self._error
+        if (error := self.exception()) is not None:
+            raise error
         return True
 
     def synchronize(self) -> None:
@@ -165,6 +168,12 @@ class BaseWork(dist.Work):
         return self._results
 
 
+class Generation:
+    """The calls that fail together if one meets other calls of other ranks: with this error."""
+
+    error: CollectiveMismatch | None = None
+
+
 @uncompiled
 class GroupWork(BaseWork):
     """A submitted call."""
@@ -172,8 +181,9 @@ class GroupWork(BaseWork):
     def __init__(
         self, queue: WorkQueue, runs: Sequence[Run], results: Sequence[Tensor], timeout: timedelta
     ) -> None:
-        super().__init__(runs, results, timeout)
-        self._queue = queue
+        super().__init__(results, timeout)
+        self._queue, self._runs = queue, runs
+        self._generation = queue.generation
 
     def __del__(self) -> None:
         # Torch's C++ may still hold this work, as DDP's reducer does in torch's join(): without the
@@ -197,8 +207,28 @@ class GroupWork(BaseWork):
     def _hurry(self) -> None:
         self._queue.hurry()
 
+    def _carry_out(self, seconds: float) -> None:
+        if (earlier := self._generation.error) is not None:
+            raise without_traceback(earlier)
+        runs, self._runs = self._runs, ()
+        for run in runs:
+            run(seconds)
+
     def _failed(self, error: BaseException) -> None:
+        if isinstance(error, CollectiveMismatch):
+            self._generation.error = without_traceback(error)
         self._queue.call_failed(error)
+
+    def exception(self) -> Exception | None:
+        """The error, if it failed."""
+        if self._error is not None:
+            self._queue.end_generation(self._generation)
+        return self._error
+
+    def _outcome(self, _: object) -> list[Tensor]:
+        if isinstance(self._error, CollectiveMismatch):
+            self._queue.give_up(self._error)
+        return super()._outcome(_)
 
     def tell(self) -> None:
         """Complete the future, if there is one. Its callbacks may make calls, and wait for them."""
@@ -218,17 +248,22 @@ class WorkQueue:
 
     Args:
         timeout: The default for how long a call may wait for other ranks.
+        give_up: Called with an error after which this rank can't go on with the others.
         call_failed: Called with the error that ends a call halfway. If it is an error of this rank
             alone, the other ranks are at another exchange, and must not take the next call for
             this one. Shown by test_a_rank_that_fails_halfway_spoils_no_later_sum.
     """
 
     def __init__(
-        self, timeout: timedelta, call_failed: Callable[[BaseException], None] = lambda error: None
+        self,
+        timeout: timedelta,
+        give_up: Callable[[BaseException], None] = lambda error: None,
+        call_failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.timeout = timeout
-        self.call_failed = call_failed
+        self.give_up, self.call_failed = give_up, call_failed
         self.num_submitted = 0
+        self.generation = Generation()
         self.dropped: deque[GroupWork] = deque(maxlen=_MAX_DROPPED)
         self._numbers = itertools.count(1)
         self._calls: deque[GroupWork] = deque()
@@ -267,6 +302,11 @@ class WorkQueue:
         elif not self._is_watched:
             self._watch()
         return work
+
+    def end_generation(self, generation: Generation) -> None:
+        """Carry out later calls although ``generation`` has failed, as its caller knows by now."""
+        if self.generation is generation and generation.error is not None:
+            self.generation = Generation()
 
     def carry_out_until(self, work: GroupWork, timeout: timedelta | None = None) -> None:
         """Carry out the calls up to and including ``work``."""

@@ -1,11 +1,11 @@
-"""The ranks of this host and their environments, and the agreement with supervisors of other hosts.
+"""The environments of this host's ranks, and the agreement with supervisors of other hosts.
 
-Supervisors of several hosts meet at a store of torch's, held open by the host at the endpoint.
-There each gets a number, and learns the number of ranks on every host; later each reports whether
-its ranks have failed, and that they are done. So a failure ends the ranks of all hosts, even if
-they don't communicate, and every host reports the same first failure. Nothing that is read from
-the store is executed. Anyone who reaches the endpoint can write to the store, as with torchrun:
-the endpoint belongs into a network that its users trust.
+Supervisors of several hosts meet at a TCPStore, which the host at the endpoint holds open. There
+each gets a number and reads the number of ranks on every host; later each writes the failure of
+its ranks, or that they are done. So a failure ends the ranks of all hosts, even if they don't
+communicate, and every host reports the same first failure. Nothing that is read from the store is
+executed. Anyone who reaches the endpoint can write to the store, as with torchrun: the endpoint
+belongs into a network that its users trust.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import socket
 import sys
@@ -51,6 +52,8 @@ class Host:
         notice: A descriptor that becomes readable when another host has failed.
     """
 
+    notice: int | None = None
+
     def __init__(self, job: Job) -> None:
         # Port 0: the kernel finds a free one, so that two runs never collide.
         listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
@@ -62,24 +65,22 @@ class Host:
         if sys.platform == "linux":
             path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
         run_id = uuid.uuid4().hex
-        place = Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path)
-        self._place_ranks(job, place)
+        self._place(job, Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path))
 
-    def _place_ranks(self, job: Job, first: Placement) -> None:
-        """Prepare the environments of this host's ranks, of which ``first`` is the first."""
+    def _place(self, job: Job, first: Placement) -> None:
+        """Place this host's ranks, of which ``first`` is the first."""
         self.world_size = first.world_size
         self.ranks = range(first.rank, first.rank + job.num_ranks)
         self.environments = [
             rank_environment(replace(first, rank=rank, local_rank=local_rank), job.num_threads)
             for local_rank, rank in enumerate(self.ranks)
         ]
-        self.notice: int | None = None
 
     def settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
-        """Agree with the other hosts on the outcome of the run, given that of this host's ranks.
+        """The outcome of the run: that of the rank that failed first on any host.
 
-        It is that of the rank that failed first on any host. ``interrupted()`` tells whether this
-        host has to end without waiting for the others.
+        ``outcome`` is that of this host's ranks. ``interrupted()`` tells whether this host has to
+        end without waiting for the others.
         """
         return outcome
 
@@ -95,11 +96,7 @@ class HostOfSeveral(Host):
         deadline = Deadline(meeting.timeout_seconds)
         self._meeting = meeting
         self._held = _hold_store(meeting)
-        # The listener has a connection of its own, as a waiting one is locked; made now, because
-        # connecting to a store that has ended takes until the timeout.
-        self._store, self._heard = (
-            dist.PrefixStore("lockstep", _connect(meeting, deadline)) for _ in range(2)
-        )
+        self._store = dist.PrefixStore("lockstep", _connect(meeting, deadline))
         try:
             self._number = self._take_number()
             self._store.set(f"size/{self._number}", str(job.num_ranks))
@@ -119,7 +116,7 @@ class HostOfSeveral(Host):
             master=(meeting.address, meeting.port),
             job_id=meeting.run_id,
         )
-        self._place_ranks(job, first)
+        self._place(job, first)
         for environment in self.environments:
             environment["GROUP_RANK"] = str(self._number)
             environment["GROUP_WORLD_SIZE"] = str(meeting.num_hosts)
@@ -166,40 +163,24 @@ class HostOfSeveral(Host):
     def _listen(self) -> None:
         """Wait until another host has failed."""
         with contextlib.suppress(RuntimeError):  # the store has ended, and so has its host
-            while not self._heard.check(["failed"]):
+            while not self._store.check(["failed"]):
                 time.sleep(_LISTEN_SECONDS)
         os.write(self._notifier, b".")
 
     def settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
         """As above; if the store ends meanwhile, its host has failed."""
-        try:
-            return self._settle(outcome, interrupted)
-        except RuntimeError:
-            if outcome.exit_status:
-                return outcome
-            where = self._meeting.endpoint
-            return Outcome(1, message=f"the host that keeps the store, at {where}, is gone.")
-
-    def _settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
-        if outcome.exit_status:
-            was_ended = f"the launcher of host {self._number} was ended."
-            message = was_ended if outcome.rank is None else outcome.message
-            failure = json.dumps(asdict(replace(outcome, results=(), message=message)))
-            self._store.set(f"failure/{self._number}", failure)
-            self._store.set("failed", "")
-        self._store.add("done", 1)
-        deadline: Deadline | None = None  # the others may run for days, but not after a failure
-        while not self._all("done") and not interrupted():
-            if deadline is None and self._store.check(["failed"]):
-                deadline = Deadline(_SETTLE_SECONDS)
-            if deadline is not None and not deadline.left():
-                break
-            time.sleep(_POLL_SECONDS)
         failures = [outcome] if outcome.exit_status else []
-        for host in set(range(self._meeting.num_hosts)) - {self._number}:
-            if self._store.check([f"failure/{host}"]):
-                told = self._store.get(f"failure/{host}").decode(errors="replace")
-                failures.append(_outcome_of_peer(told))
+        try:
+            self._tell(outcome)
+            self._wait_for_others(interrupted)
+            for host in set(range(self._meeting.num_hosts)) - {self._number}:
+                if self._store.check([f"failure/{host}"]):
+                    told = self._store.get(f"failure/{host}").decode(errors="replace")
+                    failures.append(_outcome_of_peer(told))
+        except RuntimeError:
+            where = self._meeting.endpoint
+            gone = Outcome(1, message=f"the host that keeps the store, at {where}, is gone.")
+            return outcome if outcome.exit_status else gone
         # The store ends with its host, which so leaves last.
         deadline = Deadline(_LEAVE_SECONDS)
         with contextlib.suppress(RuntimeError):  # its host has waited long enough
@@ -207,6 +188,22 @@ class HostOfSeveral(Host):
             while self._held is not None and not self._all("left") and deadline.left():
                 time.sleep(_POLL_SECONDS)
         return min(failures, key=lambda failure: failure.blame, default=outcome)
+
+    def _tell(self, outcome: Outcome) -> None:
+        if outcome.exit_status:
+            was_ended = f"the launcher of host {self._number} was ended."
+            message = was_ended if outcome.rank is None else outcome.message
+            failure = json.dumps(asdict(replace(outcome, results=(), message=message)))
+            self._store.set(f"failure/{self._number}", failure)
+            self._store.set("failed", "")
+        self._store.add("done", 1)
+
+    def _wait_for_others(self, interrupted: Callable[[], bool]) -> None:
+        deadline = Deadline(math.inf)  # they may run for days, but not after a failure
+        while not self._all("done") and not interrupted() and deadline.left():
+            if deadline.left() == math.inf and self._store.check(["failed"]):
+                deadline = Deadline(_SETTLE_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def _all(self, key: str) -> bool:
         return self._store.add(key, 0) >= self._meeting.num_hosts
@@ -237,8 +234,16 @@ def _hold_store(meeting: Meeting) -> dist.TCPStore | None:
     """
     if meeting.host not in (0, None):
         return None
+    where = (meeting.address, meeting.port)
     try:
-        listener = _bind(meeting)
+        family, *_, address = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0]
+        try:
+            listener = socket.create_server(address, family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if meeting.host is None or error.errno != errno.EADDRNOTAVAIL:
+                raise
+            # The others may know this host by an address that only a router has.
+            listener = socket.create_server(("", meeting.port), backlog=_BACKLOG)
     except OSError as error:
         if meeting.host is None:  # it is another host's, or another launcher's of this one
             return None
@@ -247,19 +252,6 @@ def _hold_store(meeting: Meeting) -> dist.TCPStore | None:
             f"{error.strerror}. Give a name or an address of this host and a port that is free."
         ) from error
     return _open_store(listener, meeting.address)
-
-
-def _bind(meeting: Meeting) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(
-        meeting.address, meeting.port, type=socket.SOCK_STREAM
-    )[0]
-    try:
-        return socket.create_server(address, family=family, backlog=_BACKLOG)
-    except OSError as error:
-        if meeting.host is None or error.errno != errno.EADDRNOTAVAIL:
-            raise
-    # The others may know this host by an address that only a router has.
-    return socket.create_server(("", meeting.port), backlog=_BACKLOG)
 
 
 def _open_store(listener: socket.socket, address: str = "127.0.0.1") -> dist.TCPStore:

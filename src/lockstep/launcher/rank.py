@@ -3,13 +3,13 @@
 A rank is forked from the supervisor, which has imported torch, but to the program it must look
 like a fresh interpreter, with a process group, signal handlers, streams and random numbers of its
 own. After the program, :func:`run_rank` returns, and the interpreter waits for threads and runs
-exit handlers as always. ``runpy`` would restore the launcher's ``__main__`` before those are done
-with the program's.
+exit handlers as always.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import faulthandler
 import importlib.machinery
 import importlib.util
@@ -19,6 +19,7 @@ import os
 import pickle
 import runpy
 import signal
+import socket
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -27,11 +28,11 @@ from types import ModuleType
 from typing import NamedTuple
 
 from lockstep.errors import BadLaunch, LaunchError
-from lockstep.launcher.failures import Report, exit_code_of, program_frames, tell
-from lockstep.launcher.job import Call, Job, Module, Program, Script, no_such_module
+from lockstep.launcher.failures import Failure, failure_by, program_frames
+from lockstep.launcher.job import Job, Program, name_of, no_such_module
 from lockstep.launcher.processes import end_with_parent
 
-REPORT_LENGTH_BYTES = 8
+LENGTH_BYTES = 8  # of the length of a report
 _NO_INPUT = (
     "Rank {rank} has no standard input to read from. Give it that of 'lockstep run' by the option "
     "--stdin {rank}; by default rank 0 has it, if it is a terminal."
@@ -45,7 +46,9 @@ _CALL_NO_INPUT = (
 class RankStart(NamedTuple):
     """Data of one rank, which it has from the fork on."""
 
-    connection: int  # to the supervisor: brings variables to add to the environment, takes a Report
+    # To the supervisor: brings variables to add to the environment, takes a Failure or the
+    # pickled result of a function.
+    connection: socket.socket
     outputs: Sequence[int]  # descriptors for stdout and stderr; none for the supervisor's own
     signal_mask: Collection[int]  # the signals to block, as when the supervisor was started
 
@@ -56,8 +59,8 @@ def run_rank(start: RankStart, job: Job, supervisor: int) -> int:
     ``supervisor`` is the process that forked this one.
     """
     end_with_parent(supervisor, signal.SIGKILL)
-    with open(start.connection, "rb", closefd=False) as connection:
-        line = connection.readline()
+    with start.connection.makefile("rb") as file:
+        line = file.readline()
     if not line:  # the supervisor has ended
         os._exit(1)
     environment = json.loads(line)
@@ -69,10 +72,13 @@ def run_rank(start: RankStart, job: Job, supervisor: int) -> int:
     # Not before: a signal would run the supervisor's handlers.
     signal.pthread_sigmask(signal.SIG_SETMASK, start.signal_mask)
     report = _run(job.program, rank, reads_stdin)
-    if report.exit_code != 0 or report.result is not None:
-        _send(report, start.connection)
-    os.close(start.connection)
-    return report.exit_code
+    # If the supervisor was killed, the end of this rank is near.
+    with contextlib.suppress(BrokenPipeError), start.connection:
+        if report is not None:
+            # Its length comes first, as a process of the rank's may hold the connection open.
+            payload = pickle.dumps(report)
+            start.connection.sendall(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+    return report.exit_code if isinstance(report, Failure) else 0
 
 
 def _leave_supervisor(
@@ -113,27 +119,25 @@ def _move(descriptor: int, number: int) -> None:
     os.close(descriptor)
 
 
-def _run(program: Program, rank: int, reads_stdin: bool) -> Report:
-    is_call = isinstance(program, Call)
-    hint = (
-        "; the error's attribute traceback has them" if is_call else "; --full-traceback shows them"
-    )
+def _run(program: Program | bytes, rank: int, reads_stdin: bool) -> Failure | bytes | None:
+    """Run ``program``; return its failure, or the pickled result if it is a function."""
+    is_call = isinstance(program, bytes)
     try:
-        result = _call(program) if isinstance(program, Call) else None
-        if isinstance(program, Module):
-            _run_module(program)
-        elif isinstance(program, Script):
-            _run_script(program)
-    except SystemExit as error:
-        code = exit_code_of(error, of_function=is_call)
-        return Report(time.monotonic(), code, tell(error, hint) if code else None)
+        if isinstance(program, bytes):
+            return _call(program)
+        (_run_module if program.is_module else _run_script)(program)
     except KeyboardInterrupt:
-        return Report(time.monotonic(), 128 + signal.SIGINT)
+        return Failure(rank, time.monotonic(), 128 + signal.SIGINT)
+    except SystemExit as error:
+        failure = failure_by(error, rank, of_function=is_call)
+        return failure if failure.exit_code else None
     except BaseException as error:  # all that ends the program is reported
         # Raised by this package before the program began, not by a launch() inside the program.
         if isinstance(error, BadLaunch) and program_frames(error.__traceback__) is None:
-            return Report(time.monotonic(), 2, advice=str(error))
-        if not reads_stdin and _wanted_input(error):
+            return Failure(rank, time.monotonic(), 2, refusal=str(error))
+        # Of input(), or of a debugger.
+        is_of_input = isinstance(error, EOFError) and error.args == ("EOF when reading a line",)
+        if not reads_stdin and (is_of_input or type(error).__name__ == "BdbQuit"):
             error.add_note((_CALL_NO_INPUT if is_call else _NO_INPUT).format(rank=rank))
         if isinstance(error, AttributeError) and error.name in ("no_sync", "join"):
             error.add_note(
@@ -141,26 +145,26 @@ def _run(program: Program, rank: int, reads_stdin: bool) -> Report:
                 f"write 'with lockstep.{error.name}(model):'. Those of torch's wrapper are in "
                 "lockstep.DistributedDataParallel(model)."
             )
-        report = Report(time.monotonic(), 1, tell(error, hint))
+        failure = failure_by(error, rank, of_function=is_call)
         sys.last_value = error  # as Python has it while it runs exit handlers
         sys.excepthook(type(error), error, error.__traceback__)
-        return report
-    return Report(time.monotonic(), 0, result=result)
+        return failure
+    return None
 
 
-def _call(program: Call) -> bytes:
+def _call(pickled: bytes) -> bytes:
     import cloudpickle
 
     from lockstep.world import init
 
     _pickle_main_by_value()
-    function, args = pickle.loads(program.pickled)
+    function, args = pickle.loads(pickled)
     result = function(init(), *args)
     try:
         return bytes(cloudpickle.dumps(result))
     except Exception as error:
         raise LaunchError(
-            f"{program.name}() returned a {type(result).__name__} that can't be pickled "
+            f"{name_of(function)}() returned a {type(result).__name__} that can't be pickled "
             f"({error}), so it can't be sent back. Return numbers, tensors or other plain data."
         ) from error
 
@@ -183,10 +187,10 @@ def _pickle_main_by_value() -> None:
     reduction.ForkingPickler = type("ForkingPickler", bases, table)  # type: ignore[misc, assignment]
 
 
-def _run_script(script: Script) -> None:
+def _run_script(script: Program) -> None:
     """Run a file, or a directory with a ``__main__.py``, as ``python path`` does."""
-    path = os.path.abspath(script.path)
-    sys.argv[:] = [script.path, *script.argv]
+    path = os.path.abspath(script.name)
+    sys.argv[:] = [script.name, *script.argv]
     if os.path.isdir(path):
         _replace_first_path_entry(None)
         runpy.run_path(path, run_name="__main__")
@@ -200,7 +204,7 @@ def _run_script(script: Script) -> None:
     exec(code, main.__dict__)
 
 
-def _run_module(module: Module) -> None:
+def _run_module(module: Program) -> None:
     """Run a module, or the ``__main__`` of a package, as ``python -m name`` does.
 
     Raises:
@@ -252,20 +256,3 @@ def _replace_first_path_entry(directory: str | None) -> None:
     """Replace the launcher's own directory, which the program must not see, by ``directory``."""
     if not sys.flags.safe_path:  # with -P, Python put nothing there
         sys.path[:1] = [] if directory is None else [directory]
-
-
-def _wanted_input(error: BaseException) -> bool:
-    """Whether ``error`` is raised by ``input()`` or a debugger on an empty standard input."""
-    is_from_input = isinstance(error, EOFError) and error.args == ("EOF when reading a line",)
-    return is_from_input or type(error).__name__ == "BdbQuit"
-
-
-def _send(report: Report, descriptor: int) -> None:
-    """Write ``report`` after its length, as a process of the rank's may hold the pipe open."""
-    payload = pickle.dumps(report)
-    data = memoryview(len(payload).to_bytes(REPORT_LENGTH_BYTES, "little") + payload)
-    try:
-        while data:
-            data = data[os.write(descriptor, data) :]
-    except BrokenPipeError:  # the supervisor was killed; the end of this rank is near
-        pass
