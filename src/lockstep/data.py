@@ -263,10 +263,8 @@ def batch_slice(batch_size: int, rank: int, world_size: int) -> slice:
         TypeError: If an argument is not a whole number.
     """
     batch_size = arguments.as_whole_number("batch_size", batch_size)
-    rank, world_size = (
-        arguments.as_whole_number("rank", rank),
-        arguments.as_whole_number("world_size", world_size),
-    )
+    rank = arguments.as_whole_number("rank", rank)
+    world_size = arguments.as_whole_number("world_size", world_size)
     if not 0 <= rank < world_size:
         raise errors.SplitError(
             f"There is no rank {rank} in a world of {world_size}: "

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.arguments import Tensors
 from lockstep.comm.transport import Address, Signature, Transport
 from lockstep.errors import CollectiveMismatch
 
@@ -46,9 +47,7 @@ class Reduction(NamedTuple):
     accumulate_in: torch.dtype | None  # the dtype to combine in; None: the tensors' own
     factor: float | Tensor | None = None  # by which each rank's values are multiplied first
 
-    def into(
-        self, target: Tensor, sources: Sequence[Tensor], copies: Sequence[Tensor] = ()
-    ) -> None:
+    def into(self, target: Tensor, sources: Tensors, copies: Tensors = ()) -> None:
         """Combine ``sources``, in their order, into ``target``, and copy the result to ``copies``.
 
         All are flat and of one length. Only the first source may share memory with ``target``;
@@ -80,11 +79,7 @@ class Reduction(NamedTuple):
             total.div_(count, rounding_mode="trunc")
 
     def _combine_block(
-        self,
-        target: Tensor,
-        sources: Sequence[Tensor],
-        copies: Sequence[Tensor],
-        wide: Tensor | None,
+        self, target: Tensor, sources: Tensors, copies: Tensors, wide: Tensor | None
     ) -> None:
         """Combine one block; ``wide``, if given, has room for the total and a source."""
         first, *rest = sources
@@ -222,7 +217,7 @@ class Collectives:
                 address = self._exchange()[root]
                 part.copy_(transport.at(root, address, part.dtype, part.numel()))
 
-    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
+    def scatter(self, output: Tensor, inputs: Tensors, root: int) -> None:
         """Copy the i-th input of rank ``root``, all of one length, to rank i's output."""
         ranks = range(self._transport.size)
         parts = inputs if self._transport.rank == root else [output[:0] for _ in ranks]
@@ -230,11 +225,11 @@ class Collectives:
         for piece, received in self._exchange_parts(parts, lengths):
             output[piece].copy_(received[root])
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor) -> None:
         """Copy rank i's tensor, all of one length, to every rank's i-th output."""
         self.gather(outputs, tensor)
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    def gather(self, outputs: Tensors, tensor: Tensor) -> None:
         """As :meth:`all_gather`, on the ranks that give ``outputs``; others give none."""
         for piece in self._pieces(tensor, *outputs):
             addresses = self._announce([tensor[piece]])
@@ -242,7 +237,7 @@ class Collectives:
                 part = output[piece]
                 part.copy_(self._transport.at(rank, addresses[rank], part.dtype, part.numel()))
 
-    def all_gather_uneven(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    def all_gather_uneven(self, outputs: Tensors, tensor: Tensor) -> None:
         """As :meth:`all_gather`, for tensors of different lengths.
 
         Raises:
@@ -251,9 +246,7 @@ class Collectives:
         self._check_lengths([tensor] * len(outputs), outputs)
         self.gather(outputs, tensor)
 
-    def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction
-    ) -> None:
+    def reduce_scatter(self, output: Tensor, inputs: Tensors, reduction: Reduction) -> None:
         """Combine all ranks' i-th inputs, which differ in length by i, into rank i's output."""
         if reduction.factor is not None:
             inputs = [part.clone().mul_(reduction.factor) for part in inputs]
@@ -261,7 +254,7 @@ class Collectives:
         for piece, received in self._exchange_parts(inputs, lengths):
             reduction.into(output[piece], received)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors) -> None:
         """Copy rank i's j-th input to rank j's i-th output; lengths may differ.
 
         Raises:
@@ -272,8 +265,8 @@ class Collectives:
                 output[piece].copy_(part)
 
     def _exchange_parts(
-        self, inputs: Sequence[Tensor], lengths: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[slice, Sequence[Tensor]]]:
+        self, inputs: Tensors, lengths: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[slice, Tensors]]:
         """Yield each piece, and that piece of every rank's input for this rank.
 
         ``inputs`` are one for each rank; ``lengths`` has, by rank, the lengths of its inputs.
@@ -290,9 +283,7 @@ class Collectives:
                 received.append(slot[start : start + staged[own]])
             yield piece, received
 
-    def _check_lengths(
-        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> list[list[int]]:
+    def _check_lengths(self, inputs: Tensors, outputs: Tensors) -> list[list[int]]:
         """Return, by rank, the lengths of its inputs; raise unless the outputs have the same."""
         size = len(outputs)
         own = torch.tensor([*map(len, inputs), *map(len, outputs)], device="cpu")
@@ -315,9 +306,7 @@ class Collectives:
     def _exchange(self, address: Address = 0) -> Sequence[Address]:
         return self._transport.exchange(self._signature, address, self._timeout)
 
-    def _announce(
-        self, parts: Sequence[Tensor], address: Address | None = None
-    ) -> Sequence[Address]:
+    def _announce(self, parts: Tensors, address: Address | None = None) -> Sequence[Address]:
         """Exchange addresses; without one, stage ``parts``, one after the other."""
         if address is None:
             numel = sum(map(Tensor.numel, parts))

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost
 
@@ -62,7 +63,7 @@ def is_from_group(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(kind in text for kind in _KINDS)
 
 
-def global_rank(group: dist.ProcessGroup, rank: int) -> int:
+def global_rank(group: ProcessGroup, rank: int) -> int:
     """Return the number of ``rank`` of ``group`` in the whole run."""
     try:
         return dist.get_global_rank(group, rank)
@@ -70,7 +71,7 @@ def global_rank(group: dist.ProcessGroup, rank: int) -> int:
         return rank
 
 
-def explained(group: dist.ProcessGroup, operation: str, error: RuntimeError) -> CollectiveFailed:
+def explained(group: ProcessGroup, operation: str, error: RuntimeError) -> CollectiveFailed:
     """Return the error to raise in place of ``error``, which ``group`` raised in ``operation``.
 
     It takes up to some seconds to find out which rank is to blame.
@@ -131,7 +132,7 @@ def _blame(
     return sorted(gone), sorted(set(ranks) - set(notes)) if is_late else None
 
 
-def _exchange_notes(group: dist.ProcessGroup, own: _Note, found: dict[int, _Note]) -> None:
+def _exchange_notes(group: ProcessGroup, own: _Note, found: dict[int, _Note]) -> None:
     """Complete this rank's note, leave it in the store, and collect the others'."""
     ranks, here = range(group.size()), group.rank()
     others = [rank for rank in ranks if rank != here]
@@ -151,7 +152,7 @@ def _exchange_notes(group: dist.ProcessGroup, own: _Note, found: dict[int, _Note
             time.sleep(_POLL_SECONDS)
 
 
-def _has_ended(group: dist.ProcessGroup, rank: int) -> bool:
+def _has_ended(group: ProcessGroup, rank: int) -> bool:
     """Whether Gloo's connection to ``rank`` has ended, and not because this rank gave up on it."""
     cpu = torch.device("cpu")
     try:

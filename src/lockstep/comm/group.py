@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
 from lockstep.comm.arguments import (
     TensorLists,
@@ -34,11 +35,11 @@ from lockstep.comm.base_group import BaseGroup
 from lockstep.comm.collectives import Collectives, reduction_for, sum_sparse
 from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.transport import Signature, Transport
-from lockstep.comm.work import GroupWork, Run
+from lockstep.comm.work import Run
 from lockstep.torch_private import AllgatherOptions
 
 # A collective on flat outputs and inputs.
-_Collective = Callable[[Collectives, list[Tensor], list[Tensor]], None]
+_Call = Callable[[Collectives, list[Tensor], list[Tensor]], None]
 
 
 class Options(Protocol):
@@ -106,14 +107,12 @@ class SharedMemoryGroup(BaseGroup):
         """As :meth:`empty`."""
         return self.empty(size, dtype=dtype, device=device)
 
-    def _submit(self, results: Tensors, opts: Options, *runs: Run) -> GroupWork:
+    def _submit(self, results: Tensors, opts: Options, *runs: Run) -> Work:
         """Submit a call that consists of ``runs``, one after the other."""
         return self._queue.submit(runs, results, is_async=opts.asyncOp, timeout=opts.timeout)
 
-    def _run(
-        self, signature: Signature, outputs: Tensors, inputs: Tensors, collective: _Collective
-    ) -> Run:
-        """Return a function that flattens the tensors, calls ``collective``, and puts back."""
+    def _run(self, signature: Signature, outputs: Tensors, inputs: Tensors, call: _Call) -> Run:
+        """Return a function that flattens the tensors, calls ``call``, and puts back."""
         if signature.root is not None:
             to_or_from = "to" if signature.operation in ("reduce", "gather") else "from"
             check_rank(self._size, signature.root, f"{signature.operation} {to_or_from}")
@@ -122,7 +121,7 @@ class SharedMemoryGroup(BaseGroup):
 
         def run(timeout: float) -> None:
             flats, parts = list(map(flattened, outputs)), list(map(flattened, inputs))
-            collective(self._collectives(self.transport, signature, timeout), flats, parts)
+            call(self._collectives(self.transport, signature, timeout), flats, parts)
             for flat, output in zip(flats, outputs, strict=True):
                 put_back(flat, output)
 
@@ -131,16 +130,16 @@ class SharedMemoryGroup(BaseGroup):
     # One tensor, the same on all ranks.
 
     @operation(dist.AllreduceOptions, "tensors|tensor")
-    def allreduce(self, tensors: Tensors, opts: Options) -> GroupWork:
+    def allreduce(self, tensors: Tensors, opts: Options) -> Work:
         """Combine the ranks' tensors; every rank gets the result."""
         return self._all_reduce_each(listed(tensors), opts)
 
     @operation(dist.AllreduceCoalescedOptions, "tensors")
-    def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> GroupWork:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> Work:
         """As :meth:`allreduce`, for each of ``tensors``."""
         return self._all_reduce_each(tensors, opts)
 
-    def _all_reduce_each(self, tensors: Tensors, opts: Options) -> GroupWork:
+    def _all_reduce_each(self, tensors: Tensors, opts: Options) -> Work:
         runs = [self._all_reduce(tensor, opts.reduceOp) for tensor in tensors]
         if len(tensors) > 1 and overlap(tensors):
             runs = [partial(self._all_reduce_copies, tensors, opts.reduceOp)]
@@ -188,7 +187,7 @@ class SharedMemoryGroup(BaseGroup):
         return run
 
     @operation(dist.BroadcastOptions, "tensors|tensor")
-    def broadcast(self, tensors: Tensors, opts: Options) -> GroupWork:
+    def broadcast(self, tensors: Tensors, opts: Options) -> Work:
         """Copy the root's tensor to every rank."""
         root, outputs = opts.rootRank, listed(tensors)
         runs = [
@@ -203,7 +202,7 @@ class SharedMemoryGroup(BaseGroup):
         return self._submit(outputs, opts, *runs)
 
     @operation(dist.ReduceOptions, "tensors|tensor")
-    def reduce(self, tensors: Tensors, opts: Options) -> GroupWork:
+    def reduce(self, tensors: Tensors, opts: Options) -> Work:
         """Combine the ranks' tensors; the root gets the result."""
         (tensor,), root = listed(tensors), opts.rootRank
         reduction = reduction_for(opts.reduceOp, tensor.dtype)
@@ -212,7 +211,7 @@ class SharedMemoryGroup(BaseGroup):
         return self._submit([tensor], opts, run)
 
     @operation(dist.BarrierOptions)
-    def barrier(self, opts: Options) -> GroupWork:
+    def barrier(self, opts: Options) -> Work:
         """Wait until every rank has called it."""
         run = self._run(Signature("barrier"), [], [], lambda c, _, __: c.barrier())
         return self._submit([], opts, run)
@@ -226,24 +225,19 @@ class SharedMemoryGroup(BaseGroup):
     # One tensor of each rank.
 
     @operation(AllgatherOptions, "output_tensors", "input_tensors|input_tensor")
-    def allgather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> GroupWork:
+    def allgather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> Work:
         """Copy every rank's tensor to every rank; they may differ in size."""
         outputs, (tensor,) = listed(output_lists), listed(inputs)
         check_count(self._size, outputs, "output tensors of all_gather")
         return self._submit(outputs, opts, self._all_gather(outputs, tensor))
 
     @operation(AllgatherOptions, "output_lists", "input_list")
-    def allgather_coalesced(
-        self, output_lists: TensorLists, inputs: Tensors, opts: Options
-    ) -> GroupWork:
-        """As :meth:`allgather`, for each of ``inputs``.
-
-        ``output_lists[i][j]`` gets the j-th input of rank i.
-        """
-        check_count(self._size, output_lists, "lists of outputs of allgather_coalesced")
-        columns = zip(*output_lists, inputs, strict=True)
-        runs = [self._all_gather(outputs, tensor) for *outputs, tensor in columns]
-        return self._submit(listed(output_lists), opts, *runs)
+    def allgather_coalesced(self, outputs: TensorLists, inputs: Tensors, opts: Options) -> Work:
+        """As :meth:`allgather`, for each of ``inputs``; the j-th of rank i to ``outputs[i][j]``."""
+        check_count(self._size, outputs, "lists of outputs of allgather_coalesced")
+        columns = zip(*outputs, inputs, strict=True)
+        runs = [self._all_gather(column, tensor) for *column, tensor in columns]
+        return self._submit(listed(outputs), opts, *runs)
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor) -> Run:
         check_dtypes("all_gather", [tensor, *outputs])
@@ -254,14 +248,12 @@ class SharedMemoryGroup(BaseGroup):
         return self._run(signature, outputs, [tensor], lambda c, o, i: c.all_gather_uneven(o, i[0]))
 
     @operation(AllgatherOptions, "output", "input")
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Options) -> GroupWork:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Options) -> Work:
         """Copy every rank's tensor, one after the other, to one tensor on every rank."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     @operation(AllgatherOptions, "outputs", "inputs")
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Options
-    ) -> GroupWork:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
         """As :meth:`all_gather_single`, for each of ``inputs``."""
         runs = []
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -281,7 +273,7 @@ class SharedMemoryGroup(BaseGroup):
         return flat.split(len(flat) // self._size) if len(flat) else [flat] * self._size
 
     @operation(dist.GatherOptions, "output_tensors", "input_tensors|input_tensor")
-    def gather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> GroupWork:
+    def gather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> Work:
         """Copy every rank's tensor to the root."""
         (tensor,), root = listed(inputs), opts.rootRank
         outputs = self._on_root(root, output_lists, "tensors to gather into, on the root,")
@@ -301,7 +293,7 @@ class SharedMemoryGroup(BaseGroup):
     # One tensor for each rank.
 
     @operation(dist.ScatterOptions, "output_tensors|output_tensor", "input_tensors")
-    def scatter(self, outputs: Tensors, input_lists: TensorLists, opts: Options) -> GroupWork:
+    def scatter(self, outputs: Tensors, input_lists: TensorLists, opts: Options) -> Work:
         """Copy the i-th tensor of the root to rank i."""
         (output,), root = listed(outputs), opts.rootRank
         inputs = self._on_root(root, input_lists, "tensors to scatter, on the root,")
@@ -311,13 +303,11 @@ class SharedMemoryGroup(BaseGroup):
         return self._submit([output], opts, run)
 
     @operation(dist.ReduceScatterOptions, "output_tensors|output", "input_tensors|input")
-    def reduce_scatter(
-        self, outputs: Tensors, input_lists: TensorLists, opts: Options
-    ) -> GroupWork:
+    def reduce_scatter(self, outputs: Tensors, inputs: TensorLists, opts: Options) -> Work:
         """Combine the ranks' i-th tensors; rank i gets the result. Sizes may differ by i."""
-        (output,), inputs = listed(outputs), listed(input_lists)
-        check_count(self._size, inputs, "input tensors of reduce_scatter")
-        return self._submit([output], opts, self._reduce_scatter(opts.reduceOp, output, inputs))
+        (output,), parts = listed(outputs), listed(inputs)
+        check_count(self._size, parts, "input tensors of reduce_scatter")
+        return self._submit([output], opts, self._reduce_scatter(opts.reduceOp, output, parts))
 
     def _reduce_scatter(self, op: dist.ReduceOp, output: Tensor, inputs: Tensors) -> Run:
         own = inputs[self._rank]
@@ -334,14 +324,14 @@ class SharedMemoryGroup(BaseGroup):
         )
 
     @operation(dist.ReduceScatterOptions, "output|outputTensor", "input|inputTensor")
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Options) -> GroupWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Options) -> Work:
         """Combine the i-th of equal parts of the ranks' tensors; rank i gets the result."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     @operation(dist.ReduceScatterOptions, "outputs", "inputs")
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Options
-    ) -> GroupWork:
+    ) -> Work:
         """As :meth:`reduce_scatter_single`, for each of ``inputs``."""
         runs = []
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -356,7 +346,7 @@ class SharedMemoryGroup(BaseGroup):
     # From each rank to each.
 
     @operation(dist.AllToAllOptions, "output_tensors", "input_tensors")
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> GroupWork:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
         """Copy rank i's j-th input to rank j's i-th output."""
         check_count(self._size, outputs, "output tensors of all_to_all")
         check_count(self._size, inputs, "input tensors of all_to_all")
@@ -372,7 +362,7 @@ class SharedMemoryGroup(BaseGroup):
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
         opts: Options,
-    ) -> GroupWork:
+    ) -> Work:
         """As :meth:`alltoall`, with parts of one tensor along its first dimension.
 
         Without split sizes the parts are equal.
@@ -392,7 +382,7 @@ class SharedMemoryGroup(BaseGroup):
     # From one rank to another.
 
     @of_any_device
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
         """Send a tensor; it is copied at once and may be written to again."""
         (tensor,) = listed(tensors)
         check_rank(self._size, dst, "send to")
@@ -400,7 +390,7 @@ class SharedMemoryGroup(BaseGroup):
         return self.transport.mailbox.start_send(tensor, dst, tag, self._queue.timeout)
 
     @of_any_device
-    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> dist.Work:
+    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> Work:
         """Receive the next tensor that rank ``src`` sends with this tag."""
         (tensor,) = listed(tensors)
         if src is not None:
@@ -409,6 +399,6 @@ class SharedMemoryGroup(BaseGroup):
         return self.transport.mailbox.start_receive(tensor, src, tag, self._queue.timeout)
 
     @of_any_device
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive the next tensor that any rank sends with this tag; the work names the sender."""
         return self.recv(tensors, None, tag)

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
-from lockstep.comm.arguments import flattened
+from lockstep.comm.arguments import Tensors, flattened
 from lockstep.comm.collectives import Collectives, Reduction, pieces, reduction_for
 from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
 from lockstep.comm.shm.barrier import Fault
@@ -153,9 +154,7 @@ class Network:
         start = partial(getattr(self._open(), method), *arguments)
         self._finish(start, signature, timeout, range(self.size))
 
-    def start_send(
-        self, tensor: Tensor, destination: int, tag: int, timeout: timedelta
-    ) -> dist.Work:
+    def start_send(self, tensor: Tensor, destination: int, tag: int, timeout: timedelta) -> Work:
         """Start sending ``tensor``, which may be written to again at once.
 
         Gloo takes the message when the other side expects it.
@@ -175,7 +174,7 @@ class Network:
 
     def start_receive(
         self, tensor: Tensor, source: int | None, tag: int, timeout: timedelta
-    ) -> dist.Work:
+    ) -> Work:
         """Receive the next message of ``source``, or of any rank, into ``tensor``."""
         # Gloo matches messages with receives itself, and accepts one that is too short.
         message = torch.empty(HEADER.size + tensor.nbytes, dtype=torch.uint8, device="cpu")
@@ -197,11 +196,7 @@ class Network:
         return MessageWork(complete, work.is_completed, [tensor], timeout)
 
     def _finish(
-        self,
-        start: Callable[[], dist.Work],
-        signature: Signature,
-        timeout: float,
-        ranks: Sequence[int],
+        self, start: Callable[[], Work], signature: Signature, timeout: float, ranks: Sequence[int]
     ) -> None:
         """Start an operation, and wait until ``ranks`` have done their part of it.
 
@@ -316,7 +311,7 @@ class HostsCollectives(Collectives):
         else:
             self._after_leader.broadcast(tensor, 0)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor) -> None:
         """Copy rank i's tensor, all of one length, to every rank's i-th output."""
         transport, numel = self._transport, tensor.numel()
         # Gloo gathers equal sizes: as many rows for each host as the largest host has ranks.
@@ -331,7 +326,7 @@ class HostsCollectives(Collectives):
         for rank, output in enumerate(outputs):
             output.copy_(everything[transport.positions[rank]])
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    def gather(self, outputs: Tensors, tensor: Tensor) -> None:
         """As :meth:`all_gather`, on the root alone, which gives ``outputs``."""
         ranks, root = range(self._transport.size), self._signature.root
         inputs = [tensor if rank == root else tensor[:0] for rank in ranks]
@@ -339,7 +334,7 @@ class HostsCollectives(Collectives):
             for output, part in zip(outputs, received, strict=False):
                 output.copy_(part)
 
-    def all_gather_uneven(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    def all_gather_uneven(self, outputs: Tensors, tensor: Tensor) -> None:
         """As :meth:`all_gather`, for tensors of different lengths."""
         self._check_lengths([tensor] * len(outputs), outputs)
         padded = tensor.new_empty(max(map(len, outputs)))
@@ -350,8 +345,8 @@ class HostsCollectives(Collectives):
             output.copy_(row[: len(output)])
 
     def _exchange_parts(
-        self, inputs: Sequence[Tensor], lengths: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[slice, Sequence[Tensor]]]:
+        self, inputs: Tensors, lengths: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[slice, Tensors]]:
         """Yield, as the only piece, every rank's input for this rank."""
         self.barrier()
         incoming = [theirs[self._transport.rank] for theirs in lengths]
@@ -384,9 +379,7 @@ class HostsCollectives(Collectives):
         self._run(network, "_allgather_base", _bytes(rows), _bytes(tensor), AllgatherOptions())
         return rows
 
-    def _all_to_all(
-        self, network: Network, inputs: Sequence[Tensor], incoming: Sequence[int]
-    ) -> Sequence[Tensor]:
+    def _all_to_all(self, network: Network, inputs: Tensors, incoming: Sequence[int]) -> Tensors:
         """Send the i-th input to rank i; return a tensor from each rank, of these lengths."""
         outgoing = torch.cat(list(inputs))
         received = outgoing.new_empty(sum(incoming))
@@ -394,7 +387,7 @@ class HostsCollectives(Collectives):
         sizes = [[n * received.element_size() for n in each] for each in lengths]
         options = dist.AllToAllOptions()
         self._run(network, "alltoall_base", _bytes(received), _bytes(outgoing), *sizes, options)
-        parts: Sequence[Tensor] = received.split(list(incoming))
+        parts: Tensors = received.split(list(incoming))
         return parts
 
     def _run(self, network: Network, method: str, *arguments: Any) -> None:

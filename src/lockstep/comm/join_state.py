@@ -13,8 +13,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lockstep.comm.any_group import all_gather, start_all_reduce
 from lockstep.errors import CollectiveFailed
@@ -51,7 +51,7 @@ class JoinState:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: ProcessGroup,
         device: torch.device,
         *,
         divide_by_active: bool = False,
@@ -126,18 +126,18 @@ class JoinState:
 
 
 # They belong to the contexts of join(), and end with those.
-_states: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[JoinState]] = (
+_states: weakref.WeakKeyDictionary[ProcessGroup, weakref.ref[JoinState]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def join_state_of(group: dist.ProcessGroup) -> JoinState | None:
+def join_state_of(group: ProcessGroup) -> JoinState | None:
     """Return the state to announce steps of ``group`` to; None outside of join()."""
     reference = _states.get(group)
     return reference() if reference is not None else None
 
 
-def set_join_state(group: dist.ProcessGroup, state: JoinState | None) -> None:
+def set_join_state(group: ProcessGroup, state: JoinState | None) -> None:
     """Announce each step of ``group`` to ``state`` from now on; None: no more.
 
     Raises:
@@ -154,7 +154,7 @@ def set_join_state(group: dist.ProcessGroup, state: JoinState | None) -> None:
         _states[group] = weakref.ref(state)
 
 
-def gather_in_step(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
+def gather_in_step(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
     """Return each rank's ``tensor``, of float64, in rank order; zeros for ranks without data.
 
     Every rank that has data must call it, with tensors of one shape; it blocks.
@@ -163,18 +163,18 @@ def gather_in_step(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
     return all_gather(group, tensor)
 
 
-def sum_in_step(group: dist.ProcessGroup, tensor: Tensor) -> None:
+def sum_in_step(group: ProcessGroup, tensor: Tensor) -> None:
     """Add up ``tensor``, of float64, over the ranks, in place, as :func:`gather_in_step`."""
     _announce(group, Step.SUM, tensor)
     start_all_reduce(group, tensor.view(-1)).wait()
 
 
-def _announce(group: dist.ProcessGroup, step: Step, tensor: Tensor) -> None:
+def _announce(group: ProcessGroup, step: Step, tensor: Tensor) -> None:
     if (state := join_state_of(group)) is not None:
         state.call(step, tensor.numel())
 
 
-def mean_divisor(group: dist.ProcessGroup) -> int:
+def mean_divisor(group: ProcessGroup) -> int:
     """Return the number of ranks by which sums over ``group`` are divided to get means."""
     state = join_state_of(group)
     return group.size() if state is None else state.mean_divisor

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
-import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Work
 
 from lockstep.comm.arguments import flattened, put_back
 from lockstep.comm.dynamo import uncompiled
@@ -38,9 +38,9 @@ class Message:
     source: int  # the rank that sent it
     tag: int
     dtype: str  # that of the tensor that was sent
-    contents: torch.Tensor  # as bytes
+    contents: Tensor  # as bytes
 
-    def copy_to(self, tensor: torch.Tensor, sender: int, operation: str) -> None:
+    def copy_to(self, tensor: Tensor, sender: int, operation: str) -> None:
         """Write the contents to ``tensor``; errors name ``sender`` and ``operation``.
 
         Raises:
@@ -57,7 +57,7 @@ class Message:
         put_back(self.contents.view(tensor.dtype), tensor)
 
 
-def header_of(tensor: torch.Tensor, tag: int) -> bytes:
+def header_of(tensor: Tensor, tag: int) -> bytes:
     """Return the header of a message with the contents of ``tensor``."""
     return HEADER.pack(tag, tensor.nbytes, str(tensor.dtype).encode())
 
@@ -74,7 +74,7 @@ class MessageWork(BaseWork):
         self,
         finish: Callable[[float], int],
         is_ready: Callable[[], bool],
-        tensors: list[torch.Tensor],
+        tensors: list[Tensor],
         timeout: timedelta,
     ) -> None:
         super().__init__(tensors, timeout)
@@ -120,7 +120,7 @@ class MessageWork(BaseWork):
 class Expected:
     """A receive: the tensor to write the message to, and the message when it has arrived."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
     source: int | None
     tag: int
     message: Message | None = None
@@ -146,7 +146,7 @@ class Mailbox(ABC):
         self._ended: dict[int, bool] = {}
 
     @abstractmethod
-    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
+    def send(self, tensor: Tensor, destination: int, tag: int) -> None:
         """Send a flat tensor; when this returns, it may be written to again."""
 
     @abstractmethod
@@ -160,22 +160,20 @@ class Mailbox(ABC):
     def _overdue(self, error: CollectiveTimeout) -> CollectiveFailed:
         return error
 
-    def start_send(
-        self, tensor: torch.Tensor, destination: int, tag: int, timeout: timedelta
-    ) -> dist.Work:
+    def start_send(self, tensor: Tensor, destination: int, tag: int, timeout: timedelta) -> Work:
         """Send ``tensor``, which may be written to again at once."""
         self.send(flattened(tensor), destination, tag)
         return MessageWork(lambda _: destination, lambda: True, [], timeout)
 
     def start_receive(
-        self, tensor: torch.Tensor, source: int | None, tag: int, timeout: timedelta
-    ) -> dist.Work:
+        self, tensor: Tensor, source: int | None, tag: int, timeout: timedelta
+    ) -> Work:
         """Receive the next message of ``source``, or of any rank, into ``tensor``."""
         expected = self.expect(tensor, source, tag)
         finish, is_ready = partial(self.receive, expected), partial(self._collect, expected, 0)
         return MessageWork(finish, is_ready, [tensor], timeout)
 
-    def expect(self, tensor: torch.Tensor, source: int | None, tag: int) -> Expected:
+    def expect(self, tensor: Tensor, source: int | None, tag: int) -> Expected:
         """Have the next message of ``source`` (None: of any rank) be for ``tensor``."""
         expected = Expected(tensor, source, tag)
         with self._changed:
