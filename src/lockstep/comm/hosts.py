@@ -142,18 +142,6 @@ class Network:
         own_store, limit = dist.PrefixStore(f"{name}/", store), timedelta(seconds=timeout)
         self.gloo: Any = dist.ProcessGroupGloo(own_store, self.rank, self.size, timeout=limit)
 
-    def run(self, method: str, *arguments: Any, signature: Signature, timeout: float) -> None:
-        """Carry out a collective of Gloo's, whose last argument is its options.
-
-        Every rank of this network must call it.
-
-        Raises:
-            CollectiveFailed: If the others don't do their part of ``signature`` in time.
-        """
-        arguments[-1].timeout = timedelta(seconds=timeout)
-        start = partial(getattr(self._open(), method), *arguments)
-        self._finish(start, signature, timeout, range(self.size))
-
     def start_send(self, tensor: Tensor, destination: int, tag: int, timeout: timedelta) -> Work:
         """Start sending ``tensor``, which may be written to again at once.
 
@@ -162,12 +150,12 @@ class Network:
         flat = flattened(tensor)
         header = torch.frombuffer(bytearray(header_of(flat, tag)), dtype=torch.uint8)
         message = torch.cat([header, flat.view(torch.uint8)])
-        work = self._open().send([message], destination, tag)
+        work = self.open().send([message], destination, tag)
         signature = Signature("send", flat.dtype, flat.shape)
 
         # Gloo reads the message until it is taken, so the work keeps it.
         def complete(seconds: float, message: Tensor = message) -> int:
-            self._finish(lambda: work, signature, seconds, [destination])
+            self.finish(lambda: work, signature, seconds, [destination])
             return destination
 
         return MessageWork(complete, lambda: False, [], timeout)
@@ -179,13 +167,13 @@ class Network:
         # Gloo matches messages with receives itself, and accepts one that is too short.
         message = torch.empty(HEADER.size + tensor.nbytes, dtype=torch.uint8, device="cpu")
         if source is None:
-            work, sources = self._open().recv_anysource([message], tag), range(self.size)
+            work, sources = self.open().recv_anysource([message], tag), range(self.size)
         else:
-            work, sources = self._open().recv([message], source, tag), range(source, source + 1)
+            work, sources = self.open().recv([message], source, tag), range(source, source + 1)
         signature = Signature("recv", tensor.dtype, (tensor.numel(),))
 
         def complete(seconds: float) -> int:
-            self._finish(lambda: work, signature, seconds, sources)
+            self.finish(lambda: work, signature, seconds, sources)
             sender = int(work._source_rank()) if source is None else source
             _, num_bytes, dtype = HEADER.unpack(bytes(message[: HEADER.size].tolist()))
             contents = message[HEADER.size :][:num_bytes]
@@ -195,7 +183,7 @@ class Network:
 
         return MessageWork(complete, work.is_completed, [tensor], timeout)
 
-    def _finish(
+    def finish(
         self, start: Callable[[], Work], signature: Signature, timeout: float, ranks: Sequence[int]
     ) -> None:
         """Start an operation, and wait until ``ranks`` have done their part of it.
@@ -238,7 +226,8 @@ class Network:
                 return Fault.decode(bytes(self._store.get(_FAULT)))
         return None
 
-    def _open(self) -> Any:
+    def open(self) -> Any:
+        """Return Gloo's group, or raise GroupClosed."""
         if self.gloo is None:
             raise GroupClosed("This process group was destroyed, or has failed before.")
         return self.gloo
@@ -391,7 +380,10 @@ class HostsCollectives(Collectives):
         return parts
 
     def _run(self, network: Network, method: str, *arguments: Any) -> None:
-        network.run(method, *arguments, signature=self._signature, timeout=self._timeout)
+        """Carry out a collective of Gloo's, whose last argument is its options."""
+        arguments[-1].timeout = timedelta(seconds=self._timeout)
+        start = partial(getattr(network.open(), method), *arguments)
+        network.finish(start, self._signature, self._timeout, range(network.size))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from lockstep.comm.failures import Deadline
 from lockstep.comm.work import BaseWork, start_thread
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
 
-# What precedes the contents of a message between processes: tag, number of bytes, dtype. Contents
-# are aligned, as its size is a multiple of that of any element.
+# The header of a message between processes: tag, number of bytes, dtype. Its size is a multiple of
+# every element's size, so the contents that follow are aligned.
 HEADER = struct.Struct("<qq32s")
 
 # The interval at which a thread checks its own sources while another thread polls for both.

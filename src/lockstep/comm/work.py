@@ -87,10 +87,10 @@ class BaseWork(dist.Work):
 
     @abstractmethod
     def _carry_out(self, seconds: float) -> None:
-        """Do the operation; each exchange may wait for so many seconds."""
+        """Do the operation, in which each exchange may wait up to ``seconds``."""
 
     def _failed(self, error: BaseException) -> None:
-        """Do what an error of the operation calls for, apart from storing it."""
+        """Handle an error of the operation, which is stored already."""
 
     def carry_out(self, timeout: timedelta | None) -> None:
         """Do the work; :meth:`_tell` is to follow, without the locks of the caller."""
@@ -101,12 +101,13 @@ class BaseWork(dist.Work):
             # Results are written, and memory of others is read, whatever the thread's own mode.
             with _InferenceMode(True):
                 self._carry_out(limit.total_seconds())
-        except BaseException as error:
-            self._failed(error)
-            if not isinstance(error, Exception):  # such as Ctrl-C
-                self._error = RuntimeError(f"This call was interrupted: {error!r}")
-                raise
+        except Exception as error:
             self._error = error
+            self._failed(error)
+        except BaseException as error:  # such as Ctrl-C
+            self._error = RuntimeError(f"This call was interrupted: {error!r}")
+            self._failed(error)
+            raise
         finally:
             self._is_done = True
 
@@ -247,7 +248,7 @@ class WorkQueue:
     Any thread may submit and wait. See Note [Who carries out a call].
 
     Args:
-        timeout: The default for how long a call may wait for other ranks.
+        timeout: The default limit of a call's waits for other ranks.
         give_up: Called with an error after which this rank can't go on with the others.
         call_failed: Called with the error that ends a call halfway. If it is an error of this rank
             alone, the other ranks are at another exchange, and must not take the next call for

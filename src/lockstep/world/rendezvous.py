@@ -1,4 +1,4 @@
-"""How the ranks meet: a store that all of them reach, and a roll call.
+"""The rendezvous of the ranks: a store that all of them reach, and a roll call.
 
 On one host, the store is a file in memory, which no other user can open: that of ``lockstep run``
 or, under ``mpiexec`` and ``srun``, that of rank 0. With an address, or several hosts, the store is
