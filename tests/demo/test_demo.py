@@ -101,8 +101,8 @@ def test_a_difference_is_a_failure_of_the_command(monkeypatch, digits, start) ->
 
 
 def test_the_demo_trains_on_processes(monkeypatch, digits, capfd) -> None:
-    monkeypatch.setattr(command, "load", lambda _: digits)
-    assert command.demo("2", "1", 5, "digits")
+    monkeypatch.setattr(training, "load", lambda _: digits)
+    assert training.demo("2", "1", 5, "digits")
     assert re.search(r"epoch +1 +loss [\d.]+ +accuracy +[\d.]+%", capfd.readouterr().out)
 
 
