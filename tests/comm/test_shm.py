@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.shm.connect import _Handshake
 from lockstep.comm.shm.memory import Segment, send_message
 from lockstep.comm.shm.transport import ShmTransport
@@ -298,8 +300,9 @@ def test_an_interrupted_meeting_ends_the_group(monkeypatch: pytest.MonkeyPatch):
             raise KeyboardInterrupt
 
         monkeypatch.setattr(teams[0]._barrier, "exchange", interrupted)
+        group = SharedMemoryGroup(teams[0], "shm", timedelta(seconds=5))
         with pytest.raises(KeyboardInterrupt):
-            teams[0].exchange(A, 0, 5)
+            group.barrier()
         (error,) = meet_all(teams[1:])
         assert isinstance(error, PeerLost)
         assert "KeyboardInterrupt" in str(error)

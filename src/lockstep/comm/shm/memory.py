@@ -77,7 +77,7 @@ class Segment:
         except OSError as error:
             raise no_room(num_bytes, error) from error
         try:
-            return segment, map_memory(segment.descriptor, segment._grow(num_bytes), num_bytes)
+            return segment, segment._grow(num_bytes)[1]
         except BaseException:
             segment.close()
             raise
@@ -88,26 +88,27 @@ class Segment:
         Raises:
             SharedMemoryFull: If there isn't enough memory.
         """
-        start = self._grow(num_bytes)
-        try:
-            tensor = map_memory(self.descriptor, start, num_bytes, (self.offset_at, os.getpid()))
-        except BaseException:
-            release(self.descriptor, start, num_bytes)
-            raise
+        start, tensor = self._grow(num_bytes, (self.offset_at, os.getpid()))
         self.offset_at[tensor.data_ptr()] = start
         return tensor
 
-    def _grow(self, num_bytes: int) -> int:
-        """Add ``num_bytes`` at a new page, and return their offset."""
+    def _grow(
+        self, num_bytes: int, owner: tuple[dict[int, int], int] | None = None
+    ) -> tuple[int, torch.Tensor]:
+        """Return the offset of ``num_bytes`` more, at a new page, and the bytes."""
         take_room(num_bytes)
         try:
             with self._lock:
                 start = self._size
                 os.posix_fallocate(self.descriptor, start, max(num_bytes, 1))
-                self._size = -(-(start + max(num_bytes, 1)) // mmap.PAGESIZE) * mmap.PAGESIZE
+                self._size += -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         except OSError as error:
             raise no_room(num_bytes, error) from error
-        return start
+        try:
+            return start, map_memory(self.descriptor, start, num_bytes, owner)
+        except SharedMemoryFull:
+            release(self.descriptor, start, num_bytes)
+            raise
 
     def close(self) -> None:
         """Close the descriptor; the memory stays as long as tensors or other processes use it."""
@@ -130,13 +131,14 @@ def map_memory(
     """
     # Not by mmap.mmap, which keeps a copy of the descriptor, of which a process may have a thousand
     # by default. Shown by test_memory_that_all_ranks_have_mapped_takes_no_descriptor.
+    num_bytes = max(num_bytes, 1)
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    pointer = _libc.mmap(None, max(num_bytes, 1), access, mmap.MAP_SHARED, descriptor, start)
+    pointer = _libc.mmap(None, num_bytes, access, mmap.MAP_SHARED, descriptor, start)
     if pointer == _MAP_FAILED:
-        error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        raise no_room(num_bytes, error)
-    view = _memoryview_of(pointer, max(num_bytes, 1), _WRITABLE)
-    weakref.finalize(view, _unmap, pointer, max(num_bytes, 1), owner).atexit = False
+        number = ctypes.get_errno()
+        raise no_room(num_bytes, OSError(number, os.strerror(number)))
+    view = _memoryview_of(pointer, num_bytes, _WRITABLE)
+    weakref.finalize(view, _unmap, pointer, num_bytes, owner).atexit = False
     return torch.frombuffer(view, dtype=torch.uint8)
 
 

@@ -12,8 +12,7 @@ from lockstep.comm.shm.barrier import Fault, SocketBarrier, farewell
 from lockstep.comm.shm.connect import connect
 from lockstep.comm.shm.mailbox import SocketMailbox
 from lockstep.comm.shm.memory import map_memory
-from lockstep.comm.transport import Address, Signature, Transport
-from lockstep.errors import CollectiveFailed
+from lockstep.comm.transport import Address, Failure, Signature, Transport
 
 # The number of views that are kept, most of which map a peer's memory. A process may map 65,530.
 _MAX_VIEWS = 4096
@@ -101,11 +100,8 @@ class ShmTransport(Transport):
         self.check_open()
         return self._segment.add(num_bytes)
 
-    def break_off(self, error: CollectiveFailed) -> CollectiveFailed:
-        """Take no further part because of ``error``, and tell all ranks that wait for this one."""
-        if not self._is_broken:
-            self._end(Fault.of(self._break(error)))
-        return self.error() or error
+    def _report(self, failure: Failure) -> None:
+        self._end(Fault.of(failure))
 
     def _end(self, fault: Fault) -> None:
         """Tell the others why this rank takes no further part, and end all waits."""
