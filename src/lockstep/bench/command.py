@@ -74,7 +74,9 @@ def collectives(
             f"The process group 'shm' needs Linux, and this is {sys.platform}: there is nothing "
             "to compare."
         )
-    counts = tuple(dict.fromkeys(_check_ranks(text) for text in ranks))
+    counts = tuple(dict.fromkeys(map(check_num_ranks, ranks)))
+    if 1 in counts:
+        raise BadLaunch("--ranks is 1, but it takes 2 or more to have something to send.")
     plan = Plan(
         check_operations(operations),
         parse_sizes(sizes, counts),
@@ -91,13 +93,6 @@ def collectives(
         print(text)
     else:
         print_report(report, Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
-
-
-def _check_ranks(text: str) -> int:
-    count = check_num_ranks(text)
-    if count < 2:
-        raise BadLaunch(f"--ranks is {count}, but it takes 2 or more to have something to send.")
-    return count
 
 
 def _writable(name: str | None) -> Path | None:
