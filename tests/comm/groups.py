@@ -42,7 +42,7 @@ COMPLEX = (torch.complex64, torch.complex128)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 DTYPES = (*FLOATS, *INTS, torch.bool, *COMPLEX, *FLOAT8)
 # Gloo has no int16, and torch sends it complex numbers as pairs of real ones.
-GLOO_DTYPES = tuple(set(DTYPES) - {torch.int16, *FLOAT8})
+GLOO_DTYPES = tuple(dtype for dtype in DTYPES if dtype not in (torch.int16, *FLOAT8))
 NARROW = (torch.float16, torch.bfloat16, *FLOAT8)
 
 # Empty, without dimensions, odd, on both sides of what goes in one meeting, and in three pieces.

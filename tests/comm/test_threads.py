@@ -112,7 +112,7 @@ def test_successive_meetings_dont_mix() -> None:
     def body(rank: int, room: ThreadTransportState, wrong: list[object]) -> None:
         for number in range(2000):
             mine = torch.tensor([rank, number])
-            places = room.exchange(rank, Signature("test", root=number), mine, LATER)
+            places = room.exchange(rank, Signature("test", root=number), mine, LATER, {})
             seen = [place.tolist() for place in places]
             if seen != [[peer, number] for peer in range(room.size)]:
                 wrong.append((rank, number, seen))

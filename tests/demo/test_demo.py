@@ -100,6 +100,12 @@ def test_a_difference_is_a_failure_of_the_command(monkeypatch, digits, start) ->
     assert training.demo("2", "1", 1, "digits")
 
 
+def test_the_demo_trains_on_processes(monkeypatch, digits, capfd) -> None:
+    monkeypatch.setattr(training, "load", lambda _: digits)
+    assert training.demo("2", "1", 5, "digits")
+    assert re.search(r"epoch +1 +loss [\d.]+ +accuracy +[\d.]+%", capfd.readouterr().out)
+
+
 def demo(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "lockstep", "demo", *options],
@@ -109,7 +115,8 @@ def demo(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("nprocs", [pytest.param("1", marks=pytest.mark.long), "3"])
+@pytest.mark.long
+@pytest.mark.parametrize("nprocs", ["1", "3"])
 def test_demo_command(nprocs: str) -> None:
     run = demo("--nprocs", nprocs, "--epochs", "2", "--seed", "5")
     assert run.returncode == 0, run.stderr

@@ -44,7 +44,7 @@ class BaseGroup(dist.ProcessGroup):
         self._rank, self._size = transport.rank, transport.size
         self._backend = backend
         self._store = store
-        self._queue = WorkQueue(timeout, lambda error: transport.abort(f" It met with {error!r}."))
+        self._queue = WorkQueue(timeout, transport.give_up)
         self._name = ""
         self._description = ""
         # By type of device. torch.distributed takes a backend that is written in Python for the
@@ -154,6 +154,11 @@ class BaseGroup(dist.ProcessGroup):
     def check_open(self) -> None:
         """Raise CollectiveFailed with the error that broke this group, if one did."""
         self.transport.check_open()
+
+    @property
+    def generation(self) -> object:
+        """An object that changes when a caller is told of a CollectiveMismatch."""
+        return self._queue.generation
 
     def abort(self) -> None:
         """Make every wait of this group end with an error, on all ranks."""

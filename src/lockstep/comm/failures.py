@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
 # The tag of messages without a receive: sending one fails if the connection has ended.
 _TAG = 0x6C6F636B
 
+_Failure = TypeVar("_Failure", bound=CollectiveFailed)
+
 
 class Deadline:
     """A point in time, a number of seconds from now, which may be infinite."""
@@ -47,6 +49,11 @@ class Deadline:
 def named(ranks: Sequence[int]) -> str:
     """Return ``ranks`` as the subject of a sentence."""
     return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def without_traceback(error: _Failure) -> _Failure:
+    """Return a copy of ``error`` without its traceback, whose frames hold the group."""
+    return type(error)(str(error), error.ranks, error.operation)
 
 
 class Pending:

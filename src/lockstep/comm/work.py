@@ -8,6 +8,12 @@ more than most collectives. So a call is carried out
 - else by the thread that waits for it in ``wait()``, together with the calls before it;
 - else by the queue's own thread, when somebody asks for its future or whether it is completed,
   or after a moment: another rank may wait for this call while this rank waits for another one.
+
+Note [Mismatches]: ranks that made different calls all raise CollectiveMismatch in the same
+exchange, and go on together from there. What they have in flight must meet no later call: until a
+caller on this rank is told of the error, calls that were submitted meanwhile fail as well, without
+an exchange. They are one generation, and the next call is the first of a new one. The caller isn't
+told for certain by a future, which C++ may wait for: then the group is broken.
 """
 
 from __future__ import annotations
@@ -25,8 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.dynamo import uncompiled
+from lockstep.comm.failures import without_traceback
 from lockstep.comm.threads.ranks import of_this_rank
-from lockstep.errors import CollectiveFailed
+from lockstep.errors import CollectiveFailed, CollectiveMismatch
 from lockstep.torch_private import _InferenceMode
 
 # The interval at which the queue's own thread looks for calls that it has seen before. Calls don't
@@ -89,8 +96,8 @@ class BaseWork(dist.Work):
             self._is_taken = True
         if not self._is_done:
             self._complete(timeout)
-        if self._error is not None:
-            raise self._error
+        if (error := self.exception()) is not None:
+            raise error
         return True
 
     def synchronize(self) -> None:
@@ -137,6 +144,12 @@ class BaseWork(dist.Work):
         return self._results
 
 
+class Generation:
+    """The calls that fail together if one meets other calls of other ranks: with this error."""
+
+    error: CollectiveMismatch | None = None
+
+
 @uncompiled
 class GroupWork(BaseWork):
     """A submitted call."""
@@ -146,6 +159,7 @@ class GroupWork(BaseWork):
     ) -> None:
         super().__init__(results, timeout)
         self._queue, self._runs = queue, runs
+        self._generation = queue.generation
 
     def __del__(self) -> None:
         # Torch's C++ may still hold this work, as DDP's reducer does in torch's join(): without the
@@ -175,12 +189,16 @@ class GroupWork(BaseWork):
         if timeout is not None and timedelta(0) < timeout < limit:
             limit = timeout
         try:
+            if (earlier := self._generation.error) is not None:
+                raise without_traceback(earlier)
             # Results are written, and memory of others is read, whatever the thread's own mode.
             with _InferenceMode(True):
                 for run in self._runs:
                     run(limit.total_seconds())
         except CollectiveFailed as error:
             self._error = error
+            if isinstance(error, CollectiveMismatch):
+                self._generation.error = without_traceback(error)
         except Exception as error:  # such as a lack of memory, halfway
             self._error = error
             self._queue.give_up(error)
@@ -191,6 +209,17 @@ class GroupWork(BaseWork):
         finally:
             del self._runs
             self._is_done = True
+
+    def exception(self) -> Exception | None:
+        """The error, if it failed."""
+        if self._error is not None:
+            self._queue.end_generation(self._generation)
+        return self._error
+
+    def _outcome(self, _: object) -> list[Tensor]:
+        if isinstance(self._error, CollectiveMismatch):
+            self._queue.give_up(self._error)
+        return super()._outcome(_)
 
     def tell(self) -> None:
         """Complete the future, if there is one. Its callbacks may make calls, and wait for them."""
@@ -220,6 +249,7 @@ class WorkQueue:
         self.timeout = timeout
         self.give_up = give_up
         self.num_submitted = 0
+        self.generation = Generation()
         self.dropped: deque[GroupWork] = deque(maxlen=_MAX_DROPPED)
         self._numbers = itertools.count(1)
         self._calls: deque[GroupWork] = deque()
@@ -258,6 +288,11 @@ class WorkQueue:
         elif not self._is_watched:
             self._watch()
         return work
+
+    def end_generation(self, generation: Generation) -> None:
+        """Carry out later calls although ``generation`` has failed, as its caller knows by now."""
+        if self.generation is generation and generation.error is not None:
+            self.generation = Generation()
 
     def carry_out_until(self, work: GroupWork, timeout: timedelta | None = None) -> None:
         """Carry out the calls up to and including ``work``."""

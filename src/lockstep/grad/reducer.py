@@ -14,7 +14,7 @@ from enum import Enum, auto
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import CollectiveFailed
+from lockstep.errors import CollectiveFailed, CollectiveMismatch
 from lockstep.grad.assign import FIRST_BUCKET_BYTES, assign_buckets, gradient_dtype
 from lockstep.grad.bucket import Bucket
 from lockstep.grad.comm_hook import CommHook
@@ -112,7 +112,7 @@ class Reducer:
         self.is_rearranged = False
         self._gets_gradients_twice = False
         self._has_logged_unused = False
-        self._reset()
+        self.reset()
 
     @property
     def comm_hook(self) -> CommHook | None:
@@ -170,7 +170,7 @@ class Reducer:
         self._gets_gradients_twice = previous._gets_gradients_twice
         self._positions.take_over(previous._positions)
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         """No backward runs any more."""
         self.phase = Phase.IDLE
         self.copies_early = False
@@ -198,8 +198,9 @@ class Reducer:
         self.phase = Phase.COLLECTING
         self._launch_order = [self] if launch_order is None else launch_order
         if self._last_order is not None and not self.is_rearranged:
-            self.is_rearranged = True
-            self._arrange(self._positions.order_of_rank_0(self._last_order, self.process_group))
+            order = self._positions.order_of_rank_0(self._last_order, self.process_group)
+            self.is_rearranged = True  # on every rank, as none of them has raised
+            self._arrange(order)
         if not self._buckets:
             self._arrange(self._positions.order)
         self._ready = ReadyState(self._positions)
@@ -399,8 +400,11 @@ class Reducer:
                     error = self._use_reduced()
                     self._positions.accumulated[:] = bytes(len(self._named))
             self._last_order = self._ready.indices
+        except CollectiveMismatch:
+            self.give_up()
+            raise
         finally:
-            self._reset()
+            self.reset()
         return error
 
     def _use_reduced(self) -> CollectiveFailed | None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.comm import Announcement, Step, any_rank, join_state_of, mean_divisor, uncompiled
-from lockstep.errors import CollectiveFailed, PeerLost
+from lockstep.errors import CollectiveFailed, CollectiveMismatch, PeerLost
 from lockstep.grad import Phase
 from lockstep.nn.engine import Engine
 from lockstep.nn.reached import is_compiled_backward, outermost_running_node
@@ -28,6 +28,10 @@ class _Backward:
 
     # Autograd's task; None for a backward of other ranks, to which this one adds nothing.
     task: int | None = None
+    # The group's generation when it began; None for groups without any.
+    generation: object = None
+    # The copy of a model that got its number in it, if one did.
+    new_copy: Engine | None = None
     # The engines that reduce gradients in it, by number.
     engines: list[Engine] = field(default_factory=list)
     # Whether ranks tell each other of late engines: those that nobody could foresee when it began,
@@ -73,7 +77,9 @@ class BackwardSync:
         self._trained_together: set[int] = set()
         self._backward: _Backward | None = None
         self._num_ended = 0
-        # Whether ranks tell each other of late engines in the backward that failed here.
+        # Of the backward that failed here: the group's generation when it began, and whether ranks
+        # tell each other of late engines.
+        self._failed_generation: object = None
         self._failed_tells_late = False
 
     @property
@@ -81,6 +87,10 @@ class BackwardSync:
         group = self._weak_group()
         assert group is not None  # engines and callers hold it
         return group
+
+    @property
+    def _generation(self) -> object:
+        return getattr(self._weak_group(), "generation", None)
 
     def add(self, engine: Engine, *, is_copy: bool) -> int:
         """Add an engine, and return its number.
@@ -161,8 +171,9 @@ class BackwardSync:
 
     def _begin(self, engine: Engine) -> _Backward:
         self.finish_failed()
-        engine.number = engine.number or self._next_number()
-        backward = _Backward(_current_graph_task_id())
+        backward = _Backward(_current_graph_task_id(), self._generation)
+        if not engine.number:
+            engine.number, backward.new_copy = self._next_number(), engine
         if is_compiled_backward():
             engines = {engine, *self.engines()}
             backward.awaited = {key for one in engines for key in one.reached()}
@@ -171,7 +182,11 @@ class BackwardSync:
         reached = {engine}
         if self._num_engines > 1:
             reached |= {one for one in self.engines() if one is not engine and one.is_any_reached()}
-        self._begin_together(backward, reached, asks=self._has_to_ask(reached))
+        try:
+            self._begin_together(backward, reached, asks=self._has_to_ask(reached))
+        except CollectiveFailed as error:
+            _advise(error, "beginning")
+            raise
         return backward
 
     def begin_before_collective(self) -> None:
@@ -200,7 +215,7 @@ class BackwardSync:
         """Take part in a backward in which other ranks reach ``engine``, or others, or none."""
         self.finish_failed()
         asks = self._has_to_ask([engine])
-        backward = _Backward()
+        backward = _Backward(generation=self._generation)
         self._begin_together(backward, [] if asks else [engine], asks=asks)
         was_any = bool(backward.engines)
         self.end()
@@ -233,7 +248,7 @@ class BackwardSync:
         """Take part in a backward of ranks that still have data, when this one has none."""
         _apply(engines, announcement)
         if announcement.step is Step.BEGIN:
-            self._begin_all(_Backward(), engines)
+            self._begin_all(_Backward(generation=self._generation), engines)
         else:
             self._finish()
 
@@ -245,9 +260,12 @@ class BackwardSync:
         engines = set(reached)
         if asks:
             may_be_late = any(engine.sees_nested_tasks for engine in self.engines())
-            named, (backward.tells_late,) = self._on_any_rank(reached, may_be_late)
+            try:
+                named, (backward.tells_late,) = self._on_any_rank(reached, may_be_late)
+            except CollectiveMismatch:
+                self._forget(backward)
+                raise
             engines.update(named)
-        self._remember(engines)
         self._begin_all(backward, sorted(engines, key=_number))
 
     def _on_any_rank(
@@ -337,21 +355,37 @@ class BackwardSync:
         if backward is not None:
             for engine in [*backward.engines, *backward.late]:
                 engine.end_backward()
+            self._failed_generation = backward.generation
             self._failed_tells_late = backward.tells_late
+            if backward.generation is not self._generation:
+                self._forget(backward)
+
+    def _forget(self, backward: _Backward) -> None:
+        """No rank goes on with ``backward``, which the other ranks didn't run."""
+        for engine in backward.engines:
+            engine.num_backwards -= 1
+        if backward.new_copy is not None:
+            backward.new_copy.number = 0
+            self._num_engines -= 1
 
     def finish_failed(self) -> None:
         """Finish a backward that failed here with the other ranks, before any other collective.
 
         The other ranks wait in its end, or have failed too. Then all have launched the same once
-        more, and those whose backward succeeded have been told.
+        more, and those whose backward succeeded have been told. If there was a mismatch meanwhile,
+        no rank goes on with it. See Note [Mismatches] in comm/work.py.
         """
         failed = [
             engine
             for engine in self.engines()
             if engine.reducer.phase is Phase.FAILED and not self.is_reducing(engine)
         ]
-        if failed:
-            self._backward = _Backward(engines=failed, tells_late=self._failed_tells_late)
+        if failed and self._failed_generation is not self._generation:
+            for engine in failed:
+                engine.reducer.reset()
+        elif failed:
+            self._backward = backward = _Backward(generation=self._generation, engines=failed)
+            backward.tells_late = self._failed_tells_late
             self._finish()
 
     def refresh_stale(self) -> None:
@@ -398,7 +432,6 @@ class BackwardSync:
                 for engine in backward.late:
                     engine.reducer.launch_all_but_last()
                 engines = [*backward.engines, *backward.late]
-                self._remember(engines)
                 for engine in engines:
                     engine.reducer.launch_last()
                 # Now rather than before the next forward: buffers travel with the last gradients,
@@ -411,16 +444,23 @@ class BackwardSync:
                     finish_buffers()
                 return engines, next(filter(None, errors), None)
         except CollectiveFailed as error:
-            if not isinstance(error, PeerLost):
-                error.add_note(
-                    "It was the end of a backward of this rank. A backward reduces gradients "
-                    "whatever made the loss, model.module(x) too, so every rank runs it; one that "
-                    "is of this rank alone runs in 'with lockstep.no_sync(model):'."
-                )
+            _advise(error, "end")
             raise
         finally:
+            if backward.generation is self._generation:
+                self._remember([*backward.engines, *backward.late])
             self._drop_backward()
             self._num_ended += 1
+
+
+def _advise(error: CollectiveFailed, place: str) -> None:
+    """Add to an error at this place of a backward what may have led to it."""
+    if not isinstance(error, PeerLost):
+        error.add_note(
+            f"It was the {place} of a backward of this rank. A backward reduces gradients "
+            "whatever made the loss, model.module(x) too, so every rank runs it; one that "
+            "is of this rank alone runs in 'with lockstep.no_sync(model):'."
+        )
 
 
 def _number(engine: Engine) -> int:

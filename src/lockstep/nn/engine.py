@@ -267,6 +267,7 @@ class Engine:
             error.add_note("They were the same when they were made parallel, but changed since.")
             raise
         except CollectiveFailed as error:
+            self.is_stale = True
             new = [name for key, name in trained.items() if key not in self._trained]
             gone = [self._names[key] for key in self._trained if key not in trained]
             error.add_note(

@@ -60,9 +60,7 @@ def watch(engine: Engine) -> None:
         _hang(hooks.register_module_module_registration_hook, _registered)
         _hang(hooks.register_module_buffer_registration_hook, _registered)
         _hang(register_optimizer_step_pre_hook, _before_step)
-        rpc = sys.modules.get("torch.distributed.rpc.api")
-        if rpc is not None and rpc._is_current_rpc_agent_set():
-            _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
+        _watch_for_distributed_autograd()
         _engines[engine] = None
         _num_changes += 1
         _names_by_form.setdefault(_form_of(engine.parameters), type(engine.module).__name__)
@@ -80,6 +78,13 @@ def unwatch(engine: Engine) -> None:
 def _hang(register: Any, hook: Any) -> None:
     if (register, hook) not in _handles:
         _handles[register, hook] = register(hook)
+
+
+def _watch_for_distributed_autograd() -> None:
+    # Only with RPC, as such a hook takes time in every forward of every module.
+    rpc = sys.modules.get("torch.distributed.rpc.api")
+    if rpc is not None and rpc._is_current_rpc_agent_set():
+        _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
 
 
 def mark_stale(engine: Engine) -> None:
@@ -185,6 +190,7 @@ _stepped: weakref.WeakKeyDictionary[Optimizer, _Stepped] = weakref.WeakKeyDictio
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # a closure, which runs the backward within the step
+    _watch_for_distributed_autograd()  # RPC may have begun by now
     stepped = _stepped.get(optimizer)
     known = sum(len(group["params"]) for group in optimizer.param_groups), _num_changes
     if stepped is None or stepped.known != known:

@@ -6,6 +6,7 @@ It verifies the model on all ranks, gives them rank 0's values, and makes an eng
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
@@ -35,6 +36,8 @@ from lockstep.nn.parallel_state import (
 from lockstep.nn.verify import check_same_model
 from lockstep.nn.wrapper import Wrapper
 from lockstep.world import group_or_all
+
+_log = logging.getLogger(__name__)
 
 # Bound early, as ours may be put in their place.
 _TORCHS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -226,6 +229,13 @@ def attach(
         broadcast_tensors(group, [t.detach() for name, t in named if name not in left_alone])
     elif refusal is not None:
         raise refusal
+    if group is not None and torch.__future__.get_swap_module_params_on_conversion():
+        _log.warning(
+            "torch.__future__.set_swap_module_params_on_conversion(True) is on: with it, torch "
+            'refuses to convert this %s ("Couldn\'t swap") for as long as it is parallel. Convert '
+            "it to its dtype and device before you make it parallel.",
+            type(module).__name__,
+        )
     own: list[Engine] = []
     if group is not None:
         sync = backward_sync_of(group)

@@ -10,6 +10,8 @@ from torch import nn
 
 from lockstep.nn.replicas import DataParallel
 
+pytestmark = pytest.mark.forks
+
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -158,15 +158,14 @@ class TestBackward:
             found.append(torch.autograd.grad(gradient.square().sum(), x))
         assert_same(*found)
 
-    @pytest.mark.parametrize("allow_unused", [True, False])
-    def test_a_second_derivative_of_processes_says_what_can_be_used_instead(
-        self, allow_unused: bool
-    ) -> None:
+    @pytest.mark.forks
+    def test_a_second_derivative_of_processes_says_what_can_be_used_instead(self) -> None:
         x = batch().requires_grad_()
         model = DataParallel(net(), TWO, workers="processes")
         (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="workers='threads'"):
-            torch.autograd.grad(gradient.square().sum(), x, allow_unused=allow_unused)
+        for allow_unused in (True, False):
+            with pytest.raises(RuntimeError, match="workers='threads'"):
+                torch.autograd.grad(gradient.square().sum(), x, allow_unused=allow_unused)
         with pytest.raises(RuntimeError, match="workers='threads'"):
             gradient.square().sum().backward()
 

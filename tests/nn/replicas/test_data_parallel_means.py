@@ -18,6 +18,8 @@ from lockstep.errors import ModelError
 from lockstep.nn.replicas import DataParallel, data_parallel, parallel_apply
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.forks
+
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 THREE = ["cpu"] * 3
 

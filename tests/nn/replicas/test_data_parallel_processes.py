@@ -403,6 +403,7 @@ def test_nothing_is_left_of_a_program(end: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_in_an_interactive_session() -> None:
     typed = PROGRAM.format(end="model = None")
     run = subprocess.run(

@@ -142,13 +142,12 @@ class Network:
         is_same = (everyone[:, : len(mine)] == own[: len(mine)]).all(1).tolist()
         if not all(is_same):
             calls = [bytes(row[len(mine) :]).decode(errors="replace") for row in everyone.tolist()]
-            ranks = self._ranks
-            accounts = "; ".join(
-                f"rank {rank} called {call.strip()}"
-                for rank, call in zip(ranks, calls, strict=True)
-            )
-            others = [rank for rank, same in zip(ranks, is_same, strict=True) if not same]
-            raise signature.mismatch(accounts, others)
+            others = {
+                rank: call.strip()
+                for rank, call, same in zip(self._ranks, calls, is_same, strict=True)
+                if not same
+            }
+            raise signature.mismatch(self._ranks[self.rank], others)
 
     def run(self, method: str, *arguments: Any, signature: Signature, timeout: float) -> None:
         """Carry out a collective of Gloo's, whose last argument is its options.

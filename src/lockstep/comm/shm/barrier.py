@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from lockstep.comm.failures import Deadline, named
 from lockstep.comm.transport import FAILURES, FINGERPRINT_BYTES, Failure, Signature, encoded
@@ -99,13 +99,16 @@ class SocketBarrier:
         has_core_each = len(os.sched_getaffinity(0)) > len(sockets)
         self._yields_from = _POLLS_BEFORE_YIELDING if has_core_each else 0
 
-    def exchange(self, signature: Signature, address: int, timeout: float) -> list[int]:
-        """Tell all peers ``address``, and return every rank's, once all have made the same call.
+    def exchange(
+        self, signature: Signature, address: int, timeout: float, others: dict[int, object]
+    ) -> list[int]:
+        """Tell all peers ``address``, and return every rank's, once all have made a call.
+
+        The calls that aren't this one are put into ``others``, in words.
 
         Raises:
             PeerLost: If a rank is gone.
             CollectiveTimeout: If one doesn't arrive within ``timeout`` seconds.
-            CollectiveMismatch: If one makes another call.
         """
         mine, words = encoded(signature)
         arrival = mine + _ADDRESS.pack(address) + words
@@ -131,17 +134,22 @@ class SocketBarrier:
                 except OSError:
                     count = self._read(peer)
                 if count <= 0 or self._fingerprint != mine:
-                    self._fail(signature, peer, count)
+                    others[peer] = self._other_call(signature, peer, count)
                 addresses[index] = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
                 break
             else:
                 pending.add(peer)
         if pending:
-            self._sleep(signature, pending, addresses, timeout)
+            self._sleep(signature, pending, addresses, timeout, others)
         return addresses
 
     def _sleep(
-        self, signature: Signature, pending: set[int], addresses: list[int], timeout: float
+        self,
+        signature: Signature,
+        pending: set[int],
+        addresses: list[int],
+        timeout: float,
+        others: dict[int, object],
     ) -> None:
         """Wait, without using a core, until every peer in ``pending`` has arrived."""
         poll = select.poll()
@@ -173,7 +181,7 @@ class SocketBarrier:
                 if count < 0:
                     continue
                 if count <= 0 or self._fingerprint != mine:
-                    self._fail(signature, peer, count)
+                    others[peer] = self._other_call(signature, peer, count)
                 address = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
                 addresses[self._index[peer]] = address
                 pending.remove(peer)
@@ -208,12 +216,10 @@ class SocketBarrier:
             raise fault.error(signature.operation, peer)
         self._farewells[peer] = fault
 
-    def _fail(self, signature: Signature, peer: int, count: int) -> NoReturn:
-        """Raise the meaning of a message from ``peer`` that isn't its arrival at this call."""
+    def _other_call(self, signature: Signature, peer: int, count: int) -> str:
+        """Return the call, in words, that ``peer`` made instead; raise if it made none."""
         if count > 0 and self._fingerprint != _NO_CALL:
-            theirs = self._received[_HEADER_BYTES:count].decode(errors="replace")
-            accounts = f"Rank {self._rank} called {signature}; rank {peer} called {theirs}"
-            raise signature.mismatch(accounts, [peer])
+            return self._received[_HEADER_BYTES:count].decode(errors="replace")
         if count > 0:
             self._hear(signature, peer, count)
         # The peer may have ended because of another one that died, which is to be named then.

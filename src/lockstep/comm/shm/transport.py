@@ -18,8 +18,8 @@ from lockstep.comm.shm.barrier import Fault, SocketBarrier, farewell
 from lockstep.comm.shm.connect import connect
 from lockstep.comm.shm.mailbox import SocketMailbox
 from lockstep.comm.shm.memory import Segment, map_segment, receive_message, send_message
-from lockstep.comm.transport import FAILURES, Address, Signature, Transport
-from lockstep.errors import CollectiveFailed, PeerLost, SharedMemoryFull
+from lockstep.comm.transport import Address, Signature, Transport
+from lockstep.errors import CollectiveFailed, SharedMemoryFull
 
 # An address is the number of a segment and an offset in it. The slots are segment 0.
 _OFFSET_BITS = 40
@@ -77,23 +77,14 @@ class ShmTransport(Transport):
         # The numbers of segments that the others are to unmap.
         self._retired: deque[int] = deque()
 
-    def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:
-        """Wait until every rank has made the same call; return the addresses they announce."""
+    def _arrive(
+        self, signature: Signature, address: Address, timeout: float, others: dict[int, object]
+    ) -> Sequence[Address]:
         assert isinstance(address, int)
-        if self._is_broken:
-            self.check_open()
-        try:
-            number = address >> _OFFSET_BITS
-            if number and self._own[number].descriptor >= 0:
-                self._hand_out(number)
-            return self._barrier.exchange(signature, address, timeout)
-        except FAILURES as error:
-            raise self.break_off(error) from None
-        except BaseException as error:
-            # This rank leaves the barrier before its end (at Ctrl-C, say). Its next arrival would
-            # be taken for the one at this barrier.
-            self._give_up(signature.operation, error)
-            raise
+        number = address >> _OFFSET_BITS
+        if number and self._own[number].descriptor >= 0:
+            self._hand_out(number)
+        return self._barrier.exchange(signature, address, timeout, others)
 
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return, as a flat tensor, what ``rank`` announced to have at ``address``.
@@ -109,7 +100,7 @@ class ShmTransport(Transport):
                 try:
                     self._take_segments(rank)
                 except BaseException as error:
-                    self._give_up("a collective on shared memory", error)
+                    self.give_up(error)
                     raise
             whole = self._mapped[rank, number]
             view = whole[offset : offset + numel * dtype.itemsize].view(dtype)
@@ -193,11 +184,6 @@ class ShmTransport(Transport):
         self.mailbox.end(fault)
         for peer in self._peers.values():
             peer.end()
-
-    def _give_up(self, operation: str, error: BaseException) -> None:
-        """Break the group because of an error of this rank alone."""
-        text = f"Rank {self._name} could not go on with {operation}: {error!r}"
-        self.break_off(PeerLost(text, [self._name], operation))
 
     def leave(self) -> None:
         """Tell the others that this rank takes no further part, and let go of everything."""
