@@ -20,8 +20,8 @@ from tests.nn.replicas.test_data_parallel_as_torchs import (
     TOLERANCE,
     TWO,
     Does,
-    assert_same_training,
 )
+from tests.same import assert_same_gradients
 
 
 class TestGradientModes:
@@ -74,7 +74,7 @@ class TestGradientModes:
         for outputs in (call(module, (x,), {}), expected(x)):
             for output in outputs:
                 output.sum().backward()
-        assert_same_training(module, expected)
+        assert_same_gradients(module, expected)
 
     def test_zero_grad_in_forward_has_no_effect(self) -> None:
         """torch's warns of that. Ours doesn't: a module may call it without replicas, too."""
