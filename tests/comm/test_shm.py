@@ -100,7 +100,7 @@ def test_strangers_are_turned_away_and_the_ranks_meet_at_once():
         began = time.monotonic()
         second = pool.submit(ShmTransport, store, 1, 2, 20)
         teams = [first.result(), second.result()]
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     assert meet_all(teams) == [[0, 0], [0, 0]]
     # None was answered, nor told the secret, and the descriptors that they sent were closed.
     for line in strangers:
@@ -237,7 +237,7 @@ def test_what_a_rank_said_last_is_heard_although_it_left_without_reading():
         # The kernel resets a line whose other end is closed with something unread.
         teams[1].break_off(PeerLost("Rank 2 is gone.", [2], "all_reduce"))
         teams[1].leave()
-        error = waiting.exception(2)
+        error = waiting.exception(10)
         assert isinstance(error, PeerLost)
         assert error.ranks == (2,)
 
@@ -253,7 +253,7 @@ def test_a_death_is_told_while_a_third_rank_is_late():
         error = waiting[0].exception()
         assert isinstance(error, PeerLost)
         assert error.ranks == (1,)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10
 
 
 def test_who_leaves_after_the_last_meeting_disturbs_nobody():
@@ -316,8 +316,8 @@ def test_abort_ends_the_waits_of_all_threads_and_ranks():
         receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
         time.sleep(0.1)
         teams[0].abort()
-        assert "has aborted" in str(meeting.exception(2))
-        assert "has aborted" in str(receiving.exception(2))
+        assert "has aborted" in str(meeting.exception(10))
+        assert "has aborted" in str(receiving.exception(10))
         # Rank 0 had come to this meeting; to the next one it doesn't.
         assert meet_all(teams[1:]) == [[0, 0]]
         (error,) = meet_all(teams[1:])
@@ -331,8 +331,8 @@ def test_leaving_ends_the_waits_of_other_threads():
         receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
         time.sleep(0.1)
         teams[0].leave()
-        assert isinstance(meeting.exception(2), GroupClosed)
-        assert isinstance(receiving.exception(2), GroupClosed)
+        assert isinstance(meeting.exception(10), GroupClosed)
+        assert isinstance(receiving.exception(10), GroupClosed)
 
 
 # Letters.
@@ -345,7 +345,7 @@ def test_two_threads_that_wait_for_letters_both_learn_that_their_senders_are_gon
         waiting = [pool.submit(mailbox.receive, each, 20) for each in expected]
         time.sleep(0.1)
         die(teams[2])
-        errors = [each.exception(2) for each in waiting]
+        errors = [each.exception(10) for each in waiting]
         assert [(type(error), error.ranks) for error in errors] == [(PeerLost, (2,))] * 2
 
 
@@ -355,7 +355,7 @@ def test_a_rank_that_waits_for_a_survivors_letter_is_told_who_died():
         waiting = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
         die(teams[2])
         meet_all(teams[1:2])
-        error = waiting.exception(2)
+        error = waiting.exception(10)
         assert isinstance(error, PeerLost)
         assert error.ranks == (2,)
 

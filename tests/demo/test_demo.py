@@ -93,7 +93,7 @@ def test_a_last_batch_that_is_too_short_is_left_out_in_one_process_too(digits, s
 def test_a_difference_is_a_failure_of_the_command(monkeypatch, digits, start) -> None:
     wrong = {name: value + 1e-6 for name, value in start.items()}
     monkeypatch.setattr(training, "load", lambda _: digits)
-    monkeypatch.setattr(training, "launch", lambda *_, **__: [training.Trained(start, start)])
+    monkeypatch.setattr(training, "launch", lambda *_, **__: [(start, start)])
     monkeypatch.setattr(training, "train_exactly", lambda *_: wrong)
     assert not training.demo("2", "1", 1, "digits")
     monkeypatch.setattr(training, "train_exactly", lambda *_: start)
@@ -101,8 +101,8 @@ def test_a_difference_is_a_failure_of_the_command(monkeypatch, digits, start) ->
 
 
 def test_the_demo_trains_on_processes(monkeypatch, digits, capfd) -> None:
-    monkeypatch.setattr(command, "load", lambda _: digits)
-    assert command.demo("2", "1", 5, "digits")
+    monkeypatch.setattr(training, "load", lambda _: digits)
+    assert training.demo("2", "1", 5, "digits")
     assert re.search(r"epoch +1 +loss [\d.]+ +accuracy +[\d.]+%", capfd.readouterr().out)
 
 

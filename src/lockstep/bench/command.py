@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from lockstep.bench.measuring import measure, report_progress
 from lockstep.bench.mpi import measure_with_mpi
 from lockstep.bench.plan import (
     BOUND,
+    DEFAULT_SIZES,
     GLOO,
     IN_PLACE,
     MPI,
@@ -55,12 +57,12 @@ _COLUMNS = (
 
 
 def collectives(
-    ranks: Sequence[str],
-    sizes: str,
-    rounds: str,
-    operations: Sequence[str],
-    mpiexec: str,
-    json_to: str | None,
+    ranks: Sequence[str] | None = None,
+    sizes: str = DEFAULT_SIZES,
+    rounds: str = "15",
+    operations: Sequence[str] | None = None,
+    mpiexec: str = "mpiexec",
+    json_to: str | None = None,
 ) -> None:
     """Measure, and print tables; with ``json_to``, a file's name or ``"-"``, write JSON.
 
@@ -74,9 +76,11 @@ def collectives(
             f"The process group 'shm' needs Linux, and this is {sys.platform}: there is nothing "
             "to compare."
         )
-    counts = tuple(dict.fromkeys(_check_ranks(text) for text in ranks))
+    counts = tuple(dict.fromkeys(map(check_num_ranks, ranks or ["2", "4"])))
+    if 1 in counts:
+        raise BadLaunch("--ranks is 1, but it takes 2 or more to have something to send.")
     plan = Plan(
-        check_operations(operations),
+        check_operations(operations or ["all_reduce"]),
         parse_sizes(sizes, counts),
         whole_number(rounds, "The number of rounds", "15 is enough on a quiet machine."),
     )
@@ -91,13 +95,6 @@ def collectives(
         print(text)
     else:
         print_report(report, Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
-
-
-def _check_ranks(text: str) -> int:
-    count = check_num_ranks(text)
-    if count < 2:
-        raise BadLaunch(f"--ranks is {count}, but it takes 2 or more to have something to send.")
-    return count
 
 
 def _writable(name: str | None) -> Path | None:
@@ -162,12 +159,9 @@ def _from_proc(path: str, name: str) -> str:
 
 def with_mpi(cases: Sequence[Case], mpi: Sequence[Case]) -> list[Case]:
     """Return ``cases``, each with MPI's times of the same operation, ranks and size."""
-    found = {_key(case): case.seconds for case in mpi}
-    return [replace(case, seconds=case.seconds | found.get(_key(case), {})) for case in cases]
-
-
-def _key(case: Case) -> tuple[str, int, int]:
-    return case.operation, case.num_ranks, case.num_bytes
+    key = attrgetter("operation", "num_ranks", "num_bytes")
+    found = {key(case): case.seconds for case in mpi}
+    return [replace(case, seconds=case.seconds | found.get(key(case), {})) for case in cases]
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -178,7 +172,9 @@ def print_report(report: Report, console: Console) -> None:
         f"{facts['cpu']}, {facts['cores']} cores; torch {facts['torch']}, one thread a rank. "
         f"Median (quartiles) of {report.rounds} rounds."
     )
-    for (operation, num_ranks), cases in groupby(report.cases, key=lambda case: _key(case)[:2]):
+    for (operation, num_ranks), cases in groupby(
+        report.cases, attrgetter("operation", "num_ranks")
+    ):
         console.print()
         console.print(f"{operation}, float32, {num_ranks} ranks", style="bold")
         console.print(_table(list(cases), plain=not console.is_terminal))

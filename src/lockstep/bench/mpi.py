@@ -77,7 +77,12 @@ def _run(command: Sequence[str]) -> str:
         except subprocess.TimeoutExpired:
             return f"{command[0]} was still not done after {_TIMEOUT_SECONDS:g} s."
         finally:
-            _end(process)
+            if process.poll() is None:
+                process.terminate()  # mpiexec then ends its ranks
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE_SECONDS)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
     if process.returncode == 0:
         return ""
     lines = [line for line in errors.splitlines() if line.strip(" -")]
@@ -85,22 +90,12 @@ def _run(command: Sequence[str]) -> str:
     return f"{command[0]} ended with exit code {process.returncode}: {reason.strip()}"
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is not None:
-        return
-    process.terminate()  # mpiexec then ends its ranks
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def run_rank() -> None:
     """Measure on this MPI rank; ``sys.argv`` has the plan, and the file for rank 0's answer."""
     import torch
     from mpi4py import MPI as mpi  # noqa: N811
 
-    from lockstep.bench.measuring import Contender, Ranks, take_turns
+    from lockstep.bench.measuring import Ranks, take_turns
 
     plan, world = json.loads(sys.argv[1]), mpi.COMM_WORLD
     torch.set_num_threads(1)
@@ -113,8 +108,8 @@ def run_rank() -> None:
     for num_bytes in plan["num_bytes"]:
         tensor = torch.empty(num_bytes // 4)
         call = partial(world.Allreduce, mpi.IN_PLACE, tensor)
-        contender = Contender(MPI, partial(tensor.fill_, 1.0), call)
-        seconds = take_turns(ranks, [contender], num_bytes, plan["rounds"])
+        contenders = {MPI: (partial(tensor.fill_, 1.0), call)}
+        seconds = take_turns(ranks, contenders, num_bytes, plan["rounds"])
         cases.append(asdict(Case("all_reduce", ranks.size, num_bytes, seconds)))
     if ranks.rank == 0:
         name = mpi.Get_library_version().strip("\0\n ").split(",")[0].splitlines()[0]

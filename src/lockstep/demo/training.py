@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -28,7 +27,7 @@ TOLERANCE = 1e-9
 State = dict[str, Tensor]
 
 
-def demo(nprocs: str, epochs: str, seed: int, data: str) -> bool:
+def demo(nprocs: str = "2", epochs: str = "15", seed: int = 1234, data: str = "digits") -> bool:
     """Train on ``nprocs`` processes, then show that splitting has changed nothing.
 
     Returns:
@@ -58,9 +57,9 @@ def demo(nprocs: str, epochs: str, seed: int, data: str) -> bool:
         f"{len(digits.test_labels):,} to test with, {GLOBAL_BATCH_SIZE} a step over {processes}.",
         highlight=False,
     )
-    trained = launch(train, num_ranks, (digits, num_epochs, seed), output="plain")[0]
-    alone = train_exactly(trained.start, digits, init(device="cpu"), seed, num_ranks)
-    difference = largest_difference(trained.end, alone)
+    start, together = launch(train, num_ranks, (digits, num_epochs, seed), output="plain")[0]
+    alone = train_exactly(start, digits, init(device="cpu"), seed, num_ranks)
+    difference = largest_difference(together, alone)
     num_parameters = sum(value.numel() for value in alone.values())
     num_batches = len(global_batches(digits, num_ranks, seed))
     verdict = "[green]Nothing was lost by splitting.[/green]"
@@ -103,15 +102,8 @@ class ConvNet(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-class Trained(NamedTuple):
-    """The parameters after training, and after one more epoch without randomness."""
-
-    start: State
-    end: State
-
-
-def train(world: World, digits: Digits, epochs: int, seed: int) -> Trained:
-    """Train on this rank, and then for one more epoch without randomness.
+def train(world: World, digits: Digits, epochs: int, seed: int) -> tuple[State, State]:
+    """Train on this rank; return the parameters then, and after an epoch without randomness.
 
     Rank 0 shows the progress and prints each epoch's loss and accuracy, over all ranks.
     """
@@ -134,7 +126,7 @@ def train(world: World, digits: Digits, epochs: int, seed: int) -> Trained:
             right = accuracy(model, digits, world)
             console.print(f"epoch {epoch + 1:2}  loss {loss:.4f}  accuracy {right:6.2%}")
     start = _copy_of(model)
-    return Trained(start, train_exactly(start, digits, world, seed, world.world_size))
+    return start, train_exactly(start, digits, world, seed, world.world_size)
 
 
 def train_exactly(start: State, digits: Digits, world: World, seed: int, num_ranks: int) -> State:

@@ -33,6 +33,9 @@ _LOST_A_PEER = re.compile(
     re.IGNORECASE,
 )
 _MOST_RANKS_SHOWN = 16
+_OUT_OF_MEMORY = (
+    ". Where nobody sent that, it is how Linux ends a process when memory runs out; 'dmesg' tells"
+)
 # Lines to leave out of faulthandler's report: frames that started the program, and libraries.
 _NOISE = re.compile(r'  File "(<string>|.*/lockstep/launcher/\w+\.py)"|Extension modules: ')
 _PYTHON = os.path.dirname(os.__file__) + os.sep
@@ -92,11 +95,6 @@ class Outcome:
     traceback: str | None = None
     at_seconds: float = 0.0  # of the failure by the wall clock, which hosts have in common
     lost_a_peer: bool = False
-
-    @property
-    def blame(self) -> tuple[bool, bool, float]:
-        """Sort key of the outcomes of several hosts: the least is the first failure."""
-        return self.rank is None, self.lost_a_peer, self.at_seconds
 
     def check(self) -> None:
         """Raise RankFailed, or LaunchError if no rank is to blame, unless all went well."""
@@ -173,13 +171,9 @@ def signal_name(number: int) -> str:
 
 
 def _how(failure: Failure) -> str:
-    if failure.signal == signals.SIGKILL:
-        return (
-            "it was ended by SIGKILL. Where nobody sent that, it is how Linux ends a process "
-            "when memory runs out; 'dmesg' tells"
-        )
     if failure.signal is not None:
-        return f"it was ended by {signal_name(failure.signal)}"
+        ended = f"it was ended by {signal_name(failure.signal)}"
+        return ended + _OUT_OF_MEMORY if failure.signal == signals.SIGKILL else ended
     if failure.without_result:
         return "it ended with exit code 0 before the function had returned"
     return f"exit code {failure.exit_code}"
@@ -219,7 +213,7 @@ def _tell(error: BaseException, hint: str) -> Told:
     told = TracebackException.from_exception(error)
     full = "".join(told.format())
     said = next(told.format_exception_only()).splitlines()[0]
-    if _has_users_frame(told):
+    if any(map(_is_users, told.stack)):
         _fold(told, hint)
     return Told(full, "".join(told.format()), said)
 
@@ -259,13 +253,9 @@ def _fold(told: TracebackException, hint: str) -> None:
 
 def _next_with_users_frame(told: TracebackException | None) -> TracebackException | None:
     # One without any frame comes from another process, whose traceback is in its message.
-    while told is not None and told.stack and not _has_users_frame(told):
+    while told is not None and told.stack and not any(map(_is_users, told.stack)):
         told = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
     return told
-
-
-def _has_users_frame(told: TracebackException) -> bool:
-    return any(_is_users(frame) for frame in told.stack)
 
 
 def _is_users(frame: FrameSummary) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -71,34 +70,43 @@ def name_of(function: object) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-def job_of(options: Namespace) -> Job:
+def job_of(
+    program: Sequence[str],
+    *,
+    module: bool = False,
+    nprocs: str | None = None,
+    threads: str | None = None,
+    log_dir: str | None = None,
+    stdin: str | None = None,
+    full_traceback: bool = False,
+    nnodes: str = "1",
+    **meeting: str,
+) -> Job:
     """The job that the options of ``lockstep run`` describe.
 
     Raises:
         BadLaunch: If one of them makes no sense, or Python can't begin to run the program.
     """
-    words = options.program[1:] if options.program[:1] == ["--"] else options.program
+    words = program[1:] if program[:1] == ["--"] else program
     if not words:
         raise BadLaunch("SCRIPT is missing: say what to run, as in 'lockstep run -n 2 train.py'.")
     name, *argv = words
     num_ranks = _default_num_ranks()
-    if options.nprocs is None:
+    if nprocs is None:
         _warn_of_late_options(argv, num_ranks)
     else:
-        num_ranks = check_num_ranks(options.nprocs)
-    num_threads = check_num_threads(options.threads, num_ranks)
-    num_hosts = whole_number(
-        options.nnodes, "The number of hosts", "Leave --nnodes out to run on one."
-    )
-    (_check_module if options.module else _check_script)(name)
+        num_ranks = check_num_ranks(nprocs)
+    num_threads = check_num_threads(threads, num_ranks)
+    num_hosts = whole_number(nnodes, "The number of hosts", "Leave --nnodes out to run on one.")
+    (_check_module if module else _check_script)(name)
     return Job(
-        Program(name, tuple(argv), options.module),
+        Program(name, tuple(argv), module),
         num_ranks,
         num_threads,
-        log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
-        stdin_rank=_stdin_rank(options.stdin, num_ranks, num_hosts),
-        meeting=_meeting(options, num_hosts),
-        full_traceback=options.full_traceback,
+        log_dir=None if log_dir is None else os.path.abspath(log_dir),
+        stdin_rank=_stdin_rank(stdin, num_ranks, num_hosts),
+        meeting=_meeting(num_hosts, **meeting),
+        full_traceback=full_traceback,
     )
 
 
@@ -149,18 +157,23 @@ def _stdin_rank(value: str | None, num_ranks: int, num_hosts: int) -> int | None
     return whole_number(value, "--stdin", advice, at_least=0, at_most=num_ranks - 1)
 
 
-def _meeting(options: Namespace, num_hosts: int) -> Meeting | None:
-    given, endpoint = options.node_rank, options.rdzv_endpoint
+def _meeting(
+    num_hosts: int,
+    node_rank: str | None = None,
+    rdzv_endpoint: str | None = None,
+    rdzv_id: str = "lockstep",
+    rdzv_timeout: str = "300",
+) -> Meeting | None:
     if num_hosts == 1:
-        if given is not None or endpoint is not None:
+        if node_rank is not None or rdzv_endpoint is not None:
             raise BadLaunch(
                 "--node-rank and --rdzv-endpoint are for runs on several hosts. Say with --nnodes "
                 "on how many."
             )
         return None
-    host = None if given is None else whole_number(given, "--node-rank", "", at_least=0)
-    seconds = whole_number(options.rdzv_timeout, "--rdzv-timeout", "It is in seconds.")
-    if endpoint is None:
+    host = None if node_rank is None else whole_number(node_rank, "--node-rank", "", at_least=0)
+    seconds = whole_number(rdzv_timeout, "--rdzv-timeout", "It is in seconds.")
+    if rdzv_endpoint is None:
         raise BadLaunch(
             f"--nnodes {num_hosts} needs --rdzv-endpoint HOST:PORT as well: the name or address "
             "of the first host and a port that is free there, the same on every host."
@@ -170,12 +183,12 @@ def _meeting(options: Namespace, num_hosts: int) -> Meeting | None:
             f"--node-rank {host} is too much for --nnodes {num_hosts}: hosts are counted from 0 "
             f"to {num_hosts - 1}."
         )
-    address, _, port = endpoint.rpartition(":")
+    address, _, port = rdzv_endpoint.rpartition(":")
     if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise BadLaunch(
-            f"--rdzv-endpoint {endpoint} isn't of the form HOST:PORT, as in first-host:29500."
+            f"--rdzv-endpoint {rdzv_endpoint} isn't of the form HOST:PORT, as in first-host:29500."
         )
-    return Meeting(num_hosts, host, address.strip("[]"), int(port), options.rdzv_id, seconds)
+    return Meeting(num_hosts, host, address.strip("[]"), int(port), rdzv_id, seconds)
 
 
 def whole_number(

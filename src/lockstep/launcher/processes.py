@@ -234,6 +234,9 @@ def handle_ending_signals(handler: Callable[[int, FrameType | None], None]) -> N
 Action = tuple[int | None, float]
 
 
+AT_ONCE: list[Action] = [(signal.SIGKILL, _GIVE_UP_SECONDS)]
+
+
 def after_failure(grace_seconds: float) -> list[Action]:
     """A rank has failed: wait for reports of the others, then end those."""
     return [(None, JUDGING_SECONDS), *after_signal(signal.SIGTERM, grace_seconds)]
@@ -244,12 +247,7 @@ def after_signal(number: int, grace_seconds: float) -> list[Action]:
     if number == signal.SIGINT:
         half = grace_seconds / 2
         return [(number, half), *after_signal(signal.SIGTERM, half)]
-    return [(signal.SIGTERM, grace_seconds), *at_once()]
-
-
-def at_once() -> list[Action]:
-    """Kill the ranks without asking them."""
-    return [(signal.SIGKILL, _GIVE_UP_SECONDS)]
+    return [(signal.SIGTERM, grace_seconds), *AT_ONCE]
 
 
 class Escalation:

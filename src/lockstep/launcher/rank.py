@@ -13,7 +13,6 @@ import contextlib
 import faulthandler
 import importlib.machinery
 import importlib.util
-import io
 import json
 import os
 import pickle
@@ -22,10 +21,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from importlib.abc import InspectLoader
 from types import ModuleType
-from typing import NamedTuple
 
 from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.failures import Failure, failure_by, program_frames
@@ -43,23 +41,21 @@ _CALL_NO_INPUT = (
 )
 
 
-class RankStart(NamedTuple):
-    """Data of one rank, which it has from the fork on."""
+def run_rank(
+    job: Job,
+    supervisor: int,
+    connection: socket.socket,
+    outputs: Sequence[int],
+    signal_mask: Collection[int],
+) -> int:
+    """Become a rank after its fork from ``supervisor``, run the program, return the exit code.
 
-    # To the supervisor: brings variables to add to the environment, takes a Failure or the
-    # pickled result of a function.
-    connection: socket.socket
-    outputs: Sequence[int]  # descriptors for stdout and stderr; none for the supervisor's own
-    signal_mask: Collection[int]  # the signals to block, as when the supervisor was started
-
-
-def run_rank(start: RankStart, job: Job, supervisor: int) -> int:
-    """Become a rank, run the job's program, report the result, and return the exit code.
-
-    ``supervisor`` is the process that forked this one.
+    ``connection`` brings variables to add to the environment, and takes the rank's Failure or the
+    pickled result of its function. ``outputs`` are descriptors for stdout and stderr, or none for
+    the supervisor's own, ``signal_mask`` the signals to block, as when the supervisor was started.
     """
     end_with_parent(supervisor, signal.SIGKILL)
-    with start.connection.makefile("rb") as file:
+    with connection.makefile("rb") as file:
         line = file.readline()
     if not line:  # the supervisor has ended
         os._exit(1)
@@ -68,22 +64,30 @@ def run_rank(start: RankStart, job: Job, supervisor: int) -> int:
     reads_stdin = rank == job.stdin_rank
     if job.caller is not None:
         os.close(job.caller.socket)
-    _leave_supervisor(start, environment, reads_stdin, job.num_threads)
+    _leave_supervisor(outputs, reads_stdin)
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(job.num_threads)
+    # numpy 1 makes its global generator when it is imported: the fork copied its state, and all
+    # ranks would draw the same. Python reseeds the module random itself, and torch's generator
+    # has a fixed first seed.
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
     # Not before: a signal would run the supervisor's handlers.
-    signal.pthread_sigmask(signal.SIG_SETMASK, start.signal_mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
     report = _run(job.program, rank, reads_stdin)
     # If the supervisor was killed, the end of this rank is near.
-    with contextlib.suppress(BrokenPipeError), start.connection:
+    with contextlib.suppress(BrokenPipeError), connection:
         if report is not None:
             # Its length comes first, as a process of the rank's may hold the connection open.
             payload = pickle.dumps(report)
-            start.connection.sendall(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+            connection.sendall(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
     return report.exit_code if isinstance(report, Failure) else 0
 
 
-def _leave_supervisor(
-    start: RankStart, environment: Mapping[str, str], reads_stdin: bool, num_threads: int
-) -> None:
+def _leave_supervisor(outputs: Sequence[int], reads_stdin: bool) -> None:
+    """Take signal handlers, standard streams and an excepthook of this rank's own."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # nohup and a shell's & set these two to be ignored, which is kept.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -92,7 +96,7 @@ def _leave_supervisor(
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not reads_stdin:
         _move(os.open(os.devnull, os.O_RDONLY), 0)
-    for number, descriptor in enumerate(start.outputs, start=1):
+    for number, descriptor in enumerate(outputs, start=1):
         _move(descriptor, number)
         # A pipe is block-buffered by default: lines would come late, and not at all from a
         # rank that is killed.
@@ -102,15 +106,6 @@ def _leave_supervisor(
     # The supervisor shows the exception that ends a rank, once it knows which failed first. A
     # hook that the program installs, such as rich's, replaces this one.
     sys.excepthook = lambda kind, error, trace: None
-    os.environ.update(environment)
-    import torch
-
-    torch.set_num_threads(num_threads)
-    # numpy 1 makes its global generator when it is imported: the fork copied its state, and all
-    # ranks would draw the same. Python reseeds the module random itself, and torch's generator
-    # has a fixed first seed.
-    if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        numpy_random.seed()
     faulthandler.enable()
 
 
@@ -196,11 +191,10 @@ def _run_script(script: Program) -> None:
         runpy.run_path(path, run_name="__main__")
         return
     _replace_first_path_entry(os.path.dirname(os.path.realpath(path)))
-    with io.open_code(path) as file:
-        # dont_inherit: else the script would be compiled with this file's __future__ imports.
-        code = compile(file.read(), path, "exec", dont_inherit=True)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    code = loader.source_to_code(loader.get_data(path), path)
     main = _new_main(path)
-    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__loader__ = loader
     exec(code, main.__dict__)
 
 

@@ -191,7 +191,24 @@ def _run(job: Job) -> Outcome:
     with ours:
         with theirs:
             job = job._replace(caller=Caller(os.getpid(), theirs.fileno()))
-            supervisor = _start_supervisor(job, theirs.fileno())
+            descriptor, command, environment = _prepare(job)
+            output = subprocess.PIPE if job.labelled else None
+            try:
+                supervisor = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    pass_fds=(descriptor, theirs.fileno()),
+                    start_new_session=True,  # Ctrl-C is the caller's to handle
+                )
+            except OSError as error:
+                raise LaunchError(
+                    f"{sys.executable} can't be started: {error.strerror}."
+                ) from error
+            finally:
+                os.close(descriptor)
         with supervisor:
             try:
                 answer = _copy_until_end(supervisor, ours)
@@ -215,25 +232,6 @@ def _run(job: Job) -> Outcome:
     outcome = pickle.loads(answer)
     assert isinstance(outcome, Outcome)
     return outcome
-
-
-def _start_supervisor(job: Job, connection: int) -> subprocess.Popen[bytes]:
-    descriptor, command, environment = _prepare(job)
-    output = subprocess.PIPE if job.labelled else None
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            pass_fds=(descriptor, connection),
-            start_new_session=True,  # Ctrl-C is the caller's to handle
-        )
-    except OSError as error:
-        raise LaunchError(f"{sys.executable} can't be started: {error.strerror}.") from error
-    finally:
-        os.close(descriptor)
 
 
 def _copy_until_end(supervisor: subprocess.Popen[bytes], connection: socket.socket) -> bytes:

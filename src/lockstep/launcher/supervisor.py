@@ -27,8 +27,8 @@ from lockstep.launcher import processes
 from lockstep.launcher.failures import Failure, Outcome, failure_outcome, signal_name
 from lockstep.launcher.job import Job
 from lockstep.launcher.output import Console, open_log_files
-from lockstep.launcher.processes import Escalation, after_failure, after_signal, at_once
-from lockstep.launcher.rank import LENGTH_BYTES, RankStart, run_rank
+from lockstep.launcher.processes import AT_ONCE, Escalation, after_failure, after_signal
+from lockstep.launcher.rank import LENGTH_BYTES, run_rank
 
 _READ_BYTES = 1 << 16
 _GRACE_SECONDS = 3.0  # between SIGTERM to a rank and SIGKILL
@@ -61,26 +61,26 @@ def _start(job: Job) -> int:
     """Fork the ranks, and either be one, or watch them and end."""
     # The collector finds nothing to free in an import, but looks for it a hundred times.
     gc.disable()
-    from lockstep.launcher.hosts import Host, HostOfSeveral  # imports torch, so that no rank has to
+    from lockstep.launcher.hosts import Host  # imports torch, so that no rank has to
 
     # Frozen objects aren't visited by the ranks' collectors, so their memory stays shared.
     gc.freeze()
     gc.enable()
-    supervisor, spare = os.getpid(), processes.children()
+    spare = processes.children()
     processes.adopt_orphans()
     # Blocked, so that no rank runs the supervisor's handlers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, processes.ENDING_SIGNALS)
-    ranks = fork_ranks(job, mask)
-    if isinstance(ranks, RankStart):
-        return run_rank(ranks, job, supervisor)
+    ranks = _fork_ranks(job, mask)
+    if not isinstance(ranks, list):
+        return ranks()
     # From here on this is the supervisor.
     guardian = processes.Guardian([rank.pid for rank in ranks])
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
-        host = Host(job) if job.meeting is None else HostOfSeveral(job, job.meeting)
+        host = Host(job)
         log_files = open_log_files(job.log_dir, host.ranks)
     except LaunchError:
-        kill_ranks(ranks)
+        _kill_ranks(ranks)
         guardian.dismiss()
         raise
     watch = _Watch(job, ranks, log_files, {*spare, guardian.pid})
@@ -110,7 +110,7 @@ class RankProcess:
 
     rank: int
     pid: int
-    connection: socket.socket  # to that of :class:`RankStart`
+    connection: socket.socket  # its environment goes out, its Failure or result comes in
     outputs: Sequence[int]  # descriptors of its stdout and stderr; empty if not labelled
     # Whether it reads from the terminal. It then is in the supervisor's process group, to which
     # the terminal belongs, and not in one of its own.
@@ -193,16 +193,17 @@ class RankProcess:
         return False
 
 
-def fork_ranks(job: Job, signal_mask: Collection[int]) -> list[RankProcess] | RankStart:
+def _fork_ranks(job: Job, signal_mask: Collection[int]) -> list[RankProcess] | Callable[[], int]:
     """Fork the ranks of this host, which wait until :meth:`RankProcess.begin`.
 
-    It returns the ranks in the supervisor, and a RankStart in each rank. There the caller has to
-    return all the way to the interpreter, without any ``finally`` of the supervisor's in between.
-    ``signal_mask`` are the signals that a rank blocks, once it has handlers of its own.
+    It returns the ranks in the supervisor, and in each rank what to call there, once the stack is
+    back to where no ``finally`` of the supervisor's follows. ``signal_mask`` are the signals that a
+    rank blocks, once it has handlers of its own.
 
     Raises:
         LaunchError: If a limit on processes or descriptors is reached. None is left behind.
     """
+    supervisor = os.getpid()
     started: list[RankProcess] = []
     is_call = isinstance(job.program, bytes)
     for rank in range(job.num_ranks):
@@ -212,7 +213,7 @@ def fork_ranks(job: Job, signal_mask: Collection[int]) -> list[RankProcess] | Ra
             processes.flush_standard_streams()
             pid = processes.fork()
         except OSError as error:
-            kill_ranks(started)
+            _kill_ranks(started)
             raise LaunchError(
                 f"Rank {rank} can't be started: {error.strerror}. {len(started)} of "
                 f"{job.num_ranks} ranks were, and have been ended. Ask for fewer ranks, or raise "
@@ -230,15 +231,15 @@ def fork_ranks(job: Job, signal_mask: Collection[int]) -> list[RankProcess] | Ra
                 process.connection.close()
                 for output in process.outputs:
                     os.close(output)
-            return RankStart(of_rank, [writing for _, writing in pipes], signal_mask)
+            outputs = [writing for _, writing in pipes]
+            return partial(run_rank, job, supervisor, of_rank, outputs, signal_mask)
         of_rank.close()
         for _, writing in pipes:
             os.close(writing)
     return started
 
 
-def kill_ranks(ranks: Sequence[RankProcess]) -> None:
-    """End ranks that haven't begun."""
+def _kill_ranks(ranks: Sequence[RankProcess]) -> None:
     for process in ranks:
         process.send(signal.SIGKILL)
         processes.reap(process.pid)
@@ -363,7 +364,7 @@ class _Watch:
         """End the ranks because of a signal or, SIGPIPE, because nobody reads the output."""
         self._interrupted_by = self._interrupted_by or number
         actions = after_signal(number, _GRACE_SECONDS)
-        self._escalation = Escalation(actions if self._escalation is None else at_once())
+        self._escalation = Escalation(actions if self._escalation is None else AT_ONCE)
 
     def _note_exits(self) -> None:
         if self.signals.child_ended:
