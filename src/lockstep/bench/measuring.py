@@ -11,12 +11,11 @@ calls.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -231,8 +230,17 @@ def _measure_small_call(ranks: Ranks, shm: SharedMemoryGroup, rounds: int) -> Sm
     """Measure a small all-reduce, and each of its parts by itself, in turns with the whole."""
     tensor = torch.ones(_SMALL_CALL_BYTES // 4)
     write = partial(tensor.fill_, 1.0)
-    with _socket_calls(ranks.size - 1) as sockets:
-        calls = {"sockets": sockets, **_parts_of_all_reduce(tensor, shm)}
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    message, received = bytes(_ARRIVAL_BYTES), bytearray(8192)
+
+    def call_system() -> None:
+        """The system calls of a barrier at which no rank has to wait."""
+        for _ in range(ranks.size - 1):
+            here.send(message)
+            there.recv_into(received, 0, socket.MSG_DONTWAIT)
+
+    with here, there:
+        calls = {"sockets": call_system, **_parts_of_all_reduce(tensor, shm)}
         contenders = {name: (write, call) for name, call in calls.items()}
         seconds = take_turns(ranks, contenders, _SMALL_CALL_BYTES, rounds)
 
@@ -288,18 +296,3 @@ def _parts_of_all_reduce(
         "meeting": partial(transport.exchange, signature, 0, _TIMEOUT_SECONDS),
         **{name: torch.inference_mode()(part) for name, part in parts.items()},
     }
-
-
-@contextlib.contextmanager
-def _socket_calls(num_peers: int) -> Iterator[Callable[[], None]]:
-    """The system calls of a barrier at which no rank has to wait."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    message, received = bytes(_ARRIVAL_BYTES), bytearray(8192)
-
-    def run() -> None:
-        for _ in range(num_peers):
-            here.send(message)
-            there.recv_into(received, 0, socket.MSG_DONTWAIT)
-
-    with here, there:
-        yield run
