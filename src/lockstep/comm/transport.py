@@ -120,6 +120,11 @@ class Ranks(ABC):
         text = f"Rank {self._name} has aborted the group.{why}"
         self.break_off(PeerLost(text, [self._name], "abort"))
 
+    def call_failed(self, error: BaseException) -> None:
+        """Give up because of ``error``, which has ended a call, unless the other ranks know it."""
+        if not isinstance(error, CollectiveFailed):
+            self.give_up(error)
+
     def give_up(self, error: BaseException) -> None:
         """Take no further part because of ``error``, which other ranks need not have met with."""
         if isinstance(error, FAILURES):
@@ -187,13 +192,18 @@ class Transport(Ranks):
         """Have later calls raise GroupClosed, in a forked child."""
         self._is_broken = True
 
-    def _break(self, error: CollectiveFailed) -> Failure:
-        """Have :meth:`error` return ``error`` from now on, unless there is an earlier one."""
-        if self._failure is None:
+    def break_off(self, error: CollectiveFailed) -> CollectiveFailed:
+        """Take no further part because of ``error``, which all ranks are to raise."""
+        if not self._is_broken:
             own = PeerLost(str(error), [self._name])
             self._failure = without_traceback(error) if isinstance(error, Failure) else own
             self._is_broken = True
-        return self._failure
+            self._report(self._failure)
+        return self.error() or error
+
+    @abstractmethod
+    def _report(self, failure: Failure) -> None:
+        """Have all ranks raise ``failure``, and end their waits for this one."""
 
     def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, Tensor]:
         """Return the address of the next slot, and the slot as a flat tensor to write to."""
@@ -224,11 +234,6 @@ class Transport(Ranks):
         except FAILURES as error:
             failure = signature.mismatch(self._name, others) if others else error
             raise self.break_off(failure) from None
-        except BaseException as error:
-            # This rank leaves the exchange before its end (at Ctrl-C, say). Its next arrival would
-            # be taken for the one at this exchange.
-            self.give_up(error)
-            raise
         if others:
             raise signature.mismatch(self._name, others)
         return addresses

@@ -33,7 +33,7 @@ from torch import Tensor
 from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.failures import without_traceback
 from lockstep.comm.threads.ranks import of_this_rank
-from lockstep.errors import CollectiveFailed, CollectiveMismatch
+from lockstep.errors import CollectiveMismatch
 from lockstep.torch_private import _InferenceMode
 
 # The interval at which the queue's own thread looks for calls that it has seen before. Calls don't
@@ -61,7 +61,7 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
 
 @uncompiled
 class BaseWork(dist.Work):
-    """The outcome of one operation, as a Work that torch.distributed returns to the caller."""
+    """An operation that was started, as a Work that torch.distributed returns to the caller."""
 
     _error: Exception | None = None
     _is_done = False
@@ -74,8 +74,7 @@ class BaseWork(dist.Work):
 
     def __init__(self, results: Sequence[Tensor], timeout: timedelta) -> None:
         super().__init__()
-        self._results = list(results)
-        self._timeout = timeout
+        self._results, self._timeout = list(results), timeout
         self._lock = threading.Lock()
 
     @abstractmethod
@@ -85,6 +84,32 @@ class BaseWork(dist.Work):
     @abstractmethod
     def _hurry(self) -> None:
         """Have another thread complete the operation, and the future with :meth:`_tell`."""
+
+    @abstractmethod
+    def _carry_out(self, seconds: float) -> None:
+        """Do the operation, in which each exchange may wait up to ``seconds``."""
+
+    def _failed(self, error: BaseException) -> None:
+        """Handle an error of the operation, which is stored already."""
+
+    def carry_out(self, timeout: timedelta | None) -> None:
+        """Do the work; :meth:`_tell` is to follow, without the locks of the caller."""
+        limit = self._timeout
+        if timeout is not None and timedelta(0) < timeout < limit:
+            limit = timeout
+        try:
+            # Results are written, and memory of others is read, whatever the thread's own mode.
+            with _InferenceMode(True):
+                self._carry_out(limit.total_seconds())
+        except Exception as error:
+            self._error = error
+            self._failed(error)
+        except BaseException as error:  # such as Ctrl-C
+            self._error = RuntimeError(f"This call was interrupted: {error!r}")
+            self._failed(error)
+            raise
+        finally:
+            self._is_done = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the result is there; it is an error if that takes longer than ``timeout``.
@@ -183,32 +208,17 @@ class GroupWork(BaseWork):
     def _hurry(self) -> None:
         self._queue.hurry()
 
-    def carry_out(self, timeout: timedelta | None) -> None:
-        """Do the work, with the queue's lock held; :meth:`tell` is to follow without it."""
-        limit = self._timeout
-        if timeout is not None and timedelta(0) < timeout < limit:
-            limit = timeout
-        try:
-            if (earlier := self._generation.error) is not None:
-                raise without_traceback(earlier)
-            # Results are written, and memory of others is read, whatever the thread's own mode.
-            with _InferenceMode(True):
-                for run in self._runs:
-                    run(limit.total_seconds())
-        except CollectiveFailed as error:
-            self._error = error
-            if isinstance(error, CollectiveMismatch):
-                self._generation.error = without_traceback(error)
-        except Exception as error:  # such as a lack of memory, halfway
-            self._error = error
-            self._queue.give_up(error)
-        except BaseException as error:  # such as Ctrl-C
-            self._error = RuntimeError(f"This call was interrupted: {error!r}")
-            self._queue.give_up(error)
-            raise
-        finally:
-            del self._runs
-            self._is_done = True
+    def _carry_out(self, seconds: float) -> None:
+        if (earlier := self._generation.error) is not None:
+            raise without_traceback(earlier)
+        runs, self._runs = self._runs, ()
+        for run in runs:
+            run(seconds)
+
+    def _failed(self, error: BaseException) -> None:
+        if isinstance(error, CollectiveMismatch):
+            self._generation.error = without_traceback(error)
+        self._queue.call_failed(error)
 
     def exception(self) -> Exception | None:
         """The error, if it failed."""
@@ -223,12 +233,13 @@ class GroupWork(BaseWork):
 
     def tell(self) -> None:
         """Complete the future, if there is one. Its callbacks may make calls, and wait for them."""
-        if self._is_there is not None and not self._is_told:
-            if self._queue.is_own_thread():
-                with suppress(RuntimeError):  # there may be as many threads as are allowed
-                    start_thread(self._tell, "lockstep-callback")
-                    return
-            self._tell()
+        if self._is_there is None or self._is_told:
+            return
+        if self._queue.is_own_thread():
+            with suppress(RuntimeError):  # there may be as many threads as are allowed
+                start_thread(self._tell, "lockstep-callback")
+                return
+        self._tell()
 
 
 class WorkQueue:
@@ -237,17 +248,21 @@ class WorkQueue:
     Any thread may submit and wait. See Note [Who carries out a call].
 
     Args:
-        timeout: The default for how long a call may wait for other ranks.
-        give_up: Called if a call ends halfway because of an error of this rank alone: the other
-            ranks are at another exchange then, and must not take the next call for this one.
-            Shown by test_a_rank_that_fails_halfway_spoils_no_later_sum.
+        timeout: The default limit of a call's waits for other ranks.
+        give_up: Called with an error after which this rank can't go on with the others.
+        call_failed: Called with the error that ends a call halfway. If it is an error of this rank
+            alone, the other ranks are at another exchange, and must not take the next call for
+            this one. Shown by test_a_rank_that_fails_halfway_spoils_no_later_sum.
     """
 
     def __init__(
-        self, timeout: timedelta, give_up: Callable[[BaseException], None] = lambda error: None
+        self,
+        timeout: timedelta,
+        give_up: Callable[[BaseException], None] = lambda error: None,
+        call_failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.timeout = timeout
-        self.give_up = give_up
+        self.give_up, self.call_failed = give_up, call_failed
         self.num_submitted = 0
         self.generation = Generation()
         self.dropped: deque[GroupWork] = deque(maxlen=_MAX_DROPPED)
@@ -343,7 +358,7 @@ class WorkQueue:
 
     def is_own_thread(self) -> bool:
         """Whether this is the queue's own thread."""
-        with self._thread_lock:
+        with self._thread_lock:  # until a thread that has just started is known
             return self._thread is threading.current_thread()
 
     def _watch(self) -> None:

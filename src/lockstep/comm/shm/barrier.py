@@ -85,15 +85,9 @@ class SocketBarrier:
     ) -> None:
         self._rank = rank
         self._sockets = dict(sockets)
-        self._index = {member: index for index, member in enumerate(members)}
-        self._sends = [connection.send for connection in self._sockets.values()]
-        self._receives = [
-            (peer, self._index[peer], connection.recv_into)
-            for peer, connection in self._sockets.items()
-        ]
+        self._members = members
         self._received = bytearray(_MESSAGE_BYTES)
         self._fingerprint = memoryview(self._received)[:FINGERPRINT_BYTES]
-        self._addresses = [0] * len(members)
         # The faults of peers that have left.
         self._farewells: dict[int, Fault] = {}
         has_core_each = len(os.sched_getaffinity(0)) > len(sockets)
@@ -112,20 +106,18 @@ class SocketBarrier:
         """
         mine, words = encoded(signature)
         arrival = mine + _ADDRESS.pack(address) + words
-        for send in self._sends:
+        for connection in self._sockets.values():
             try:
-                send(arrival)
+                connection.send(arrival)
             except OSError:
                 # The peer is gone. Its last message, read below, may tell why.
                 continue
-        addresses = self._addresses.copy()
-        addresses[self._index[self._rank]] = address
-        pending: set[int] = set()
+        addresses = {self._rank: address}
         polls = 0
-        for peer, index, receive in self._receives:
+        for peer, connection in self._sockets.items():
             while polls < _POLLS:
                 try:
-                    count = receive(self._received, 0, socket.MSG_DONTWAIT)
+                    count = connection.recv_into(self._received, 0, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     polls += 1
                     if polls > self._yields_from:
@@ -135,43 +127,40 @@ class SocketBarrier:
                     count = self._read(peer)
                 if count <= 0 or self._fingerprint != mine:
                     others[peer] = self._other_call(signature, peer, count)
-                addresses[index] = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
+                addresses[peer] = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
                 break
-            else:
-                pending.add(peer)
-        if pending:
-            self._sleep(signature, pending, addresses, timeout, others)
-        return addresses
+        if len(addresses) < len(self._members):
+            self._sleep(signature, addresses, timeout, others)
+        return [addresses[member] for member in self._members]
 
     def _sleep(
         self,
         signature: Signature,
-        pending: set[int],
-        addresses: list[int],
+        addresses: dict[int, int],
         timeout: float,
         others: dict[int, object],
     ) -> None:
-        """Wait, without using a core, until every peer in ``pending`` has arrived."""
+        """Wait, without using a core, until ``addresses`` has that of every peer."""
         poll = select.poll()
         peers = {connection.fileno(): peer for peer, connection in self._sockets.items()}
         if -1 in peers:
             raise PeerLost("The group was closed meanwhile.", [self._rank], signature.operation)
         for descriptor, peer in peers.items():
             # Of peers that have arrived only end-of-file matters: their messages are for later.
-            poll.register(descriptor, select.POLLIN if peer in pending else 0)
+            poll.register(descriptor, 0 if peer in addresses else select.POLLIN)
         dead: list[int] = []
         mine, deadline = encoded(signature)[0], Deadline(timeout)
-        while pending:
+        while len(addresses) < len(self._members):
             left = deadline.left()
             ready = wait_for(poll, left)
             if not ready and not left:
                 if dead:
                     raise self._loss(signature, dead)
-                causes = "stopped, busy with something else"
-                raise signature.overdue(sorted(pending), timeout, causes)
+                absent = sorted(set(self._members).difference(addresses))
+                raise signature.overdue(absent, timeout, "stopped, busy with something else")
             for descriptor, _ in ready:
                 peer = peers[descriptor]
-                if peer not in pending:
+                if peer in addresses:
                     poll.unregister(descriptor)
                     if self._died(signature, peer):
                         dead.append(peer)
@@ -180,11 +169,9 @@ class SocketBarrier:
                 count = self._read(peer)
                 if count < 0:
                     continue
-                if count <= 0 or self._fingerprint != mine:
+                if count == 0 or self._fingerprint != mine:
                     others[peer] = self._other_call(signature, peer, count)
-                address = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
-                addresses[self._index[peer]] = address
-                pending.remove(peer)
+                addresses[peer] = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
                 poll.modify(descriptor, 0)
 
     def _read(self, peer: int) -> int:

@@ -238,12 +238,9 @@ class ThreadTransport(Transport):
         """Return new memory, as uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
-    def break_off(self, error: CollectiveFailed) -> CollectiveFailed:
-        """Take no further part because of ``error``, which all ranks are to raise."""
-        if self._is_in():
-            self._state.break_off(self._break(error), self._name)
-            self.die(_ABORTED)
-        return self.error() or error
+    def _report(self, failure: Failure) -> None:
+        self._state.break_off(failure, self._name)
+        self.die(_ABORTED)
 
     def leave(self) -> None:
         """Tell the others that this rank takes no further part."""
