@@ -169,30 +169,29 @@ def _contenders(
     operation: str, shared: torch.Tensor, gloo: dist.ProcessGroup, shm: SharedMemoryGroup
 ) -> dict[str, Contender]:
     """The implementations of ``operation``; all ranks must call this alike."""
+
+    def contender(whole: torch.Tensor, group: dist.ProcessGroup) -> Contender:
+        parts = list(whole.chunk(group.size()))
+        # This rank's part of a gathered or scattered tensor is a tensor by itself.
+        part = torch.empty_like(parts[group.rank()])
+        call: Callable[[], object] = {
+            "all_reduce": partial(dist.all_reduce, whole, group=group),
+            "broadcast": partial(dist.broadcast, whole, group_src=0, group=group),
+            "all_gather": partial(dist.all_gather, parts, part, group=group),
+            "reduce_scatter": partial(dist.reduce_scatter, part, parts, group=group),
+        }[operation]
+        written = part if operation == "all_gather" else whole
+        return partial(written.fill_, 1.0), call
+
     ordinary = torch.empty(shared.numel())
     found = {
-        GLOO: _contender(operation, ordinary, gloo),
-        SHM: _contender(operation, ordinary, shm),
-        IN_PLACE: _contender(operation, shared, shm),
+        GLOO: contender(ordinary, gloo),
+        SHM: contender(ordinary, shm),
+        IN_PLACE: contender(shared, shm),
     }
     if operation == "all_reduce" and shared.nbytes >= _BOUND_FROM_BYTES:
         found[BOUND] = partial(shared.fill_, 1.0), _passes(shared, shm)
     return found
-
-
-def _contender(operation: str, whole: torch.Tensor, group: dist.ProcessGroup) -> Contender:
-    """``whole`` is the larger of the tensors, if they differ in size."""
-    parts = list(whole.chunk(group.size()))
-    # This rank's part of a gathered or scattered tensor is a tensor by itself.
-    part = torch.empty_like(parts[group.rank()])
-    call: Callable[[], object] = {
-        "all_reduce": partial(dist.all_reduce, whole, group=group),
-        "broadcast": partial(dist.broadcast, whole, group_src=0, group=group),
-        "all_gather": partial(dist.all_gather, parts, part, group=group),
-        "reduce_scatter": partial(dist.reduce_scatter, part, parts, group=group),
-    }[operation]
-    written = part if operation == "all_gather" else whole
-    return partial(written.fill_, 1.0), call
 
 
 @torch.inference_mode()

@@ -94,24 +94,21 @@ def _leave_supervisor(outputs: Sequence[int], reads_stdin: bool) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    descriptors = dict(enumerate(outputs, start=1))
     if not reads_stdin:
-        _move(os.open(os.devnull, os.O_RDONLY), 0)
-    for number, descriptor in enumerate(outputs, start=1):
-        _move(descriptor, number)
+        descriptors[0] = os.open(os.devnull, os.O_RDONLY)
+    for number, descriptor in descriptors.items():
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr) if outputs else ():
         # A pipe is block-buffered by default: lines would come late, and not at all from a
         # rank that is killed.
-        reconfigure = getattr((sys.stdout, sys.stderr)[number - 1], "reconfigure", None)
-        if reconfigure is not None:
+        if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(line_buffering=True)
     # The supervisor shows the exception that ends a rank, once it knows which failed first. A
     # hook that the program installs, such as rich's, replaces this one.
     sys.excepthook = lambda kind, error, trace: None
     faulthandler.enable()
-
-
-def _move(descriptor: int, number: int) -> None:
-    os.dup2(descriptor, number)
-    os.close(descriptor)
 
 
 def _run(
