@@ -9,7 +9,7 @@ OTHER := .venv-torch-$(TORCH)
 JOBS ?= 2
 PYTEST := python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-long test-torch test-clients check conformance bench format clean
+.PHONY: demo test test-long test-all test-torch test-clients check conformance bench format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
@@ -20,11 +20,14 @@ test: .venv/ready  ## Run the tests
 test-long: .venv/ready  ## Run what the tests leave out, or only do a part of
 	$(BIN)/$(PYTEST) --long
 
+test-all: .venv/ready  ## Run the tests of both, each once
+	$(BIN)/$(PYTEST) --all
+
 test-torch: $(OTHER)/ready  ## Run the tests with another torch: make test-torch TORCH=2.15.0
 	$(OTHER)/bin/$(PYTEST)
 
 test-clients: .venv-clients/ready  ## Run trainers and libraries that people use over lockstep
-	.venv-clients/bin/python -m pytest -q -m clients tests/clients
+	.venv-clients/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m clients tests/clients
 
 check: .venv/ready  ## Check style and types
 	$(BIN)/ruff check .
@@ -49,17 +52,21 @@ format: .venv/ready  ## Put the code into the house's form
 clean:  ## Remove the virtual environments
 	rm -rf .venv .venv-clients .venv-torch-*
 
-# Makes the virtual environment $(@D) of the extras $(1), with what the files $(2) pin.
+# Makes the virtual environment $(@D) of the extras $(1), with what the files $(2) pin, after $(3).
+# Python compiles those modules that are imported; to compile all takes as long as to unpack them.
 define make_environment
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "lockstep needs Python 3.11 or newer, and $(PYTHON) is older. Try: make PYTHON=python3.11"; exit 1; }
 $(PYTHON) -m venv $(@D)
 $(3)
-$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
   $(addprefix --constraint ,$(2)) --editable '.[$(strip $(1))]'
 endef
 
 comma := ,
+
+# A command that prints where the environment $(1) has its packages.
+packages_of = $(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .venv/ready: pyproject.toml constraints.txt
 	$(call make_environment,demo$(comma)dev,constraints.txt)
@@ -70,10 +77,11 @@ $(OTHER)/ready: pyproject.toml constraints.txt
 	  sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(@D)/constraints.txt)
 	touch $@
 
-# Of a gigabyte. timm asks for torchvision, which isn't there for every build of torch, and of which
-# its models need nothing: the tests have a stand-in.
-.venv-clients/ready: pyproject.toml constraints.txt constraints-clients.txt
-	$(call make_environment,clients$(comma)dev,constraints.txt constraints-clients.txt)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+# Half a gigabyte on top of .venv. timm asks for torchvision, which isn't there for every build of
+# torch, and of which its models need nothing: the tests have a stand-in.
+.venv-clients/ready: .venv/ready constraints-clients.txt
+	$(call make_environment,clients$(comma)dev,constraints.txt constraints-clients.txt,\
+	  $(call packages_of,.venv) > $$($(call packages_of,$(@D)))/venv.pth)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
 	  --constraint constraints-clients.txt timm
 	touch $@

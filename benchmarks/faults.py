@@ -55,15 +55,17 @@ class Scenario(NamedTuple):
 
     Attributes:
         expected: The error that survivors must get, or "" if all must end well.
-        timeout_seconds: The group's timeout.
+        timeout_seconds: The group's timeout, without patience.
         steps: How many steps the ranks take; None for as many as they can.
         signals: What the victim gets, each some seconds after the one before.
+        last_signal: What it gets when all others have said how they ended.
     """
 
     expected: str
     timeout_seconds: float = LONG_TIMEOUT_SECONDS
     steps: int | None = None
     signals: tuple[tuple[float, signal.Signals], ...] = ()
+    last_signal: signal.Signals | None = None
 
 
 SCENARIOS = {
@@ -71,7 +73,8 @@ SCENARIOS = {
     "stop": Scenario(
         "CollectiveTimeout",
         SHORT_TIMEOUT_SECONDS,
-        signals=((0.0, signal.SIGSTOP), (SHORT_TIMEOUT_SECONDS + 1.5, signal.SIGCONT)),
+        signals=((0.0, signal.SIGSTOP),),
+        last_signal=signal.SIGCONT,
     ),
     "pause": Scenario(
         "", steps=40, signals=((0.0, signal.SIGSTOP), (0.3, signal.SIGCONT))
@@ -136,8 +139,9 @@ def take_part(rank: int, seed: int, name: str, victim: int) -> None:
         dist.all_reduce(torch.ones(3))
 
 
-def be_rank(rank: int, size: int, seed: int, name: str, victim: int, folder: str, out: int) -> None:
+def be_rank(trial: Trial, rank: int, folder: str, out: int) -> None:
     """One rank's whole life, of which it reports to ``out``."""
+    name, seed = trial.name, trial.seed
 
     def report(**what: object) -> None:
         os.write(out, json.dumps({"rank": rank, **what}).encode() + b"\n")
@@ -148,12 +152,12 @@ def be_rank(rank: int, size: int, seed: int, name: str, victim: int, folder: str
         "shm",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=SCENARIOS[name].timeout_seconds),
+        world_size=trial.size,
+        timeout=timedelta(seconds=trial.timeout_seconds),
     )
     report(event="ready")
     try:
-        take_part(rank, seed, name, victim)
+        take_part(rank, seed, name, trial.victim)
     except CollectiveFailed as error:
         report(
             event="error",
@@ -202,6 +206,7 @@ class Trial:
         self.scenario = SCENARIOS[name]
         self.seed = seed
         self.patience = patience
+        self.timeout_seconds = self.scenario.timeout_seconds * patience
         self.rng = random.Random(seed)
         self.size = self.rng.randint(2, 4)
         self.victim = self.rng.randrange(self.size)
@@ -215,6 +220,9 @@ class Trial:
             try:
                 self._until(inbox, lambda: self._count("ready") == self.size)
                 happened = self._make_happen(pids)
+                if self.scenario.last_signal is not None:
+                    self._until(inbox, lambda: self._count("error") == self.size - 1)
+                    os.kill(pids[self.victim], self.scenario.last_signal)
                 self._until(inbox, lambda: False)
             finally:
                 os.close(inbox)
@@ -240,7 +248,7 @@ class Trial:
                 os.close(inbox)
                 code = 1
                 try:
-                    be_rank(rank, self.size, self.seed, self.name, self.victim, folder, out)
+                    be_rank(self, rank, folder, out)
                     code = 0
                 except BaseException:
                     what = {"rank": rank, "event": "failed", "text": traceback.format_exc()}
@@ -321,7 +329,7 @@ class Trial:
         allowed = TOLD_SECONDS * self.patience
         wrong = report["kind"] != self.scenario.expected
         if self.name == "stop":
-            allowed += SHORT_TIMEOUT_SECONDS
+            allowed += self.timeout_seconds
             # The one that was stopped finds the others waiting no more, or gone.
             wrong = wrong and not (is_victim and report["kind"] == "PeerLost")
         if self.name in ("kill", "leave"):

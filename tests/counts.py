@@ -1,13 +1,51 @@
-"""How many random examples are tried."""
+"""How many random examples are tried, and which of many combinations."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import pytest
 from hypothesis import settings
 
+T = TypeVar("T")
+
 # How many of a hundred, which is what Hypothesis tries by itself.
-LONG, SHORT = 100, 20
+LONG, SHORT = 100, 10
 
 
 def num_examples(count: int) -> int:
-    """All ``count`` examples in ``make test-long``, and a fifth of them in ``make test``."""
+    """All ``count`` examples in ``make test-long``, and a tenth of them in ``make test``."""
     return count * settings.default.max_examples // 100
+
+
+def some(cases: Iterable[T], first: int) -> list[T]:
+    """All ``cases`` in ``make test-long``, and in ``make test`` every third, from one of three."""
+    is_all = settings.default.max_examples == LONG
+    return list(cases) if is_all else list(cases)[first % 3 :: 3]
+
+
+def pairs(names: str, *values: Iterable[object]) -> pytest.MarkDecorator:
+    """Parametrize a test with all combinations; ``make test`` does as few as have all pairs.
+
+    Args:
+        names: Of the parameters, separated by commas.
+        values: Those that each parameter takes.
+    """
+    every = list(itertools.product(*map(list, values)))
+    left = {pair for case in every for pair in _pairs_in(case)}
+    soon: set[int] = set()
+    while left:
+        best = max(range(len(every)), key=lambda index: len(left & _pairs_in(every[index])))
+        soon.add(best)
+        left -= _pairs_in(every[best])
+    cases = [
+        pytest.param(*case, marks=[] if index in soon else [pytest.mark.long])
+        for index, case in enumerate(every)
+    ]
+    return pytest.mark.parametrize([name.strip() for name in names.split(",")], cases)
+
+
+def _pairs_in(case: Sequence[object]) -> set[object]:
+    return set(itertools.combinations(((place, id(value)) for place, value in enumerate(case)), 2))

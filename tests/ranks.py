@@ -2,7 +2,9 @@
 
 A rank is a rank, whether thread or process: lockstep takes a process group and asks for no more.
 Threads start in a millisecond, which is what makes property tests over ranks possible. The group
-is lockstep's own for threads or, where the test asks for it, torch's Gloo.
+is lockstep's own for threads or, where the test asks for it, its own for processes or torch's Gloo.
+A rank of ``"shm"`` is meant to be a process, and in a thread it is no other: its memory is mapped
+once more for each rank, and its lines are sockets.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import faulthandler
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Literal, TypeVar, get_args
 
@@ -18,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.group import SharedMemoryGroup
-from lockstep.comm.threads.transport import join
+from lockstep.comm.shm.transport import ShmTransport
+from lockstep.comm.threads.transport import join as join_threads
 
 Backend = Literal["threads", "gloo"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -43,25 +46,40 @@ def gloo_group(
     return group
 
 
-def thread_group(
-    store: dist.Store, rank: int, world_size: int, timeout_seconds: float
+def make_group(
+    backend: str,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout_seconds: float,
+    members: Sequence[int] | None = None,
 ) -> dist.ProcessGroup:
-    """A process group as ``init_process_group("threads")`` makes it, but known to nobody."""
-    team = join(store, rank, world_size, timeout_seconds)
-    return SharedMemoryGroup(team, "threads", timedelta(seconds=timeout_seconds), store)
+    """A process group as ``init_process_group(backend)`` makes it, but known to nobody."""
+    if backend == "gloo":
+        return gloo_group(store, rank, world_size, timeout_seconds)
+    join = ShmTransport if backend == "shm" else join_threads
+    transport = join(store, rank, world_size, timeout_seconds, members)
+    return SharedMemoryGroup(transport, backend, timedelta(seconds=timeout_seconds), store)
 
 
 def run_ranks(
     world_size: int,
     body: Callable[[int, dist.ProcessGroup], T],
-    timeout_seconds: float = TIMEOUT_SECONDS,
     group_timeout_seconds: float = 20,
-    backend: Backend = "threads",
+    backend: str = "threads",
+    members: Sequence[int] | None = None,
 ) -> list[T]:
     """Run ``body(rank, group)`` on every rank and return the results in rank order.
 
     The first rank that raises fails the test with its own traceback. Ranks that don't come
     back in time fail it too, with the stacks of all of them.
+
+    Args:
+        world_size: The number of ranks.
+        body: What each rank does.
+        group_timeout_seconds: The group's timeout.
+        backend: ``"gloo"``, ``"shm"`` or ``"threads"``.
+        members: The ranks' numbers in the whole run, where the group is a part of it.
     """
     store = dist.HashStore()
     results: dict[int, T] = {}
@@ -70,14 +88,13 @@ def run_ranks(
     def run(rank: int) -> None:
         group = None
         try:
-            make_group = thread_group if backend == "threads" else gloo_group
-            group = make_group(store, rank, world_size, group_timeout_seconds)
+            group = make_group(backend, store, rank, world_size, group_timeout_seconds, members)
             results[rank] = body(rank, group)
         except BaseException as error:
             failures.append((rank, error))
         finally:
             # A model that is returned holds it, and it may hold a thread.
-            if backend == "threads" and group is not None:
+            if backend != "gloo" and group is not None:
                 group.shutdown()
 
     threads = [
@@ -87,13 +104,12 @@ def run_ranks(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout_seconds)
-    if any(thread.is_alive() for thread in threads):
+        thread.join(TIMEOUT_SECONDS)
+    if stuck := [thread.name for thread in threads if thread.is_alive()]:
         faulthandler.dump_traceback()
-        stuck = [thread.name for thread in threads if thread.is_alive()]
-        raise TimeoutError(f"{', '.join(stuck)} did not end within {timeout_seconds} s")
+        raise TimeoutError(f"{', '.join(stuck)} did not end within {TIMEOUT_SECONDS} s")
     if failures:
         rank, error = failures[0]
-        error.add_note(f"(raised on rank {rank} of {world_size})")
+        error.add_note(f"(raised first on rank {rank} of {world_size}, over {backend})")
         raise error
     return [results[rank] for rank in range(world_size)]

@@ -9,9 +9,9 @@ from torch import nn
 
 
 def gradients_of(*models: nn.Module) -> list[torch.Tensor | None]:
-    """Copies of the gradients of all parameters, as they are now."""
+    """Copies of the gradients of all parameters, as they are now, sparse ones made dense."""
     parameters = (parameter for model in models for parameter in model.parameters())
-    return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
+    return [None if p.grad is None else p.grad.detach().to_dense().clone() for p in parameters]
 
 
 def assert_same(
@@ -21,3 +21,8 @@ def assert_same(
 ) -> None:
     """Fail unless both have as many tensors, as close as that, and None in the same places."""
     torch.testing.assert_close(list(mine), list(theirs), rtol=tolerance, atol=tolerance)
+
+
+def assert_same_gradients(mine: nn.Module, theirs: nn.Module, tolerance: float = 1e-12) -> None:
+    """Fail unless both modules have the same gradients."""
+    assert_same(gradients_of(mine), gradients_of(theirs), tolerance)

@@ -6,10 +6,9 @@ Help is shown at once: nothing that is imported here imports torch.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from lockstep import launcher
 from lockstep.errors import BadLaunch, LockstepError
@@ -169,8 +168,8 @@ options:
 def main() -> None:
     """Run the command; an error of lockstep's own is shown as its message, without a traceback."""
     try:
-        options = _parser().parse_args()
-        options.act(options)
+        options = vars(_parser().parse_args())
+        options.pop("act")(**options)
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         sys.exit(2)
@@ -179,14 +178,13 @@ def main() -> None:
 class _Parser(argparse.ArgumentParser):
     """A parser whose help is ``text``, and whose errors are BadLaunch.
 
-    ``act`` is called with the parsed options; by default, for a command that only has subcommands,
-    it shows the help.
+    ``act`` is called with the options that were given, and has the defaults of the others. It shows
+    the help by default, for a command that only has subcommands.
     """
 
-    def __init__(
-        self, prog: str, text: str, act: Callable[[argparse.Namespace], object] | None = None
-    ) -> None:
-        super().__init__(prog=prog, allow_abbrev=False, add_help=False)
+    def __init__(self, prog: str, text: str, act: Callable[..., object] | None = None) -> None:
+        absent = argparse.SUPPRESS
+        super().__init__(prog=prog, allow_abbrev=False, add_help=False, argument_default=absent)
         self.add_argument("-h", "--help", action="help")
         self.set_defaults(act=act or self._show_help)
         self._text = text
@@ -197,7 +195,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise BadLaunch(f"{message}. '{self.prog} --help' shows what can be given.")
 
-    def _show_help(self, _: argparse.Namespace) -> NoReturn:
+    def _show_help(self) -> NoReturn:
         self.print_help()
         sys.exit(2)
 
@@ -220,83 +218,37 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("-m", dest="module", action="store_true")
     run.add_argument("-n", "--nprocs")
     run.add_argument("--nproc-per-node", "--nproc_per_node", dest="nprocs")
-    for name in ("--threads", "--log-dir", "--stdin", "--node-rank", "--rdzv-endpoint"):
-        run.add_argument(name)
     run.add_argument("--full-traceback", action="store_true")
-    run.add_argument("--nnodes", default="1")
-    run.add_argument("--rdzv-id", default="lockstep")
-    run.add_argument("--rdzv-timeout", default="300")
+    for name in ("--threads", "--log-dir", "--stdin", "--nnodes", "--node-rank"):
+        run.add_argument(name)
+    for name in ("--rdzv-endpoint", "--rdzv-id", "--rdzv-timeout"):
+        run.add_argument(name)
     demo = commands.add_parser("demo", text=_DEMO, act=_demo)
-    demo.add_argument("-n", "--nprocs", default="2")
-    demo.add_argument("--epochs", default="15")
-    demo.add_argument("--seed", type=int, default=1234)
-    demo.add_argument("--data", default="digits")
+    demo.add_argument("-n", "--nprocs")
+    demo.add_argument("--epochs")
+    demo.add_argument("--seed", type=int)
+    demo.add_argument("--data")
     bench = commands.add_parser("bench", text=_BENCH).add_subparsers(metavar="COMMAND")
     collectives = bench.add_parser("collectives", text=_COLLECTIVES, act=_collectives)
     collectives.add_argument("--ranks", action="append")
-    collectives.add_argument("--sizes")
-    collectives.add_argument("--rounds", default="15")
-    collectives.add_argument("--operation", action="append")
-    collectives.add_argument("--mpiexec", default="mpiexec")
-    collectives.add_argument("--json")
+    collectives.add_argument("--operation", action="append", dest="operations")
+    collectives.add_argument("--json", dest="json_to")
+    for name in ("--sizes", "--rounds", "--mpiexec"):
+        collectives.add_argument(name)
     return parser
 
 
-def _run(options: argparse.Namespace) -> NoReturn:
-    """Check the options of ``run`` and start the ranks; this process becomes their launcher."""
-    words = options.program[1:] if options.program[:1] == ["--"] else options.program
-    if not words:
-        raise BadLaunch("SCRIPT is missing: say what to run, as in 'lockstep run -n 2 train.py'.")
-    name, *argv = words
-    num_ranks = launcher.default_num_ranks()
-    if options.nprocs is None:
-        _warn_of_late_options(argv, num_ranks)
-    else:
-        num_ranks = launcher.check_num_ranks(options.nprocs)
-    num_threads = launcher.check_num_threads(options.threads, num_ranks)
-    num_hosts = launcher.whole_number(
-        options.nnodes, "The number of hosts", "Leave --nnodes out to run on one."
-    )
-    program = (launcher.Module if options.module else launcher.Script)(name, tuple(argv))
-    launcher.check_program(program)
-    stdin_rank = launcher.check_stdin(options.stdin, num_ranks, num_hosts)
-    hosts = (options.node_rank, options.rdzv_endpoint, options.rdzv_id, options.rdzv_timeout)
-    job = launcher.Job(
-        program,
-        num_ranks,
-        num_threads,
-        log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
-        meeting=launcher.check_meeting(num_hosts, *hosts),
-        stdin_rank=stdin_rank,
-        full_traceback=options.full_traceback,
-    )
-    launcher.run_job(job)
+def _run(**options: Any) -> None:
+    launcher.run_job(launcher.job_of(**options))
 
 
-def _warn_of_late_options(argv: Sequence[str], num_ranks: int) -> None:
-    names = {word.partition("=")[0] for word in argv}
-    for name in sorted(names & {"-n", "--nprocs", "--nproc-per-node", "--nproc_per_node"}):
-        print(
-            f"lockstep: running {num_ranks} ranks. '{name}' stands after the script, so the "
-            "script gets it; give it before the script to say how many ranks to run.",
-            file=sys.stderr,
-        )
-
-
-def _demo(options: argparse.Namespace) -> NoReturn:
+def _demo(**options: Any) -> NoReturn:
     from lockstep.demo import demo
 
-    sys.exit(0 if demo(options.nprocs, options.epochs, options.seed, options.data) else 1)
+    sys.exit(0 if demo(**options) else 1)
 
 
-def _collectives(options: argparse.Namespace) -> None:
-    from lockstep.bench import DEFAULT_SIZES, collectives
+def _collectives(**options: Any) -> None:
+    from lockstep.bench import collectives
 
-    collectives(
-        options.ranks or ["2", "4"],
-        DEFAULT_SIZES if options.sizes is None else options.sizes,
-        options.rounds,
-        options.operation or ["all_reduce"],
-        options.mpiexec,
-        options.json,
-    )
+    collectives(**options)

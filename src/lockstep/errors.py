@@ -34,33 +34,6 @@ which is what torch raises for models.
 
 from __future__ import annotations
 
-__all__ = [
-    "AlreadyParallel",
-    "BackendUnavailable",
-    "BadLaunch",
-    "CollectiveFailed",
-    "CollectiveMismatch",
-    "CollectiveTimeout",
-    "ContradictoryInit",
-    "GroupClosed",
-    "HookError",
-    "InitError",
-    "LateGradient",
-    "LaunchError",
-    "LockstepError",
-    "MissingExtra",
-    "ModelError",
-    "ModelMismatch",
-    "NothingToTrain",
-    "ParameterChanged",
-    "PeerLost",
-    "RankFailed",
-    "RendezvousFailed",
-    "ReplicaLost",
-    "SharedMemoryFull",
-    "SplitError",
-]
-
 
 class LockstepError(Exception):
     """Base of every error that lockstep raises."""
@@ -190,3 +163,6 @@ class RankFailed(LaunchError):
 
 class MissingExtra(LockstepError, ImportError):
     """A feature needs a package that is installed with one of lockstep's extras."""
+
+
+__all__ = [name for name, each in list(globals().items()) if isinstance(each, type)]

@@ -135,9 +135,9 @@ def test_mpi_answers_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     }  # fmt: skip
     answer = json.dumps({"cases": [case], "implementation": "An MPI 1"})
     answers = command_that(f"for last; do :; done; echo '{answer}' > \"$last\"", tmp_path)
-    outcome = measure_with_mpi(PLAN, 2, answers)
-    assert (outcome.implementation, outcome.skipped) == ("An MPI 1", [])
-    assert outcome.cases[0].seconds == {"mpi": [1.0]}
+    report = measure_with_mpi(PLAN, 2, answers)
+    assert (report.mpi, report.skipped) == ("An MPI 1", [])
+    assert report.cases[0].seconds == {"mpi": [1.0]}
 
 
 def test_memory_that_is_refused_in_a_rank_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,25 +7,25 @@ import io
 import pytest
 from rich.console import Console
 
+from lockstep.bench.command import (
+    PLAIN_WIDTH,
+    format_seconds,
+    print_report,
+    small_call_lines,
+    with_mpi,
+)
 from lockstep.bench.plan import (
     DEFAULT_SIZES,
     OPERATIONS,
     Case,
     Part,
+    Report,
     SmallCall,
     Summary,
     check_operations,
     format_size,
     parse_sizes,
     summarize,
-)
-from lockstep.bench.report import (
-    PLAIN_WIDTH,
-    Report,
-    format_seconds,
-    print_report,
-    small_call_lines,
-    with_mpi,
 )
 from lockstep.errors import BadLaunch
 
@@ -114,7 +114,7 @@ def test_report_says_what_was_measured_and_what_was_not() -> None:
         Case("all_reduce", 2, 2**20, seconds | {"bound": [4e-4, 4e-4]}),
     ]
     machine = {"cpu": "a processor", "cores": 2, "torch": "2"}
-    report = Report(machine, 2, cases, ["256 MiB on [4] ranks: no room"], [SMALL_CALL])
+    report = Report(2, cases, ["256 MiB on [4] ranks: no room"], [SMALL_CALL], machine=machine)
     printed = io.StringIO()
     print_report(report, Console(file=printed, width=PLAIN_WIDTH))
     lines = printed.getvalue().splitlines()

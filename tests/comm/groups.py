@@ -1,17 +1,12 @@
 """Groups of every backend, with ranks that are threads of the test's process, and what to expect.
 
-A rank of ``"shm"`` is meant to be a process, and in a thread it is no other: its memory is
-mapped once more for each rank, and its lines are sockets. Real processes run in
-test_torch_over_shm.py.
+Those of ``"shm"`` run in processes in test_torch_over_shm.py.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
-import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import lru_cache, reduce
 from typing import TypeVar
 
@@ -19,18 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.group import SharedMemoryGroup
-from lockstep.comm.shm.transport import ShmTransport
-from lockstep.comm.threads.transport import join as join_threads
-from tests.ranks import gloo_group
+from tests.ranks import run_ranks
 
 T = TypeVar("T")
 
 # Ours promise what Gloo doesn't: every dtype and layout, sums in rank order, uneven sizes.
 OURS = ("shm", "threads")
 BACKENDS = ("gloo", *OURS)
-
-TIMEOUT_SECONDS = 60
 
 # Before 2.13 torch knows them by their older names alone, which newer ones warn of.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -42,7 +32,7 @@ COMPLEX = (torch.complex64, torch.complex128)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 DTYPES = (*FLOATS, *INTS, torch.bool, *COMPLEX, *FLOAT8)
 # Gloo has no int16, and torch sends it complex numbers as pairs of real ones.
-GLOO_DTYPES = tuple(set(DTYPES) - {torch.int16, *FLOAT8})
+GLOO_DTYPES = tuple(dtype for dtype in DTYPES if dtype not in (torch.int16, *FLOAT8))
 NARROW = (torch.float16, torch.bfloat16, *FLOAT8)
 
 # Empty, without dimensions, odd, on both sides of what goes in one meeting, and in three pieces.
@@ -68,22 +58,6 @@ over_backends_and_sizes = over_sizes(BACKENDS)
 over_ours_and_sizes = over_sizes(OURS)
 
 
-def make_group(
-    backend: str,
-    store: dist.Store,
-    rank: int,
-    size: int,
-    seconds: float = 20,
-    members: Sequence[int] | None = None,
-) -> dist.ProcessGroup:
-    """A group that torch.distributed knows nothing of."""
-    if backend == "gloo":
-        return gloo_group(store, rank, size, seconds)
-    join = ShmTransport if backend == "shm" else join_threads
-    team = join(store, rank, size, seconds, members)
-    return SharedMemoryGroup(team, backend, timedelta(seconds=seconds), store)
-
-
 def run_on(
     backend: str,
     size: int,
@@ -91,42 +65,8 @@ def run_on(
     seconds: float = 20,
     members: Sequence[int] | None = None,
 ) -> list[T]:
-    """Run ``body(group)`` on every rank; return what they return, in rank order.
-
-    The first rank that raises fails the test, with its own traceback.
-    """
-    store = dist.HashStore()
-    results: dict[int, T] = {}
-    failures: list[tuple[int, BaseException]] = []
-
-    def run(rank: int) -> None:
-        try:
-            group = make_group(backend, store, rank, size, seconds, members)
-            try:
-                results[rank] = body(group)
-            except BaseException as error:
-                failures.append((rank, error))
-            if backend in OURS:
-                group.shutdown()
-        except BaseException as error:
-            failures.append((rank, error))
-
-    ranks = [
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
-        for rank in range(size)
-    ]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join(TIMEOUT_SECONDS)
-    if stuck := [thread.name for thread in ranks if thread.is_alive()]:
-        faulthandler.dump_traceback()
-        raise TimeoutError(f"{', '.join(stuck)} did not end within {TIMEOUT_SECONDS} s")
-    if failures:
-        rank, error = failures[0]
-        error.add_note(f"(raised first on rank {rank} of {size}, over {backend})")
-        raise error
-    return [results[rank] for rank in range(size)]
+    """Run ``body(group)`` on every rank; return what they return, in rank order."""
+    return run_ranks(size, lambda _, group: body(group), seconds, backend, members)
 
 
 def values(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torch.Tensor:

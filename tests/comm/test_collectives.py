@@ -25,9 +25,15 @@ from tests.comm.groups import (
     run_on,
     values,
 )
+from tests.counts import pairs, some
 
 
-def cases(backend: str) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
+def cases(backend: str, size: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """A third of the dtypes with shapes, another one for each size."""
+    return some(all_cases(backend), size)
+
+
+def all_cases(backend: str) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
     """Every dtype with every shape; the largest with two dtypes only."""
     for dtype in DTYPES if backend in OURS else GLOO_DTYPES:
         for shape in SHAPES:
@@ -44,10 +50,11 @@ def assert_all_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> No
         assert_same_bits(one, other)
 
 
+@pytest.mark.shortened
 @over_backends_and_sizes
 def test_broadcast_gives_everyone_what_the_root_has(backend: str, size: int) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        for dtype, shape in cases(backend):
+        for dtype, shape in cases(backend, size):
             for root in {0, size - 1}:
                 tensor = values(dtype, shape, seed=group.rank())
                 dist.broadcast(tensor, group_src=root, group=group)
@@ -56,10 +63,11 @@ def test_broadcast_gives_everyone_what_the_root_has(backend: str, size: int) -> 
     run_on(backend, size, body)
 
 
+@pytest.mark.shortened
 @over_backends_and_sizes
 def test_all_gather_gives_everyone_everything(backend: str, size: int) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        for dtype, shape in cases(backend):
+        for dtype, shape in cases(backend, size):
             expected = several(size, dtype, shape, 0)
             tensor = expected[group.rank()]
             outputs = [torch.empty(shape, dtype=dtype) for _ in range(size)]
@@ -96,10 +104,11 @@ def test_all_gather_into_tensors_of_a_wrong_size_is_refused_everywhere(backend: 
     run_on(backend, 3, body)
 
 
+@pytest.mark.shortened
 @over_backends_and_sizes
 def test_gather_gives_the_root_everything(backend: str, size: int) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        for dtype, shape in cases(backend):
+        for dtype, shape in cases(backend, size):
             if backend == "gloo" and dtype.is_complex:
                 continue  # torch makes pairs of real numbers of them elsewhere, but not here
             for root in {0, size - 1}:
@@ -114,10 +123,11 @@ def test_gather_gives_the_root_everything(backend: str, size: int) -> None:
     run_on(backend, size, body)
 
 
+@pytest.mark.shortened
 @over_backends_and_sizes
 def test_scatter_gives_each_rank_its_own(backend: str, size: int) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        for dtype, shape in cases(backend):
+        for dtype, shape in cases(backend, size):
             for root in {0, size - 1}:
                 parts = several(size, dtype, shape, 0)
                 output = torch.empty(shape, dtype=dtype)
@@ -128,11 +138,12 @@ def test_scatter_gives_each_rank_its_own(backend: str, size: int) -> None:
     run_on(backend, size, body)
 
 
+@pytest.mark.shortened
 @over_backends_and_sizes
 def test_all_to_all_gives_every_rank_its_part_of_each(backend: str, size: int) -> None:
     def body(group: dist.ProcessGroup) -> None:
         rank = group.rank()
-        for dtype, shape in cases(backend):
+        for dtype, shape in cases(backend, size):
             inputs = several(size, dtype, shape, rank * size)
             expected = [values(dtype, shape, seed=r * size + rank) for r in range(size)]
             if backend in OURS:  # torch has no lists of tensors over Gloo
@@ -268,12 +279,13 @@ def test_coalesced_forms_do_as_their_parts(backend: str, size: int) -> None:
     run_on(backend, size, body)
 
 
-@pytest.mark.parametrize("backend", OURS)
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize(
-    "layout", ["transposed", "strided", "channels_last", "conj", "needs gradients"]
+@pairs(
+    "backend, size, layout, shape",
+    OURS,
+    [1, 3],
+    ["transposed", "strided", "channels_last", "conj", "needs gradients"],
+    [(2, 3, 5, 4), (3, 50, 41, 45)],
 )
-@pytest.mark.parametrize("shape", [(2, 3, 5, 4), (3, 50, 41, 45)])
 def test_tensors_of_any_layout_go_and_come(
     backend: str, size: int, layout: str, shape: tuple[int, ...]
 ) -> None:

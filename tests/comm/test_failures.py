@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 
@@ -51,14 +52,18 @@ def again_and_again(call: Callable[[dist.ProcessGroup], object], group: dist.Pro
 def test_a_lost_rank_is_named_over_gloo(call: str) -> None:
     operation, make = CALLS[call]
 
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        make(group)
-        if rank == 1:
-            return  # with the group its connections end, as with a process
+    def fail(group: dist.ProcessGroup) -> None:
         with pytest.raises(PeerLost, match="Rank 1 is gone; rank") as raised:
             again_and_again(make, group)
         # Also on the one that goes on waiting until another one has gone because of this.
         assert (raised.value.ranks, raised.value.operation) == ((1,), operation)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        make(group)
+        if rank == 1:
+            return  # with the group its connections end, as with a process
+        fail(group)
+        gc.collect()  # the error's traceback has the group, whose connections are to end
 
     run_ranks(3, body, backend="gloo")
 

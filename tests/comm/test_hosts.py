@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.hosts.collectives import HostsGroup
-from lockstep.comm.hosts.transport import HostsTransport
+from lockstep.comm.group import SharedMemoryGroup
+from lockstep.comm.hosts import HostsCollectives, HostsTransport
 from lockstep.errors import CollectiveMismatch, PeerLost
 from tests.ranks import run_ranks
 
@@ -27,14 +27,14 @@ HOSTS = {
 
 def hosts_group(
     store: dist.Store, rank: int, hosts: Sequence[Sequence[int]], seconds: float = 20
-) -> HostsGroup:
+) -> SharedMemoryGroup:
     team = HostsTransport(store, rank, hosts, seconds)
-    return HostsGroup(team, "shm", timedelta(seconds=seconds), store)
+    return SharedMemoryGroup(team, "shm", timedelta(seconds=seconds), store, HostsCollectives)
 
 
 def run_hosts(
     hosts: Sequence[Sequence[int]],
-    body: Callable[[int, HostsGroup], object],
+    body: Callable[[int, SharedMemoryGroup], object],
     seconds: float = 20,
 ) -> list[object]:
     store = dist.HashStore()
@@ -74,7 +74,7 @@ def test_all_reduce_in_many_pieces() -> None:
 
 
 def check_bits_of_all_reduce(hosts: Sequence[Sequence[int]], numel: int) -> None:
-    def body(rank: int, group: HostsGroup) -> torch.Tensor:
+    def body(rank: int, group: SharedMemoryGroup) -> torch.Tensor:
         tensor = values(rank, numel)
         group.allreduce([tensor]).wait()
         return tensor
@@ -89,7 +89,7 @@ def check_bits_of_all_reduce(hosts: Sequence[Sequence[int]], numel: int) -> None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.float8_e4m3fn])
 def test_all_reduce_of_dtypes_that_the_network_knows_nothing_of(dtype: torch.dtype) -> None:
-    def body(rank: int, group: HostsGroup) -> torch.Tensor:
+    def body(rank: int, group: SharedMemoryGroup) -> torch.Tensor:
         tensor = torch.full((1000,), rank + 1.0).to(dtype)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
@@ -101,7 +101,7 @@ def test_all_reduce_of_dtypes_that_the_network_knows_nothing_of(dtype: torch.dty
 
 
 def test_average_divides_by_all_ranks(hosts: Sequence[Sequence[int]]) -> None:
-    def body(rank: int, group: HostsGroup) -> torch.Tensor:
+    def body(rank: int, group: SharedMemoryGroup) -> torch.Tensor:
         tensor = torch.full((5,), float(rank))
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.AVG
@@ -121,7 +121,7 @@ def test_average_of_narrow_numbers_is_rounded_once(
 ) -> None:
     whole = torch.full((5,), value).to(dtype)
 
-    def body(rank: int, group: HostsGroup) -> list[float]:
+    def body(rank: int, group: SharedMemoryGroup) -> list[float]:
         tensor = whole.clone()
         group.allreduce([tensor], dist.ReduceOp.AVG).wait()
         return tensor.float().tolist()
@@ -130,7 +130,7 @@ def test_average_of_narrow_numbers_is_rounded_once(
 
 
 def test_a_lost_store_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(rank: int, group: HostsGroup) -> object:
+    def body(rank: int, group: SharedMemoryGroup) -> object:
         group.barrier().wait()
         if rank == 0:
             group.shutdown()
@@ -153,7 +153,7 @@ def test_a_lost_store_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch
 def test_every_collective_gives_what_one_host_gives(hosts: Sequence[Sequence[int]]) -> None:
     size = sum(map(len, hosts))
 
-    def body(rank: int, group: HostsGroup) -> None:
+    def body(rank: int, group: SharedMemoryGroup) -> None:
         for root in range(size):
             tensor = values(rank, 3, 5)
             group.broadcast(tensor, root).wait()
@@ -206,7 +206,7 @@ def _root(rank: int) -> object:
 
 
 def test_memory_of_the_group_is_reduced_where_it_is() -> None:
-    def body(rank: int, group: HostsGroup) -> torch.Tensor:
+    def body(rank: int, group: SharedMemoryGroup) -> torch.Tensor:
         tensor = group.empty(300_000, dtype=torch.float64)
         tensor.copy_(values(rank, 300_000))
         group.allreduce([tensor]).wait()
@@ -219,7 +219,7 @@ def test_memory_of_the_group_is_reduced_where_it_is() -> None:
 
 @pytest.mark.parametrize("other", [1, 2])
 def test_mismatch_is_told_to_every_rank_of_every_host(other: int) -> None:
-    def body(rank: int, group: HostsGroup) -> str:
+    def body(rank: int, group: SharedMemoryGroup) -> str:
         tensor = torch.ones(3 if rank == other else 2)
         with pytest.raises(CollectiveMismatch) as caught:
             group.allreduce([tensor]).wait()
@@ -234,7 +234,7 @@ def test_mismatch_is_told_to_every_rank_of_every_host(other: int) -> None:
 def test_lost_rank_is_named_on_all_hosts(lost: int) -> None:
     gone = threading.Event()
 
-    def body(rank: int, group: HostsGroup) -> tuple[str, tuple[int, ...]] | None:
+    def body(rank: int, group: SharedMemoryGroup) -> tuple[str, tuple[int, ...]] | None:
         if rank == lost:
             group.shutdown()
             gone.set()
@@ -257,7 +257,7 @@ def test_lost_rank_is_named_on_all_hosts(lost: int) -> None:
 def test_messages_of_any_layout_and_dtype() -> None:
     sent = torch.arange(24.0).view(4, 6).t()[::2]
 
-    def body(rank: int, group: HostsGroup) -> None:
+    def body(rank: int, group: SharedMemoryGroup) -> None:
         own = sent.to(torch.bfloat16) + rank
         works = [group.send([own], peer, 5) for peer in range(4) if peer != rank]
         for peer in range(4):
@@ -273,7 +273,7 @@ def test_messages_of_any_layout_and_dtype() -> None:
 
 @pytest.mark.parametrize("sender", [1, 2])
 def test_a_message_of_another_dtype_or_size_is_refused(sender: int) -> None:
-    def body(rank: int, group: HostsGroup) -> None:
+    def body(rank: int, group: SharedMemoryGroup) -> None:
         if rank == sender:
             group.send([torch.ones(3)], 0, 0).wait()
         elif rank == 0:
@@ -286,7 +286,7 @@ def test_a_message_of_another_dtype_or_size_is_refused(sender: int) -> None:
 
 
 def test_the_sender_of_a_message_from_anyone_is_told() -> None:
-    def body(rank: int, group: HostsGroup) -> None:
+    def body(rank: int, group: SharedMemoryGroup) -> None:
         if rank == 3:
             group.send([torch.full((2,), 7.0)], 0, 1).wait()
         elif rank == 0:
@@ -301,7 +301,7 @@ def test_the_sender_of_a_message_from_anyone_is_told() -> None:
 
 @pytest.mark.parametrize("sender", [1, 2])
 def test_a_sender_that_is_gone_is_named(sender: int) -> None:
-    def body(rank: int, group: HostsGroup) -> None:
+    def body(rank: int, group: SharedMemoryGroup) -> None:
         group.barrier().wait()
         if rank == 0:
             with pytest.raises(PeerLost) as caught:

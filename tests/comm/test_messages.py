@@ -21,12 +21,12 @@ from tests.comm.groups import (
     GLOO_DTYPES,
     OURS,
     SHAPES,
-    TIMEOUT_SECONDS,
     assert_same_bits,
     laid_out,
     run_on,
     values,
 )
+from tests.ranks import TIMEOUT_SECONDS
 
 over_backends = pytest.mark.parametrize("backend", BACKENDS)
 over_ours = pytest.mark.parametrize("backend", OURS)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import CollectiveFailed
+from lockstep.errors import CollectiveFailed, PeerLost
 from tests.comm.groups import OURS, run_on
 
 
@@ -40,7 +40,9 @@ def sends_another_dtype(group: dist.ProcessGroup) -> None:
 
 
 def sends_nothing(group: dist.ProcessGroup) -> None:
-    time.sleep(1.5)  # and stays meanwhile
+    group.set_timeout(timedelta(seconds=20))
+    with pytest.raises(PeerLost):  # it stays until the other one has left
+        group.recv([torch.empty(1)], 0, 4).wait()
 
 
 def sums_up(group: dist.ProcessGroup) -> None:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.comm.groups import OURS, assert_same_bits, reduced, run_on, values
+from tests.counts import num_examples
 
 # A slot holds 262,144 float32: pieces on both sides of what fits, and of a rank's part of it.
 SLOT = 262_144
@@ -22,7 +23,9 @@ lengths = st.one_of(
     st.integers(SLOT - 2, SLOT + 2),
     st.integers(2 * SLOT - 2, 2 * SLOT + 70),
 )
-few = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(
+    max_examples=num_examples(40), deadline=None, suppress_health_check=list(HealthCheck)
+)
 
 over_ours = pytest.mark.parametrize("backend", OURS)
 

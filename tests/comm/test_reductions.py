@@ -27,6 +27,7 @@ from tests.comm.groups import (
     run_on,
     values,
 )
+from tests.counts import pairs, some
 
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _BITWISE = ("BAND", "BOR", "BXOR")
@@ -55,7 +56,12 @@ def supports(backend: str, op: str, dtype: torch.dtype) -> bool:
     )
 
 
-def cases(backend: str, op: str) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
+def cases(backend: str, size: int, op: str) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """A third of the dtypes that work with shapes, another one for each size and operator."""
+    return some(all_cases(backend, op), size + OPS.index(op))
+
+
+def all_cases(backend: str, op: str) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
     """Every dtype that works, with every shape; the largest with a few dtypes only."""
     for dtype in DTYPES:
         for shape in SHAPES:
@@ -66,6 +72,7 @@ def cases(backend: str, op: str) -> Iterator[tuple[torch.dtype, tuple[int, ...]]
                 yield dtype, shape
 
 
+@pytest.mark.shortened
 @over_backends_and_sizes
 @pytest.mark.parametrize("op", OPS)
 def test_all_reduce_combines_all_ranks_values(backend: str, size: int, op: str) -> None:
@@ -73,7 +80,7 @@ def test_all_reduce_combines_all_ranks_values(backend: str, size: int, op: str) 
         pytest.skip("Gloo has no average")
 
     def body(group: dist.ProcessGroup) -> None:
-        for dtype, shape in cases(backend, op):
+        for dtype, shape in cases(backend, size, op):
             tensors = [values(dtype, shape, seed=rank) for rank in range(size)]
             tensor = tensors[group.rank()].clone()
             if dtype.is_complex and op == "PRODUCT":  # dist.all_reduce refuses it for all
@@ -85,11 +92,12 @@ def test_all_reduce_combines_all_ranks_values(backend: str, size: int, op: str) 
     run_on(backend, size, body)
 
 
+@pytest.mark.shortened
 @over_backends_and_sizes
 @pytest.mark.parametrize("op", ["SUM", "MAX", "BXOR"])
 def test_reduce_gives_the_root_the_result_and_nobody_else(backend: str, size: int, op: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        for dtype, shape in cases(backend, op):
+        for dtype, shape in cases(backend, size, op):
             for root in {0, size - 1}:
                 tensors = [values(dtype, shape, seed=rank) for rank in range(size)]
                 tensor = tensors[group.rank()].clone()
@@ -102,6 +110,7 @@ def test_reduce_gives_the_root_the_result_and_nobody_else(backend: str, size: in
     run_on(backend, size, body)
 
 
+@pytest.mark.shortened
 @over_backends_and_sizes
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "BOR"])
 def test_reduce_scatter_gives_each_rank_its_part(backend: str, size: int, op: str) -> None:
@@ -110,7 +119,7 @@ def test_reduce_scatter_gives_each_rank_its_part(backend: str, size: int, op: st
 
     def body(group: dist.ProcessGroup) -> None:
         rank = group.rank()
-        for dtype, shape in cases(backend, op):
+        for dtype, shape in cases(backend, size, op):
             if backend == "gloo" and (not sum(shape) or (op != "SUM" and sum(shape) > 100_000)):
                 continue  # takes neither empty tensors nor such without dimensions
             given = [values(dtype, shape, seed=rank * size + part) for part in range(size)]
@@ -215,13 +224,13 @@ def test_what_torch_cannot_combine_is_refused_before_anything_is_sent(
     run_on(backend, 2, body)
 
 
-@pytest.mark.parametrize("backend", OURS)
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize(
-    "layout",
+@pairs(
+    "backend, size, layout, shape",
+    OURS,
+    [1, 3],
     ["transposed", "strided", "channels_last", "conj", "offset", "needs gradients"],
+    [(2, 3, 5, 4), (3, 50, 41, 45)],
 )
-@pytest.mark.parametrize("shape", [(2, 3, 5, 4), (3, 50, 41, 45)])
 def test_reductions_of_tensors_of_any_layout(
     backend: str, size: int, layout: str, shape: tuple[int, ...]
 ) -> None:
@@ -254,9 +263,13 @@ def test_reductions_of_tensors_of_any_layout(
     run_on(backend, size, body)
 
 
-@over_ours_and_sizes
-@pytest.mark.parametrize("who", ["all", "only some", "a part of it"])
-@pytest.mark.parametrize("op", ["SUM", "AVG"])
+@pairs(
+    "backend, size, who, op",
+    OURS,
+    [1, 2, 3, 4],
+    ["all", "only some", "a part of it"],
+    ["SUM", "AVG"],
+)
 def test_all_reduce_of_tensors_born_in_shared_memory(
     backend: str, size: int, who: str, op: str
 ) -> None:

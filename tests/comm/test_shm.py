@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.shm.connect import _Handshake
 from lockstep.comm.shm.memory import Segment, send_message
 from lockstep.comm.shm.transport import ShmTransport
@@ -90,15 +92,15 @@ def test_strangers_are_turned_away_and_the_ranks_meet_at_once():
         strangers = [
             _stranger(address, b"[" * 4096),
             _stranger(address, b""),
-            _stranger(address, bytes(40), 4),
-            _stranger(address, bytes(32) + (1).to_bytes(8, "little"), 4),
+            _stranger(address, bytes(40), 3),
+            _stranger(address, bytes(32) + (1).to_bytes(8, "little"), 3),
             _stranger(address, b'{"secret": 1}', 10),
             *(_stranger(address, b"") for _ in range(30)),
         ]
         began = time.monotonic()
         second = pool.submit(ShmTransport, store, 1, 2, 20)
         teams = [first.result(), second.result()]
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     assert meet_all(teams) == [[0, 0], [0, 0]]
     # None was answered, nor told the secret, and the descriptors that they sent were closed.
     for line in strangers:
@@ -235,7 +237,7 @@ def test_what_a_rank_said_last_is_heard_although_it_left_without_reading():
         # The kernel resets a line whose other end is closed with something unread.
         teams[1].break_off(PeerLost("Rank 2 is gone.", [2], "all_reduce"))
         teams[1].leave()
-        error = waiting.exception(2)
+        error = waiting.exception(10)
         assert isinstance(error, PeerLost)
         assert error.ranks == (2,)
 
@@ -251,7 +253,7 @@ def test_a_death_is_told_while_a_third_rank_is_late():
         error = waiting[0].exception()
         assert isinstance(error, PeerLost)
         assert error.ranks == (1,)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10
 
 
 def test_who_leaves_after_the_last_meeting_disturbs_nobody():
@@ -298,8 +300,9 @@ def test_an_interrupted_meeting_ends_the_group(monkeypatch: pytest.MonkeyPatch):
             raise KeyboardInterrupt
 
         monkeypatch.setattr(teams[0]._barrier, "exchange", interrupted)
+        group = SharedMemoryGroup(teams[0], "shm", timedelta(seconds=5))
         with pytest.raises(KeyboardInterrupt):
-            teams[0].exchange(A, 0, 5)
+            group.barrier()
         (error,) = meet_all(teams[1:])
         assert isinstance(error, PeerLost)
         assert "KeyboardInterrupt" in str(error)
@@ -313,8 +316,8 @@ def test_abort_ends_the_waits_of_all_threads_and_ranks():
         receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
         time.sleep(0.1)
         teams[0].abort()
-        assert "has aborted" in str(meeting.exception(2))
-        assert "has aborted" in str(receiving.exception(2))
+        assert "has aborted" in str(meeting.exception(10))
+        assert "has aborted" in str(receiving.exception(10))
         # Rank 0 had come to this meeting; to the next one it doesn't.
         assert meet_all(teams[1:]) == [[0, 0]]
         (error,) = meet_all(teams[1:])
@@ -328,8 +331,8 @@ def test_leaving_ends_the_waits_of_other_threads():
         receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
         time.sleep(0.1)
         teams[0].leave()
-        assert isinstance(meeting.exception(2), GroupClosed)
-        assert isinstance(receiving.exception(2), GroupClosed)
+        assert isinstance(meeting.exception(10), GroupClosed)
+        assert isinstance(receiving.exception(10), GroupClosed)
 
 
 # Letters.
@@ -342,7 +345,7 @@ def test_two_threads_that_wait_for_letters_both_learn_that_their_senders_are_gon
         waiting = [pool.submit(mailbox.receive, each, 20) for each in expected]
         time.sleep(0.1)
         die(teams[2])
-        errors = [each.exception(2) for each in waiting]
+        errors = [each.exception(10) for each in waiting]
         assert [(type(error), error.ranks) for error in errors] == [(PeerLost, (2,))] * 2
 
 
@@ -352,7 +355,7 @@ def test_a_rank_that_waits_for_a_survivors_letter_is_told_who_died():
         waiting = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
         die(teams[2])
         meet_all(teams[1:2])
-        error = waiting.exception(2)
+        error = waiting.exception(10)
         assert isinstance(error, PeerLost)
         assert error.ranks == (2,)
 
@@ -416,32 +419,44 @@ def test_a_letter_that_does_not_come_ends_the_group():
 
 
 def test_memory_that_nobody_uses_goes_back():
+    def taken() -> int:
+        return 512 * os.fstat(teams[0]._segment.descriptor).st_blocks
+
     with joined(2) as teams:
+        before = taken()
         tensor = teams[0].empty(8 << 20)
-        descriptor = os.dup(teams[0]._own[1].descriptor)
         place = teams[0].find(tensor)
         run_each(lambda: teams[0].exchange(A, place, 5), lambda: teams[1].exchange(A, 0, 5))
         other = teams[1].at(0, place, torch.uint8, 8 << 20)
-        assert os.fstat(descriptor).st_blocks >= (8 << 20) // 512
+        assert taken() == before + (8 << 20)
         del tensor
-        assert os.fstat(descriptor).st_blocks == 0
-        os.close(descriptor)
+        assert taken() == before  # though rank 1 has mapped it yet
         del other
-        # With the next one, the others hear that they need not map it any more.
+        # What comes after it is elsewhere, so that nothing there is taken for it.
         tensor = teams[0].empty(64)
-        place = teams[0].find(tensor)
-        run_each(lambda: teams[0].exchange(A, place, 5), lambda: teams[1].exchange(A, 0, 5))
-        teams[1].at(0, place, torch.uint8, 64)
-        assert set(teams[1]._mapped) == {(0, 0), (1, 0), (0, 2)}
-        assert not teams[0]._retired
+        assert teams[0].find(tensor) > place
 
 
-def test_memory_handed_out_by_a_rank_that_then_died_is_let_go():
+def test_memory_that_outlives_its_group_goes_back_with_its_last_tensor():
+    teams = join_all(2)
+    descriptor = os.dup(teams[0]._segment.descriptor)
+    tensors = [teams[0].empty(1 << 20) for _ in range(2)]
+    for team in teams:
+        team.leave()
+    del teams, team
+    gc.collect()
+    before = os.fstat(descriptor).st_blocks
+    del tensors[0]
+    assert os.fstat(descriptor).st_blocks == before - (1 << 20) // 512
+    tensors[0].fill_(1)
+    os.close(descriptor)
+
+
+def test_memory_of_a_rank_that_died_is_let_go():
     before = len(os.listdir("/proc/self/fd"))
     with joined(2) as teams:
         tensor = teams[0].empty(4096)
         assert teams[0].find(tensor) is not None
-        teams[0]._hand_out(1)
         die(teams[0])
         (error,) = meet_all(teams[1:])
         assert isinstance(error, PeerLost)
@@ -458,7 +473,6 @@ def test_what_was_sent_is_read_though_the_sender_went():
         run_each(
             lambda: teams[0].exchange(A, places[0], 5), lambda: teams[1].exchange(A, places[1], 5)
         )
-        # What rank 1 has handed out to it is unread, so the kernel resets the line.
         die(teams[0])
         assert teams[1].at(0, places[0], torch.uint8, 16).tolist() == [7] * 16
         (error,) = meet_all(teams[1:])
@@ -476,9 +490,7 @@ def test_tensors_are_dropped_by_any_thread_while_others_are_made():
 
         assert run_each(*[make_and_drop] * 4) == [None] * 4
         gc.collect()
-        assert not teams[0]._own
-        assert not teams[0]._number_at
-        assert sorted(teams[0]._retired) == list(range(1, 801))
+        assert not teams[0]._segment.offset_at
 
 
 def test_more_than_1024_descriptors_may_be_open():

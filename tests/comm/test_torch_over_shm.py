@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from lockstep.errors import GroupClosed
+from tests.counts import pairs
 from tests.processes import Processes, processes
 
 SIZES = (2, 3)
@@ -138,9 +139,7 @@ def check_training(method: str) -> list[torch.Tensor]:
     return parameters
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-@pytest.mark.parametrize("method", METHODS)
+@pairs("method, backend, size", METHODS, ["gloo", "shm"], SIZES)
 def test_training_gives_what_one_process_gives(
     ranks: Processes, method: str, backend: str, size: int
 ) -> None:

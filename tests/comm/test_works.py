@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.reduction import Reduction
+from lockstep.comm.collectives import Reduction
 from lockstep.comm.work import GroupWork
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from tests.comm.groups import BACKENDS, OURS, all_gather_single, run_on

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.demo import command, training
+from lockstep.demo import training
 from lockstep.demo.datasets import Digits
 from lockstep.demo.training import ConvNet, State, largest_difference, train_exactly
 from lockstep.world import Starter, World
@@ -92,12 +92,18 @@ def test_a_last_batch_that_is_too_short_is_left_out_in_one_process_too(digits, s
 
 def test_a_difference_is_a_failure_of_the_command(monkeypatch, digits, start) -> None:
     wrong = {name: value + 1e-6 for name, value in start.items()}
-    monkeypatch.setattr(command, "load", lambda _: digits)
-    monkeypatch.setattr(command, "launch", lambda *_, **__: [training.Trained(start, start)])
-    monkeypatch.setattr(command, "train_exactly", lambda *_: wrong)
-    assert not command.demo("2", "1", 1, "digits")
-    monkeypatch.setattr(command, "train_exactly", lambda *_: start)
-    assert command.demo("2", "1", 1, "digits")
+    monkeypatch.setattr(training, "load", lambda _: digits)
+    monkeypatch.setattr(training, "launch", lambda *_, **__: [(start, start)])
+    monkeypatch.setattr(training, "train_exactly", lambda *_: wrong)
+    assert not training.demo("2", "1", 1, "digits")
+    monkeypatch.setattr(training, "train_exactly", lambda *_: start)
+    assert training.demo("2", "1", 1, "digits")
+
+
+def test_the_demo_trains_on_processes(monkeypatch, digits, capfd) -> None:
+    monkeypatch.setattr(training, "load", lambda _: digits)
+    assert training.demo("2", "1", 5, "digits")
+    assert re.search(r"epoch +1 +loss [\d.]+ +accuracy +[\d.]+%", capfd.readouterr().out)
 
 
 def demo(*options: str) -> subprocess.CompletedProcess[str]:
@@ -109,7 +115,8 @@ def demo(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("nprocs", [pytest.param("1", marks=pytest.mark.long), "3"])
+@pytest.mark.long
+@pytest.mark.parametrize("nprocs", ["1", "3"])
 def test_demo_command(nprocs: str) -> None:
     run = demo("--nprocs", nprocs, "--epochs", "2", "--seed", "5")
     assert run.returncode == 0, run.stderr

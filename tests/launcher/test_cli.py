@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import cli, launcher
-from lockstep.launcher.job import Job, Meeting, Module, Script
+from lockstep.launcher.job import Job, Meeting, Program
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 def test_run_reads_its_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ("-n4", "--threads=2", "--log-dir", "logs", "-m", "pkg.train", "-n", "x")
     job = read(monkeypatch, *argv)
-    assert job.program == Module("pkg.train", ("-n", "x"))
+    assert job.program == Program("pkg.train", ("-n", "x"), is_module=True)
     assert (job.num_ranks, job.num_threads, job.log_dir) == (4, 2, str(folder / "logs"))
     assert (job.stdin_rank, job.full_traceback) == (None, False)
     job = read(monkeypatch, "-n", "2", "--stdin", "1", "--full-traceback", "train.py")
@@ -67,7 +67,7 @@ def test_run_reads_the_number_of_ranks_by_all_its_names(
 def test_run_leaves_what_follows_the_script_to_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    expected = Script("train.py", tuple(words))
+    expected = Program("train.py", tuple(words))
     assert read(monkeypatch, "-n", "1", "train.py", *words).program == expected
     assert read(monkeypatch, "-n", "1", "--", "train.py", *words).program == expected
 
@@ -80,7 +80,7 @@ def test_run_says_that_a_number_of_ranks_after_the_script_is_not_its_own(
     late: list[str],
 ) -> None:
     job = read(monkeypatch, "train.py", *late)
-    assert job.program == Script("train.py", tuple(late))
+    assert job.program == Program("train.py", tuple(late))
     said = capsys.readouterr().err
     assert f"running {job.num_ranks} ranks" in said
     assert f"'{late[0].partition('=')[0]}' stands after the script" in said

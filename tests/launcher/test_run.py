@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.launcher.job import default_num_threads
+from lockstep.launcher.job import check_num_threads
 from tests.launcher.bench import Bench, lines_of
 
 pytestmark = pytest.mark.forks
@@ -197,7 +197,7 @@ def test_nothing_listens_beyond_loopback(bench: Bench) -> None:
 
 def test_threads_default_to_a_share_of_the_cores(bench: Bench) -> None:
     cores = len(os.sched_getaffinity(0))
-    assert default_num_threads(1) == cores
+    assert check_num_threads(None, 1) == cores
     script = bench.script("import torch; print(torch.get_num_threads())")
     done = bench.run("run", "-n", cores + 1, script)
     assert lines_of(done.stdout, cores) == ["1"], done.stderr

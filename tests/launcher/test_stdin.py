@@ -46,7 +46,7 @@ class Terminal:
     def end(self) -> int:
         while self._read():
             pass
-        return self.run.wait(10)
+        return self.run.wait(30)
 
     def __enter__(self) -> Terminal:
         return self

@@ -180,7 +180,7 @@ def test_first_failure_with_its_traceback_and_no_hang() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 of 3 failed first") as caught:
         launch(train, 3, ranks="threads")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 9  # less than a rank that hangs is waited for
     assert (caught.value.rank, caught.value.exit_code, caught.value.signal) == (1, 1, None)
     assert caught.value.traceback is not None
     assert caught.value.traceback.startswith("Traceback (most recent call last):\n")
@@ -214,7 +214,7 @@ def test_failure_ends_the_wait_for_a_new_group() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailed, match="rank 2 of 3 failed first"):
         launch(train, 3, ranks="threads")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 9  # less than a rank that hangs is waited for
 
 
 def test_rank_that_returns_early_is_lost_to_the_others() -> None:
@@ -251,7 +251,7 @@ def test_thread_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(train, ranks="threads")
     assert caught.value.rank == 0
     end.set()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while dist.distributed_c10d._world is not world_before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert dist.distributed_c10d._world is world_before
@@ -266,7 +266,7 @@ def test_interrupt_ends_the_ranks_waits() -> None:
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         launch(train, ranks="threads")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 9  # less than a rank that hangs is waited for
 
 
 def test_nothing_of_torchs_is_changed_afterwards() -> None:

@@ -3,42 +3,58 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 
-from lockstep.launcher.failures import (
-    Ending,
-    Report,
-    Told,
-    describe,
-    first_failure,
-    signal_name,
-)
+from lockstep.launcher.failures import Failure, Told, failure_outcome, first_failure, signal_name
 from lockstep.launcher.processes import Escalation, after_failure, after_signal
+from lockstep.launcher.supervisor import RankProcess
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"
 
 
-def raised(rank: int, at: float, text: str = "ValueError: bad", *, asked: bool = False) -> Ending:
-    report = Report(at, exit_code=1, told=Told(text, text, text.splitlines()[-1]))
-    return Ending(rank, at + 0.05, exit_code=1, report=report, asked=asked)
+def rank_process(rank: int, *, asked: bool = False, wants_result: bool = False) -> RankProcess:
+    connection: Any = None  # nothing is sent
+    return RankProcess(rank, -1, connection, (), False, wants_result, asked=asked)
 
 
-def killed(rank: int, at: float, number: int = signal.SIGKILL, *, asked: bool = False) -> Ending:
-    return Ending(rank, at, signal=number, asked=asked)
+def ended(rank: int, at: float, code: int, **options: bool) -> RankProcess:
+    process = rank_process(rank, **options)
+    process.end(code, at)
+    return process
 
 
-WELL = Ending(9, 0.5, exit_code=0)
+def raised(
+    rank: int, at: float, text: str = "ValueError: bad", *, code: int = 1, asked: bool = False
+) -> RankProcess:
+    process = rank_process(rank, asked=asked)
+    process.failure = Failure(rank, at, 1, Told(text, text, text.splitlines()[-1]))
+    process.end(code, at + 0.05)
+    return process
+
+
+def killed(
+    rank: int, at: float, number: int = signal.SIGKILL, *, asked: bool = False
+) -> RankProcess:
+    return ended(rank, at, -number, asked=asked)
+
+
+def failures_of(processes: list[RankProcess]) -> list[Failure]:
+    return [failure for process in processes if (failure := process.failure_unless_asked())]
+
+
+WELL = ended(9, 0.5, 0)
 
 
 @pytest.mark.parametrize(
-    ("endings", "rank"),
+    ("processes", "rank"),
     [
         ([WELL], None),
         ([raised(0, 2.0), raised(1, 1.0)], 1),
         # The peers' exceptions come before the news of the death that caused them.
         ([raised(0, 1.0, LOST), killed(1, 1.1)], 1),
-        ([raised(0, 1.0, LOST), Ending(1, 1.1, exit_code=7)], 1),
+        ([raised(0, 1.0, LOST), ended(1, 1.1, 7)], 1),
         # Raised while handling the lost connection: still a consequence.
         ([raised(0, 1.0, f"{LOST}\n...\nMyError: training failed"), killed(1, 1.1)], 1),
         # An exception of its own comes before a death that follows it.
@@ -48,36 +64,47 @@ WELL = Ending(9, 0.5, exit_code=0)
         # Who is asked to end hasn't failed, however it takes it.
         ([raised(0, 1.0), killed(1, 0.9, signal.SIGTERM, asked=True)], 0),
         ([raised(0, 1.0, asked=True), WELL], None),
-        ([Ending(0, 1.0, exit_code=0, without_result=True)], 0),
+        ([ended(0, 1.0, 0, wants_result=True)], 0),
         ([], None),
     ],
 )
-def test_first_failure(endings: list[Ending], rank: int | None) -> None:
-    for order in (endings, endings[::-1]):
-        culprit = first_failure(order)
-        assert (None if culprit is None else culprit.rank) == rank
+def test_first_failure(processes: list[RankProcess], rank: int | None) -> None:
+    for order in (processes, processes[::-1]):
+        failures = failures_of(order)
+        assert (first_failure(failures).rank if failures else None) == rank
+
+
+def has_returned(process: RankProcess) -> RankProcess:
+    process.result = b""
+    process.end(-signal.SIGSEGV, 1.0)
+    return process
 
 
 @pytest.mark.parametrize(
-    ("ending", "status"),
+    ("process", "status"),
     [
-        (Ending(0, 1.0, exit_code=3), 3),
+        (ended(0, 1.0, 3), 3),
         (killed(0, 1.0), 137),
-        (Ending(0, 1.0, exit_code=0, without_result=True), 1),
+        (ended(0, 1.0, 0, wants_result=True), 1),
         # It reported an exception, and was ended because it wouldn't end by itself.
-        (Ending(0, 1.0, signal=signal.SIGTERM, report=Report(0.5, exit_code=1)), 1),
+        (raised(0, 0.5, code=-signal.SIGTERM), 1),
         # It had returned, and crashed at its exit.
-        (Ending(0, 1.0, signal=signal.SIGSEGV, report=Report(0.5, 0, result=b"")), 139),
+        (has_returned(rank_process(0, wants_result=True)), 139),
     ],
 )
-def test_exit_status(ending: Ending, status: int) -> None:
-    assert ending.exit_status == status
-    assert str(status) in describe(ending, [ending], 1) or ending.signal is not None or status == 1
+def test_exit_status(process: RankProcess, status: int) -> None:
+    outcome = failure_outcome(failures_of([process]), 1)
+    assert outcome.exit_status == status
+    assert outcome.message is not None
+    assert str(status) in outcome.message or outcome.signal is not None or status == 1
 
 
-def test_describe_names_those_that_failed_after() -> None:
-    endings = [raised(0, 1.0, LOST), raised(1, 0.5), raised(2, 1.0, LOST), killed(3, 2, asked=True)]
-    message = describe(endings[1], endings, 4)
+def test_message_names_those_that_failed_after() -> None:
+    processes = [
+        raised(0, 1.0, LOST), raised(1, 0.5), raised(2, 1.0, LOST), killed(3, 2, asked=True)
+    ]  # fmt: skip
+    message = failure_outcome(failures_of(processes), 4).message
+    assert message is not None
     first, *rest = message.splitlines()
     assert first == (
         "rank 1 of 4 failed first: exit code 1. After it, and likely because of it, failed "
@@ -86,14 +113,16 @@ def test_describe_names_those_that_failed_after() -> None:
     assert rest == ["", "ValueError: bad"]
 
 
-def test_describe_shows_what_a_crash_left() -> None:
+def test_message_shows_what_a_crash_left() -> None:
     words = (
         'Fatal Python error: Aborted\n\n  File "train.py", line 1 in <module>\n'
         '  File "/x/lockstep/launcher/program.py", line 89 in _execute\n'
         '  File "<string>", line 4 in <module>\n\nExtension modules: numpy (total: 1)'
     )
-    ending = Ending(0, 1.0, signal=signal.SIGABRT, last_words=f"before\n{words}")
-    message = describe(ending, [ending], 1)
+    process = killed(0, 1.0, signal.SIGABRT)
+    process.keep_last_words(f"before\n{words}".encode())
+    message = failure_outcome(failures_of([process]), 1).message
+    assert message is not None
     assert "ended by SIGABRT" in message
     assert message.rstrip().endswith('File "train.py", line 1 in <module>')
 
@@ -110,11 +139,11 @@ def test_escalation_waits_to_judge_then_asks_then_kills() -> None:
     assert escalation.take(10.2) == [signal.SIGTERM]
     assert escalation.take(13.1) == []
     assert escalation.take(13.2) == [signal.SIGKILL]
-    assert not escalation.exhausted(13.3)
-    assert escalation.exhausted(20.0)
+    assert escalation.seconds_left(13.3) is not None
+    assert escalation.seconds_left(20.0) is None
 
 
 def test_escalation_after_ctrl_c_lets_ranks_see_it_first() -> None:
     actions = after_signal(signal.SIGINT, grace_seconds=3.0)
-    assert [action.signal for action in actions] == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
-    assert sum(action.seconds for action in actions[:-1]) == 3.0
+    assert [number for number, _ in actions] == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+    assert sum(seconds for _, seconds in actions[:-1]) == 3.0

@@ -264,6 +264,30 @@ def test_a_buffer_of_which_there_is_a_view_follows() -> None:
     run_ranks(2, body)
 
 
+def test_a_backward_that_needs_an_earlier_value_of_a_view_is_refused() -> None:
+    """As with torch's own wrapper: it would compute with what rank 0 holds by now."""
+
+    class Viewing(Holding):
+        def __init__(self) -> None:
+            super().__init__(held=torch.zeros(4))
+            self.view = self.held[:2]
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Viewing(), process_group=group)
+        model.held.fill_(rank)
+        leaf = torch.ones(2, requires_grad=True)
+        kept = (leaf * model.view).sum()
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.view.tolist() == [0, 0]
+        if rank == 0:
+            kept.backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                kept.backward()
+
+    run_ranks(2, body)
+
+
 def test_a_buffer_that_is_held_later_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Holding(held=torch.zeros(4)), process_group=group)
@@ -323,7 +347,9 @@ def test_gradients_of_another_dtype_than_their_parameters(grad_dtype: torch.dtyp
     assert first[0, 0] == 1 + 2**-8 if grad_dtype else first[0, 0] in (1, 1 + 2**-7)
 
 
-def test_parameters_that_are_swapped_for_others_are_refused() -> None:
+def test_parameters_that_are_swapped_for_others_are_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """torch would put them into the model without their hooks, so that no gradient is reduced."""
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
@@ -336,6 +362,9 @@ def test_parameters_that_are_swapped_for_others_are_refused() -> None:
         run_ranks(2, body)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2  # by each rank, before any conversion
+    assert all("refuses to convert this Linear" in message for message in said)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")

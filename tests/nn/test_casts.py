@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from tests.counts import pairs
 from tests.nn.test_parallelize import net, parts
 from tests.ranks import run_ranks
 
@@ -25,9 +26,7 @@ CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("before", [0, 2], ids=["at once", "after two steps"])
-@pytest.mark.parametrize("name", CASTS)
+@pairs("name, before, set_to_none", CASTS, [0, 2], [True, False])
 def test_a_model_cast_after_wrapping_trains_in_its_new_dtype(
     name: str, before: int, set_to_none: bool
 ) -> None:

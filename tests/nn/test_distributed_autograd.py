@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -34,6 +35,33 @@ def refused_in_a_context(world: lockstep.World, path: str) -> tuple[list[float],
     return model[0].weight.grad.flatten().tolist(), refused
 
 
+@pytest.mark.forks
 def test_distributed_autograd_is_refused(tmp_path: Path) -> None:
     results = lockstep.launch(refused_in_a_context, 2, args=(str(tmp_path / "store"),))
     assert results == [([1.5, 1.5], [True, True])] * 2
+
+
+def refused_once_rpc_has_begun(world: lockstep.World, path: str) -> bool:
+    from torch.distributed import autograd, rpc
+
+    warnings.simplefilter("ignore")  # of torch's own
+    model = lockstep.parallelize(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
+    rpc.init_rpc(f"rank{world.rank}", None, world.rank, world.world_size, options)
+    x = torch.ones(1, 2)
+    model(x).sum().backward()
+    optimizer.step()
+    refused = False
+    with autograd.context():
+        try:
+            model(x)
+        except ModelError:
+            refused = True
+    rpc.shutdown()
+    return refused
+
+
+def test_it_is_refused_if_rpc_begins_later(tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+    assert lockstep.launch(refused_once_rpc_has_begun, 2, args=(path,)) == [True, True]

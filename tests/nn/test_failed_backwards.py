@@ -12,9 +12,9 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import CollectiveFailed
+from tests.counts import pairs
 from tests.ranks import BACKENDS, Backend, run_ranks
 
-SIZES = pytest.mark.parametrize("size", [4, 300], ids=["small", "large"])
 WHERE = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -74,10 +74,9 @@ def train(model: nn.Module, rank: int, size: int, steps: int = 3, without=()) ->
         model(batch(rank, size), without=without).backward()
 
 
-@WHERE
-@SIZES
-@pytest.mark.parametrize("then", ["dropped", "zeroed", "kept"])
-@pytest.mark.parametrize("left_out", [(), (4,)], ids=["all", "one rank leaves one out"])
+@pairs(
+    "left_out, then, size, backend", [(), (4,)], ["dropped", "zeroed", "kept"], [4, 300], BACKENDS
+)
 def test_a_backward_that_fails_at_different_places_on_each_rank(
     left_out: tuple[int, ...], then: str, size: int, backend: Backend
 ) -> None:
@@ -129,9 +128,12 @@ def test_a_backward_that_fails_on_one_rank_is_an_error_on_the_others(backend: Ba
     assert all(map(torch.equal, first, second))
 
 
-@WHERE
-@pytest.mark.parametrize("fails_on", [(0, 1), (1,)], ids=["both", "one"])
-@pytest.mark.parametrize("around", ["two models", "join", "entered later", "unused are skipped"])
+@pairs(
+    "around, fails_on, backend",
+    ["two models", "join", "entered later", "unused are skipped"],
+    [(0, 1), (1,)],
+    BACKENDS,
+)
 def test_a_backward_that_fails_beside_others(
     around: str, fails_on: tuple[int, ...], backend: Backend
 ) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from tests.counts import pairs
 from tests.nn.models import build
 from tests.ranks import BACKENDS, Backend, run_ranks
 
@@ -46,10 +47,13 @@ def train(wrap, model, batches, optimizer_of, group) -> list[list[torch.Tensor]]
 
 
 @pytest.mark.keeps_descriptors("torch's DDP keeps the process group that it was given")
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["digits", "layers", "shared", "unused"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pairs(
+    "name, optimizer, world_size, backend",
+    ["digits", "layers", "shared", "unused"],
+    OPTIMIZERS,
+    [2, 3],
+    BACKENDS,
+)
 def test_ours_and_torchs_agree(
     name: str, optimizer: str, world_size: int, backend: Backend
 ) -> None:

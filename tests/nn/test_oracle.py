@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from tests.counts import pairs
 from tests.nn.models import MODELS, build
 from tests.ranks import BACKENDS, Backend, run_ranks
 from tests.same import gradients_of
 
 TOLERANCE = 1e-10
-SPLITS = {
-    1: [[12]],
-    2: [[6, 6], [1, 11]],
-    3: [[4, 4, 4], [5, 0, 7]],
-    4: [[3, 3, 3, 3], [9, 1, 1, 1]],
-}
-# Those over Gloo, in other numbers than two and three, are left to `make test-long`.
-CASES = [
-    pytest.param(
-        *(n, sizes, backend),
-        marks=[pytest.mark.long] if backend == "gloo" and n in (1, 4) else [],
-        id=f"{n}-{sizes}-{backend}",
-    )
-    for n, splits in SPLITS.items()
-    for sizes in splits
-    for backend in BACKENDS
-]
+# The rows of a batch that each rank takes.
+SPLITS = [[12], [6, 6], [1, 11], [4, 4, 4], [5, 0, 7], [3, 3, 3, 3], [9, 1, 1, 1]]
 
 
 def one_process(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -55,12 +40,9 @@ def assert_same(ours: list, oracle: list, tolerance: float = TOLERANCE) -> None:
                 torch.testing.assert_close(a, b, rtol=slack, atol=slack)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("world_size", "sizes", "backend"), CASES)
-def test_gradients_are_those_of_one_process(
-    name: str, world_size: int, sizes: list[int], backend: Backend
-) -> None:
-    model = build(name)
+@pairs("name, sizes, backend", MODELS, SPLITS, BACKENDS)
+def test_gradients_are_those_of_one_process(name: str, sizes: list[int], backend: Backend) -> None:
+    model, world_size = build(name), len(sizes)
     batches = [torch.randn(12, *model.sample, dtype=torch.float64) for _ in range(4)]
     oracle = one_process(copy.deepcopy(model), batches)
 

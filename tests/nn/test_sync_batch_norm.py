@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 import lockstep
 from lockstep import SyncBatchNorm
-from tests.counts import num_examples
+from tests.counts import num_examples, pairs
 from tests.ranks import BACKENDS, Backend, run_ranks
 
 CHANNELS = 3
@@ -74,9 +74,12 @@ def assert_norm_is_that_of_one_process(
         )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("sizes", [[4, 4], [1, 6], [5, 0], [2, 0, 3, 1]], ids=str)
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (2, 1, 3)], ids=str)
+@pairs(
+    "shape, sizes, backend",
+    [(), (5,), (2, 3), (2, 1, 3)],
+    [[4, 4], [1, 6], [5, 0], [2, 0, 3, 1]],
+    BACKENDS,
+)
 def test_values_and_gradients_are_those_of_the_whole_batch(
     shape: tuple[int, ...], sizes: list[int], backend: Backend
 ) -> None:

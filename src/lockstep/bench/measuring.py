@@ -15,7 +15,8 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -28,9 +29,9 @@ from lockstep.bench.plan import (
     IN_PLACE,
     SHM,
     Case,
-    Outcome,
     Part,
     Plan,
+    Report,
     SmallCall,
     format_size,
 )
@@ -59,12 +60,8 @@ _SMALL_CALL_BYTES = 1024
 _ARRIVAL_BYTES = 64  # about those of the message by which a rank says that it has arrived
 
 
-class Contender(NamedTuple):
-    """One implementation of an operation: ``call`` is timed, ``write`` before it is not."""
-
-    name: str
-    write: Callable[[], object]
-    call: Callable[[], object]
+# An implementation of an operation: a write to its buffer, which isn't timed, and the timed call.
+Contender = tuple[Callable[[], object], Callable[[], object]]
 
 
 class Ranks(NamedTuple):
@@ -76,7 +73,7 @@ class Ranks(NamedTuple):
     slowest: Callable[[list[float]], list[float]]
 
 
-def measure(world: World, plan: Plan) -> Outcome:
+def measure(world: World, plan: Plan) -> Report:
     """Measure ``plan`` on every rank of ``world``, which must all call it; all return the same."""
     register_backends()
     gloo, shm = dist.new_group(backend="gloo"), dist.new_group(backend=SHM)
@@ -89,25 +86,24 @@ def measure(world: World, plan: Plan) -> Outcome:
         return [float(value) for value in values]
 
     ranks = Ranks(shm.rank(), shm.size(), partial(dist.barrier, shm), slowest)
-    cases, skipped = [], []
+    report = Report(plan.rounds)
     for operation in plan.operations:
         for num_bytes in plan.num_bytes:
             what = f"{operation}, {ranks.size} ranks, {format_size(num_bytes)}"
             report_progress(ranks.rank, what)
             shared = _room_or_reason(num_bytes, gloo, shm)
             if isinstance(shared, str):
-                skipped.append(f"{what}: {shared}")
+                report.skipped.append(f"{what}: {shared}")
                 continue
             contenders = _contenders(operation, shared, gloo, shm)
             seconds = take_turns(ranks, contenders, num_bytes, plan.rounds)
             # Their memory is needed for the next size.
             del contenders, shared
-            cases.append(Case(operation, ranks.size, num_bytes, seconds))
-    small_call = None
+            report.cases.append(Case(operation, ranks.size, num_bytes, seconds))
     if "all_reduce" in plan.operations:
         report_progress(ranks.rank, f"all_reduce, {ranks.size} ranks, the parts of a small call")
-        small_call = _measure_small_call(ranks, shm, plan.rounds)
-    return Outcome(cases, skipped, small_call)
+        report.small_calls.append(_measure_small_call(ranks, shm, plan.rounds))
+    return report
 
 
 def report_progress(rank: int, what: str) -> None:
@@ -130,36 +126,36 @@ def _room_or_reason(
 
 
 def take_turns(
-    ranks: Ranks, contenders: Sequence[Contender], num_bytes: int, rounds: int
+    ranks: Ranks, contenders: Mapping[str, Contender], num_bytes: int, rounds: int
 ) -> dict[str, list[float]]:
     """Return each contender's seconds per call in every round; see Note [The time of a call].
 
     All ranks must call it, and all return the same.
     """
     turn = partial(_turn, ranks, apart=num_bytes > _BACK_TO_BACK_BYTES)
-    num_calls, seconds = {}, {}
-    for contender in contenders:
+    num_calls: dict[str, int] = {}
+    for name, contender in contenders.items():
         turn(contender, _WARM_UP_CALLS)  # the first use of its memory takes longest
         wanted = int(_SECONDS_PER_TURN / turn(contender, _WARM_UP_CALLS))
-        num_calls[contender.name] = max(1, min(_MAX_CALLS_PER_TURN, wanted))
-        seconds[contender.name] = list[float]()
-    for number in range(rounds):
-        # The order rotates: the first one meets another state of the machine than the last.
-        first = number % len(contenders)
-        for contender in (*contenders[first:], *contenders[:first]):
-            seconds[contender.name].append(turn(contender, num_calls[contender.name]))
+        num_calls[name] = max(1, min(_MAX_CALLS_PER_TURN, wanted))
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    names = deque(contenders)
+    for _ in range(rounds):
+        for name in names:
+            seconds[name].append(turn(contenders[name], num_calls[name]))
+        names.rotate(-1)  # the first one meets another state of the machine than the last
     return seconds
 
 
 def _turn(ranks: Ranks, contender: Contender, calls: int, apart: bool) -> float:
-    begins, ends = [], []
+    (write, call), begins, ends = contender, [], []
     ranks.barrier()
     for _ in range(calls):
-        contender.write()
+        write()
         if apart:
             ranks.barrier()
         begins.append(time.perf_counter())
-        contender.call()
+        call()
         ends.append(time.perf_counter())
         if apart:
             # Otherwise the next write would take a core from a rank that is still in its call.
@@ -172,22 +168,20 @@ def _turn(ranks: Ranks, contender: Contender, calls: int, apart: bool) -> float:
 
 def _contenders(
     operation: str, shared: torch.Tensor, gloo: dist.ProcessGroup, shm: SharedMemoryGroup
-) -> list[Contender]:
+) -> dict[str, Contender]:
     """The implementations of ``operation``; all ranks must call this alike."""
     ordinary = torch.empty(shared.numel())
-    found = [
-        _contender(GLOO, operation, ordinary, gloo),
-        _contender(SHM, operation, ordinary, shm),
-        _contender(IN_PLACE, operation, shared, shm),
-    ]
+    found = {
+        GLOO: _contender(operation, ordinary, gloo),
+        SHM: _contender(operation, ordinary, shm),
+        IN_PLACE: _contender(operation, shared, shm),
+    }
     if operation == "all_reduce" and shared.nbytes >= _BOUND_FROM_BYTES:
-        found.append(Contender(BOUND, partial(shared.fill_, 1.0), _passes(shared, shm)))
+        found[BOUND] = partial(shared.fill_, 1.0), _passes(shared, shm)
     return found
 
 
-def _contender(
-    name: str, operation: str, whole: torch.Tensor, group: dist.ProcessGroup
-) -> Contender:
+def _contender(operation: str, whole: torch.Tensor, group: dist.ProcessGroup) -> Contender:
     """``whole`` is the larger of the tensors, if they differ in size."""
     parts = list(whole.chunk(group.size()))
     # This rank's part of a gathered or scattered tensor is a tensor by itself.
@@ -199,7 +193,7 @@ def _contender(
         "reduce_scatter": partial(dist.reduce_scatter, part, parts, group=group),
     }[operation]
     written = part if operation == "all_gather" else whole
-    return Contender(name, partial(written.fill_, 1.0), call)
+    return partial(written.fill_, 1.0), call
 
 
 @torch.inference_mode()
@@ -239,7 +233,7 @@ def _measure_small_call(ranks: Ranks, shm: SharedMemoryGroup, rounds: int) -> Sm
     write = partial(tensor.fill_, 1.0)
     with _socket_calls(ranks.size - 1) as sockets:
         calls = {"sockets": sockets, **_parts_of_all_reduce(tensor, shm)}
-        contenders = [Contender(name, write, call) for name, call in calls.items()]
+        contenders = {name: (write, call) for name, call in calls.items()}
         seconds = take_turns(ranks, contenders, _SMALL_CALL_BYTES, rounds)
 
     def difference(whole: str, *parts: str) -> list[float]:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from lockstep.bench.plan import MPI, Case, Outcome, Plan
+from lockstep.bench.plan import MPI, Case, Plan, Report
 
 # Many times what the slowest machine needs for the largest sizes.
 _TIMEOUT_SECONDS = 1800.0
@@ -34,28 +34,30 @@ _ENVIRONMENT = {
 _RANK_PROGRAM = "from lockstep.bench.mpi import run_rank; run_rank()"
 
 
-def measure_with_mpi(plan: Plan, num_ranks: int, mpiexec: str) -> Outcome:
-    """Measure the all-reduces of ``plan``; if that fails, the outcome has the reason."""
-    reason = _reason_to_skip(mpiexec)
+def measure_with_mpi(plan: Plan, num_ranks: int, mpiexec: str) -> Report:
+    """Measure the all-reduces of ``plan``; if that fails, the report has the reason."""
+
+    def skipped(reason: str) -> Report:
+        return Report(plan.rounds, skipped=[f"MPI, {num_ranks} ranks: {reason}"])
+
+    if importlib.util.find_spec("mpi4py") is None:
+        return skipped(
+            "mpi4py isn't installed. To compare with MPI: pip install 'torch-lockstep[mpi]'"
+        )
+    if shutil.which(mpiexec) is None:
+        return skipped(
+            f"there is no command {mpiexec!r}. Install Open MPI or MPICH, or give --mpiexec."
+        )
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
-        if not reason:
-            command = [mpiexec, "-n", str(num_ranks), sys.executable, "-c", _RANK_PROGRAM]
-            reason = _run([*command, json.dumps(asdict(plan)), str(answer)])
-        if not reason and not answer.exists():
-            reason = f"{mpiexec} ended well, but its ranks said nothing."
-        if reason:
-            return Outcome([], [f"MPI, {num_ranks} ranks: {reason}"])
+        command = [mpiexec, "-n", str(num_ranks), sys.executable, "-c", _RANK_PROGRAM]
+        if error := _run([*command, json.dumps(asdict(plan)), str(answer)]):
+            return skipped(error)
+        if not answer.exists():
+            return skipped(f"{mpiexec} ended well, but its ranks said nothing.")
         told = json.loads(answer.read_text())
-    return Outcome([Case(**case) for case in told["cases"]], implementation=told["implementation"])
-
-
-def _reason_to_skip(mpiexec: str) -> str:
-    if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py isn't installed. To compare with MPI: pip install 'torch-lockstep[mpi]'"
-    if shutil.which(mpiexec) is None:
-        return f"there is no command {mpiexec!r}. Install Open MPI or MPICH, or give --mpiexec."
-    return ""
+    cases = [Case(**case) for case in told["cases"]]
+    return Report(plan.rounds, cases, mpi=told["implementation"])
 
 
 def _run(command: Sequence[str]) -> str:
@@ -75,7 +77,12 @@ def _run(command: Sequence[str]) -> str:
         except subprocess.TimeoutExpired:
             return f"{command[0]} was still not done after {_TIMEOUT_SECONDS:g} s."
         finally:
-            _end(process)
+            if process.poll() is None:
+                process.terminate()  # mpiexec then ends its ranks
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE_SECONDS)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
     if process.returncode == 0:
         return ""
     lines = [line for line in errors.splitlines() if line.strip(" -")]
@@ -83,22 +90,12 @@ def _run(command: Sequence[str]) -> str:
     return f"{command[0]} ended with exit code {process.returncode}: {reason.strip()}"
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is not None:
-        return
-    process.terminate()  # mpiexec then ends its ranks
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def run_rank() -> None:
     """Measure on this MPI rank; ``sys.argv`` has the plan, and the file for rank 0's answer."""
     import torch
     from mpi4py import MPI as mpi  # noqa: N811
 
-    from lockstep.bench.measuring import Contender, Ranks, take_turns
+    from lockstep.bench.measuring import Ranks, take_turns
 
     plan, world = json.loads(sys.argv[1]), mpi.COMM_WORLD
     torch.set_num_threads(1)
@@ -111,8 +108,8 @@ def run_rank() -> None:
     for num_bytes in plan["num_bytes"]:
         tensor = torch.empty(num_bytes // 4)
         call = partial(world.Allreduce, mpi.IN_PLACE, tensor)
-        contender = Contender(MPI, partial(tensor.fill_, 1.0), call)
-        seconds = take_turns(ranks, [contender], num_bytes, plan["rounds"])
+        contenders = {MPI: (partial(tensor.fill_, 1.0), call)}
+        seconds = take_turns(ranks, contenders, num_bytes, plan["rounds"])
         cases.append(asdict(Case("all_reduce", ranks.size, num_bytes, seconds)))
     if ranks.rank == 0:
         name = mpi.Get_library_version().strip("\0\n ").split(",")[0].splitlines()[0]

@@ -57,11 +57,6 @@ class Case:
     num_bytes: int
     seconds: dict[str, list[float]]  # by contender, per call in each round
 
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """What was timed."""
-        return self.operation, self.num_ranks, self.num_bytes
-
     def ratio(self, slow: str, fast: str) -> Summary | None:
         """Summarize ``slow / fast`` of each round; None unless both were measured."""
         if slow not in self.seconds or fast not in self.seconds:
@@ -92,7 +87,7 @@ class Part:
 
     name: str
     seconds: list[float]
-    within: str = ""  # the name of the part that contains this one
+    within: str = ""  # the name of the part around it
 
 
 @dataclass(frozen=True)
@@ -105,14 +100,21 @@ class SmallCall:
     parts: list[Part]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one set of ranks measured."""
+@dataclass
+class Report:
+    """Measurements: those of one set of ranks or, with facts of the machine, all of them."""
 
-    cases: list[Case]
+    rounds: int
+    cases: list[Case] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # a line with the reason for each
-    small_call: SmallCall | None = None
-    implementation: str = ""  # the name and version of the MPI library
+    small_calls: list[SmallCall] = field(default_factory=list)
+    mpi: str = ""  # the name and version of the MPI library
+    machine: dict[str, object] = field(default_factory=dict)
+
+    def as_data(self) -> dict[str, object]:
+        """All results, for JSON; times are in seconds."""
+        first = {"benchmark": "collectives", "dtype": "float32", "machine": self.machine}
+        return {**first, **asdict(self), "cases": [case.as_data() for case in self.cases]}
 
 
 def parse_sizes(text: str, num_ranks: Sequence[int]) -> tuple[int, ...]:

@@ -1,3 +1,4 @@
+from .any_group import Pending as Pending
 from .any_group import SingleRankGroup as SingleRankGroup
 from .any_group import TensorBroadcast as TensorBroadcast
 from .any_group import all_gather as all_gather
@@ -14,9 +15,9 @@ from .backends import SHM as SHM
 from .backends import THREADS as THREADS
 from .backends import register_backends as register_backends
 from .collectives import Collectives as Collectives
+from .collectives import reduction_for as reduction_for
 from .dynamo import uncompiled as uncompiled
 from .failures import Deadline as Deadline
-from .failures import Pending as Pending
 from .failures import explained as explained
 from .failures import global_rank as global_rank
 from .failures import is_from_group as is_from_group
@@ -29,7 +30,6 @@ from .join_state import join_state_of as join_state_of
 from .join_state import mean_divisor as mean_divisor
 from .join_state import set_join_state as set_join_state
 from .join_state import sum_in_step as sum_in_step
-from .reduction import reduction_for as reduction_for
 from .shm.memory import Segment as Segment
 from .shm.memory import check_room as check_room
 from .shm.memory import map_segment as map_segment

@@ -17,12 +17,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from lockstep.comm.arguments import without_repeats
-from lockstep.comm.failures import Pending
-from lockstep.comm.reduction import sum_sparse
-from lockstep.errors import CollectiveFailed, SharedMemoryFull
+from lockstep.comm.collectives import sum_sparse
+from lockstep.comm.failures import explained
+from lockstep.errors import CollectiveFailed, LockstepError, SharedMemoryFull
 
 _log = logging.getLogger(__name__)
 
@@ -30,13 +30,37 @@ _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 25 * 1024 * 1024
 
 
-def can_average(group: dist.ProcessGroup, device: torch.device) -> bool:
+class Pending:
+    """A collective that ``start`` starts, whose errors name ``operation`` and ranks to blame."""
+
+    def __init__(self, group: ProcessGroup, operation: str, start: Callable[[], Work]) -> None:
+        self._group, self._operation = group, operation
+        try:
+            self._work = start()
+        except RuntimeError as error:
+            raise explained(group, operation, error) from error
+
+    def wait(self) -> None:
+        """Wait until the result is there, on this device's stream if it is a GPU.
+
+        Raises:
+            CollectiveFailed: If a rank is lost, or doesn't come in time.
+        """
+        try:
+            self._work.wait()
+        except LockstepError:
+            raise
+        except RuntimeError as error:
+            raise explained(self._group, self._operation, error) from error
+
+
+def can_average(group: ProcessGroup, device: torch.device) -> bool:
     """Whether ``group`` divides sums of tensors on ``device`` itself, as it writes them."""
     return device.type == "cpu" and hasattr(group, "empty")
 
 
 def start_all_reduce(
-    group: dist.ProcessGroup, tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM
+    group: ProcessGroup, tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM
 ) -> Pending:
     """Start combining ``tensor`` over the ranks, in place, and return at once.
 
@@ -49,7 +73,7 @@ def start_all_reduce(
     return Pending(group, "all_reduce", lambda: group.allreduce(tensors, options))
 
 
-def any_rank(group: dist.ProcessGroup, facts: Sequence[bool]) -> list[bool]:
+def any_rank(group: ProcessGroup, facts: Sequence[bool]) -> list[bool]:
     """Return which of ``facts`` hold on any rank. All ranks must call it; it blocks."""
     # On the CPU if the group carries CPU tensors: reading a GPU tensor waits for the GPU.
     device = torch.device("cpu")
@@ -60,7 +84,7 @@ def any_rank(group: dist.ProcessGroup, facts: Sequence[bool]) -> list[bool]:
     return [count > 0 for count in counts.tolist()]
 
 
-def have_same(group: dist.ProcessGroup, payload: bytes, device: torch.device) -> bool:
+def have_same(group: ProcessGroup, payload: bytes, device: torch.device) -> bool:
     """Return, on every rank, whether all ranks have the same ``payload``.
 
     All ranks must call it; it blocks. ``device`` is one whose tensors the group can carry.
@@ -74,7 +98,7 @@ def have_same(group: dist.ProcessGroup, payload: bytes, device: torch.device) ->
     return maxima.tolist() == mine
 
 
-def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
+def all_gather(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
     """Return every rank's ``tensor``, of one shape and dtype, in rank order, on every rank.
 
     All ranks must call it; it blocks, or on a GPU the current stream does.
@@ -84,9 +108,7 @@ def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
     return gathered
 
 
-def all_gather_bytes(
-    group: dist.ProcessGroup, payload: bytes, device: torch.device
-) -> Sequence[bytes]:
+def all_gather_bytes(group: ProcessGroup, payload: bytes, device: torch.device) -> Sequence[bytes]:
     """Return every rank's ``payload``, in rank order, on every rank; nothing is unpickled.
 
     All ranks must call it; it blocks. ``device`` is one whose tensors the group can carry.
@@ -100,13 +122,13 @@ def all_gather_bytes(
     ]
 
 
-def sum_rows(group: dist.ProcessGroup, mine: Tensor) -> Tensor:
+def sum_rows(group: ProcessGroup, mine: Tensor) -> Tensor:
     """Return the sum of the ranks' coalesced sparse tensors; see :func:`sum_sparse`."""
     return sum_sparse(partial(all_gather, group), mine)
 
 
 def zero_buffer(
-    group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+    group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return zeros that ``group`` sums with the least copying, in its own memory if it has any."""
     if can_average(group, device):
@@ -132,9 +154,7 @@ class TensorBroadcast:
     that rank ``source`` held at the start.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, tensors: Iterable[Tensor], source: int = 0
-    ) -> None:
+    def __init__(self, group: ProcessGroup, tensors: Iterable[Tensor], source: int = 0) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._group, self._source = group, source
@@ -169,7 +189,7 @@ class TensorBroadcast:
                     own.copy_(part.view(own.dtype).view(own.shape))
 
 
-def broadcast_tensors(group: dist.ProcessGroup, tensors: Iterable[Tensor], source: int = 0) -> None:
+def broadcast_tensors(group: ProcessGroup, tensors: Iterable[Tensor], source: int = 0) -> None:
     """Copy equally shaped ``tensors`` from rank ``source`` to all. All must call it; it blocks."""
     TensorBroadcast(group, tensors, source).finish()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,21 +37,21 @@ def operation(options: type, *parameters: str) -> Callable[[Callable[..., T]], C
 
     def with_options(name: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         for aliases in parameters[len(args) :]:
-            alias = next((alias for alias in aliases.split("|") if alias in kwargs), None)
-            if alias is None:
+            given = [alias for alias in aliases.split("|") if alias in kwargs]
+            if not given:
                 raise TypeError(f"{name}() lacks the argument {aliases.split('|')[0]!r}.")
-            args.append(kwargs.pop(alias))
+            args.append(kwargs.pop(given[0]))
         rest = args[count:]
-        opts, given = kwargs.pop("opts", None), kwargs
+        opts, values = kwargs.pop("opts", None), kwargs
         if opts is None:
             opts = rest.pop(0) if rest and isinstance(rest[0], options) else options()
-            given = dict(zip(fields, rest, strict=False)) | kwargs
-        if len(rest) > len(fields) or not set(given) <= set(fields):
+            values = dict(zip(fields, rest, strict=False)) | kwargs
+        if len(rest) > len(fields) or not set(values) <= set(fields):
             raise TypeError(
                 f"{name}() was given {[*map(repr, rest), *kwargs]} beside the tensors. It takes "
                 f"{options.__name__}, or {', '.join(fields)}."
             )
-        for parameter, value in given.items():
+        for parameter, value in values.items():
             if value is not None:
                 setattr(opts, fields[parameter], value)
         return (*args[:count], opts)
@@ -78,21 +78,19 @@ def of_any_device(method: Callable[..., T]) -> Callable[..., T]:
         tensor = _first_tensor([*args, *kwargs.values()])
         if tensor is None or tensor.is_cpu:
             return method(self, *args, **kwargs)
-        other = self._group_for(tensor.device.type)
-        result: T = getattr(other, method.__name__)(*args, **kwargs)
-        return result
+        other = getattr(self._group_for(tensor.device.type), method.__name__)
+        return cast(T, other(*args, **kwargs))
 
     return call
 
 
-def _first_tensor(values: Any) -> Tensor | None:
-    if isinstance(values, Tensor):
-        return values
-    if isinstance(values, (list, tuple)):
-        for value in values:
-            if (tensor := _first_tensor(value)) is not None:
+def _first_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            if (tensor := _first_tensor(each)) is not None:
                 return tensor
-    return None
+        return None
+    return value if isinstance(value, Tensor) else None
 
 
 def listed(tensors: Tensor | Tensors | TensorLists) -> list[Tensor]:
@@ -161,9 +159,8 @@ def check_dtypes(operation: str, tensors: Tensors) -> None:
         )
 
 
-def check_alike(operation: str, tensors: Tensors) -> None:
-    """Raise TypeError or ValueError unless all have one dtype and one number of elements."""
-    check_dtypes(operation, tensors)
+def check_sizes(operation: str, tensors: Tensors) -> None:
+    """Raise ValueError unless all have one number of elements."""
     sizes = {tensor.numel() for tensor in tensors}
     if len(sizes) > 1:
         raise ValueError(

@@ -35,8 +35,7 @@ def _own_store(options: _DistributedBackendOptions) -> dist.Store:
 
 def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:
     from lockstep.comm.group import SharedMemoryGroup
-    from lockstep.comm.hosts.collectives import HostsGroup
-    from lockstep.comm.hosts.transport import HostsTransport, ranks_by_host
+    from lockstep.comm.hosts import HostsCollectives, HostsTransport, ranks_by_host
     from lockstep.comm.shm.transport import ShmTransport
 
     rank, size, store = options.group_rank, options.group_size, _own_store(options)
@@ -48,7 +47,7 @@ def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessG
             ShmTransport(store, rank, size, seconds, members), SHM, options.timeout, store
         )
     transport = HostsTransport(store, rank, hosts, seconds, members)
-    return HostsGroup(transport, SHM, options.timeout, store)
+    return SharedMemoryGroup(transport, SHM, options.timeout, store, HostsCollectives)
 
 
 def _create_threads(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:

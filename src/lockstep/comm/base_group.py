@@ -7,29 +7,20 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from lockstep.comm.collectives import Collectives
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.transport import Ranks
-from lockstep.comm.work import GroupWork, Run, WorkQueue
+from lockstep.comm.transport import Ranks, Signature
+from lockstep.comm.work import WorkQueue
 from lockstep.errors import BackendUnavailable
 
 _groups: weakref.WeakSet[BaseGroup] = weakref.WeakSet()
-
-
-class Options(Protocol):
-    """The options of the operations; each class of options has those that its operation needs."""
-
-    asyncOp: bool  # noqa: N815
-    timeout: timedelta
-    rootRank: int  # noqa: N815
-    reduceOp: dist.ReduceOp  # noqa: N815
 
 
 @uncompiled
@@ -37,16 +28,19 @@ class BaseGroup(dist.ProcessGroup):
     """A group with a name, a queue of calls, groups for other devices, and an end."""
 
     def __init__(
-        self, transport: Ranks, backend: str, timeout: timedelta, store: dist.Store | None = None
+        self,
+        transport: Ranks,
+        backend: str,
+        timeout: timedelta,
+        store: dist.Store | None = None,
+        collectives: Callable[[Any, Signature, float], Collectives] = Collectives,
     ) -> None:
         super().__init__(transport.rank, transport.size)  # type: ignore[call-arg]
-        self.transport = transport
+        self.transport, self._collectives = transport, collectives
         self._rank, self._size = transport.rank, transport.size
-        self._backend = backend
-        self._store = store
-        self._queue = WorkQueue(timeout, lambda error: transport.abort(f" It met with {error!r}."))
-        self._name = ""
-        self._description = ""
+        self._backend, self._store = backend, store
+        self._queue = WorkQueue(timeout, transport.give_up, transport.call_failed)
+        self._name = self._description = ""
         # By type of device. torch.distributed takes a backend that is written in Python for the
         # whole group, and creates no other one of "cpu:shm,cuda:nccl". So they are created with
         # the first tensor for each, which is in the same collective on all ranks.
@@ -117,14 +111,14 @@ class BaseGroup(dist.ProcessGroup):
                 f"{device_type!r}. Create the group with a backend for both, such as "
                 f"'cpu:{own},{device_type}:nccl'."
             )
-        store = dist.PrefixStore(f"{device_type}/", self._store)
+        ranks = dist.PrefixStore(f"{device_type}/", self._store), self._rank, self._size
         backend: Any
         if name == "nccl" and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            backend = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+            backend = dist.ProcessGroupNCCL(*ranks, options)
         elif name == "gloo":
-            backend = dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
+            backend = dist.ProcessGroupGloo(*ranks, timeout=timeout)
         else:
             raise BackendUnavailable(
                 f"The backend {name!r} can't be used beside {own!r}: torch doesn't have it here, "
@@ -132,7 +126,7 @@ class BaseGroup(dist.ProcessGroup):
             )
         backend._set_sequence_number_for_group()
         kind = getattr(dist.ProcessGroup.BackendType, name.upper())
-        group = dist.ProcessGroup(store, self._rank, self._size)
+        group = dist.ProcessGroup(*ranks)
         group._set_default_backend(kind)
         group._register_backend(torch.device(device_type), kind, backend)
         group._set_group_name(dist.distributed_c10d.GroupName(f"{self._name}/{device_type}"))
@@ -155,6 +149,11 @@ class BaseGroup(dist.ProcessGroup):
         """Raise CollectiveFailed with the error that broke this group, if one did."""
         self.transport.check_open()
 
+    @property
+    def generation(self) -> object:
+        """An object that changes when a caller is told of a CollectiveMismatch."""
+        return self._queue.generation
+
     def abort(self) -> None:
         """Make every wait of this group end with an error, on all ranks."""
         self.transport.abort()
@@ -173,10 +172,6 @@ class BaseGroup(dist.ProcessGroup):
         others, self._others = self._others, {}
         for group in others.values():
             group.shutdown()
-
-    def _submit(self, results: Sequence[Tensor], opts: Options, *runs: Run) -> GroupWork:
-        """Submit a call that consists of ``runs``, one after the other."""
-        return self._queue.submit(runs, results, is_async=opts.asyncOp, timeout=opts.timeout)
 
 
 def _renew_in_child() -> None:

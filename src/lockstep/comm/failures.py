@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from lockstep.errors import CollectiveFailed, CollectiveTimeout, LockstepError, PeerLost
+from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost
 
 # The wait for the note of a rank whose connection has ended: the rank may be about to leave it.
 _GRACE_SECONDS = 0.3
@@ -31,6 +32,8 @@ _POLL_SECONDS = 0.02
 _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
 # The tag of messages without a receive: sending one fails if the connection has ended.
 _TAG = 0x6C6F636B
+
+_Failure = TypeVar("_Failure", bound=CollectiveFailed)
 
 
 class Deadline:
@@ -49,30 +52,9 @@ def named(ranks: Sequence[int]) -> str:
     return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-class Pending:
-    """A collective that ``start`` starts, whose errors name ``operation`` and ranks to blame."""
-
-    def __init__(
-        self, group: dist.ProcessGroup, operation: str, start: Callable[[], dist.Work]
-    ) -> None:
-        self._group, self._operation = group, operation
-        try:
-            self._work = start()
-        except RuntimeError as error:
-            raise explained(group, operation, error) from error
-
-    def wait(self) -> None:
-        """Wait until the result is there, on this device's stream if it is a GPU.
-
-        Raises:
-            CollectiveFailed: If a rank is lost, or doesn't come in time.
-        """
-        try:
-            self._work.wait()
-        except LockstepError:
-            raise
-        except RuntimeError as error:
-            raise explained(self._group, self._operation, error) from error
+def without_traceback(error: _Failure) -> _Failure:
+    """Return a copy of ``error`` without its traceback, whose frames hold the group."""
+    return type(error)(str(error), error.ranks, error.operation)
 
 
 def is_from_group(error: RuntimeError) -> bool:
@@ -81,7 +63,7 @@ def is_from_group(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(kind in text for kind in _KINDS)
 
 
-def global_rank(group: dist.ProcessGroup, rank: int) -> int:
+def global_rank(group: ProcessGroup, rank: int) -> int:
     """Return the number of ``rank`` of ``group`` in the whole run."""
     try:
         return dist.get_global_rank(group, rank)
@@ -89,7 +71,7 @@ def global_rank(group: dist.ProcessGroup, rank: int) -> int:
         return rank
 
 
-def explained(group: dist.ProcessGroup, operation: str, error: RuntimeError) -> CollectiveFailed:
+def explained(group: ProcessGroup, operation: str, error: RuntimeError) -> CollectiveFailed:
     """Return the error to raise in place of ``error``, which ``group`` raised in ``operation``.
 
     It takes up to some seconds to find out which rank is to blame.
@@ -150,7 +132,7 @@ def _blame(
     return sorted(gone), sorted(set(ranks) - set(notes)) if is_late else None
 
 
-def _exchange_notes(group: dist.ProcessGroup, own: _Note, found: dict[int, _Note]) -> None:
+def _exchange_notes(group: ProcessGroup, own: _Note, found: dict[int, _Note]) -> None:
     """Complete this rank's note, leave it in the store, and collect the others'."""
     ranks, here = range(group.size()), group.rank()
     others = [rank for rank in ranks if rank != here]
@@ -170,7 +152,7 @@ def _exchange_notes(group: dist.ProcessGroup, own: _Note, found: dict[int, _Note
             time.sleep(_POLL_SECONDS)
 
 
-def _has_ended(group: dist.ProcessGroup, rank: int) -> bool:
+def _has_ended(group: ProcessGroup, rank: int) -> bool:
     """Whether Gloo's connection to ``rank`` has ended, and not because this rank gave up on it."""
     cpu = torch.device("cpu")
     try:

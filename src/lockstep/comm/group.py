@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
 from lockstep.comm.arguments import (
     TensorLists,
     Tensors,
-    check_alike,
     check_count,
     check_dtypes,
     check_multiple,
     check_rank,
+    check_sizes,
     flattened,
     listed,
     of_any_device,
@@ -31,16 +31,24 @@ from lockstep.comm.arguments import (
     put_back,
     split_numels,
 )
-from lockstep.comm.base_group import BaseGroup, Options
-from lockstep.comm.collectives import Collectives
+from lockstep.comm.base_group import BaseGroup
+from lockstep.comm.collectives import Collectives, reduction_for, sum_sparse
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.reduction import reduction_for, sum_sparse
 from lockstep.comm.transport import Signature, Transport
-from lockstep.comm.work import GroupWork, Run
+from lockstep.comm.work import Run
 from lockstep.torch_private import AllgatherOptions
 
 # A collective on flat outputs and inputs.
-_Collective = Callable[[Collectives, list[Tensor], list[Tensor]], None]
+_Call = Callable[[Collectives, list[Tensor], list[Tensor]], None]
+
+
+class Options(Protocol):
+    """The options of the operations; each class of options has those that its operation needs."""
+
+    asyncOp: bool  # noqa: N815
+    timeout: timedelta
+    rootRank: int  # noqa: N815
+    reduceOp: dist.ReduceOp  # noqa: N815
 
 
 @uncompiled
@@ -57,14 +65,12 @@ class SharedMemoryGroup(BaseGroup):
     Args:
         transport: The connected ranks.
         backend: The name of the backend.
-        timeout: How long each call waits for the other ranks.
+        timeout: The time for which each call waits for the other ranks.
         store: The store through which the ranks have met, for tensors on other devices.
+        collectives: The collectives over ``transport``, created for each call.
     """
 
-    transport: Transport
-
-    def _collectives(self, signature: Signature, timeout: float) -> Collectives:
-        return Collectives(self.transport, signature, timeout)
+    transport: Transport  # over several hosts a HostsTransport, which has all that is used here
 
     def empty(
         self, *size: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
@@ -101,15 +107,21 @@ class SharedMemoryGroup(BaseGroup):
         """As :meth:`empty`."""
         return self.empty(size, dtype=dtype, device=device)
 
-    def _run(
-        self, signature: Signature, outputs: Tensors, inputs: Tensors, collective: _Collective
-    ) -> Run:
-        """Return a function that flattens the tensors, calls ``collective``, and puts back."""
+    def _submit(self, results: Tensors, opts: Options, *runs: Run) -> Work:
+        """Submit a call that consists of ``runs``, one after the other."""
+        return self._queue.submit(runs, results, is_async=opts.asyncOp, timeout=opts.timeout)
+
+    def _run(self, signature: Signature, outputs: Tensors, inputs: Tensors, call: _Call) -> Run:
+        """Return a function that flattens the tensors, calls ``call``, and puts back."""
+        if signature.root is not None:
+            to_or_from = "to" if signature.operation in ("reduce", "gather") else "from"
+            check_rank(self._size, signature.root, f"{signature.operation} {to_or_from}")
+        if inputs:
+            check_dtypes(signature.operation, [*inputs, *outputs])
 
         def run(timeout: float) -> None:
-            flats = [flattened(output) for output in outputs]
-            parts = [flattened(part) for part in inputs]
-            collective(self._collectives(signature, timeout), flats, parts)
+            flats, parts = list(map(flattened, outputs)), list(map(flattened, inputs))
+            call(self._collectives(self.transport, signature, timeout), flats, parts)
             for flat, output in zip(flats, outputs, strict=True):
                 put_back(flat, output)
 
@@ -118,16 +130,16 @@ class SharedMemoryGroup(BaseGroup):
     # One tensor, the same on all ranks.
 
     @operation(dist.AllreduceOptions, "tensors|tensor")
-    def allreduce(self, tensors: Tensors, opts: Options) -> GroupWork:
+    def allreduce(self, tensors: Tensors, opts: Options) -> Work:
         """Combine the ranks' tensors; every rank gets the result."""
         return self._all_reduce_each(listed(tensors), opts)
 
     @operation(dist.AllreduceCoalescedOptions, "tensors")
-    def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> GroupWork:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> Work:
         """As :meth:`allreduce`, for each of ``tensors``."""
         return self._all_reduce_each(tensors, opts)
 
-    def _all_reduce_each(self, tensors: Tensors, opts: Options) -> GroupWork:
+    def _all_reduce_each(self, tensors: Tensors, opts: Options) -> Work:
         runs = [self._all_reduce(tensor, opts.reduceOp) for tensor in tensors]
         if len(tensors) > 1 and overlap(tensors):
             runs = [partial(self._all_reduce_copies, tensors, opts.reduceOp)]
@@ -157,12 +169,12 @@ class SharedMemoryGroup(BaseGroup):
         signature = Signature("sparse all_reduce", tensor.dtype, tensor.shape, op)
 
         def run(timeout: float) -> None:
-            collectives = self._collectives(signature, timeout)
+            collectives = self._collectives(self.transport, signature, timeout)
 
             def all_gather(own: Tensor) -> list[Tensor]:
-                outputs = [torch.empty_like(own) for _ in range(self._size)]
-                collectives.all_gather([output.view(-1) for output in outputs], own.view(-1))
-                return outputs
+                rows = own.new_empty(self._size, *own.shape)
+                collectives.all_gather([row.view(-1) for row in rows], own.view(-1))
+                return list(rows)
 
             total = sum_sparse(all_gather, tensor.data.coalesce())
             if op == "AVG":
@@ -175,30 +187,31 @@ class SharedMemoryGroup(BaseGroup):
         return run
 
     @operation(dist.BroadcastOptions, "tensors|tensor")
-    def broadcast(self, tensors: Tensors, opts: Options) -> GroupWork:
+    def broadcast(self, tensors: Tensors, opts: Options) -> Work:
         """Copy the root's tensor to every rank."""
-        root, runs = opts.rootRank, []
-        check_rank(self._size, root, "broadcast from")
-        for tensor in listed(tensors):
-            signature = Signature("broadcast", tensor.dtype, tensor.shape, root=root)
-            runs.append(self._run(signature, [tensor], [], lambda c, o, _: c.broadcast(o[0], root)))
-        return self._submit(listed(tensors), opts, *runs)
+        root, outputs = opts.rootRank, listed(tensors)
+        runs = [
+            self._run(
+                Signature("broadcast", tensor.dtype, tensor.shape, root=root),
+                [tensor],
+                [],
+                lambda c, o, _: c.broadcast(o[0], root),
+            )
+            for tensor in outputs
+        ]
+        return self._submit(outputs, opts, *runs)
 
     @operation(dist.ReduceOptions, "tensors|tensor")
-    def reduce(self, tensors: Tensors, opts: Options) -> GroupWork:
+    def reduce(self, tensors: Tensors, opts: Options) -> Work:
         """Combine the ranks' tensors; the root gets the result."""
         (tensor,), root = listed(tensors), opts.rootRank
-        check_rank(self._size, root, "reduce to")
         reduction = reduction_for(opts.reduceOp, tensor.dtype)
         signature = Signature("reduce", tensor.dtype, tensor.shape, reduction.name, root)
-        outputs, inputs = ([tensor], []) if self._rank == root else ([], [tensor])
-        run = self._run(
-            signature, outputs, inputs, lambda c, o, i: c.reduce((o or i)[0], reduction, root)
-        )
+        run = self._run(signature, [tensor], [], lambda c, o, _: c.reduce(o[0], reduction, root))
         return self._submit([tensor], opts, run)
 
     @operation(dist.BarrierOptions)
-    def barrier(self, opts: Options) -> GroupWork:
+    def barrier(self, opts: Options) -> Work:
         """Wait until every rank has called it."""
         run = self._run(Signature("barrier"), [], [], lambda c, _, __: c.barrier())
         return self._submit([], opts, run)
@@ -212,26 +225,19 @@ class SharedMemoryGroup(BaseGroup):
     # One tensor of each rank.
 
     @operation(AllgatherOptions, "output_tensors", "input_tensors|input_tensor")
-    def allgather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> GroupWork:
+    def allgather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> Work:
         """Copy every rank's tensor to every rank; they may differ in size."""
         outputs, (tensor,) = listed(output_lists), listed(inputs)
         check_count(self._size, outputs, "output tensors of all_gather")
         return self._submit(outputs, opts, self._all_gather(outputs, tensor))
 
     @operation(AllgatherOptions, "output_lists", "input_list")
-    def allgather_coalesced(
-        self, output_lists: TensorLists, inputs: Tensors, opts: Options
-    ) -> GroupWork:
-        """As :meth:`allgather`, for each of ``inputs``.
-
-        ``output_lists[i][j]`` gets the j-th input of rank i.
-        """
-        check_count(self._size, output_lists, "lists of outputs of allgather_coalesced")
-        runs = [
-            self._all_gather(outputs, tensor)
-            for *outputs, tensor in zip(*output_lists, inputs, strict=True)
-        ]
-        return self._submit([*chain.from_iterable(output_lists)], opts, *runs)
+    def allgather_coalesced(self, outputs: TensorLists, inputs: Tensors, opts: Options) -> Work:
+        """As :meth:`allgather`, for each of ``inputs``; the j-th of rank i to ``outputs[i][j]``."""
+        check_count(self._size, outputs, "lists of outputs of allgather_coalesced")
+        columns = zip(*outputs, inputs, strict=True)
+        runs = [self._all_gather(column, tensor) for *column, tensor in columns]
+        return self._submit(listed(outputs), opts, *runs)
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor) -> Run:
         check_dtypes("all_gather", [tensor, *outputs])
@@ -242,18 +248,15 @@ class SharedMemoryGroup(BaseGroup):
         return self._run(signature, outputs, [tensor], lambda c, o, i: c.all_gather_uneven(o, i[0]))
 
     @operation(AllgatherOptions, "output", "input")
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Options) -> GroupWork:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Options) -> Work:
         """Copy every rank's tensor, one after the other, to one tensor on every rank."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     @operation(AllgatherOptions, "outputs", "inputs")
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Options
-    ) -> GroupWork:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
         """As :meth:`all_gather_single`, for each of ``inputs``."""
         runs = []
         for output, tensor in zip(outputs, inputs, strict=True):
-            check_dtypes("all_gather_single", [tensor, output])
             check_multiple(self._size, "all_gather_single", output, tensor)
             signature = Signature("all_gather_single", tensor.dtype, (tensor.numel(),))
             run = self._run(
@@ -270,14 +273,13 @@ class SharedMemoryGroup(BaseGroup):
         return flat.split(len(flat) // self._size) if len(flat) else [flat] * self._size
 
     @operation(dist.GatherOptions, "output_tensors", "input_tensors|input_tensor")
-    def gather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> GroupWork:
+    def gather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> Work:
         """Copy every rank's tensor to the root."""
         (tensor,), root = listed(inputs), opts.rootRank
-        check_rank(self._size, root, "gather to")
         outputs = self._on_root(root, output_lists, "tensors to gather into, on the root,")
-        check_alike("gather", [tensor, *outputs])
         signature = Signature("gather", tensor.dtype, tensor.shape, root=root)
         run = self._run(signature, outputs, [tensor], lambda c, o, i: c.gather(o, i[0]))
+        check_sizes("gather", [tensor, *outputs])
         return self._submit(outputs, opts, run)
 
     def _on_root(self, root: int, given: TensorLists, what: str) -> list[Tensor]:
@@ -291,27 +293,23 @@ class SharedMemoryGroup(BaseGroup):
     # One tensor for each rank.
 
     @operation(dist.ScatterOptions, "output_tensors|output_tensor", "input_tensors")
-    def scatter(self, outputs: Tensors, input_lists: TensorLists, opts: Options) -> GroupWork:
+    def scatter(self, outputs: Tensors, input_lists: TensorLists, opts: Options) -> Work:
         """Copy the i-th tensor of the root to rank i."""
         (output,), root = listed(outputs), opts.rootRank
-        check_rank(self._size, root, "scatter from")
         inputs = self._on_root(root, input_lists, "tensors to scatter, on the root,")
-        check_alike("scatter", [output, *inputs])
         signature = Signature("scatter", output.dtype, output.shape, root=root)
         run = self._run(signature, [output], inputs, lambda c, o, i: c.scatter(o[0], i, root))
+        check_sizes("scatter", [output, *inputs])
         return self._submit([output], opts, run)
 
     @operation(dist.ReduceScatterOptions, "output_tensors|output", "input_tensors|input")
-    def reduce_scatter(
-        self, outputs: Tensors, input_lists: TensorLists, opts: Options
-    ) -> GroupWork:
+    def reduce_scatter(self, outputs: Tensors, inputs: TensorLists, opts: Options) -> Work:
         """Combine the ranks' i-th tensors; rank i gets the result. Sizes may differ by i."""
-        (output,), inputs = listed(outputs), listed(input_lists)
-        check_count(self._size, inputs, "input tensors of reduce_scatter")
-        return self._submit([output], opts, self._reduce_scatter(opts.reduceOp, output, inputs))
+        (output,), parts = listed(outputs), listed(inputs)
+        check_count(self._size, parts, "input tensors of reduce_scatter")
+        return self._submit([output], opts, self._reduce_scatter(opts.reduceOp, output, parts))
 
     def _reduce_scatter(self, op: dist.ReduceOp, output: Tensor, inputs: Tensors) -> Run:
-        check_dtypes("reduce_scatter", [output, *inputs])
         own = inputs[self._rank]
         if own.numel() != output.numel():
             raise ValueError(
@@ -326,14 +324,14 @@ class SharedMemoryGroup(BaseGroup):
         )
 
     @operation(dist.ReduceScatterOptions, "output|outputTensor", "input|inputTensor")
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Options) -> GroupWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Options) -> Work:
         """Combine the i-th of equal parts of the ranks' tensors; rank i gets the result."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     @operation(dist.ReduceScatterOptions, "outputs", "inputs")
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Options
-    ) -> GroupWork:
+    ) -> Work:
         """As :meth:`reduce_scatter_single`, for each of ``inputs``."""
         runs = []
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -348,11 +346,10 @@ class SharedMemoryGroup(BaseGroup):
     # From each rank to each.
 
     @operation(dist.AllToAllOptions, "output_tensors", "input_tensors")
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> GroupWork:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
         """Copy rank i's j-th input to rank j's i-th output."""
         check_count(self._size, outputs, "output tensors of all_to_all")
         check_count(self._size, inputs, "input tensors of all_to_all")
-        check_dtypes("all_to_all", [*inputs, *outputs])
         signature = Signature("all_to_all", inputs[0].dtype)
         run = self._run(signature, outputs, inputs, lambda c, o, i: c.all_to_all(o, i))
         return self._submit(outputs, opts, run)
@@ -365,12 +362,11 @@ class SharedMemoryGroup(BaseGroup):
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
         opts: Options,
-    ) -> GroupWork:
+    ) -> Work:
         """As :meth:`alltoall`, with parts of one tensor along its first dimension.
 
         Without split sizes the parts are equal.
         """
-        check_dtypes("all_to_all_single", [input, output])
         outgoing = split_numels(self._size, "input", input, input_sizes)
         incoming = split_numels(self._size, "output", output, output_sizes)
         run = self._run(
@@ -386,7 +382,7 @@ class SharedMemoryGroup(BaseGroup):
     # From one rank to another.
 
     @of_any_device
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
         """Send a tensor; it is copied at once and may be written to again."""
         (tensor,) = listed(tensors)
         check_rank(self._size, dst, "send to")
@@ -394,7 +390,7 @@ class SharedMemoryGroup(BaseGroup):
         return self.transport.mailbox.start_send(tensor, dst, tag, self._queue.timeout)
 
     @of_any_device
-    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> dist.Work:
+    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> Work:
         """Receive the next tensor that rank ``src`` sends with this tag."""
         (tensor,) = listed(tensors)
         if src is not None:
@@ -403,6 +399,6 @@ class SharedMemoryGroup(BaseGroup):
         return self.transport.mailbox.start_receive(tensor, src, tag, self._queue.timeout)
 
     @of_any_device
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive the next tensor that any rank sends with this tag; the work names the sender."""
         return self.recv(tensors, None, tag)

@@ -13,8 +13,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lockstep.comm.any_group import all_gather, start_all_reduce
 from lockstep.errors import CollectiveFailed
@@ -51,23 +51,19 @@ class JoinState:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: ProcessGroup,
         device: torch.device,
         *,
         divide_by_active: bool = False,
         throws: bool = False,
     ) -> None:
-        # Whether this rank still has data.
-        self.is_active = True
-        # The number of ranks by which sums are divided to get means.
-        self.mean_divisor = group.size()
+        self.is_active = True  # whether this rank still has data
+        self.mean_divisor = group.size()  # the number by which sums are divided to get means
         # The ranks that had data when any last had.
         self.last_active: Sequence[int] = range(group.size())
-        self._group = group
-        self._device = device
-        self._divide_by_active = divide_by_active
-        self._throws = throws
-        self._members: list[int] = []
+        self._group, self._device = group, device
+        self._divide_by_active, self._throws = divide_by_active, throws
+        self._members: list[int] = []  # the numbers of the engines, by bit of the mask
 
     def add(self, numbers: Iterable[int]) -> None:
         """Add engines by their numbers, in the same order on every rank."""
@@ -99,9 +95,8 @@ class JoinState:
         """
         self.is_active = step is not Step.THROUGH
         own = torch.tensor([step, detail], device=self._device)
-        gathered = [announced.tolist() for announced in all_gather(self._group, own)]
-        steps = [(Step(kind), number) for kind, number in gathered]
-        active = [rank for rank, (kind, _) in enumerate(steps) if kind is not Step.THROUGH]
+        steps = [tuple(announced.tolist()) for announced in all_gather(self._group, own)]
+        active = [rank for rank, (kind, _) in enumerate(steps) if kind != Step.THROUGH]
         if not active:
             return Announcement(active, Step.THROUGH, 0)
         self.last_active = active
@@ -111,14 +106,15 @@ class JoinState:
                 f"Rank {through} has exhausted its inputs, which ends the loop on every rank."
             )
         if len({steps[rank] for rank in active}) > 1:
-            described = ", ".join(f"rank {rank}: {steps[rank][0].name}" for rank in active)
+            described = ", ".join(f"rank {rank}: {Step(steps[rank][0]).name}" for rank in active)
             raise CollectiveFailed(
                 "Ranks that still have data do different things, one after the other, in join(): "
                 f"{described}. They must run the same model in the same way."
             )
         if self._divide_by_active:
             self.mean_divisor = len(active)
-        return Announcement(active, *steps[active[0]])
+        kind, number = steps[active[0]]
+        return Announcement(active, Step(kind), number)
 
     def follow(self, announcement: Announcement) -> None:
         """Take part, with zeros, in the collective that the others have announced."""
@@ -130,18 +126,18 @@ class JoinState:
 
 
 # They belong to the contexts of join(), and end with those.
-_states: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[JoinState]] = (
+_states: weakref.WeakKeyDictionary[ProcessGroup, weakref.ref[JoinState]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def join_state_of(group: dist.ProcessGroup) -> JoinState | None:
+def join_state_of(group: ProcessGroup) -> JoinState | None:
     """Return the state to announce steps of ``group`` to; None outside of join()."""
     reference = _states.get(group)
     return reference() if reference is not None else None
 
 
-def set_join_state(group: dist.ProcessGroup, state: JoinState | None) -> None:
+def set_join_state(group: ProcessGroup, state: JoinState | None) -> None:
     """Announce each step of ``group`` to ``state`` from now on; None: no more.
 
     Raises:
@@ -158,24 +154,27 @@ def set_join_state(group: dist.ProcessGroup, state: JoinState | None) -> None:
         _states[group] = weakref.ref(state)
 
 
-def gather_in_step(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
+def gather_in_step(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
     """Return each rank's ``tensor``, of float64, in rank order; zeros for ranks without data.
 
     Every rank that has data must call it, with tensors of one shape; it blocks.
     """
-    if (state := join_state_of(group)) is not None:
-        state.call(Step.GATHER, tensor.numel())
+    _announce(group, Step.GATHER, tensor)
     return all_gather(group, tensor)
 
 
-def sum_in_step(group: dist.ProcessGroup, tensor: Tensor) -> None:
+def sum_in_step(group: ProcessGroup, tensor: Tensor) -> None:
     """Add up ``tensor``, of float64, over the ranks, in place, as :func:`gather_in_step`."""
-    if (state := join_state_of(group)) is not None:
-        state.call(Step.SUM, tensor.numel())
+    _announce(group, Step.SUM, tensor)
     start_all_reduce(group, tensor.view(-1)).wait()
 
 
-def mean_divisor(group: dist.ProcessGroup) -> int:
+def _announce(group: ProcessGroup, step: Step, tensor: Tensor) -> None:
+    if (state := join_state_of(group)) is not None:
+        state.call(step, tensor.numel())
+
+
+def mean_divisor(group: ProcessGroup) -> int:
     """Return the number of ranks by which sums over ``group`` are divided to get means."""
     state = join_state_of(group)
     return group.size() if state is None else state.mean_divisor

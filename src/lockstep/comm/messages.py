@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
-import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Work
 
 from lockstep.comm.arguments import flattened, put_back
 from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.failures import Deadline
 from lockstep.comm.work import BaseWork, start_thread
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
-from lockstep.torch_private import _InferenceMode
 
-# What precedes the contents of a message between processes: tag, number of bytes, dtype. Contents
-# are aligned, as its size is a multiple of that of any element.
+# The header of a message between processes: tag, number of bytes, dtype. Its size is a multiple of
+# every element's size, so the contents that follow are aligned.
 HEADER = struct.Struct("<qq32s")
 
 # The interval at which a thread checks its own sources while another thread polls for both.
@@ -39,9 +38,9 @@ class Message:
     source: int  # the rank that sent it
     tag: int
     dtype: str  # that of the tensor that was sent
-    contents: torch.Tensor  # as bytes
+    contents: Tensor  # as bytes
 
-    def copy_to(self, tensor: torch.Tensor, sender: int, operation: str) -> None:
+    def copy_to(self, tensor: Tensor, sender: int, operation: str) -> None:
         """Write the contents to ``tensor``; errors name ``sender`` and ``operation``.
 
         Raises:
@@ -58,8 +57,8 @@ class Message:
         put_back(self.contents.view(tensor.dtype), tensor)
 
 
-def header_of(tensor: torch.Tensor, tag: int) -> bytes:
-    """The header of a message with the contents of ``tensor``."""
+def header_of(tensor: Tensor, tag: int) -> bytes:
+    """Return the header of a message with the contents of ``tensor``."""
     return HEADER.pack(tag, tensor.nbytes, str(tensor.dtype).encode())
 
 
@@ -67,35 +66,31 @@ def header_of(tensor: torch.Tensor, tag: int) -> bytes:
 class MessageWork(BaseWork):
     """A send or receive that has been started; ``wait()`` completes it.
 
-    Args:
-        finish: Waits up to a number of seconds for the other rank, and returns that rank.
-        is_ready: Whether ``finish`` would return at once.
-        tensors: The tensors that are received.
-        timeout: The default of ``wait()``.
+    ``finish`` waits up to a number of seconds for the other rank, and returns that rank;
+    ``is_ready`` returns whether it would return at once. ``timeout`` is the default of ``wait()``.
     """
 
     def __init__(
         self,
         finish: Callable[[float], int],
         is_ready: Callable[[], bool],
-        tensors: list[torch.Tensor],
+        tensors: list[Tensor],
         timeout: timedelta,
     ) -> None:
         super().__init__(tensors, timeout)
         self._finish, self._is_ready = finish, is_ready
         self._rank: int
 
+    def _carry_out(self, seconds: float) -> None:
+        self._rank = self._finish(seconds)
+        del self._finish  # and with it the memory of the message
+
     def _complete(self, timeout: timedelta | None) -> None:
-        limit = self._timeout if timeout is None or timeout <= timedelta(0) else timeout
         with self._lock:
             if not self._is_done:
-                try:
-                    with _InferenceMode(True):
-                        self._rank = self._finish(limit.total_seconds())
-                except Exception as error:
-                    self._error = error
-                del self._finish  # and with it the memory of the message
-                self._is_done = True
+                if timeout is not None and timeout > timedelta(0):
+                    self._timeout = timeout
+                self.carry_out(None)
 
     def is_completed(self) -> bool:
         """Whether the message was received or taken, or never will be."""
@@ -114,18 +109,18 @@ class MessageWork(BaseWork):
     _source_rank = source_rank
 
     def _hurry(self) -> None:
-        start_thread(self._complete_and_tell, "lockstep-message")
+        def complete() -> None:
+            self._complete(None)
+            self._tell()
 
-    def _complete_and_tell(self) -> None:
-        self._complete(None)
-        self._tell()
+        start_thread(complete, "lockstep-message")
 
 
 @dataclass(eq=False)
 class Expected:
     """A receive: the tensor to write the message to, and the message when it has arrived."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
     source: int | None
     tag: int
     message: Message | None = None
@@ -151,7 +146,7 @@ class Mailbox(ABC):
         self._ended: dict[int, bool] = {}
 
     @abstractmethod
-    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
+    def send(self, tensor: Tensor, destination: int, tag: int) -> None:
         """Send a flat tensor; when this returns, it may be written to again."""
 
     @abstractmethod
@@ -163,25 +158,22 @@ class Mailbox(ABC):
         """The error of waiting for ``rank``, which has ended; if it is this one, of closing."""
 
     def _overdue(self, error: CollectiveTimeout) -> CollectiveFailed:
-        """Return the error to raise for a message that didn't come in time."""
         return error
 
-    def start_send(
-        self, tensor: torch.Tensor, destination: int, tag: int, timeout: timedelta
-    ) -> dist.Work:
+    def start_send(self, tensor: Tensor, destination: int, tag: int, timeout: timedelta) -> Work:
         """Send ``tensor``, which may be written to again at once."""
         self.send(flattened(tensor), destination, tag)
         return MessageWork(lambda _: destination, lambda: True, [], timeout)
 
     def start_receive(
-        self, tensor: torch.Tensor, source: int | None, tag: int, timeout: timedelta
-    ) -> dist.Work:
+        self, tensor: Tensor, source: int | None, tag: int, timeout: timedelta
+    ) -> Work:
         """Receive the next message of ``source``, or of any rank, into ``tensor``."""
         expected = self.expect(tensor, source, tag)
-        is_ready = partial(self._collect, expected, 0)
-        return MessageWork(partial(self.receive, expected), is_ready, [tensor], timeout)
+        finish, is_ready = partial(self.receive, expected), partial(self._collect, expected, 0)
+        return MessageWork(finish, is_ready, [tensor], timeout)
 
-    def expect(self, tensor: torch.Tensor, source: int | None, tag: int) -> Expected:
+    def expect(self, tensor: Tensor, source: int | None, tag: int) -> Expected:
         """Have the next message of ``source`` (None: of any rank) be for ``tensor``."""
         expected = Expected(tensor, source, tag)
         with self._changed:
@@ -220,23 +212,20 @@ class Mailbox(ABC):
             with self._changed:
                 if expected.message is None:
                     self._expected.remove(expected)
-        message, source = expected.message, expected.source
-        sender = "any rank" if source is None else f"rank {self._members[source]}"
+        names, message, source = self._members, expected.message, expected.source
+        sender = "any rank" if source is None else f"rank {names[source]}"
         operation = f"recv from {sender} with tag {expected.tag}"
         if message is None:
-            raise self._overdue(
-                CollectiveTimeout(
-                    f"Nothing came to rank {self._members[self._rank]} within {timeout:g} s in "
-                    f"{operation}. See what the sender does, and whether it sends with this tag.",
-                    [self._members[rank] for rank in self._sources(expected)],
-                    "recv",
-                )
+            text = (
+                f"Nothing came to rank {names[self._rank]} within {timeout:g} s in {operation}. "
+                "See what the sender does, and whether it sends with this tag."
             )
-        message.copy_to(expected.tensor, self._members[message.source], operation)
+            absent = [names[rank] for rank in self._sources(expected)]
+            raise self._overdue(CollectiveTimeout(text, absent, "recv"))
+        message.copy_to(expected.tensor, names[message.source], operation)
         return message.source
 
     def _sources(self, expected: Expected) -> Sequence[int]:
-        """The other ranks that its message may come from."""
         sources = range(len(self._members)) if expected.source is None else [expected.source]
         return [rank for rank in sources if rank != self._rank]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import ClassVar, NamedTuple
@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.comm.failures import named
+from lockstep.comm.failures import named, without_traceback
 from lockstep.comm.messages import Mailbox
 from lockstep.errors import (
     CollectiveFailed,
@@ -60,12 +60,13 @@ class Signature(NamedTuple):
             words += f" of {tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
         return words
 
-    def mismatch(self, accounts: str, ranks: Sequence[int]) -> CollectiveMismatch:
-        """Return the error of ``ranks`` that made another call; ``accounts`` tells all calls."""
+    def mismatch(self, rank: int, others: Mapping[int, object]) -> CollectiveMismatch:
+        """Return the error of ``rank``, which made this call; ``others`` are other ranks' calls."""
+        calls = "".join(f"; rank {other} called {call}" for other, call in others.items())
         return CollectiveMismatch(
-            f"{accounts}. All ranks must make the same calls in the same order: look for a branch "
-            "that only some of them take.",
-            tuple(ranks),
+            f"Rank {rank} called {self}{calls}. All ranks must make the same calls in the same "
+            "order: look for a branch that only some of them take.",
+            tuple(others),
             self.operation,
         )
 
@@ -119,6 +120,18 @@ class Ranks(ABC):
         text = f"Rank {self._name} has aborted the group.{why}"
         self.break_off(PeerLost(text, [self._name], "abort"))
 
+    def call_failed(self, error: BaseException) -> None:
+        """Give up because of ``error``, which has ended a call, unless the other ranks know it."""
+        if not isinstance(error, CollectiveFailed):
+            self.give_up(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Take no further part because of ``error``, which other ranks need not have met with."""
+        if isinstance(error, FAILURES):
+            self.break_off(error)
+        else:
+            self.abort(f" It met with {error!r}.")
+
     @abstractmethod
     def leave(self) -> None:
         """Tell the others that this rank takes no further part, and release all resources."""
@@ -168,8 +181,7 @@ class Transport(Ranks):
                 f"Rank {self._name} has destroyed this process group. Call destroy_process_group() "
                 "after the last collective."
             )
-        failure = self._failure
-        return failure and type(failure)(str(failure), failure.ranks, failure.operation)
+        return self._failure and without_traceback(self._failure)
 
     def check_open(self) -> None:
         """Raise the error that broke this group, if one did."""
@@ -180,13 +192,18 @@ class Transport(Ranks):
         """Have later calls raise GroupClosed, in a forked child."""
         self._is_broken = True
 
-    def _break(self, error: CollectiveFailed) -> Failure:
-        """Have :meth:`error` return ``error`` from now on, unless there is an earlier one."""
-        if self._failure is None:
+    def break_off(self, error: CollectiveFailed) -> CollectiveFailed:
+        """Take no further part because of ``error``, which all ranks are to raise."""
+        if not self._is_broken:
             own = PeerLost(str(error), [self._name])
-            self._failure = error if isinstance(error, Failure) else own
+            self._failure = without_traceback(error) if isinstance(error, Failure) else own
             self._is_broken = True
-        return self._failure
+            self._report(self._failure)
+        return self.error() or error
+
+    @abstractmethod
+    def _report(self, failure: Failure) -> None:
+        """Have all ranks raise ``failure``, and end their waits for this one."""
 
     def stage(self, dtype: torch.dtype, numel: int) -> tuple[Address, Tensor]:
         """Return the address of the next slot, and the slot as a flat tensor to write to."""
@@ -198,7 +215,6 @@ class Transport(Ranks):
         address = self._turn * self.slot_bytes
         return address, self.at(self.rank, address, dtype, numel)
 
-    @abstractmethod
     def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:
         """Wait until every rank has made the same call; return the addresses they announce.
 
@@ -207,8 +223,26 @@ class Transport(Ranks):
         Raises:
             PeerLost: If a rank is gone.
             CollectiveTimeout: If a rank doesn't come within ``timeout`` seconds.
-            CollectiveMismatch: If a rank makes another call.
+            CollectiveMismatch: If a rank makes another call. If all ranks have made a call, all
+                of them raise it in this exchange, and the next one is as if it had not been.
         """
+        if self._is_broken:
+            self.check_open()
+        others: dict[int, object] = {}
+        try:
+            addresses = self._arrive(signature, address, timeout, others)
+        except FAILURES as error:
+            failure = signature.mismatch(self._name, others) if others else error
+            raise self.break_off(failure) from None
+        if others:
+            raise signature.mismatch(self._name, others)
+        return addresses
+
+    @abstractmethod
+    def _arrive(
+        self, signature: Signature, address: Address, timeout: float, others: dict[int, object]
+    ) -> Sequence[Address]:
+        """As :meth:`exchange`, but put other ranks' calls that differ into ``others``."""
 
     @abstractmethod
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:

@@ -8,6 +8,12 @@ more than most collectives. So a call is carried out
 - else by the thread that waits for it in ``wait()``, together with the calls before it;
 - else by the queue's own thread, when somebody asks for its future or whether it is completed,
   or after a moment: another rank may wait for this call while this rank waits for another one.
+
+Note [Mismatches]: ranks that made different calls all raise CollectiveMismatch in the same
+exchange, and go on together from there. What they have in flight must meet no later call: until a
+caller on this rank is told of the error, calls that were submitted meanwhile fail as well, without
+an exchange. They are one generation, and the next call is the first of a new one. The caller isn't
+told for certain by a future, which C++ may wait for: then the group is broken.
 """
 
 from __future__ import annotations
@@ -25,8 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.dynamo import uncompiled
+from lockstep.comm.failures import without_traceback
 from lockstep.comm.threads.ranks import of_this_rank
-from lockstep.errors import CollectiveFailed
+from lockstep.errors import CollectiveMismatch
 from lockstep.torch_private import _InferenceMode
 
 # The interval at which the queue's own thread looks for calls that it has seen before. Calls don't
@@ -54,7 +61,7 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
 
 @uncompiled
 class BaseWork(dist.Work):
-    """The outcome of one operation, as a Work that torch.distributed returns to the caller."""
+    """An operation that was started, as a Work that torch.distributed returns to the caller."""
 
     _error: Exception | None = None
     _is_done = False
@@ -67,8 +74,7 @@ class BaseWork(dist.Work):
 
     def __init__(self, results: Sequence[Tensor], timeout: timedelta) -> None:
         super().__init__()
-        self._results = list(results)
-        self._timeout = timeout
+        self._results, self._timeout = list(results), timeout
         self._lock = threading.Lock()
 
     @abstractmethod
@@ -78,6 +84,32 @@ class BaseWork(dist.Work):
     @abstractmethod
     def _hurry(self) -> None:
         """Have another thread complete the operation, and the future with :meth:`_tell`."""
+
+    @abstractmethod
+    def _carry_out(self, seconds: float) -> None:
+        """Do the operation, in which each exchange may wait up to ``seconds``."""
+
+    def _failed(self, error: BaseException) -> None:
+        """Handle an error of the operation, which is stored already."""
+
+    def carry_out(self, timeout: timedelta | None) -> None:
+        """Do the work; :meth:`_tell` is to follow, without the locks of the caller."""
+        limit = self._timeout
+        if timeout is not None and timedelta(0) < timeout < limit:
+            limit = timeout
+        try:
+            # Results are written, and memory of others is read, whatever the thread's own mode.
+            with _InferenceMode(True):
+                self._carry_out(limit.total_seconds())
+        except Exception as error:
+            self._error = error
+            self._failed(error)
+        except BaseException as error:  # such as Ctrl-C
+            self._error = RuntimeError(f"This call was interrupted: {error!r}")
+            self._failed(error)
+            raise
+        finally:
+            self._is_done = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the result is there; it is an error if that takes longer than ``timeout``.
@@ -89,8 +121,8 @@ class BaseWork(dist.Work):
             self._is_taken = True
         if not self._is_done:
             self._complete(timeout)
-        if self._error is not None:
-            raise self._error
+        if (error := self.exception()) is not None:
+            raise error
         return True
 
     def synchronize(self) -> None:
@@ -137,6 +169,12 @@ class BaseWork(dist.Work):
         return self._results
 
 
+class Generation:
+    """The calls that fail together if one meets other calls of other ranks: with this error."""
+
+    error: CollectiveMismatch | None = None
+
+
 @uncompiled
 class GroupWork(BaseWork):
     """A submitted call."""
@@ -146,6 +184,7 @@ class GroupWork(BaseWork):
     ) -> None:
         super().__init__(results, timeout)
         self._queue, self._runs = queue, runs
+        self._generation = queue.generation
 
     def __del__(self) -> None:
         # Torch's C++ may still hold this work, as DDP's reducer does in torch's join(): without the
@@ -169,37 +208,38 @@ class GroupWork(BaseWork):
     def _hurry(self) -> None:
         self._queue.hurry()
 
-    def carry_out(self, timeout: timedelta | None) -> None:
-        """Do the work, with the queue's lock held; :meth:`tell` is to follow without it."""
-        limit = self._timeout
-        if timeout is not None and timedelta(0) < timeout < limit:
-            limit = timeout
-        try:
-            # Results are written, and memory of others is read, whatever the thread's own mode.
-            with _InferenceMode(True):
-                for run in self._runs:
-                    run(limit.total_seconds())
-        except CollectiveFailed as error:
-            self._error = error
-        except Exception as error:  # such as a lack of memory, halfway
-            self._error = error
-            self._queue.give_up(error)
-        except BaseException as error:  # such as Ctrl-C
-            self._error = RuntimeError(f"This call was interrupted: {error!r}")
-            self._queue.give_up(error)
-            raise
-        finally:
-            del self._runs
-            self._is_done = True
+    def _carry_out(self, seconds: float) -> None:
+        if (earlier := self._generation.error) is not None:
+            raise without_traceback(earlier)
+        runs, self._runs = self._runs, ()
+        for run in runs:
+            run(seconds)
+
+    def _failed(self, error: BaseException) -> None:
+        if isinstance(error, CollectiveMismatch):
+            self._generation.error = without_traceback(error)
+        self._queue.call_failed(error)
+
+    def exception(self) -> Exception | None:
+        """The error, if it failed."""
+        if self._error is not None:
+            self._queue.end_generation(self._generation)
+        return self._error
+
+    def _outcome(self, _: object) -> list[Tensor]:
+        if isinstance(self._error, CollectiveMismatch):
+            self._queue.give_up(self._error)
+        return super()._outcome(_)
 
     def tell(self) -> None:
         """Complete the future, if there is one. Its callbacks may make calls, and wait for them."""
-        if self._is_there is not None and not self._is_told:
-            if self._queue.is_own_thread():
-                with suppress(RuntimeError):  # there may be as many threads as are allowed
-                    start_thread(self._tell, "lockstep-callback")
-                    return
-            self._tell()
+        if self._is_there is None or self._is_told:
+            return
+        if self._queue.is_own_thread():
+            with suppress(RuntimeError):  # there may be as many threads as are allowed
+                start_thread(self._tell, "lockstep-callback")
+                return
+        self._tell()
 
 
 class WorkQueue:
@@ -208,18 +248,23 @@ class WorkQueue:
     Any thread may submit and wait. See Note [Who carries out a call].
 
     Args:
-        timeout: The default for how long a call may wait for other ranks.
-        give_up: Called if a call ends halfway because of an error of this rank alone: the other
-            ranks are at another exchange then, and must not take the next call for this one.
-            Shown by test_a_rank_that_fails_halfway_spoils_no_later_sum.
+        timeout: The default limit of a call's waits for other ranks.
+        give_up: Called with an error after which this rank can't go on with the others.
+        call_failed: Called with the error that ends a call halfway. If it is an error of this rank
+            alone, the other ranks are at another exchange, and must not take the next call for
+            this one. Shown by test_a_rank_that_fails_halfway_spoils_no_later_sum.
     """
 
     def __init__(
-        self, timeout: timedelta, give_up: Callable[[BaseException], None] = lambda error: None
+        self,
+        timeout: timedelta,
+        give_up: Callable[[BaseException], None] = lambda error: None,
+        call_failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.timeout = timeout
-        self.give_up = give_up
+        self.give_up, self.call_failed = give_up, call_failed
         self.num_submitted = 0
+        self.generation = Generation()
         self.dropped: deque[GroupWork] = deque(maxlen=_MAX_DROPPED)
         self._numbers = itertools.count(1)
         self._calls: deque[GroupWork] = deque()
@@ -258,6 +303,11 @@ class WorkQueue:
         elif not self._is_watched:
             self._watch()
         return work
+
+    def end_generation(self, generation: Generation) -> None:
+        """Carry out later calls although ``generation`` has failed, as its caller knows by now."""
+        if self.generation is generation and generation.error is not None:
+            self.generation = Generation()
 
     def carry_out_until(self, work: GroupWork, timeout: timedelta | None = None) -> None:
         """Carry out the calls up to and including ``work``."""
@@ -308,7 +358,7 @@ class WorkQueue:
 
     def is_own_thread(self) -> bool:
         """Whether this is the queue's own thread."""
-        with self._thread_lock:
+        with self._thread_lock:  # until a thread that has just started is known
             return self._thread is threading.current_thread()
 
     def _watch(self) -> None:

@@ -1,5 +1,5 @@
 """What ``lockstep demo`` trains, and the data that it trains on."""
 
-from lockstep.demo.command import demo
+from lockstep.demo.training import demo
 
 __all__ = ["demo"]

@@ -92,7 +92,7 @@ def _load_folder(folder: Path) -> Digits:
             f"Data {str(folder)!r} is neither 'digits' nor 'mnist', and there is no such folder."
         )
     image_module = _require("PIL.Image", "Pillow", extra="demo")
-    files = [_image_files(class_folder) for class_folder in _class_folders(folder)]
+    files = _images_by_class(folder)
     labels = torch.tensor([label for label, paths in enumerate(files) for _ in paths])
     if len(labels) < 2:
         raise ValueError(
@@ -103,26 +103,23 @@ def _load_folder(folder: Path) -> Digits:
     return _split(images, labels, max(1, len(labels) // 6), f"images in {folder}")
 
 
-def _class_folders(folder: Path) -> list[Path]:
-    folders = [path for path in _visible(folder) if path.is_dir()]
-    if not folders:
+def _images_by_class(folder: Path) -> list[list[Path]]:
+    classes = [path for path in _visible(folder) if path.is_dir()]
+    if not classes:
         raise ValueError(
             f"There are no images in {folder}: it has no sub-folders. "
             "Put the images of each class into one, such as 0, 1, ..., 9."
         )
-    if len(folders) > MAX_CLASSES:
+    if len(classes) > MAX_CLASSES:
         raise ValueError(
-            f"There are {len(folders)} classes (sub-folders) in {folder}, and the network can "
-            f"tell {MAX_CLASSES} apart. Leave {len(folders) - MAX_CLASSES} of them out."
+            f"There are {len(classes)} classes (sub-folders) in {folder}, and the network can "
+            f"tell {MAX_CLASSES} apart. Leave {len(classes) - MAX_CLASSES} of them out."
         )
-    return folders
-
-
-def _image_files(class_folder: Path) -> list[Path]:
-    files = [path for path in _visible(class_folder) if path.suffix.lower() in _SUFFIXES]
-    if not files:
+    files = [[f for f in _visible(each) if f.suffix.lower() in _SUFFIXES] for each in classes]
+    if [] in files:
         raise ValueError(
-            f"There are no images in {class_folder}: no file ends in {', '.join(_SUFFIXES)}. "
+            f"There are no images in {classes[files.index([])]}: no file ends in "
+            f"{', '.join(_SUFFIXES)}. "
             "Put some there, or remove the sub-folder if it is not a class."
         )
     return files

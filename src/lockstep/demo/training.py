@@ -1,10 +1,9 @@
-"""The demo's network and training loop: the same code for any number of ranks."""
+"""``lockstep demo`` after its options are parsed: one training loop for any number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -13,14 +12,66 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.data import batch_slice
-from lockstep.demo.datasets import Digits
+from lockstep.demo.datasets import Digits, load
+from lockstep.errors import BadLaunch
+from lockstep.launcher import check_num_ranks, launch, whole_number
 from lockstep.nn import mean, parallelize
-from lockstep.world import World
+from lockstep.world import World, init
 
 GLOBAL_BATCH_SIZE = 128
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
+# Far above the rounding errors of one epoch in float64, and far below the difference of 1e-4 that a
+# single sample makes which is lost or counted twice.
+TOLERANCE = 1e-9
 
 State = dict[str, Tensor]
+
+
+def demo(nprocs: str = "2", epochs: str = "15", seed: int = 1234, data: str = "digits") -> bool:
+    """Train on ``nprocs`` processes, then show that splitting has changed nothing.
+
+    Returns:
+        Whether one more epoch on ``nprocs`` processes and in one gave the same parameters.
+
+    Raises:
+        BadLaunch: If a number makes no sense, or there is no such data.
+        MissingExtra: If the data needs a package that isn't installed.
+    """
+    num_ranks = check_num_ranks(nprocs)
+    num_epochs = whole_number(epochs, "--epochs", "15 train the network well.")
+    if not 0 <= seed < 2**63:
+        raise BadLaunch(f"--seed is {seed}, but must be from 0 to 2**63 - 1.")
+    if num_ranks > GLOBAL_BATCH_SIZE:
+        raise BadLaunch(
+            f"--nprocs is {num_ranks}, but a batch of {GLOBAL_BATCH_SIZE} images can't be split "
+            f"over more than {GLOBAL_BATCH_SIZE} ranks."
+        )
+    console = Console()
+    try:
+        digits = load(data)
+    except ValueError as error:
+        raise BadLaunch(str(error)) from error
+    processes = "one process" if num_ranks == 1 else f"{num_ranks} processes"
+    console.print(
+        f"Training a ConvNet on {digits.name}: {len(digits.train_labels):,} images to train on, "
+        f"{len(digits.test_labels):,} to test with, {GLOBAL_BATCH_SIZE} a step over {processes}.",
+        highlight=False,
+    )
+    start, together = launch(train, num_ranks, (digits, num_epochs, seed), output="plain")[0]
+    alone = train_exactly(start, digits, init(device="cpu"), seed, num_ranks)
+    difference = largest_difference(together, alone)
+    num_parameters = sum(value.numel() for value in alone.values())
+    num_batches = len(global_batches(digits, num_ranks, seed))
+    verdict = "[green]Nothing was lost by splitting.[/green]"
+    if difference >= TOLERANCE:
+        verdict = f"[red]It should be below {TOLERANCE:.0e}: please report this.[/red]"
+    console.print(
+        f"\nOne more epoch from there, dropout off, in float64, on {processes} and "
+        f"in one, the same {num_batches} batches: the largest difference in {num_parameters:,} "
+        f"parameters is [bold]{difference:.1e}[/bold]. {verdict}",
+        highlight=False,
+    )
+    return difference < TOLERANCE
 
 
 class ConvNet(nn.Module):
@@ -51,23 +102,20 @@ class ConvNet(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-class Trained(NamedTuple):
-    """The parameters after training, and after one more epoch without randomness."""
-
-    start: State
-    end: State
-
-
-def train(world: World, digits: Digits, epochs: int, seed: int) -> Trained:
-    """Train on this rank, and then for one more epoch without randomness.
+def train(world: World, digits: Digits, epochs: int, seed: int) -> tuple[State, State]:
+    """Train on this rank; return the parameters then, and after an epoch without randomness.
 
     Rank 0 shows the progress and prints each epoch's loss and accuracy, over all ranks.
     """
     torch.manual_seed(seed)
     model = parallelize(ConvNet().to(world.device), process_group=world.process_group)
     torch.manual_seed(seed + world.rank)  # ranks drop out different units
-    console = Console(quiet=world.rank != 0)
-    with _progress(console) as progress:
+    is_quiet = world.rank != 0
+    console = Console(quiet=is_quiet)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=is_quiet, transient=True
+    ) as progress:
         num_steps = epochs * len(global_batches(digits, world.world_size, seed))
         bar = progress.add_task("training", total=num_steps)
         optimizer = _optimizer(model)
@@ -78,7 +126,7 @@ def train(world: World, digits: Digits, epochs: int, seed: int) -> Trained:
             right = accuracy(model, digits, world)
             console.print(f"epoch {epoch + 1:2}  loss {loss:.4f}  accuracy {right:6.2%}")
     start = _copy_of(model)
-    return Trained(start, train_exactly(start, digits, world, seed, world.world_size))
+    return start, train_exactly(start, digits, world, seed, world.world_size)
 
 
 def train_exactly(start: State, digits: Digits, world: World, seed: int, num_ranks: int) -> State:
@@ -149,11 +197,3 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def _copy_of(model: nn.Module) -> State:
     return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    is_quiet = console.quiet
-    return Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=is_quiet, transient=True
-    )

@@ -1,22 +1,27 @@
-"""One flat buffer that is all-reduced at once, and the gradients that are views of it."""
+"""Buckets: their assignment, the buffers that are all-reduced at once, and sparse gradients."""
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import Pending, can_average, start_all_reduce, zero_buffer
+from lockstep.comm import Pending, can_average, start_all_reduce, sum_rows, zero_buffer
 from lockstep.errors import ParameterChanged
-from lockstep.grad.assign import gradient_dtype
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer, view_like
-from lockstep.grad.diagnostics import naming
+from lockstep.grad.diagnostics import raise_naming
 from lockstep.grad.ready_state import READY
 from lockstep.torch_private import _foreach_copy_
 
+MIB = 1024 * 1024
+# The first bucket is smaller: the sooner it is full, the sooner communication starts.
+FIRST_BUCKET_BYTES = MIB
+# If everything fits into four first buckets, don't split: another all-reduce costs more over Gloo
+# than it hides, and as much over shared memory. See "Steps" in benchmarks/RESULTS.md.
+_MIN_FIRST_BUCKETS = 4
 # Gradients of this average size are copied and scaled one by one. Below it, a call costs more than
 # a second pass over the memory (2 us against 16 K elements).
 _LARGE_NUMEL = 16 * 1024
@@ -26,6 +31,57 @@ _READY = bytes([READY])
 # Mapped over gradients, which calls no Python function for each.
 _grad_of, _layout_of = operator.attrgetter("grad"), operator.attrgetter("layout")
 _pointer_of = torch.Tensor.data_ptr
+
+
+def assign_buckets(
+    num_bytes: Sequence[int],
+    kinds: Sequence[Hashable],
+    order: Sequence[int],
+    *,
+    cap_bytes: int,
+    first_cap_bytes: int = FIRST_BUCKET_BYTES,
+) -> list[list[int]]:
+    """Divide gradients into buckets, in the order in which they become ready.
+
+    A bucket holds gradients of one kind (say, one dtype and device), and is full with the gradient
+    that takes it to its cap: waiting for one that fits would delay those that are ready.
+    Buckets are sorted by when their last gradient is ready: they launch in index order, and an
+    unfilled bucket holds up all later ones.
+
+    Args:
+        num_bytes: The size of each gradient.
+        kinds: The kind of each gradient; only equal kinds share a bucket.
+        order: The indices of all gradients, in the order in which they become ready.
+        cap_bytes: The size from which a bucket is full.
+        first_cap_bytes: The same for the first bucket, unless that is a large part of all
+            gradients.
+
+    Returns:
+        The indices of each bucket's gradients. Every index is in exactly one bucket.
+    """
+    if sum(num_bytes[index] for index in order) < _MIN_FIRST_BUCKETS * first_cap_bytes:
+        first_cap_bytes = cap_bytes
+    full: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    filled_bytes: dict[Hashable, int] = {}
+    for index in order:
+        kind, size = kinds[index], num_bytes[index]
+        if kind not in filling:
+            filling[kind], filled_bytes[kind] = [], 0
+        filling[kind].append(index)
+        filled_bytes[kind] += size
+        if filled_bytes[kind] >= (cap_bytes if full else min(first_cap_bytes, cap_bytes)):
+            full.append(filling.pop(kind))
+    position = {index: number for number, index in enumerate(order)}
+    return sorted(full + list(filling.values()), key=lambda bucket: position[bucket[-1]])
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient: its own, unless it has a ``grad_dtype``."""
+    dtype: torch.dtype | None = (
+        getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
+    )
+    return parameter.dtype if dtype is None else dtype
 
 
 class Bucket:
@@ -41,22 +97,19 @@ class Bucket:
             this memory goes on writing to it.
         start: The number of gradients in the buckets before this one.
         tail_size: The number of elements to reserve behind the gradients.
-        buffers_from: The group to ask for memory that it reduces in place. Such memory is scarce,
-            so this is for buckets that are kept. Without, the tail lies elsewhere, since a
-            communication hook may resize its buffer.
-        like: A tensor of the bucket's dtype and device, if there are no parameters.
+        buffers_from: The group to ask for memory that it reduces in place, if there is one.
+        is_hooked: Whether a communication hook reduces it. The tail lies elsewhere then, since the
+            hook may resize the buffer.
+        like: A parameter with the bucket's dtype and device, if there are none in it.
 
     Attributes:
-        parameter_names: In buffer order.
-        accumulated, start: As given.
-        stop: ``start`` of the next bucket.
+        start, stop: The positions of its first gradient, and of the next bucket's.
         tail: The memory behind the gradients, for facts that travel with them.
         num_missing: The number of gradients that this backward has yet to compute.
         chunk: The number of gradients from which on :meth:`copy_ready` copies them.
         copy_scale: The factor of gradients that are copied before the bucket is full; 1 if more may
             be added to them.
-        has_left: Whether a further gradient would be too late in this backward: the bucket was
-            launched or skipped.
+        has_left: Whether it was launched or skipped in this backward.
         averages: Whether the group had better average it: scaling small gradients takes another
             pass over the memory.
     """
@@ -69,6 +122,7 @@ class Bucket:
         start: int = 0,
         tail_size: int = 0,
         buffers_from: dist.ProcessGroup | None = None,
+        is_hooked: bool = False,
         like: torch.Tensor | None = None,
     ) -> None:
         self.parameter_names = [name for name, _ in named]
@@ -81,13 +135,15 @@ class Bucket:
         self.chunk = 1 if self._is_large else max(1, _CHUNK_NUMEL * len(sizes) // max(1, numel))
         first = self._parameters[0] if named or like is None else like
         dtype, device = gradient_dtype(first), first.device
+        size = numel if is_hooked else numel + tail_size
         if buffers_from is None:
             self.averages = False
-            self._buffer = torch.zeros(numel, dtype=dtype, device=device)
-            self._gradients, self.tail = self._buffer, self._buffer.new_zeros(tail_size)
+            self._buffer = torch.zeros(size, dtype=dtype, device=device)
         else:
             self.averages = not self._is_large and can_average(buffers_from, device)
-            self._buffer = zero_buffer(buffers_from, numel + tail_size, dtype, device)
+            self._buffer = zero_buffer(buffers_from, size, dtype, device)
+        self._gradients, self.tail = self._buffer, self._buffer.new_zeros(tail_size)
+        if not is_hooked:
             self._gradients, self.tail = self._buffer.split([numel, tail_size])
         self._numel = numel
         self._offsets = [0, *itertools.accumulate(sizes)]
@@ -127,8 +183,7 @@ class Bucket:
     def copy_ready(self, states: bytearray) -> None:
         """Copy gradients, up to the first that is missing, before the bucket is full.
 
-        They are still in the cores' caches then; and the memory that autograd has computed them in
-        is free again long before the bucket is full.
+        They are still in the cores' caches then, and autograd's memory is free again earlier.
         """
         missing = states[self.start + self._num_copied : self.stop].lstrip(_READY)
         last = len(self._parameters) - len(missing)
@@ -146,12 +201,6 @@ class Bucket:
         A gradient that hasn't grown since the last reduction is copied and kept as it is: if it
         hasn't on the other ranks either, it must keep its bits. Shown by
         test_gradient_nobody_touched_keeps_its_bits.
-
-        Args:
-            scale: The factor that makes the sum over the ranks a mean: mostly 1 / world_size.
-
-        Raises:
-            ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
         copied = self._num_copied
         if copied:
@@ -175,8 +224,7 @@ class Bucket:
     def undo_copies(self) -> None:
         """Restore gradients that were scaled in a backward that has failed.
 
-        Those that were launched are dropped: a collective still writes to their memory, and no
-        rank knows whether the others have launched theirs.
+        Those that were launched are dropped: a collective may still write to their memory.
         """
         if self.has_left:
             self.drop()
@@ -187,10 +235,9 @@ class Bucket:
     def drop(self) -> None:
         """Drop the gradients of this backward: it failed, here or on another rank."""
         for position, parameter in enumerate(self._parameters):
-            if self.accumulated[position]:
-                self.accumulated[position] = 0
-                if parameter.grad is self._views[position]:
-                    parameter.grad = None
+            if self.accumulated[position] and parameter.grad is self._views[position]:
+                parameter.grad = None
+        self.accumulated[:] = bytes(len(self.accumulated))
 
     def _copy(self, first: int, last: int, scale: float) -> None:
         """Copy the gradients from position ``first`` to ``last``; large ones in one pass."""
@@ -283,23 +330,54 @@ class Bucket:
         """Wait for the communication hook, and take over its result."""
         if self._hooked is not None:
             hooked, self._hooked = self._hooked, None
-            with naming(self.names, group):
+            try:
                 reduced = reduced_buffer(hooked, self._numel)
+            except RuntimeError as error:
+                raise_naming(self.names, group, error)
             if reduced.data_ptr() != self._gradients.data_ptr():
                 self.gradients.copy_(reduced.view(-1))
 
     def wait(self, group: dist.ProcessGroup) -> None:
-        """Wait for the collective, on this device's stream if it is a GPU.
-
-        Raises:
-            CollectiveFailed: If another rank is lost, or times out.
-        """
+        """Wait for the collective, on this device's stream if it is a GPU."""
         self.finish_hook(group)
         if self._work is not None:
             work, self._work = self._work, None
-            with naming(self.names, group):
+            try:
                 work.wait()
+            except RuntimeError as error:
+                raise_naming(self.names, group, error)
 
 
 def _describe(tensor: torch.Tensor, dtype: torch.dtype) -> str:
     return f"{tuple(tensor.shape)} {str(dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+def reduce_sparse(
+    parameter: torch.nn.Parameter,
+    group: dist.ProcessGroup,
+    scale: float,
+    hook: CommHook | None,
+    *,
+    index: int,
+    is_last: bool,
+) -> torch.Tensor:
+    """Return the sum over the ranks of the gradient of ``parameter``, each times ``scale``.
+
+    Only the rows that are present are sent. A gradient may be dense, as where the parameter is used
+    in another way too, and then so is the result, or None, and then the result is sparse. To a
+    communication hook it is the bucket ``index``, and isn't scaled. It blocks.
+    """
+    gradient, is_dense = parameter.grad, False
+    if gradient is None:
+        no_rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty(0, *parameter.shape[1:]).detach()
+        gradient = torch.sparse_coo_tensor(no_rows, values, parameter.shape, check_invariants=False)
+    elif not gradient.is_sparse:
+        gradient, is_dense = gradient.to_sparse(1), True
+    gradient = gradient.detach()
+    if hook is None:
+        total = sum_rows(group, gradient.coalesce() * scale)
+    else:
+        bucket = GradBucket(index, gradient, [parameter], is_last=is_last)
+        total = reduced_buffer(hook(bucket), gradient.numel())
+    return total.to_dense() if is_dense else total

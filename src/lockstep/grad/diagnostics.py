@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,20 +20,16 @@ _NUM_SAME_BACKWARDS = 3
 _SAMPLE_NUMEL = 1024
 
 
-@contextmanager
-def naming(names: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Add to errors of collectives that the gradients of ``names`` were being reduced."""
-    try:
-        yield
-    except RuntimeError as error:
-        # Any other error is the communication hook's own.
-        if not is_from_group(error) and not isinstance(error, CollectiveFailed):
-            raise
-        failed = explained(group, "all_reduce", error)
-        failed.add_note(f"This was the all-reduce of the gradients of {names}.")
-        if failed is error:
-            raise
-        raise failed from error
+def raise_naming(names: str, group: dist.ProcessGroup, error: RuntimeError) -> NoReturn:
+    """Raise the ``error`` of a reduction, and if the group failed, say of which gradients."""
+    # Any other error is the communication hook's own.
+    if not is_from_group(error) and not isinstance(error, CollectiveFailed):
+        raise error
+    failed = explained(group, "all_reduce", error)
+    failed.add_note(f"This was the all-reduce of the gradients of {names}.")
+    if failed is error:
+        raise error
+    raise failed from error
 
 
 def late_gradient(name: str) -> LateGradient:
@@ -58,34 +53,32 @@ def failed_elsewhere(num_failed: int, ranks: int, group: dist.ProcessGroup) -> C
     )
 
 
-def log_unused(names: Sequence[str]) -> None:
-    """Log that no rank has used these parameters."""
-    _log.info(
-        "No rank used these parameters in this backward, so their gradients stay as they are: %s. "
-        "(This is said once.)",
-        ", ".join(names),
-    )
+class GradientLog:
+    """Logs, once, that no rank uses some parameters, or that all ranks have the same gradients.
 
-
-class SameGradients:
-    """Warns if all ranks have the same gradients, as they do without a distributed sampler.
-
-    In the first few backwards this rank's gradients are compared with the mean over all ranks. If
-    they are equal, so are those of all other ranks. That needs no collective.
-
+    Without a distributed sampler they have. In the first few backwards rank 0's gradients are
+    compared with the mean over all ranks. If they are equal, so are those of all other ranks. That
+    needs no collective. The log of another rank is off.
     """
 
-    def __init__(self) -> None:
-        self.is_looking = True  # whether further backwards are to be compared
+    def __init__(self, *, is_on: bool) -> None:
+        self.is_on = self.logs_unused = self.compares = is_on
         self._num_equal = 0
         self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def unused(self, names: list[str]) -> None:
+        """Log that no rank has used the parameters of these names."""
+        self.logs_unused = False
+        _log.info(
+            "No rank used these parameters in this backward, so their gradients stay as they are: "
+            "%s. (This is said once.)",
+            ", ".join(names),
+        )
 
     def keep(self, gradients: torch.Tensor, factor: int) -> None:
         """Keep some of the gradients of a bucket, flat, which will be reduced in place.
 
-        Args:
-            gradients: This rank's part of the sum or mean.
-            factor: The factor by which reduction multiplies gradients that all ranks share.
+        Reduction multiplies gradients that all ranks share by ``factor``.
         """
         if gradients.numel():
             sample = gradients[:: max(1, gradients.numel() // _SAMPLE_NUMEL)]
@@ -95,25 +88,24 @@ class SameGradients:
         """Drop the kept gradients: their backward has failed."""
         self._samples = []
 
-    def compare(self, *, is_rank_0: bool) -> None:
-        """Compare the kept gradients with the reduced ones; rank 0 warns."""
+    def compare(self) -> None:
+        """Compare the kept gradients with the reduced ones."""
         samples = [(r, e) for r, e in self._samples if bool(e.any()) and bool(e.isfinite().all())]
         self._samples = []
         if not samples:
             return
         # Scaling by a third, and adding up, rounds.
-        self.is_looking = all(
+        self.compares = all(
             torch.allclose(reduced, expected, rtol=4 * torch.finfo(reduced.dtype).eps, atol=0)
             for reduced, expected in samples
         )
-        self._num_equal += self.is_looking
-        if self.is_looking and self._num_equal == _NUM_SAME_BACKWARDS:
-            self.is_looking = False
-            if is_rank_0:
-                _log.warning(
-                    "In each of the first %s backwards all ranks had the same gradients, so they "
-                    "seem to train on the same samples, each doing the work of all. Give each its "
-                    "part: lockstep.partition(dataset)[rank], or torch's DistributedSampler. (This "
-                    "is said once.)",
-                    _NUM_SAME_BACKWARDS,
-                )
+        self._num_equal += self.compares
+        if self.compares and self._num_equal == _NUM_SAME_BACKWARDS:
+            self.compares = False
+            _log.warning(
+                "In each of the first %s backwards all ranks had the same gradients, so they seem "
+                "to train on the same samples, each doing the work of all. Give each its part: "
+                "lockstep.partition(dataset)[rank], or torch's DistributedSampler. (This is said "
+                "once.)",
+                _NUM_SAME_BACKWARDS,
+            )

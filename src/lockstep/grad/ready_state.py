@@ -1,4 +1,4 @@
-"""Which gradients have come in a backward, and what ranks tell each other about it."""
+"""Which gradients have come in a backward, and the facts about it that ranks exchange."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ AWAITED, UNUSED, READY = 0, 1, 2
 _NUM_FAILURE_FACTS = 2
 
 
-class Positions:
-    """The order in which gradients become ready; sparse ones, for which no bucket waits, are last.
+class ReadyState:
+    """Which gradients have come in a backward, by their positions in the order in which they come.
 
-    Args:
-        named: The parameters with their names, by index.
-        sparse: The indices of parameters whose gradients are sparse.
+    Most come in order, and many are told at once. Sparse ones, for which no bucket waits, are last.
 
     Attributes:
-        sparse: As given.
-        num_dense: The number of gradients that aren't sparse.
+        sparse: The indices of parameters whose gradients are sparse.
+        num_dense: The number of the other gradients.
         order: The index of the parameter at each position.
         parameters: The parameter at each position.
         of: The position of each parameter, by its ``id()``.
         accumulated: At each position 1 if the gradient has grown since it was last reduced.
             Buckets hold views of this memory.
+        states: At each position AWAITED, UNUSED or READY.
+        indices: The indices of parameters whose gradients have come, in that order.
     """
 
     def __init__(
@@ -47,6 +47,12 @@ class Positions:
         self.order = [*dense, *sparse]
         self.rearrange(dense)
 
+    def reset(self) -> None:
+        """No gradient has come."""
+        self.states = bytearray(self.num_dense) + bytes([UNUSED]) * len(self.sparse)
+        self.indices: list[int] = []
+        self._next_position = 0
+
     def rearrange(self, dense: Iterable[int]) -> None:
         """Put the gradients that aren't sparse into the order ``dense``, by index."""
         accumulated = dict(zip(self.order, self.accumulated, strict=True))
@@ -54,6 +60,7 @@ class Positions:
         self.accumulated[:] = bytes(accumulated[index] for index in self.order)
         self.parameters = [self._named[index][1] for index in self.order]
         self.of = {id(parameter): position for position, parameter in enumerate(self.parameters)}
+        self.reset()
 
     def name(self, position: int) -> str:
         """Return the name of the parameter at ``position``."""
@@ -66,7 +73,7 @@ class Positions:
         broadcast_tensors(group, [order])
         return [int(index) for index in order.tolist()]
 
-    def take_over(self, previous: Positions) -> None:
+    def take_over(self, previous: ReadyState) -> None:
         """Mark gradients as accumulated that ``previous``, of other parameters, has not reduced."""
         for position, parameter in enumerate(self.parameters):
             if id(parameter) in previous.of:
@@ -74,30 +81,12 @@ class Positions:
             elif parameter.grad is not None:
                 self.accumulated[position] = 1
 
-
-class ReadyState:
-    """Which gradients have come in one backward; made at its start, and dropped at its end.
-
-    Most gradients come in the order of their positions, and then many are handled at once.
-
-    Attributes:
-        states: At each position AWAITED, UNUSED or READY.
-        indices: The indices of parameters whose gradients have come, in that order.
-    """
-
-    def __init__(self, positions: Positions) -> None:
-        self._positions = positions
-        num_dense = positions.num_dense
-        self.states = bytearray(num_dense) + bytes([UNUSED]) * (len(positions.order) - num_dense)
-        self.indices: list[int] = []
-        self._next_position = 0
-
     def next_positions(self, parameters: Sequence[torch.Tensor]) -> range | None:
         """Return the positions of ``parameters`` if they are the next ones, and all awaited."""
         first, last = self._next_position, self._next_position + len(parameters)
         if (
-            last <= self._positions.num_dense
-            and all(map(operator.is_, parameters, self._positions.parameters[first:last]))
+            last <= self.num_dense
+            and all(map(operator.is_, parameters, self.parameters[first:last]))
             and not any(self.states[first:last])
         ):
             return range(first, last)
@@ -108,14 +97,14 @@ class ReadyState:
         first, last = positions.start, positions.stop
         self._next_position = last
         self.states[first:last] = bytes([READY]) * len(positions)
-        self._positions.accumulated[first:last] = b"\1" * len(positions)
-        self.indices += self._positions.order[first:last]
+        self.accumulated[first:last] = b"\1" * len(positions)
+        self.indices += self.order[first:last]
 
     def missing(self) -> list[int]:
         """Return the indices of parameters whose gradients haven't come."""
         if self.states.count(READY) == len(self.states):  # as after most backwards
             return []
-        states = zip(self._positions.order, self.states, strict=True)
+        states = zip(self.order, self.states, strict=True)
         return sorted(index for index, state in states if state != READY)
 
 
@@ -125,11 +114,7 @@ def num_facts(num_parameters: int) -> int:
 
 
 def write_facts(tail: torch.Tensor, accumulated: bytearray, failed_rank: int | None) -> None:
-    """Write this rank's facts behind the last bucket; those of all ranks are added up, or averaged.
-
-    These are, for each position, whether this rank adds a gradient, and whether its backward has
-    failed: then it adds none.
-    """
+    """Write which gradients this rank adds, or that its backward has failed: then it adds none."""
     used, failures = tail[:-_NUM_FAILURE_FACTS], tail[-_NUM_FAILURE_FACTS:]
     failures.zero_()
     if failed_rank is not None:
@@ -151,11 +136,7 @@ def failed_ranks(tail: torch.Tensor, divisor: int) -> tuple[int, int]:
     """Return the number of ranks on which the backward failed, and their sum; (0, 0) on a GPU.
 
     Reading it would wait for the GPU. There, a rank whose backward has failed sends NaN or, to a
-    communication hook, which may remember it, 0.
-
-    Args:
-        tail: The facts of all ranks.
-        divisor: That of their mean; 1 if they were added up.
+    communication hook, which may remember it, 0. The sums of ``tail`` were divided by ``divisor``.
     """
     if tail.device.type != "cpu":
         return 0, 0

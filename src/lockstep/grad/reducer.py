@@ -14,28 +14,18 @@ from enum import Enum, auto
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import CollectiveFailed
-from lockstep.grad.assign import FIRST_BUCKET_BYTES, assign_buckets, gradient_dtype
-from lockstep.grad.bucket import Bucket
+from lockstep.errors import CollectiveFailed, CollectiveMismatch
+from lockstep.grad import ready_state
+from lockstep.grad.bucket import (
+    FIRST_BUCKET_BYTES,
+    Bucket,
+    assign_buckets,
+    gradient_dtype,
+    reduce_sparse,
+)
 from lockstep.grad.comm_hook import CommHook
-from lockstep.grad.diagnostics import (
-    SameGradients,
-    failed_elsewhere,
-    late_gradient,
-    log_unused,
-    naming,
-)
-from lockstep.grad.ready_state import (
-    READY,
-    UNUSED,
-    Positions,
-    ReadyState,
-    failed_ranks,
-    num_facts,
-    used_by_any,
-    write_facts,
-)
-from lockstep.grad.sparse import reduce_sparse
+from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, raise_naming
+from lockstep.grad.ready_state import READY, UNUSED, ReadyState
 
 
 class Phase(Enum):
@@ -63,21 +53,20 @@ class Reducer:
     does, buckets go on waiting for the end.
 
     Args:
-        named_parameters: The parameters to reduce, in the same order on every rank.
-        group: The process group; every rank of it must have a reducer of the same parameters.
+        named_parameters: The parameters to reduce, in the same order on every rank of ``group``.
+        group: The process group.
         cap_bytes: The size from which a bucket is full.
         first_cap_bytes: The same for the first bucket.
         skip_unused: Whether buckets are skipped of which no rank uses anything.
         sparse: The indices of those ``named_parameters`` whose gradients are sparse.
+        is_kept: Whether it reduces more than one backward. Then it logs unusual gradients, and its
+            buckets have memory that the group reduces in place, which is scarce.
 
     Attributes:
-        phase: Its state in the course of a step.
-        process_group: As given.
         scale: The factor of each rank's gradients in the sum.
         is_rearranged: Whether buckets have the order in which gradients came.
         copies_early: Whether gradients are copied before their bucket is full. They must not be if
-            a backward inside of this one adds to them later, or ``create_graph`` gives them a
-            graph.
+            a backward inside of this one adds to them later, or they have a graph.
     """
 
     def __init__(
@@ -89,18 +78,19 @@ class Reducer:
         first_cap_bytes: int = FIRST_BUCKET_BYTES,
         skip_unused: bool = False,
         sparse: Collection[int] = (),
+        is_kept: bool = True,
     ) -> None:
         self.process_group = group
         self._size = group.size()
         self.scale = 1 / self._size
         self._named = list(named_parameters)
         self._cap_bytes, self._first_cap_bytes = cap_bytes, first_cap_bytes
-        self._skip_unused = skip_unused
+        self._skip_unused, self._is_kept = skip_unused, is_kept
         self._skipped: set[int] = set()  # numbers of buckets, and of sparse gradients behind them
         self._comm_hook: CommHook | None = None
-        self._same_gradients = SameGradients()
-        self._positions = Positions(self._named, sparse)
-        self._sparse = range(self._positions.num_dense, len(self._named))
+        self._log = GradientLog(is_on=is_kept and group.rank() == 0)
+        self._ready = ReadyState(self._named, sparse)
+        self._sparse = range(self._ready.num_dense, len(self._named))
         # Empty until the first backward: a copy that is never trained needs no memory for them.
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
@@ -111,8 +101,7 @@ class Reducer:
         self._last_order: list[int] | None = None
         self.is_rearranged = False
         self._gets_gradients_twice = False
-        self._has_logged_unused = False
-        self._reset()
+        self.reset()
 
     @property
     def comm_hook(self) -> CommHook | None:
@@ -126,7 +115,7 @@ class Reducer:
 
     @property
     def buckets(self) -> Sequence[Sequence[str]]:
-        """The names of the parameters in each bucket, in launch order, after the first backward."""
+        """The names of each bucket's parameters, in launch order, from the first backward on."""
         return [bucket.parameter_names for bucket in self._buckets]
 
     @property
@@ -141,23 +130,23 @@ class Reducer:
 
     @property
     def unused_parameters(self) -> Sequence[torch.nn.Parameter]:
-        """The parameters that got no gradient in the last backward on this rank."""
+        """The same parameters themselves."""
         return [parameter for _, parameter in self._unused]
 
     @property
     def reduced(self) -> list[torch.nn.Parameter]:
         """Parameters that any rank used in the last backward, in the same order on every rank."""
-        return [*itertools.compress(self._positions.parameters, self._used_by_any)]
+        return [*itertools.compress(self._ready.parameters, self._used_by_any)]
 
     @property
     def has_unreduced(self) -> bool:
         """Whether a gradient has grown since it was last reduced."""
-        grown = itertools.compress(self._positions.parameters, self._positions.accumulated)
+        grown = itertools.compress(self._ready.parameters, self._ready.accumulated)
         return any(parameter.grad is not None for parameter in grown)
 
     def is_unreduced(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient of ``parameter`` has grown since it was last reduced."""
-        return bool(self._positions.accumulated[self._positions.of[id(parameter)]])
+        return bool(self._ready.accumulated[self._ready.of[id(parameter)]])
 
     @property
     def _launches_early(self) -> bool:
@@ -166,15 +155,16 @@ class Reducer:
     def take_over(self, previous: Reducer) -> None:
         """Continue from the state of ``previous``, which had other parameters and some of these."""
         self.scale, self._comm_hook = previous.scale, previous.comm_hook
-        self._same_gradients = previous._same_gradients
+        self._log = previous._log
+        self._log.logs_unused = self._log.is_on
         self._gets_gradients_twice = previous._gets_gradients_twice
-        self._positions.take_over(previous._positions)
+        self._ready.take_over(previous._ready)
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         """No backward runs any more."""
         self.phase = Phase.IDLE
         self.copies_early = False
-        self._ready = ReadyState(self._positions)
+        self._ready.reset()
         self._launch_order: Sequence[Reducer] = ()  # not kept, as it holds this reducer
         self._next_launch = 0
         self._reduced_sparse: dict[int, torch.Tensor | None] = {}  # None if it was not sent
@@ -186,23 +176,22 @@ class Reducer:
     ) -> None:
         """A backward begins on every rank; an earlier one that failed is finished first.
 
-        Args:
-            launch_order: The reducers of one group in this backward, in the same order on every
-                rank. Before the end of the backward, a reducer launches when those before it have
-                only their last bucket left; last buckets follow at the end, in the same order.
-                Shown by test_two_models_in_one_backward_launch_in_one_order.
-            copies_early: As the attribute.
+        ``launch_order`` has the reducers of one group in this backward, in the same order on every
+        rank. Before the end of the backward, a reducer launches when those before it have only
+        their last bucket left; last buckets follow at the end, in the same order. Shown by
+        test_two_models_in_one_backward_launch_in_one_order.
         """
         if self.phase is Phase.FAILED:
             self.finish()
         self.phase = Phase.COLLECTING
         self._launch_order = [self] if launch_order is None else launch_order
         if self._last_order is not None and not self.is_rearranged:
-            self.is_rearranged = True
-            self._arrange(self._positions.order_of_rank_0(self._last_order, self.process_group))
+            order = self._ready.order_of_rank_0(self._last_order, self.process_group)
+            self.is_rearranged = True  # on every rank, as none of them has raised
+            self._arrange(order)
         if not self._buckets:
-            self._arrange(self._positions.order)
-        self._ready = ReadyState(self._positions)
+            self._arrange(self._ready.order)
+        self._ready.reset()
         self.copies_early = copies_early
         if copies_early and self._launches_early:  # in the first backward some may come twice
             for bucket in self._buckets:
@@ -217,20 +206,21 @@ class Reducer:
         groups = assign_buckets(
             [p.numel() * gradient_dtype(p).itemsize for p in parameters],
             [(gradient_dtype(p), p.device) for p in parameters],
-            [index for index in order if index not in self._positions.sparse],
+            [index for index in order if index not in self._ready.sparse],
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
         ) or [[]]  # one for the facts at least
-        self._positions.rearrange(itertools.chain(*groups))
+        self._ready.rearrange(itertools.chain(*groups))
         buckets: list[Bucket] = []
         for number, group in enumerate(groups, 1):
             start = buckets[-1].stop if buckets else 0
             bucket = Bucket(
                 [self._named[index] for index in group],
-                memoryview(self._positions.accumulated)[start : start + len(group)],
+                memoryview(self._ready.accumulated)[start : start + len(group)],
                 start=start,
-                tail_size=num_facts(len(parameters)) if number == len(groups) else 0,
-                buffers_from=self.process_group if self.comm_hook is None else None,
+                tail_size=ready_state.num_facts(len(parameters)) if number == len(groups) else 0,
+                buffers_from=self.process_group if self._is_kept and not self.comm_hook else None,
+                is_hooked=self.comm_hook is not None,
                 like=parameters[0],
             )
             buckets.append(bucket)
@@ -239,24 +229,23 @@ class Reducer:
 
     def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
         """This backward won't compute these gradients: buckets don't wait for them."""
-        for position in {self._positions.of[id(parameter)] for parameter in parameters}:
-            if position < self._positions.num_dense:
+        for position in {self._ready.of[id(parameter)] for parameter in parameters}:
+            if position < self._ready.num_dense:
                 self._ready.states[position] = UNUSED
                 self._bucket_at[position].num_missing -= 1
 
     def mark_accumulated(self, parameter: torch.Tensor) -> None:
-        """The gradient of ``parameter`` has grown, and is not to be reduced yet."""
-        self._positions.accumulated[self._positions.of[id(parameter)]] = 1
+        """The gradient of ``parameter`` has grown, in a backward that doesn't reduce it."""
+        self._ready.accumulated[self._ready.of[id(parameter)]] = 1
 
     def mark_late(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` has come before :meth:`begin` could be called."""
-        self._mark_unawaited(self._positions.of[id(parameter)])
+        self._mark_unawaited(self._ready.of[id(parameter)])
 
     def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
         """The gradients of ``parameters`` have come; buckets that are full are launched.
 
-        Returns:
-            How many further gradients may come before this must be called again.
+        Returns how many further gradients may come before this must be called again.
 
         Raises:
             LateGradient: If a gradient has been sent already in this backward.
@@ -266,17 +255,16 @@ class Reducer:
         if positions is not None:
             self._mark_awaited(positions)
         else:
-            for position in [self._positions.of[id(parameter)] for parameter in parameters]:
+            for position in [self._ready.of[id(parameter)] for parameter in parameters]:
                 if self._ready.states[position]:
                     self._mark_unawaited(position)
                 else:
                     self._mark_awaited(range(position, position + 1))
         # If they come in order, it is the next bucket that will be full first, or the one behind.
         threshold, num_filling = len(self._named), 0
-        for index in range(self._next_launch, len(self._buckets)):
-            bucket = self._buckets[index]
+        for bucket in self._buckets[self._next_launch :]:
             if bucket.num_missing:
-                most = bucket.num_missing if not self.copies_early else bucket.chunk
+                most = bucket.chunk if self.copies_early else bucket.num_missing
                 threshold = min(threshold, bucket.num_missing, most)
                 num_filling += 1
                 if num_filling == 2:
@@ -304,13 +292,13 @@ class Reducer:
             bucket = self._bucket_at[position]
             if bucket.is_too_late_for(position - bucket.start):
                 self._gets_gradients_twice = True
-                raise late_gradient(self._positions.name(position))
+                raise late_gradient(self._ready.name(position))
         if self._ready.states[position] == READY:
             self._gets_gradients_twice = True
         else:
             self._ready.states[position] = READY
-            self._positions.accumulated[position] = 1
-            self._ready.indices.append(self._positions.order[position])
+            self._ready.accumulated[position] = 1
+            self._ready.indices.append(self._ready.order[position])
 
     def give_up(self) -> None:
         """The backward has failed; gradients that were not launched stay, and are added to.
@@ -320,11 +308,11 @@ class Reducer:
         Shown by test_a_backward_that_fails_at_different_places_on_each_rank.
         """
         if self.phase is Phase.IDLE:
-            self._ready = ReadyState(self._positions)
+            self._ready.reset()
             return
         self.phase = Phase.FAILED
         self._launch_order = ()
-        self._same_gradients.drop()
+        self._log.drop()
         for bucket in self._buckets:
             bucket.undo_copies()
 
@@ -343,12 +331,8 @@ class Reducer:
     def launch_all_but_last(self) -> None:
         """The backward is over: reduce all gradients but those of the last bucket.
 
-        It waits for communication hooks, and for sparse gradients. The caller disables autograd,
-        also for :meth:`launch_last`: with ``create_graph``, gradients have a graph.
-
-        Raises:
-            ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
-            CollectiveFailed: If another rank is lost, or times out.
+        It waits for communication hooks and sparse gradients, and raises as :meth:`finish`. The
+        caller disables autograd, also for :meth:`launch_last`, as gradients may have a graph.
         """
         last = len(self._buckets) - 1
         while self._next_launch < last:
@@ -360,31 +344,30 @@ class Reducer:
                 self._reduced_sparse[position] = self._reduce_sparse(index, position)
 
     def _reduce_sparse(self, index: int, position: int) -> torch.Tensor | None:
-        parameter, accumulated = self._positions.parameters[position], self._positions.accumulated
+        parameter, accumulated = self._ready.parameters[position], self._ready.accumulated
         accumulated[position] *= parameter.grad is not None
         if self._skips(index + len(self._bucket_at), bool(accumulated[position])):
             return None
         is_last = not self._bucket_at and position == len(self._named) - 1
         group, hook = self.process_group, self.comm_hook
-        with naming(repr(self._positions.name(position)), group):
+        try:
             return reduce_sparse(parameter, group, self.scale, hook, index=index, is_last=is_last)
+        except RuntimeError as error:
+            raise_naming(repr(self._ready.name(position)), group, error)
 
     def launch_last(self) -> None:
-        """Launch the last bucket, with this rank's facts; it raises as the launches before it."""
+        """Launch the last bucket, with this rank's facts."""
         if self._next_launch < len(self._buckets):
             self._launch()
 
     def finish(self) -> CollectiveFailed | None:
-        """Wait until every gradient is the mean over all ranks.
+        """Wait until every gradient is the mean over all ranks, or as before if no rank has one.
 
-        A parameter that no rank used keeps the gradient that it had, None included.
-
-        Returns:
-            The error to raise, after other models' reducers have finished too, if the backward
-            failed on another rank: its gradients are lost.
+        Returns the error to raise, after other models' reducers have finished too, if the backward
+        failed on another rank: its gradients are lost.
 
         Raises:
-            ParameterChanged: As :meth:`launch_all_but_last`, which need not have been called.
+            ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
             CollectiveFailed: If another rank is lost, or times out.
         """
         error = None
@@ -397,46 +380,46 @@ class Reducer:
                 self._unused = [self._named[index] for index in self._ready.missing()]
                 if self.phase is not Phase.FAILED:
                     error = self._use_reduced()
-                    self._positions.accumulated[:] = bytes(len(self._named))
+                    self._ready.accumulated[:] = bytes(len(self._named))
             self._last_order = self._ready.indices
+        except CollectiveMismatch:
+            self.give_up()
+            raise
         finally:
-            self._reset()
+            self.reset()
         return error
 
     def _use_reduced(self) -> CollectiveFailed | None:
         """Make the mean the gradient of every parameter that any rank used."""
         last = self._buckets[-1]
-        num_failed, ranks = failed_ranks(last.tail, self._size if self._averages(last) else 1)
+        divisor = self._size if self._averages(last) else 1
+        num_failed, ranks = ready_state.failed_ranks(last.tail, divisor)
         if num_failed:
             for bucket in self._buckets:
                 bucket.drop()
             for position in self._sparse:
-                self._positions.parameters[position].grad = None
+                self._ready.parameters[position].grad = None
             return failed_elsewhere(num_failed, ranks, self.process_group)
-        accumulated = self._positions.accumulated
-        is_rank_0 = self.process_group.rank() == 0
+        accumulated = self._ready.accumulated
         # Reading the facts waits for a GPU. A rank that used everything need not.
         used: Sequence[int] = self._sparse
         self._used_by_any = itertools.repeat(1)
         if not all(accumulated):
-            self._used_by_any = used_by_any(last.tail)
+            self._used_by_any = ready_state.used_by_any(last.tail)
             used = list(itertools.compress(range(len(accumulated)), self._used_by_any))
-            if len(used) < len(accumulated) and not self._has_logged_unused:
-                self._has_logged_unused = True
-                if is_rank_0:
-                    indices = set(self._positions.order)
-                    indices -= {self._positions.order[position] for position in used}
-                    log_unused([self._named[index][0] for index in sorted(indices)])
+            if len(used) < len(accumulated) and self._log.logs_unused:
+                indices = {*self._ready.order} - {self._ready.order[at] for at in used}
+                self._log.unused([self._named[index][0] for index in sorted(indices)])
         for position in used:
             if position in self._reduced_sparse:
                 reduced = self._reduced_sparse[position]
                 if reduced is not None:
-                    self._positions.parameters[position].grad = reduced
+                    self._ready.parameters[position].grad = reduced
             elif not accumulated[position]:
                 bucket = self._bucket_at[position]
                 bucket.use_as_grad(position - bucket.start)
-        if self._same_gradients.is_looking:
-            self._same_gradients.compare(is_rank_0=is_rank_0)
+        if self._log.compares:
+            self._log.compare()
         return None
 
     def _launch(self) -> None:
@@ -450,7 +433,7 @@ class Reducer:
         if is_last:
             # All buckets are filled by now, so these facts are final.
             failed_rank = self.process_group.rank() if self.phase is Phase.FAILED else None
-            write_facts(bucket.tail, self._positions.accumulated, failed_rank)
+            ready_state.write_facts(bucket.tail, self._ready.accumulated, failed_rank)
         if self.comm_hook is None:
             bucket.launch(self.process_group, average=self._averages(bucket))
         else:
@@ -480,9 +463,8 @@ class Reducer:
             bucket.fill_with(math.nan if self.comm_hook is None else 0)
             return
         bucket.fill(self._scale_of(bucket))
-        same = self._same_gradients
-        if same.is_looking and self.comm_hook is None and self.scale == 1 / self._size:
-            same.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
+        if self._log.compares and self.comm_hook is None and self.scale == 1 / self._size:
+            self._log.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
 
     def _averages(self, bucket: Bucket) -> bool:
         return bucket.averages and self.comm_hook is None and self.scale == 1 / self._size

@@ -1,12 +1,6 @@
 from .job import Job as Job
-from .job import Module as Module
-from .job import Script as Script
-from .job import check_meeting as check_meeting
 from .job import check_num_ranks as check_num_ranks
-from .job import check_num_threads as check_num_threads
-from .job import check_program as check_program
-from .job import check_stdin as check_stdin
-from .job import default_num_ranks as default_num_ranks
+from .job import job_of as job_of
 from .job import whole_number as whole_number
 from .start import launch as launch
 from .start import run_job as run_job

@@ -1,11 +1,11 @@
-"""The ranks of this host and their environments, and the agreement with supervisors of other hosts.
+"""The environments of this host's ranks, and the agreement with supervisors of other hosts.
 
-Supervisors of several hosts meet at a store of torch's, held open by the host at the endpoint.
-There each gets a number, and learns the number of ranks on every host; later each reports whether
-its ranks have failed, and that they are done. So a failure ends the ranks of all hosts, even if
-they don't communicate, and every host reports the same first failure. Nothing that is read from
-the store is executed. Anyone who reaches the endpoint can write to the store, as with torchrun:
-the endpoint belongs into a network that its users trust.
+Supervisors of several hosts meet at a TCPStore, which the host at the endpoint holds open. There
+each gets a number and reads the number of ranks on every host; later each writes the failure of
+its ranks, or that they are done. So a failure ends the ranks of all hosts, even if they don't
+communicate, and every host reports the same first failure. Nothing that is read from the store is
+executed. Anyone who reaches the endpoint can write to the store, as with torchrun: the endpoint
+belongs into a network that its users trust.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import socket
 import sys
@@ -20,8 +21,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
+from operator import attrgetter
 
 import torch.distributed as dist
 
@@ -42,68 +44,57 @@ _POLL_SECONDS = 0.05
 
 
 class Host:
-    """The only host of a run. Its supervisor, rather than rank 0, holds the store.
+    """This host of a run: the environments of its ranks, and its agreement with other hosts.
+
+    Its supervisor, or that of the first of several hosts, holds the store, rather than rank 0.
 
     Attributes:
         world_size: The number of ranks on all hosts.
         ranks: The ranks on this host.
         environments: The variables to add for each of these ranks.
         notice: A descriptor that becomes readable when another host has failed.
+
+    Raises:
+        LaunchError: If the hosts don't all come, or this host isn't one of them.
     """
 
     def __init__(self, job: Job) -> None:
+        self.notice: int | None = None
+        self._meeting = job.meeting
+        if job.meeting is None:
+            first, group = self._alone(job.num_ranks), dict[str, str]()
+        else:
+            first, group = self._meet(job.meeting, job.num_ranks)
+        self.world_size = first.world_size
+        self.ranks = range(first.rank, first.rank + job.num_ranks)
+        self.environments = [
+            rank_environment(replace(first, rank=rank, local_rank=local_rank), job.num_threads)
+            | group
+            for local_rank, rank in enumerate(self.ranks)
+        ]
+
+    def _alone(self, size: int) -> Placement:
         # Port 0: the kernel finds a free one, so that two runs never collide.
         listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
-        master, size = listener.getsockname(), job.num_ranks
-        self._store: dist.Store = _open_store(listener)
+        master = listener.getsockname()
+        self._held: dist.TCPStore | None = _open_store(listener)
         # Any user of this host can write to a store on loopback, which is for programs that
         # expect one there. lockstep.init() uses a nameless file, open in this process alone.
         path = None
         if sys.platform == "linux":
             path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
         run_id = uuid.uuid4().hex
-        place = Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path)
-        self._place_ranks(job, place)
+        return Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path)
 
-    def _place_ranks(self, job: Job, first: Placement) -> None:
-        """Prepare the environments of this host's ranks, of which ``first`` is the first."""
-        self.world_size = first.world_size
-        self.ranks = range(first.rank, first.rank + job.num_ranks)
-        self.environments = [
-            rank_environment(replace(first, rank=rank, local_rank=local_rank), job.num_threads)
-            for local_rank, rank in enumerate(self.ranks)
-        ]
-        self.notice: int | None = None
-
-    def settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
-        """Agree with the other hosts on the outcome of the run, given that of this host's ranks.
-
-        It is that of the rank that failed first on any host. ``interrupted()`` tells whether this
-        host has to end without waiting for the others.
-        """
-        return outcome
-
-
-class HostOfSeveral(Host):
-    """One of several hosts, which meet at the store that the ranks use too.
-
-    Raises:
-        LaunchError: If the hosts don't all come, or this host isn't one of them.
-    """
-
-    def __init__(self, job: Job, meeting: Meeting) -> None:
+    def _meet(self, meeting: Meeting, size: int) -> tuple[Placement, dict[str, str]]:
+        """The placement of the first rank on this host of several, and variables for all."""
         deadline = Deadline(meeting.timeout_seconds)
-        self._meeting = meeting
         self._held = _hold_store(meeting)
-        # The listener has a connection of its own, as a waiting one is locked; made now, because
-        # connecting to a store that has ended takes until the timeout.
-        self._store, self._heard = (
-            dist.PrefixStore("lockstep", _connect(meeting, deadline)) for _ in range(2)
-        )
+        self._store = dist.PrefixStore("lockstep", _connect(meeting, deadline))
         try:
-            self._number = self._take_number()
-            self._store.set(f"size/{self._number}", str(job.num_ranks))
-            sizes = self._wait_for_sizes(deadline)
+            self._number = self._take_number(meeting)
+            self._store.set(f"size/{self._number}", str(size))
+            sizes = self._wait_for_sizes(meeting, deadline)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, LaunchError):
                 raise
@@ -111,25 +102,16 @@ class HostOfSeveral(Host):
                 f"The hosts couldn't meet at {meeting.endpoint}: the host that keeps the store "
                 "there has given up, or something else than 'lockstep run' uses that port."
             ) from error
-        first = Placement(
-            Starter.LOCKSTEP,
-            rank=sum(sizes[: self._number]),
-            world_size=sum(sizes),
-            local_world_size=job.num_ranks,
-            master=(meeting.address, meeting.port),
-            job_id=meeting.run_id,
-        )
-        self._place_ranks(job, first)
-        for environment in self.environments:
-            environment["GROUP_RANK"] = str(self._number)
-            environment["GROUP_WORLD_SIZE"] = str(meeting.num_hosts)
         self.notice, self._notifier = os.pipe()
         threading.Thread(target=self._listen, daemon=True).start()
+        first, master = sum(sizes[: self._number]), (meeting.address, meeting.port)
+        place = Placement(Starter.LOCKSTEP, first, sum(sizes), 0, size, master, meeting.run_id)
+        number, num_hosts = str(self._number), str(meeting.num_hosts)
+        return place, {"GROUP_RANK": number, "GROUP_WORLD_SIZE": num_hosts}
 
-    def _take_number(self) -> int:
+    def _take_number(self, meeting: Meeting) -> int:
         """The number of this host: the one that it was given, or the first that is free."""
-        meeting, num_hosts = self._meeting, self._meeting.num_hosts
-        given, where = meeting.host, meeting.endpoint
+        given, where, num_hosts = meeting.host, meeting.endpoint, meeting.num_hosts
         run = f"run {meeting.run_id!r} on {num_hosts} hosts"
         there = bytes(self._store.compare_set("run", "", run)).decode(errors="replace")
         if there != run:
@@ -149,14 +131,14 @@ class HostOfSeveral(Host):
             "another --node-rank, or none of them any."
         )
 
-    def _wait_for_sizes(self, deadline: Deadline) -> list[int]:
+    def _wait_for_sizes(self, meeting: Meeting, deadline: Deadline) -> list[int]:
         """The number of ranks on each host."""
-        missing = hosts = list(range(self._meeting.num_hosts))
+        missing = hosts = list(range(meeting.num_hosts))
         while missing := [host for host in missing if not self._store.check([f"size/{host}"])]:
             if not deadline.left():
                 raise LaunchError(
-                    f"{len(hosts)} hosts didn't meet at {self._meeting.endpoint} within "
-                    f"{self._meeting.timeout_seconds} seconds: host {str(missing)[1:-1]} "
+                    f"{len(hosts)} hosts didn't meet at {meeting.endpoint} within "
+                    f"{meeting.timeout_seconds} seconds: host {str(missing)[1:-1]} "
                     "didn't come. Give 'lockstep run' on every host, with the same --nnodes and "
                     "--rdzv-endpoint; --rdzv-timeout changes how long they wait."
                 )
@@ -166,64 +148,72 @@ class HostOfSeveral(Host):
     def _listen(self) -> None:
         """Wait until another host has failed."""
         with contextlib.suppress(RuntimeError):  # the store has ended, and so has its host
-            while not self._heard.check(["failed"]):
+            while not self._store.check(["failed"]):
                 time.sleep(_LISTEN_SECONDS)
         os.write(self._notifier, b".")
 
     def settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
-        """As above; if the store ends meanwhile, its host has failed."""
-        try:
-            return self._settle(outcome, interrupted)
-        except RuntimeError:
-            if outcome.exit_status:
-                return outcome
-            where = self._meeting.endpoint
-            return Outcome(1, message=f"the host that keeps the store, at {where}, is gone.")
+        """The outcome of the run: that of the rank that failed first on any host.
 
-    def _settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
-        if outcome.exit_status:
-            was_ended = f"the launcher of host {self._number} was ended."
-            message = was_ended if outcome.rank is None else outcome.message
-            failure = json.dumps(asdict(replace(outcome, results=(), message=message)))
-            self._store.set(f"failure/{self._number}", failure)
-            self._store.set("failed", "")
-        self._store.add("done", 1)
-        deadline: Deadline | None = None  # the others may run for days, but not after a failure
-        while not self._all("done") and not interrupted():
-            if deadline is None and self._store.check(["failed"]):
-                deadline = Deadline(_SETTLE_SECONDS)
-            if deadline is not None and not deadline.left():
-                break
-            time.sleep(_POLL_SECONDS)
-        failures = [outcome] if outcome.exit_status else []
-        for host in set(range(self._meeting.num_hosts)) - {self._number}:
-            if self._store.check([f"failure/{host}"]):
-                told = self._store.get(f"failure/{host}").decode(errors="replace")
-                failures.append(_outcome_of_peer(told))
+        ``outcome`` is that of this host's ranks. ``interrupted()`` tells whether this host has to
+        end without waiting for the others. If the store ends meanwhile, its host has failed.
+        """
+        if self._meeting is None:
+            return outcome
+        failures, num_hosts = [outcome] if outcome.exit_status else [], self._meeting.num_hosts
+        try:
+            self._tell(outcome)
+            self._wait_for_others(num_hosts, interrupted)
+            for host in set(range(num_hosts)) - {self._number}:
+                if self._store.check([f"failure/{host}"]):
+                    told = self._store.get(f"failure/{host}").decode(errors="replace")
+                    failures.append(_outcome_of_peer(told))
+        except RuntimeError:
+            where = self._meeting.endpoint
+            gone = Outcome(1, message=f"the host that keeps the store, at {where}, is gone.")
+            return outcome if outcome.exit_status else gone
         # The store ends with its host, which so leaves last.
         deadline = Deadline(_LEAVE_SECONDS)
         with contextlib.suppress(RuntimeError):  # its host has waited long enough
             self._store.add("left", 1)
-            while self._held is not None and not self._all("left") and deadline.left():
+            while (
+                self._held is not None
+                and self._store.add("left", 0) < num_hosts
+                and deadline.left()
+            ):
                 time.sleep(_POLL_SECONDS)
-        return min(failures, key=lambda failure: failure.blame, default=outcome)
+        by_blame = attrgetter("lost_a_peer", "at_seconds")
+        ranks = [failure for failure in failures if failure.rank is not None]
+        return min(ranks or failures, key=by_blame, default=outcome)
 
-    def _all(self, key: str) -> bool:
-        return self._store.add(key, 0) >= self._meeting.num_hosts
+    def _tell(self, outcome: Outcome) -> None:
+        if outcome.exit_status:
+            was_ended = f"the launcher of host {self._number} was ended."
+            message = was_ended if outcome.rank is None else outcome.message
+            told = outcome.exit_status, message, outcome.rank, outcome.at_seconds
+            self._store.set(f"failure/{self._number}", json.dumps([*told, outcome.lost_a_peer]))
+            self._store.set("failed", "")
+        self._store.add("done", 1)
+
+    def _wait_for_others(self, num_hosts: int, interrupted: Callable[[], bool]) -> None:
+        deadline = Deadline(math.inf)  # they may run for days, but not after a failure
+        while self._store.add("done", 0) < num_hosts and not interrupted() and deadline.left():
+            if deadline.left() == math.inf and self._store.check(["failed"]):
+                deadline = Deadline(_SETTLE_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
 
 def _outcome_of_peer(text: str) -> Outcome:
-    """The outcome of another host, reduced to the values that can be trusted."""
     try:
-        told = json.loads(text)
+        status, message, rank, at_seconds, lost_a_peer = json.loads(text)
         return Outcome(
-            int(told["exit_status"]),
-            message=str(told["message"]),
-            rank=None if told["rank"] is None else int(told["rank"]),
-            at_seconds=float(told["at_seconds"]),
-            lost_a_peer=bool(told["lost_a_peer"]),
+            int(status),
+            message=str(message),
+            rank=None if rank is None else int(rank),
+            at_seconds=float(at_seconds),
+            lost_a_peer=bool(lost_a_peer),
         )
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError):
         return Outcome(1, message="another host failed, and told nothing that can be read.")
 
 
@@ -237,8 +227,16 @@ def _hold_store(meeting: Meeting) -> dist.TCPStore | None:
     """
     if meeting.host not in (0, None):
         return None
+    where = (meeting.address, meeting.port)
     try:
-        listener = _bind(meeting)
+        family, *_, address = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0]
+        try:
+            listener = socket.create_server(address, family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if meeting.host is None or error.errno != errno.EADDRNOTAVAIL:
+                raise
+            # The others may know this host by an address that only a router has.
+            listener = socket.create_server(("", meeting.port), backlog=_BACKLOG)
     except OSError as error:
         if meeting.host is None:  # it is another host's, or another launcher's of this one
             return None
@@ -247,19 +245,6 @@ def _hold_store(meeting: Meeting) -> dist.TCPStore | None:
             f"{error.strerror}. Give a name or an address of this host and a port that is free."
         ) from error
     return _open_store(listener, meeting.address)
-
-
-def _bind(meeting: Meeting) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(
-        meeting.address, meeting.port, type=socket.SOCK_STREAM
-    )[0]
-    try:
-        return socket.create_server(address, family=family, backlog=_BACKLOG)
-    except OSError as error:
-        if meeting.host is None or error.errno != errno.EADDRNOTAVAIL:
-            raise
-    # The others may know this host by an address that only a router has.
-    return socket.create_server(("", meeting.port), backlog=_BACKLOG)
 
 
 def _open_store(listener: socket.socket, address: str = "127.0.0.1") -> dist.TCPStore:

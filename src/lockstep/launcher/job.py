@@ -1,13 +1,11 @@
-"""Jobs: a program and the number of its ranks, checks of both, and the file for a supervisor."""
+"""A job: a program, its ranks and their hosts; from options to a job."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import os
-import pickle
 import sys
-import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,31 +20,12 @@ _MOST = 1_000_000
 _MOST_SCRIPT_BYTES = 1 << 26
 
 
-@dataclass(frozen=True)
-class Script:
-    """A file to run as ``python path argv...`` would."""
-
-    path: str
-    argv: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Module:
-    """A module to run as ``python -m name argv...`` would."""
+class Program(NamedTuple):
+    """A file to run as ``python name argv...`` would, or a module as ``python -m`` would."""
 
     name: str
     argv: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Call:
-    """A function and its arguments, pickled by cloudpickle, to call with the rank's World."""
-
-    pickled: bytes
-    name: str
-
-
-Program = Script | Module | Call
+    is_module: bool = False
 
 
 class Meeting(NamedTuple):
@@ -72,46 +51,76 @@ class Caller(NamedTuple):
     socket: int  # descriptor that takes the outcome; end-of-file means that the caller has ended
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """The parameters of a supervisor: the program, the ranks of its host, and their output."""
 
-    program: Program
+    program: Program | bytes  # bytes: a function and its arguments, pickled by cloudpickle
     num_ranks: int  # on this host
     num_threads: int  # intra-op threads of each rank
     log_dir: str | None = None  # where each rank's output is kept as well
-    # Whether output goes through the supervisor, which labels each line. If not, the ranks write
-    # to the supervisor's own stdout and stderr.
-    labelled: bool = True
-    grace_seconds: float = 3.0  # between SIGTERM to a rank and SIGKILL
+    labelled: bool = True  # False: the ranks write to the supervisor's own stdout and stderr
     meeting: Meeting | None = None  # None for one host
     stdin_rank: int | None = None  # the rank that reads the supervisor's standard input
     full_traceback: bool = False  # whether to show frames of lockstep and torch
     caller: Caller | None = None  # the process to send the outcome to; if None, it is printed
 
-    def write(self) -> int:
-        """The descriptor of a nameless file, at its beginning, for :meth:`read`."""
-        # A file rather than a pipe: it takes any size before a reader exists.
-        if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create("lockstep-job")
-        else:
-            with tempfile.TemporaryFile() as file:
-                descriptor = os.dup(file.fileno())
-        with open(descriptor, "wb", closefd=False) as file:
-            pickle.dump(self, file)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        return descriptor
 
-    @staticmethod
-    def read(descriptor: int) -> Job:
-        """The job that :meth:`write` wrote; closes the descriptor."""
-        with open(descriptor, "rb") as file:
-            job = pickle.load(file)
-        assert isinstance(job, Job)
-        return job
+def name_of(function: object) -> str:
+    """The name of a function, or of the class of another callable object."""
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-def default_num_ranks() -> int:
+def job_of(
+    program: Sequence[str],
+    *,
+    module: bool = False,
+    nprocs: str | None = None,
+    threads: str | None = None,
+    log_dir: str | None = None,
+    stdin: str | None = None,
+    full_traceback: bool = False,
+    nnodes: str = "1",
+    **meeting: str,
+) -> Job:
+    """The job that the options of ``lockstep run`` describe.
+
+    Raises:
+        BadLaunch: If one of them makes no sense, or Python can't begin to run the program.
+    """
+    words = program[1:] if program[:1] == ["--"] else program
+    if not words:
+        raise BadLaunch("SCRIPT is missing: say what to run, as in 'lockstep run -n 2 train.py'.")
+    name, *argv = words
+    num_ranks = _default_num_ranks()
+    if nprocs is None:
+        _warn_of_late_options(argv, num_ranks)
+    else:
+        num_ranks = check_num_ranks(nprocs)
+    num_threads = check_num_threads(threads, num_ranks)
+    num_hosts = whole_number(nnodes, "The number of hosts", "Leave --nnodes out to run on one.")
+    (_check_module if module else _check_script)(name)
+    return Job(
+        Program(name, tuple(argv), module),
+        num_ranks,
+        num_threads,
+        log_dir=None if log_dir is None else os.path.abspath(log_dir),
+        stdin_rank=_stdin_rank(stdin, num_ranks, num_hosts),
+        meeting=_meeting(num_hosts, **meeting),
+        full_traceback=full_traceback,
+    )
+
+
+def _warn_of_late_options(argv: Sequence[str], num_ranks: int) -> None:
+    names = {word.partition("=")[0] for word in argv}
+    for name in sorted(names & {"-n", "--nprocs", "--nproc-per-node", "--nproc_per_node"}):
+        print(
+            f"lockstep: running {num_ranks} ranks. '{name}' stands after the script, so the "
+            "script gets it; give it before the script to say how many ranks to run.",
+            file=sys.stderr,
+        )
+
+
+def _default_num_ranks() -> int:
     """One rank for each GPU, or two where there is none.
 
     The device files are counted rather than CUDA asked: CUDA cannot be used in a process whose
@@ -121,30 +130,23 @@ def default_num_ranks() -> int:
     return num_visible_gpus(os.environ, num_gpus) or _DEFAULT_NUM_RANKS
 
 
-def default_num_threads(num_ranks: int) -> int:
-    """The cores that this process may use, divided by the ranks that share them; at least 1."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    num_cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return max(1, num_cores // num_ranks)
-
-
 def check_num_ranks(value: object) -> int:
     """``value`` as a number of ranks; raises BadLaunch as :func:`whole_number` does."""
-    return whole_number(
-        value, "The number of ranks", "Ask for at least one, as in '-n 2'.", at_most=_MOST_RANKS
-    )
+    advice = "Ask for at least one, as in '-n 2'."
+    return whole_number(value, "The number of ranks", advice, at_most=_MOST_RANKS)
 
 
 def check_num_threads(value: object, num_ranks: int) -> int:
     """``value`` as a number of threads, by default a share of the cores; may raise BadLaunch."""
     if value is None:
-        return default_num_threads(num_ranks)
+        affinity = getattr(os, "sched_getaffinity", None)
+        num_cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+        return max(1, num_cores // num_ranks)
     advice = "Leave it out to share the cores."
     return whole_number(value, "The number of threads per rank", advice, at_most=_MOST_THREADS)
 
 
-def check_stdin(value: str | None, num_ranks: int, num_hosts: int) -> int | None:
-    """The rank that reads the standard input, from ``--stdin``; may raise BadLaunch."""
+def _stdin_rank(value: str | None, num_ranks: int, num_hosts: int) -> int | None:
     if value is None:
         return 0 if num_hosts == 1 and os.isatty(0) else None
     if value == "none":
@@ -155,35 +157,38 @@ def check_stdin(value: str | None, num_ranks: int, num_hosts: int) -> int | None
     return whole_number(value, "--stdin", advice, at_least=0, at_most=num_ranks - 1)
 
 
-def check_meeting(
-    num_hosts: int, host: str | None, endpoint: str | None, run_id: str, timeout_seconds: str
+def _meeting(
+    num_hosts: int,
+    node_rank: str | None = None,
+    rdzv_endpoint: str | None = None,
+    rdzv_id: str = "lockstep",
+    rdzv_timeout: str = "300",
 ) -> Meeting | None:
-    """Where the hosts meet, from options; None for a single host; may raise BadLaunch."""
     if num_hosts == 1:
-        if host is not None or endpoint is not None:
+        if node_rank is not None or rdzv_endpoint is not None:
             raise BadLaunch(
                 "--node-rank and --rdzv-endpoint are for runs on several hosts. Say with --nnodes "
                 "on how many."
             )
         return None
-    number = None if host is None else whole_number(host, "--node-rank", "", at_least=0)
-    seconds = whole_number(timeout_seconds, "--rdzv-timeout", "It is in seconds.")
-    if endpoint is None:
+    host = None if node_rank is None else whole_number(node_rank, "--node-rank", "", at_least=0)
+    seconds = whole_number(rdzv_timeout, "--rdzv-timeout", "It is in seconds.")
+    if rdzv_endpoint is None:
         raise BadLaunch(
             f"--nnodes {num_hosts} needs --rdzv-endpoint HOST:PORT as well: the name or address "
             "of the first host and a port that is free there, the same on every host."
         )
-    if number is not None and number >= num_hosts:
+    if host is not None and host >= num_hosts:
         raise BadLaunch(
-            f"--node-rank {number} is too much for --nnodes {num_hosts}: hosts are counted from 0 "
+            f"--node-rank {host} is too much for --nnodes {num_hosts}: hosts are counted from 0 "
             f"to {num_hosts - 1}."
         )
-    address, _, port = endpoint.rpartition(":")
+    address, _, port = rdzv_endpoint.rpartition(":")
     if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise BadLaunch(
-            f"--rdzv-endpoint {endpoint} isn't of the form HOST:PORT, as in first-host:29500."
+            f"--rdzv-endpoint {rdzv_endpoint} isn't of the form HOST:PORT, as in first-host:29500."
         )
-    return Meeting(num_hosts, number, address.strip("[]"), int(port), run_id, seconds)
+    return Meeting(num_hosts, host, address.strip("[]"), int(port), rdzv_id, seconds)
 
 
 def whole_number(
@@ -208,68 +213,60 @@ def whole_number(
     return number
 
 
-def check_program(program: Script | Module) -> None:
-    """Raise BadLaunch if Python can't begin to run ``program``."""
-    if isinstance(program, Script):
-        _check_script(program)
-    else:
-        _check_module(program)
-
-
-def _check_script(script: Script) -> None:
-    path = Path(script.path)
+def _check_script(name: str) -> None:
+    path = Path(name)
     if path.is_dir():
         if (path / "__main__.py").is_file():
             return
         raise BadLaunch(
-            f"{script.path} is a directory without a __main__.py. Give the script inside it, or -m "
+            f"{name} is a directory without a __main__.py. Give the script inside it, or -m "
             "and the name of a module."
         )
     try:
         # A pipe or a device may have no end, or be read only once, and each rank reads it.
         if not path.is_file() and path.exists():
             raise BadLaunch(
-                f"{script.path} is a device, a pipe or a socket. Nothing was started: give a file, "
+                f"{name} is a device, a pipe or a socket. Nothing was started: give a file, "
                 "which every rank can read."
             )
         if path.stat().st_size > _MOST_SCRIPT_BYTES:
-            raise BadLaunch(f"{script.path} is too large for a Python script. Nothing was started.")
-        compile(path.read_bytes(), script.path, "exec", dont_inherit=True)
+            raise BadLaunch(f"{name} is too large for a Python script. Nothing was started.")
+        source = path.read_bytes()
     except OSError as error:
         raise BadLaunch(
-            f"The script {script.path} can't be read: {error.strerror}. "
+            f"The script {name} can't be read: {error.strerror}. "
             f"The current directory is {Path.cwd()}."
         ) from error
+    try:
+        compile(source, name, "exec", dont_inherit=True)
     except SyntaxError as error:
         where = f", line {error.lineno}" if error.lineno else ""
         line = f"\n    {error.text.strip()}\n" if error.text else " "
         raise BadLaunch(
-            f"{script.path} isn't a Python script that {sys.executable} can run: "
+            f"{name} isn't a Python script that {sys.executable} can run: "
             f"{error.msg}{where}.{line}Nothing was started."
         ) from error
     except ValueError as error:
-        if isinstance(error, BadLaunch):
-            raise
         raise BadLaunch(  # null bytes, before Python 3.12
-            f"{script.path} isn't a Python script: {error}. Nothing was started; lockstep runs "
+            f"{name} isn't a Python script: {error}. Nothing was started; lockstep runs "
             "Python only, and other programs are started from within a script."
         ) from error
 
 
-def _check_module(module: Module) -> None:
-    if module.name.partition(".__main__")[0] == "lockstep":
+def _check_module(name: str) -> None:
+    if name.partition(".__main__")[0] == "lockstep":
         raise BadLaunch(
             "The module lockstep is this command itself, and can't be a program that it runs. Name "
             "the module of your program."
         )
     # The ranks look up the rest of the name, for which Python has to import the package: threads
     # that this starts must not run when ranks are forked.
-    top, *parts = module.name.split(".")
+    top, *parts = name.split(".")
     # The current directory comes first, as for python -m.
     spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) if top else None
     is_package = spec is not None and spec.submodule_search_locations is not None
     if (spec is None and top not in sys.builtin_module_names) or (parts and not is_package):
-        raise BadLaunch(no_such_module(module.name))
+        raise BadLaunch(no_such_module(name))
 
 
 def no_such_module(name: str) -> str:

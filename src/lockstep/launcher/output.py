@@ -48,7 +48,7 @@ class LineSplitter:
         return pieces
 
     def finish(self) -> list[bytes]:
-        """The unfinished line at the end of the stream, made a whole one."""
+        """End the stream; return its unfinished line, with an end."""
         rest = self._take()
         return [rest + b"\n"] if rest else []
 

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 # Name of an environment variable that every process of a run inherits. If the supervisor was
 # killed, the guardian finds by it the processes that have left their rank's process group.
@@ -30,8 +29,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def exit_of(pid: int) -> tuple[int | None, int | None] | None:
-    """The exit code or the signal with which the child ``pid`` ended; None if it is running.
+def exit_code_of_child(pid: int) -> int | None:
+    """The exit code of a child, or minus the signal that ended it; None if it is running.
 
     The child stays a zombie until :func:`reap`, so its process id isn't reused, and a signal to
     its process group cannot hit a stranger.
@@ -39,7 +38,7 @@ def exit_of(pid: int) -> tuple[int | None, int | None] | None:
     info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if info is None:
         return None
-    return (info.si_status, None) if info.si_code == os.CLD_EXITED else (None, info.si_status)
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
 def reap(pid: int, *, wait: bool = True) -> None:
@@ -126,8 +125,8 @@ def sweep(*, spare: Collection[int], grace_seconds: float) -> None:
 
 def _descendants(spare: Collection[int]) -> set[int]:
     children_of: dict[int, list[int]] = {}
-    for process in _running_processes():
-        children_of.setdefault(process.parent, []).append(process.pid)
+    for pid, parent, _ in _running_processes():
+        children_of.setdefault(parent, []).append(pid)
     found: set[int] = set()
     parents = [os.getpid()]
     while parents:
@@ -137,20 +136,14 @@ def _descendants(spare: Collection[int]) -> set[int]:
     return found
 
 
-class _Process(NamedTuple):
-    pid: int
-    parent: int
-    group: int
-
-
-def _running_processes() -> Iterator[_Process]:
-    """All processes of the host except this one and zombies."""
+def _running_processes() -> Iterator[tuple[int, int, int]]:
+    """Id, parent and process group of all processes of the host but this one and zombies."""
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended
             # After the command, which may hold any character: state, parent, process group.
             fields = (directory / "stat").read_bytes().rpartition(b")")[2].split()
             if fields[0] not in (b"Z", b"X") and int(directory.name) != os.getpid():
-                yield _Process(int(directory.name), int(fields[1]), int(fields[2]))
+                yield int(directory.name), int(fields[1]), int(fields[2])
 
 
 class Guardian:
@@ -193,11 +186,11 @@ class Guardian:
 
 def _leftovers(groups: Collection[int]) -> Iterator[int]:
     entry = f"{MARK}={os.environ[MARK]}".encode()
-    for process in _running_processes():
+    for pid, _, group in _running_processes():
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            environ = Path(f"/proc/{process.pid}/environ")
-            if process.group in groups or entry in environ.read_bytes().split(b"\0"):
-                yield process.pid
+            environ = Path(f"/proc/{pid}/environ")
+            if group in groups or entry in environ.read_bytes().split(b"\0"):
+                yield pid
 
 
 class SignalPipe:
@@ -237,29 +230,24 @@ def handle_ending_signals(handler: Callable[[int, FrameType | None], None]) -> N
             signal.signal(number, handler)
 
 
-class Action(NamedTuple):
-    """Send ``signal``, or nothing if it is None; the next action is due after ``seconds``."""
+# A signal to send to the ranks, or None, and the seconds until the next action is due.
+Action = tuple[int | None, float]
 
-    signal: int | None
-    seconds: float
+
+AT_ONCE: list[Action] = [(signal.SIGKILL, _GIVE_UP_SECONDS)]
 
 
 def after_failure(grace_seconds: float) -> list[Action]:
     """A rank has failed: wait for reports of the others, then end those."""
-    return [Action(None, JUDGING_SECONDS), *after_signal(signal.SIGTERM, grace_seconds)]
+    return [(None, JUDGING_SECONDS), *after_signal(signal.SIGTERM, grace_seconds)]
 
 
 def after_signal(number: int, grace_seconds: float) -> list[Action]:
     """The launcher received ``number``: pass it on, as if the ranks had received it."""
     if number == signal.SIGINT:
         half = grace_seconds / 2
-        return [Action(number, half), *after_signal(signal.SIGTERM, half)]
-    return [Action(signal.SIGTERM, grace_seconds), *at_once()]
-
-
-def at_once() -> list[Action]:
-    """Kill the ranks without asking them."""
-    return [Action(signal.SIGKILL, _GIVE_UP_SECONDS)]
+        return [(number, half), *after_signal(signal.SIGTERM, half)]
+    return [(signal.SIGTERM, grace_seconds), *AT_ONCE]
 
 
 class Escalation:
@@ -273,16 +261,12 @@ class Escalation:
         """The signals to send now."""
         signals = []
         while self._actions and now >= self._due_at:
-            action = self._actions.pop(0)
-            self._due_at = now + action.seconds
-            if action.signal is not None:
-                signals.append(action.signal)
+            number, seconds = self._actions.pop(0)
+            self._due_at = now + seconds
+            signals += [] if number is None else [number]
         return signals
 
-    def seconds_left(self, now: float) -> float:
-        """How long until the next action is due."""
-        return max(0.0, self._due_at - now)
-
-    def exhausted(self, now: float) -> bool:
-        """Whether all actions were taken, and their time has passed."""
-        return not self._actions and now >= self._due_at
+    def seconds_left(self, now: float) -> float | None:
+        """How long until the next action is due; None if all were taken, and their time is up."""
+        left = max(0.0, self._due_at - now)
+        return left if left or self._actions else None

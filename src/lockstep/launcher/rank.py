@@ -3,35 +3,34 @@
 A rank is forked from the supervisor, which has imported torch, but to the program it must look
 like a fresh interpreter, with a process group, signal handlers, streams and random numbers of its
 own. After the program, :func:`run_rank` returns, and the interpreter waits for threads and runs
-exit handlers as always. ``runpy`` would restore the launcher's ``__main__`` before those are done
-with the program's.
+exit handlers as always.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import faulthandler
 import importlib.machinery
 import importlib.util
-import io
 import json
 import os
 import pickle
 import runpy
 import signal
+import socket
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from importlib.abc import InspectLoader
 from types import ModuleType
-from typing import NamedTuple
 
 from lockstep.errors import BadLaunch, LaunchError
-from lockstep.launcher.failures import Report, exit_code_of, program_frames, tell
-from lockstep.launcher.job import Call, Job, Module, Program, Script, no_such_module
+from lockstep.launcher.failures import Failure, failure_by, program_frames
+from lockstep.launcher.job import Job, Program, name_of, no_such_module
 from lockstep.launcher.processes import end_with_parent
 
-REPORT_LENGTH_BYTES = 8
+LENGTH_BYTES = 8  # of the length of a report
 _NO_INPUT = (
     "Rank {rank} has no standard input to read from. Give it that of 'lockstep run' by the option "
     "--stdin {rank}; by default rank 0 has it, if it is a terminal."
@@ -42,22 +41,22 @@ _CALL_NO_INPUT = (
 )
 
 
-class RankStart(NamedTuple):
-    """Data of one rank, which it has from the fork on."""
+def run_rank(
+    job: Job,
+    supervisor: int,
+    connection: socket.socket,
+    outputs: Sequence[int],
+    signal_mask: Collection[int],
+) -> int:
+    """Become a rank after its fork from ``supervisor``, run the program, return the exit code.
 
-    connection: int  # to the supervisor: brings variables to add to the environment, takes a Report
-    outputs: Sequence[int]  # descriptors for stdout and stderr; none for the supervisor's own
-    signal_mask: Collection[int]  # the signals to block, as when the supervisor was started
-
-
-def run_rank(start: RankStart, job: Job, supervisor: int) -> int:
-    """Become a rank, run the job's program, report the result, and return the exit code.
-
-    ``supervisor`` is the process that forked this one.
+    ``connection`` brings variables to add to the environment, and takes the rank's Failure or the
+    pickled result of its function. ``outputs`` are descriptors for stdout and stderr, or none for
+    the supervisor's own, ``signal_mask`` the signals to block, as when the supervisor was started.
     """
     end_with_parent(supervisor, signal.SIGKILL)
-    with open(start.connection, "rb", closefd=False) as connection:
-        line = connection.readline()
+    with connection.makefile("rb") as file:
+        line = file.readline()
     if not line:  # the supervisor has ended
         os._exit(1)
     environment = json.loads(line)
@@ -65,19 +64,30 @@ def run_rank(start: RankStart, job: Job, supervisor: int) -> int:
     reads_stdin = rank == job.stdin_rank
     if job.caller is not None:
         os.close(job.caller.socket)
-    _leave_supervisor(start, environment, reads_stdin, job.num_threads)
+    _leave_supervisor(outputs, reads_stdin)
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(job.num_threads)
+    # numpy 1 makes its global generator when it is imported: the fork copied its state, and all
+    # ranks would draw the same. Python reseeds the module random itself, and torch's generator
+    # has a fixed first seed.
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
     # Not before: a signal would run the supervisor's handlers.
-    signal.pthread_sigmask(signal.SIG_SETMASK, start.signal_mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
     report = _run(job.program, rank, reads_stdin)
-    if report.exit_code != 0 or report.result is not None:
-        _send(report, start.connection)
-    os.close(start.connection)
-    return report.exit_code
+    # If the supervisor was killed, the end of this rank is near.
+    with contextlib.suppress(BrokenPipeError), connection:
+        if report is not None:
+            # Its length comes first, as a process of the rank's may hold the connection open.
+            payload = pickle.dumps(report)
+            connection.sendall(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+    return report.exit_code if isinstance(report, Failure) else 0
 
 
-def _leave_supervisor(
-    start: RankStart, environment: Mapping[str, str], reads_stdin: bool, num_threads: int
-) -> None:
+def _leave_supervisor(outputs: Sequence[int], reads_stdin: bool) -> None:
+    """Take signal handlers, standard streams and an excepthook of this rank's own."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # nohup and a shell's & set these two to be ignored, which is kept.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -86,7 +96,7 @@ def _leave_supervisor(
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not reads_stdin:
         _move(os.open(os.devnull, os.O_RDONLY), 0)
-    for number, descriptor in enumerate(start.outputs, start=1):
+    for number, descriptor in enumerate(outputs, start=1):
         _move(descriptor, number)
         # A pipe is block-buffered by default: lines would come late, and not at all from a
         # rank that is killed.
@@ -96,15 +106,6 @@ def _leave_supervisor(
     # The supervisor shows the exception that ends a rank, once it knows which failed first. A
     # hook that the program installs, such as rich's, replaces this one.
     sys.excepthook = lambda kind, error, trace: None
-    os.environ.update(environment)
-    import torch
-
-    torch.set_num_threads(num_threads)
-    # numpy 1 makes its global generator when it is imported: the fork copied its state, and all
-    # ranks would draw the same. Python reseeds the module random itself, and torch's generator
-    # has a fixed first seed.
-    if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        numpy_random.seed()
     faulthandler.enable()
 
 
@@ -113,27 +114,25 @@ def _move(descriptor: int, number: int) -> None:
     os.close(descriptor)
 
 
-def _run(program: Program, rank: int, reads_stdin: bool) -> Report:
-    is_call = isinstance(program, Call)
-    hint = (
-        "; the error's attribute traceback has them" if is_call else "; --full-traceback shows them"
-    )
+def _run(program: Program | bytes, rank: int, reads_stdin: bool) -> Failure | bytes | None:
+    """Run ``program``; return its failure, or the pickled result if it is a function."""
+    is_call = isinstance(program, bytes)
     try:
-        result = _call(program) if isinstance(program, Call) else None
-        if isinstance(program, Module):
-            _run_module(program)
-        elif isinstance(program, Script):
-            _run_script(program)
-    except SystemExit as error:
-        code = exit_code_of(error, of_function=is_call)
-        return Report(time.monotonic(), code, tell(error, hint) if code else None)
+        if isinstance(program, bytes):
+            return _call(program)
+        (_run_module if program.is_module else _run_script)(program)
     except KeyboardInterrupt:
-        return Report(time.monotonic(), 128 + signal.SIGINT)
+        return Failure(rank, time.monotonic(), 128 + signal.SIGINT)
+    except SystemExit as error:
+        failure = failure_by(error, rank, of_function=is_call)
+        return failure if failure.exit_code else None
     except BaseException as error:  # all that ends the program is reported
         # Raised by this package before the program began, not by a launch() inside the program.
         if isinstance(error, BadLaunch) and program_frames(error.__traceback__) is None:
-            return Report(time.monotonic(), 2, advice=str(error))
-        if not reads_stdin and _wanted_input(error):
+            return Failure(rank, time.monotonic(), 2, refusal=str(error))
+        # Of input(), or of a debugger.
+        is_of_input = isinstance(error, EOFError) and error.args == ("EOF when reading a line",)
+        if not reads_stdin and (is_of_input or type(error).__name__ == "BdbQuit"):
             error.add_note((_CALL_NO_INPUT if is_call else _NO_INPUT).format(rank=rank))
         if isinstance(error, AttributeError) and error.name in ("no_sync", "join"):
             error.add_note(
@@ -141,26 +140,26 @@ def _run(program: Program, rank: int, reads_stdin: bool) -> Report:
                 f"write 'with lockstep.{error.name}(model):'. Those of torch's wrapper are in "
                 "lockstep.DistributedDataParallel(model)."
             )
-        report = Report(time.monotonic(), 1, tell(error, hint))
+        failure = failure_by(error, rank, of_function=is_call)
         sys.last_value = error  # as Python has it while it runs exit handlers
         sys.excepthook(type(error), error, error.__traceback__)
-        return report
-    return Report(time.monotonic(), 0, result=result)
+        return failure
+    return None
 
 
-def _call(program: Call) -> bytes:
+def _call(pickled: bytes) -> bytes:
     import cloudpickle
 
     from lockstep.world import init
 
     _pickle_main_by_value()
-    function, args = pickle.loads(program.pickled)
+    function, args = pickle.loads(pickled)
     result = function(init(), *args)
     try:
         return bytes(cloudpickle.dumps(result))
     except Exception as error:
         raise LaunchError(
-            f"{program.name}() returned a {type(result).__name__} that can't be pickled "
+            f"{name_of(function)}() returned a {type(result).__name__} that can't be pickled "
             f"({error}), so it can't be sent back. Return numbers, tensors or other plain data."
         ) from error
 
@@ -183,24 +182,23 @@ def _pickle_main_by_value() -> None:
     reduction.ForkingPickler = type("ForkingPickler", bases, table)  # type: ignore[misc, assignment]
 
 
-def _run_script(script: Script) -> None:
+def _run_script(script: Program) -> None:
     """Run a file, or a directory with a ``__main__.py``, as ``python path`` does."""
-    path = os.path.abspath(script.path)
-    sys.argv[:] = [script.path, *script.argv]
+    path = os.path.abspath(script.name)
+    sys.argv[:] = [script.name, *script.argv]
     if os.path.isdir(path):
         _replace_first_path_entry(None)
         runpy.run_path(path, run_name="__main__")
         return
     _replace_first_path_entry(os.path.dirname(os.path.realpath(path)))
-    with io.open_code(path) as file:
-        # dont_inherit: else the script would be compiled with this file's __future__ imports.
-        code = compile(file.read(), path, "exec", dont_inherit=True)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    code = loader.source_to_code(loader.get_data(path), path)
     main = _new_main(path)
-    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__loader__ = loader
     exec(code, main.__dict__)
 
 
-def _run_module(module: Module) -> None:
+def _run_module(module: Program) -> None:
     """Run a module, or the ``__main__`` of a package, as ``python -m name`` does.
 
     Raises:
@@ -252,20 +250,3 @@ def _replace_first_path_entry(directory: str | None) -> None:
     """Replace the launcher's own directory, which the program must not see, by ``directory``."""
     if not sys.flags.safe_path:  # with -P, Python put nothing there
         sys.path[:1] = [] if directory is None else [directory]
-
-
-def _wanted_input(error: BaseException) -> bool:
-    """Whether ``error`` is raised by ``input()`` or a debugger on an empty standard input."""
-    is_from_input = isinstance(error, EOFError) and error.args == ("EOF when reading a line",)
-    return is_from_input or type(error).__name__ == "BdbQuit"
-
-
-def _send(report: Report, descriptor: int) -> None:
-    """Write ``report`` after its length, as a process of the rank's may hold the pipe open."""
-    payload = pickle.dumps(report)
-    data = memoryview(len(payload).to_bytes(REPORT_LENGTH_BYTES, "little") + payload)
-    try:
-        while data:
-            data = data[os.write(descriptor, data) :]
-    except BrokenPipeError:  # the supervisor was killed; the end of this rank is near
-        pass

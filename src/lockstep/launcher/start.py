@@ -17,14 +17,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO, TypeVar
 
 from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.failures import Outcome
-from lockstep.launcher.job import Call, Caller, Job, check_num_ranks, check_num_threads
+from lockstep.launcher.job import Caller, Job, check_num_ranks, check_num_threads, name_of
 from lockstep.launcher.processes import MARK, fill_standard_descriptors, flush_standard_streams
 from lockstep.world import allocator_environment
 
@@ -32,13 +32,6 @@ Result = TypeVar("Result")
 
 _READ_BYTES = 1 << 16
 _PATIENCE_SECONDS = 10.0  # longer than the supervisor takes to kill ranks that don't end
-_FLAGS = {
-    "safe_path": "-P",
-    "optimize": "-O",
-    "dont_write_bytecode": "-B",
-    "ignore_environment": "-E",
-    "no_user_site": "-s",
-}
 _MAIN = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -59,28 +52,34 @@ def run_job(job: Job) -> NoReturn:
             "script with torchrun, under which it runs unchanged."
         )
     fill_standard_descriptors()
-    descriptor = job.write()
+    descriptor, command, environment = _prepare(job)
     os.set_inheritable(descriptor, True)
-    flush_standard_streams()
     try:
-        os.execve(sys.executable, _command(descriptor), _environment(job))
+        os.execve(sys.executable, command, environment)
     except OSError as error:
         raise LaunchError(f"{sys.executable} can't be started: {error.strerror}.") from error
 
 
-def _command(descriptor: int) -> list[str]:
-    """The command of a supervisor, with this interpreter's options and import path."""
-    options = [f"-W{option}" for option in sys.warnoptions]
+def _prepare(job: Job) -> tuple[int, list[str], dict[str, str]]:
+    """A nameless file that holds ``job``, and the command and environment of its supervisor."""
+    flush_standard_streams()
+    # A file rather than a pipe: it takes any size before a reader exists.
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("lockstep-job")
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            descriptor = os.dup(temporary.fileno())
+    with open(descriptor, "wb", closefd=False) as file:
+        pickle.dump(job, file)
+        file.seek(0)
+    # This interpreter's options, as multiprocessing passes them on, and all -X options.
+    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     for name, value in sys._xoptions.items():
         options.append(f"-X{name}" if value is True else f"-X{name}={value}")
-    options += [option for name, option in _FLAGS.items() if getattr(sys.flags, name)]
-    return [sys.executable, *options, "-c", _MAIN, json.dumps(sys.path), str(descriptor)]
-
-
-def _environment(job: Job) -> dict[str, str]:
+    command = [sys.executable, *options, "-c", _MAIN, json.dumps(sys.path), str(descriptor)]
     # The number of threads has to be there before torch is imported: OpenMP reads it once.
     own = {"OMP_NUM_THREADS": str(job.num_threads), MARK: os.urandom(16).hex()}
-    return {**allocator_environment(), **os.environ, **own}
+    return descriptor, command, {**allocator_environment(), **os.environ, **own}
 
 
 def launch(
@@ -163,7 +162,7 @@ def launch(
             )
         return run_threads(fn, args, num_ranks, threads)
     job = Job(
-        _pickled_call(fn, args),
+        _pickled(fn, args),
         num_ranks,
         threads,
         log_dir=None if log_dir is None else os.fspath(Path(log_dir).absolute()),
@@ -174,16 +173,15 @@ def launch(
     return [pickle.loads(result) for result in outcome.results]
 
 
-def _pickled_call(fn: Callable[..., object], args: Sequence[object]) -> Call:
+def _pickled(fn: Callable[..., object], args: Sequence[object]) -> bytes:
     import cloudpickle
 
-    name = getattr(fn, "__qualname__", type(fn).__qualname__)
     try:
-        return Call(cloudpickle.dumps((fn, tuple(args))), name)
+        return bytes(cloudpickle.dumps((fn, tuple(args))))
     except Exception as error:  # objects raise all kinds of errors when they are pickled
         raise BadLaunch(
-            f"{name} and its arguments can't be sent to other processes: {error}. Open files, "
-            "locks, sockets and generators can't be pickled: make them inside the function."
+            f"{name_of(fn)} and its arguments can't be sent to other processes: {error}. Open "
+            "files, locks, sockets and generators can't be pickled: make them inside the function."
         ) from error
 
 
@@ -192,8 +190,25 @@ def _run(job: Job) -> Outcome:
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            job = replace(job, caller=Caller(os.getpid(), theirs.fileno()))
-            supervisor = _start_supervisor(job, theirs.fileno())
+            job = job._replace(caller=Caller(os.getpid(), theirs.fileno()))
+            descriptor, command, environment = _prepare(job)
+            output = subprocess.PIPE if job.labelled else None
+            try:
+                supervisor = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    pass_fds=(descriptor, theirs.fileno()),
+                    start_new_session=True,  # Ctrl-C is the caller's to handle
+                )
+            except OSError as error:
+                raise LaunchError(
+                    f"{sys.executable} can't be started: {error.strerror}."
+                ) from error
+            finally:
+                os.close(descriptor)
         with supervisor:
             try:
                 answer = _copy_until_end(supervisor, ours)
@@ -217,26 +232,6 @@ def _run(job: Job) -> Outcome:
     outcome = pickle.loads(answer)
     assert isinstance(outcome, Outcome)
     return outcome
-
-
-def _start_supervisor(job: Job, connection: int) -> subprocess.Popen[bytes]:
-    descriptor = job.write()
-    output = subprocess.PIPE if job.labelled else None
-    flush_standard_streams()
-    try:
-        return subprocess.Popen(
-            _command(descriptor),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=_environment(job),
-            pass_fds=(descriptor, connection),
-            start_new_session=True,  # Ctrl-C is the caller's to handle
-        )
-    except OSError as error:
-        raise LaunchError(f"{sys.executable} can't be started: {error.strerror}.") from error
-    finally:
-        os.close(descriptor)
 
 
 def _copy_until_end(supervisor: subprocess.Popen[bytes], connection: socket.socket) -> bytes:

@@ -1,35 +1,39 @@
-"""The process that starts the ranks of one host, watches them, and leaves none behind.
+"""The process that forks the ranks of one host, watches them, and leaves none behind.
 
-It imports torch once and forks the ranks: an import takes about a second, a fork a twentieth
-of one. A fork copies only the thread that forks, so the ranks are forked first, and wait for their
-environments until the store, which has threads, is open and all hosts have met there.
+It imports torch once: an import takes about a second, a fork a twentieth of one. A fork copies only
+the thread that forks, so the ranks are forked first, and wait for their environments until the
+store, which has threads, is open and all hosts have met there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import pickle
 import selectors
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
-from lockstep.launcher.failures import Outcome, failure_outcome, first_failure, signal_name
-from lockstep.launcher.fork import RankProcess, fork_ranks, kill_ranks
+from lockstep.launcher.failures import Failure, Outcome, failure_outcome, signal_name
 from lockstep.launcher.job import Job
 from lockstep.launcher.output import Console, open_log_files
-from lockstep.launcher.processes import Escalation, after_failure, after_signal, at_once
-from lockstep.launcher.rank import RankStart, run_rank
+from lockstep.launcher.processes import AT_ONCE, Escalation, after_failure, after_signal
+from lockstep.launcher.rank import LENGTH_BYTES, run_rank
 
 _READ_BYTES = 1 << 16
+_GRACE_SECONDS = 3.0  # between SIGTERM to a rank and SIGKILL
 _DRAIN_SECONDS = 2.0
+_LAST_WORDS_BYTES = 8192
 _SWEEP_SECONDS = 1.0
 
 
@@ -42,7 +46,8 @@ def main() -> int:
     """
     # Until there are ranks there is nothing to do but end, and no traceback to show.
     processes.handle_ending_signals(lambda number, frame: os._exit(128 + number))
-    job = Job.read(int(sys.argv[2]))
+    with open(int(sys.argv[2]), "rb") as file:
+        job: Job = pickle.load(file)
     del sys.argv[1:]
     if job.caller is not None:
         processes.end_with_parent(job.caller.pid, signal.SIGTERM)
@@ -56,36 +61,35 @@ def _start(job: Job) -> int:
     """Fork the ranks, and either be one, or watch them and end."""
     # The collector finds nothing to free in an import, but looks for it a hundred times.
     gc.disable()
-    from lockstep.launcher.hosts import Host, HostOfSeveral  # imports torch, so that no rank has to
+    from lockstep.launcher.hosts import Host  # imports torch, so that no rank has to
 
     # Frozen objects aren't visited by the ranks' collectors, so their memory stays shared.
     gc.freeze()
     gc.enable()
-    supervisor, spare = os.getpid(), processes.children()
+    spare = processes.children()
     processes.adopt_orphans()
     # Blocked, so that no rank runs the supervisor's handlers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, processes.ENDING_SIGNALS)
-    ranks = fork_ranks(job, mask)
-    if isinstance(ranks, RankStart):
-        return run_rank(ranks, job, supervisor)
+    ranks = _fork_ranks(job, mask)
+    if not isinstance(ranks, list):
+        return ranks()
     # From here on this is the supervisor.
     guardian = processes.Guardian([rank.pid for rank in ranks])
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
-        host = Host(job) if job.meeting is None else HostOfSeveral(job, job.meeting)
+        host = Host(job)
         log_files = open_log_files(job.log_dir, host.ranks)
     except LaunchError:
-        kill_ranks(ranks)
+        _kill_ranks(ranks)
         guardian.dismiss()
         raise
-    signals = processes.SignalPipe()
-    watch = Watch(job, ranks, Console(log_files, signals), signals, {*spare, guardian.pid})
+    watch = _Watch(job, ranks, log_files, {*spare, guardian.pid})
     try:
         watch.run(host.environments, host.notice)
     finally:
         guardian.dismiss()
     outcome = watch.outcome(host.world_size)
-    return _conclude(job, host.settle(outcome, signals.is_pending))
+    return _conclude(job, host.settle(outcome, watch.signals.is_pending))
 
 
 def _conclude(job: Job, outcome: Outcome) -> NoReturn:
@@ -100,30 +104,164 @@ def _conclude(job: Job, outcome: Outcome) -> NoReturn:
     os._exit(outcome.exit_status)
 
 
-class Watch:
+@dataclass
+class RankProcess:
+    """A rank, as the supervisor sees it."""
+
+    rank: int
+    pid: int
+    connection: socket.socket  # its environment goes out, its Failure or result comes in
+    outputs: Sequence[int]  # descriptors of its stdout and stderr; empty if not labelled
+    # Whether it reads from the terminal. It then is in the supervisor's process group, to which
+    # the terminal belongs, and not in one of its own.
+    has_terminal: bool
+    wants_result: bool = False  # whether it runs a function
+    is_running: bool = True  # until its exit is known
+    asked: bool = False  # whether the launcher asked it to end before it failed
+    failure: Failure | None = None  # by its own report or else by its exit
+    result: bytes | None = None  # of its function, pickled
+    _received: bytearray = field(default_factory=bytearray)
+    _stderr: bytes = b""
+
+    def begin(self, environment: Mapping[str, str]) -> None:
+        """Let it begin, with these variables added to its environment."""
+        self.rank = int(environment["RANK"])
+        with contextlib.suppress(BrokenPipeError):  # it was killed
+            self.connection.sendall(json.dumps(environment).encode() + b"\n")
+        # It is read when the rank has ended, too: then there may be nothing to read.
+        self.connection.setblocking(False)
+
+    def send(self, number: int) -> None:
+        """Send the signal ``number`` to it and the processes that it has started."""
+        if not self.has_terminal:
+            processes.send_signal(-self.pid, number)
+            return
+        # Ctrl-C was sent to the whole group: a second one would interrupt its handling. The
+        # terminal may be gone, though.
+        with contextlib.suppress(OSError):
+            if number == signal.SIGINT and os.tcgetpgrp(0) == os.getpgrp():
+                return
+        os.kill(self.pid, number)
+
+    def keep_last_words(self, words: bytes) -> None:
+        """Keep the end of its stderr, to which ``words`` are added."""
+        self._stderr = (self._stderr + words)[-_LAST_WORDS_BYTES:]
+
+    def failure_unless_asked(self) -> Failure | None:
+        """Its failure, with its last words; None if the launcher had asked it to end."""
+        if self.failure is None or self.asked:
+            return None
+        return replace(self.failure, last_words=self._stderr.decode(errors="replace").rstrip("\n"))
+
+    def note_exit(self) -> None:
+        """Note how it ended, if it has."""
+        if self.is_running and (code := processes.exit_code_of_child(self.pid)) is not None:
+            now = time.monotonic()
+            self.read_report()
+            self.end(code, now)
+
+    def end(self, code: int, at_seconds: float) -> None:
+        """Note its exit code, or minus the signal that ended it."""
+        self.is_running = False
+        if self.failure is not None:
+            return
+        if code < 0:
+            self.failure = Failure(self.rank, at_seconds, 128 - code, signal=-code)
+        elif code or (self.wants_result and self.result is None):
+            self.failure = Failure(self.rank, at_seconds, code or 1, without_result=not code)
+
+    def read_report(self) -> bool:
+        """Read the available part of its report; tell whether more may come."""
+        while self.failure is None and self.result is None:
+            try:
+                data = self.connection.recv(1 << 20)
+            except BlockingIOError:
+                return True
+            except ConnectionResetError:  # it was killed before it had read its environment
+                return False
+            if not data:
+                return False
+            self._received += data
+            length = int.from_bytes(self._received[:LENGTH_BYTES], "little")
+            if len(self._received) >= LENGTH_BYTES + length:
+                report = pickle.loads(self._received[LENGTH_BYTES:])
+                self._received.clear()
+                if isinstance(report, Failure):
+                    self.failure = report
+                else:
+                    self.result = report
+        return False
+
+
+def _fork_ranks(job: Job, signal_mask: Collection[int]) -> list[RankProcess] | Callable[[], int]:
+    """Fork the ranks of this host, which wait until :meth:`RankProcess.begin`.
+
+    It returns the ranks in the supervisor, and in each rank what to call there, once the stack is
+    back to where no ``finally`` of the supervisor's follows. ``signal_mask`` are the signals that a
+    rank blocks, once it has handlers of its own.
+
+    Raises:
+        LaunchError: If a limit on processes or descriptors is reached. None is left behind.
+    """
+    supervisor = os.getpid()
+    started: list[RankProcess] = []
+    is_call = isinstance(job.program, bytes)
+    for rank in range(job.num_ranks):
+        try:
+            connection, of_rank = socket.socketpair()
+            pipes = [os.pipe() for _ in range(2 if job.labelled else 0)]
+            processes.flush_standard_streams()
+            pid = processes.fork()
+        except OSError as error:
+            _kill_ranks(started)
+            raise LaunchError(
+                f"Rank {rank} can't be started: {error.strerror}. {len(started)} of "
+                f"{job.num_ranks} ranks were, and have been ended. Ask for fewer ranks, or raise "
+                "the limit on processes (ulimit -u) or open files (ulimit -n)."
+            ) from error
+        has_terminal = rank == job.stdin_rank and os.isatty(0)
+        if not has_terminal:
+            # On both sides: whichever is first, the group exists before it is needed.
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
+        outputs = [reading for reading, _ in pipes]
+        started.append(RankProcess(rank, pid, connection, outputs, has_terminal, is_call))
+        if pid == 0:
+            for process in started:
+                process.connection.close()
+                for output in process.outputs:
+                    os.close(output)
+            outputs = [writing for _, writing in pipes]
+            return partial(run_rank, job, supervisor, of_rank, outputs, signal_mask)
+        of_rank.close()
+        for _, writing in pipes:
+            os.close(writing)
+    return started
+
+
+def _kill_ranks(ranks: Sequence[RankProcess]) -> None:
+    for process in ranks:
+        process.send(signal.SIGKILL)
+        processes.reap(process.pid)
+
+
+class _Watch:
     """Passes on the ranks' output and takes in their reports, until the last has ended.
 
     ``spare`` are children of this process that aren't to be ended with the ranks.
     """
 
     def __init__(
-        self,
-        job: Job,
-        ranks: list[RankProcess],
-        console: Console,
-        signals: processes.SignalPipe,
-        spare: Collection[int],
+        self, job: Job, ranks: list[RankProcess], log_files: dict[int, int], spare: Collection[int]
     ) -> None:
-        self._job = job
-        self._ranks = ranks
-        self._spare = set(spare)
-        self._console = console
-        self._signals = signals
+        self.signals = processes.SignalPipe()
+        self._job, self._ranks, self._spare = job, ranks, set(spare)
+        self._console = Console(log_files, self.signals)
         self._interrupted_by: int | None = None  # the signal that ended the launcher
         self._peer_failed = False  # whether the ranks of another host failed first
         self._escalation: Escalation | None = None  # None as long as all goes well
         self._selector = selectors.DefaultSelector()
-        self._when_readable(signals.fileno(), signals.pull)
+        self._when_readable(self.signals.fileno(), self.signals.pull)
         if job.caller is not None:
             self._when_readable(job.caller.socket, self._lose_caller)
         for rank in ranks:
@@ -146,58 +284,56 @@ class Watch:
             self._end_all()
 
     def outcome(self, world_size: int) -> Outcome:
-        """The outcome of this host's ranks."""
-        culprit = first_failure(self._ranks)
-        if culprit is not None:
-            full = self._job.full_traceback
-            return failure_outcome(culprit, self._ranks, world_size, full_traceback=full)
+        if failures := self._failures():
+            return failure_outcome(failures, world_size, full_traceback=self._job.full_traceback)
         number = self._interrupted_by
         if self._peer_failed:  # its host tells of it
             return Outcome(0)
         if number is None:
-            reports = [rank.report for rank in self._ranks]
-            return Outcome(0, tuple(r.result for r in reports if r and r.result is not None))
+            return Outcome(0, tuple(r.result for r in self._ranks if r.result is not None))
         if number == signal.SIGPIPE:  # as every program in a pipe that nobody reads from
             return Outcome(128 + number)
         message = f"ended by {signal_name(number)}; no rank is left running."
         return Outcome(128 + number, message=message)
 
+    def _failures(self) -> list[Failure]:
+        return [failure for rank in self._ranks if (failure := rank.failure_unless_asked())]
+
     def _until_all_ended(self) -> None:
         while any(rank.is_running for rank in self._ranks):
-            now = time.monotonic()
-            left = None
+            now, left = time.monotonic(), None
             if self._escalation is not None:
                 for number in self._escalation.take(now):
                     self._send(number)
-                if self._escalation.exhausted(now):
-                    return  # even SIGKILL doesn't end a rank that hangs in the kernel
                 left = self._escalation.seconds_left(now)
+                if left is None:
+                    return  # even SIGKILL doesn't end a rank that hangs in the kernel
             self._serve(left)
             self._note_exits()
-            if self._escalation is None and first_failure(self._ranks):
-                self._escalation = Escalation(after_failure(self._job.grace_seconds))
+            if self._escalation is None and self._failures():
+                self._escalation = Escalation(after_failure(_GRACE_SECONDS))
 
     def _send(self, number: int) -> None:
         for rank in self._ranks:
             # A rank that has reported a failure is running its exit handlers: let it.
-            is_failing = rank.reported_failure is not None
+            is_failing = rank.failure is not None
             if rank.is_running and not (is_failing and number == signal.SIGTERM):
                 rank.asked |= not is_failing
                 rank.send(number)
 
     def _serve(self, seconds: float | None) -> bool:
-        """Handle events, waiting for one at most ``seconds``; tell whether there was any."""
+        """Handle events, after waiting at most ``seconds`` for one; return whether any came."""
         events = self._selector.select(seconds)
         for key, _ in events:
             key.data()
-        while self._signals.pending:
-            self._end(self._signals.pending.pop(0))
+        while self.signals.pending:
+            self._end(self.signals.pending.pop(0))
         if self._console.broken and self._interrupted_by is None:
             self._end(signal.SIGPIPE)
         return bool(events)
 
-    def _when_readable(self, descriptor: int, act: Callable[[], None]) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, act)
+    def _when_readable(self, source: int | socket.socket, act: Callable[[], None]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, act)
 
     def _copy(self, rank: RankProcess, output: int, destination: int) -> None:
         data = os.read(output, _READ_BYTES)
@@ -221,18 +357,18 @@ class Watch:
         self._selector.unregister(notice)
         if self._escalation is None:
             self._peer_failed = True
-            actions = after_signal(signal.SIGTERM, self._job.grace_seconds)
+            actions = after_signal(signal.SIGTERM, _GRACE_SECONDS)
             self._escalation = Escalation(actions)
 
     def _end(self, number: int) -> None:
         """End the ranks because of a signal or, SIGPIPE, because nobody reads the output."""
         self._interrupted_by = self._interrupted_by or number
-        actions = after_signal(number, self._job.grace_seconds)
-        self._escalation = Escalation(actions if self._escalation is None else at_once())
+        actions = after_signal(number, _GRACE_SECONDS)
+        self._escalation = Escalation(actions if self._escalation is None else AT_ONCE)
 
     def _note_exits(self) -> None:
-        if self._signals.child_ended:
-            self._signals.child_ended = False
+        if self.signals.child_ended:
+            self.signals.child_ended = False
             # Orphans that this process has adopted would stay zombies.
             for pid in {*processes.children()} - {rank.pid for rank in self._ranks} - self._spare:
                 processes.reap(pid, wait=False)
@@ -256,6 +392,7 @@ class Watch:
             pass
         self._console.end_streams()
         for rank in self._ranks:
-            if rank.told is not None:
-                self._console.log(rank.rank, rank.told.full.encode(errors="backslashreplace"))
+            if rank.failure and rank.failure.told:
+                told = rank.failure.told.full
+                self._console.log(rank.rank, told.encode(errors="backslashreplace"))
         self._console.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import queue
-import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,14 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import Deadline, RankThreads, a_rank_of, end_this_rank
-from lockstep.launcher.failures import (
-    Ending,
-    Report,
-    exit_code_of,
-    failure_outcome,
-    first_failure,
-    tell,
-)
+from lockstep.launcher.failures import Failure, failure_by, failure_outcome
 from lockstep.world import Placement, Starter, as_rank, init
 
 Result = TypeVar("Result")
@@ -42,22 +33,22 @@ def run_threads(
     """
     store, rank_threads = dist.HashStore(), RankThreads()
     results: dict[int, Result] = {}
-    ended: queue.SimpleQueue[Ending] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[Failure | None] = queue.SimpleQueue()
 
     def run_rank(rank: int) -> None:
         placement = Placement(Starter.THREADS, rank, num_ranks, rank, num_ranks)
-        ending = Ending(rank, 0.0, exit_code=0)
+        failure = None
         with a_rank_of(rank_threads), as_rank(placement, store):
             try:
                 torch.set_num_threads(num_threads)
                 results[rank] = fn(init(), *args)
             except BaseException as error:  # all that ends a rank is reported
                 # Before other ranks learn of it, so that failures that follow are later.
-                ending = _ending(rank, error)
+                failure = failure_by(error, rank, of_function=True)
                 rank_threads.fail(f"Rank {rank} of the launch has failed.")
                 end_this_rank()
             finally:
-                ended.put(ending)
+                ended.put(failure)
                 if dist.is_initialized():
                     dist.destroy_process_group()
 
@@ -69,7 +60,7 @@ def run_threads(
     try:
         for thread in threads:
             thread.start()
-        endings = _wait_for_endings(ended, num_ranks)
+        failures = _wait_for_endings(ended, num_ranks)
     except BaseException:
         rank_threads.interrupt("The caller of launch() was interrupted.")
         with suppress(KeyboardInterrupt):
@@ -78,10 +69,9 @@ def run_threads(
     finally:
         # A rank's own number is also the one that threads which start later begin with.
         torch.set_num_threads(num_threads_before)
-    culprit = first_failure(endings)
     _join(threads)
-    if culprit is not None:
-        outcome = failure_outcome(culprit, endings, num_ranks)
+    if failures:
+        outcome = failure_outcome(failures, num_ranks)
         if left := [thread.name for thread in threads if thread.is_alive()]:
             running = (
                 f"\n\nStill running {_PATIENCE_SECONDS:g} s later: {', '.join(left)}. A thread "
@@ -92,16 +82,17 @@ def run_threads(
     return [results[rank] for rank in range(num_ranks)]
 
 
-def _wait_for_endings(ended: queue.SimpleQueue[Ending], num_ranks: int) -> list[Ending]:
+def _wait_for_endings(ended: queue.SimpleQueue[Failure | None], num_ranks: int) -> list[Failure]:
     """Wait until every rank has ended or, once one has failed, for a while."""
-    endings: list[Ending] = []
+    failures: list[Failure] = []
     deadline: Deadline | None = None
     with suppress(queue.Empty):
-        while len(endings) < num_ranks:
-            endings.append(ended.get(timeout=None if deadline is None else deadline.left()))
-            if deadline is None and endings[-1].failed:
-                deadline = Deadline(_PATIENCE_SECONDS)
-    return endings
+        for _ in range(num_ranks):
+            failure = ended.get(timeout=None if deadline is None else deadline.left())
+            if failure is not None:
+                failures.append(failure)
+                deadline = deadline or Deadline(_PATIENCE_SECONDS)
+    return failures
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
@@ -109,13 +100,3 @@ def _join(threads: Sequence[threading.Thread]) -> None:
     for thread in threads:
         if thread.ident is not None:
             thread.join(deadline.left())
-
-
-def _ending(rank: int, error: BaseException) -> Ending:
-    now, code = time.monotonic(), 1
-    if isinstance(error, SystemExit):
-        code = exit_code_of(error, of_function=True)
-    elif isinstance(error, KeyboardInterrupt):
-        code = 128 + signal.SIGINT
-    told = tell(error, "; the error's attribute traceback has them")
-    return Ending(rank, now, code, report=Report(now, code, told))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Collection, Sequence
@@ -10,16 +11,18 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.comm import Announcement, Step, any_rank, join_state_of, mean_divisor, uncompiled
-from lockstep.errors import CollectiveFailed, PeerLost
+from lockstep.errors import CollectiveFailed, CollectiveMismatch, PeerLost
 from lockstep.grad import Phase
-from lockstep.nn.engine import Engine
-from lockstep.nn.reached import is_compiled_backward, outermost_running_node
+from lockstep.nn.autograd import is_compiled_backward, outermost_running_node
+from lockstep.nn.engine import Engine, Options
 from lockstep.torch_private import _current_graph_task_id, _execution_engine
 
 _End = partial[None]
+_number = operator.attrgetter("number")
 
 
 @dataclass(eq=False)
@@ -28,6 +31,10 @@ class _Backward:
 
     # Autograd's task; None for a backward of other ranks, to which this one adds nothing.
     task: int | None = None
+    # The group's generation when it began; None for groups without any.
+    generation: object = None
+    # The copy of a model that got its number in it, if one did.
+    new_copy: Engine | None = None
     # The engines that reduce gradients in it, by number.
     engines: list[Engine] = field(default_factory=list)
     # Whether ranks tell each other of late engines: those that nobody could foresee when it began,
@@ -73,8 +80,8 @@ class BackwardSync:
         self._trained_together: set[int] = set()
         self._backward: _Backward | None = None
         self._num_ended = 0
-        # Whether ranks tell each other of late engines in the backward that failed here.
-        self._failed_tells_late = False
+        # To finish the backward that failed here with; without its engines, which hold the group.
+        self._failed = _Backward()
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -82,18 +89,32 @@ class BackwardSync:
         assert group is not None  # engines and callers hold it
         return group
 
-    def add(self, engine: Engine, *, is_copy: bool) -> int:
-        """Add an engine, and return its number.
+    @property
+    def _generation(self) -> object:
+        return getattr(self._weak_group(), "generation", None)
 
-        Every rank adds its engines in the same order; copies that a rank has made for itself
+    def new_engine(
+        self,
+        module: nn.Module,
+        options: Options,
+        inner: Collection[nn.Module] = (),
+        *,
+        is_copy: bool = False,
+    ) -> Engine:
+        """Return an engine for ``module`` whose ``inner`` modules have others.
+
+        Every rank makes its engines in the same order; copies that a rank has made for itself
         alone get a number when they are trained.
         """
+        engine = Engine(module, self._group, options, inner, self.gradient_ready)
         self._engines.append(weakref.ref(engine))
-        return 0 if is_copy else self._next_number()
+        engine.number = 0 if is_copy else self._next_number()
+        return engine
 
     def remove(self, engine: Engine) -> None:
-        """Remove an engine: its gradients are not reduced any more."""
-        if self.is_reducing(engine):
+        """Reduce the gradients of ``engine`` no more."""
+        engine.detach()
+        if self._is_reducing(engine):
             self._drop_backward()
             self.finish_failed()
         self._engines = [one for one in self._engines if one() is not engine]
@@ -113,9 +134,12 @@ class BackwardSync:
         """Whether a backward of this rank runs."""
         return self._backward is not None and self._backward.task is not None
 
-    def is_reducing(self, engine: Engine) -> bool:
-        """Whether ``engine`` reduces gradients in the backward that runs."""
+    def _is_reducing(self, engine: Engine) -> bool:
         return self._backward is not None and engine in self._backward.engines
+
+    def is_in_backward(self, engine: Engine) -> bool:
+        """Whether a backward runs that will reduce the gradients of ``engine``, and hasn't."""
+        return self._is_reducing(engine) and _current_graph_task_id() != -1
 
     def gradient_ready(self, engine: Engine, parameter: torch.Tensor) -> None:
         """A gradient of ``engine``, or of a parameter that was unfrozen, has come."""
@@ -127,7 +151,7 @@ class BackwardSync:
             backward = self._backward
             if is_begun and (backward is None or _current_graph_task_id() != backward.task):
                 # A backward inside of a backward, as reentrant checkpoints have. Its gradients
-                # can't be foreseen: see is_reached.
+                # can't be foreseen: see reached().
                 engine.sees_nested_tasks = True
                 engine.reducer.copies_early = False
                 is_begun = False
@@ -161,8 +185,9 @@ class BackwardSync:
 
     def _begin(self, engine: Engine) -> _Backward:
         self.finish_failed()
-        engine.number = engine.number or self._next_number()
-        backward = _Backward(_current_graph_task_id())
+        backward = _Backward(_current_graph_task_id(), self._generation)
+        if not engine.number:
+            engine.number, backward.new_copy = self._next_number(), engine
         if is_compiled_backward():
             engines = {engine, *self.engines()}
             backward.awaited = {key for one in engines for key in one.reached()}
@@ -171,7 +196,11 @@ class BackwardSync:
         reached = {engine}
         if self._num_engines > 1:
             reached |= {one for one in self.engines() if one is not engine and one.is_any_reached()}
-        self._begin_together(backward, reached, asks=self._has_to_ask(reached))
+        try:
+            self._begin_together(backward, reached, asks=self._has_to_ask(reached))
+        except CollectiveFailed as error:
+            _advise(error, "beginning")
+            raise
         return backward
 
     def begin_before_collective(self) -> None:
@@ -197,10 +226,10 @@ class BackwardSync:
             pass
 
     def _run_empty(self, engine: Engine) -> bool:
-        """Take part in a backward in which other ranks reach ``engine``, or others, or none."""
+        """Take part in a backward in which any rank may reach ``engine``; False if none had one."""
         self.finish_failed()
         asks = self._has_to_ask([engine])
-        backward = _Backward()
+        backward = _Backward(generation=self._generation)
         self._begin_together(backward, [] if asks else [engine], asks=asks)
         was_any = bool(backward.engines)
         self.end()
@@ -233,7 +262,7 @@ class BackwardSync:
         """Take part in a backward of ranks that still have data, when this one has none."""
         _apply(engines, announcement)
         if announcement.step is Step.BEGIN:
-            self._begin_all(_Backward(), engines)
+            self._begin_all(_Backward(generation=self._generation), engines)
         else:
             self._finish()
 
@@ -245,27 +274,23 @@ class BackwardSync:
         engines = set(reached)
         if asks:
             may_be_late = any(engine.sees_nested_tasks for engine in self.engines())
-            named, (backward.tells_late,) = self._on_any_rank(reached, may_be_late)
+            try:
+                named, (backward.tells_late,) = self._on_any_rank(reached, may_be_late)
+            except CollectiveMismatch:
+                self._forget(backward)
+                raise
             engines.update(named)
-        self._remember(engines)
         self._begin_all(backward, sorted(engines, key=_number))
 
     def _on_any_rank(
         self, engines: Collection[Engine], *facts: bool
     ) -> tuple[set[Engine], list[bool]]:
-        """Return the engines that any rank gives, and which of ``facts`` hold on any."""
+        """Return the engines that any rank passes, and which of ``facts`` are true on any."""
         numbers = {engine.number for engine in engines}
         own = [number in numbers for number in range(1, self._num_engines + 1)]
         on_any = any_rank(self._group, [*own, *facts])
         named = {engine for engine in self.engines() if on_any[engine.number - 1]}
         return named, on_any[len(own) :]
-
-    def _remember(self, engines: Collection[Engine]) -> None:
-        """Note that these engines have been in one backward, on all ranks."""
-        numbers = {engine.number for engine in engines}
-        self._trained |= numbers
-        if len(numbers) > 1:
-            self._trained_together |= numbers
 
     def _has_to_ask(self, reached: Collection[Engine]) -> bool:
         """Whether other ranks may reach other models than ``reached``."""
@@ -294,7 +319,7 @@ class BackwardSync:
         )
         try:
             for engine in engines:
-                engine.refresh_if_changed()
+                self._refresh_if_changed(engine)
             launch_order = [] if waits else [engine.reducer for engine in engines]
             # Autograd has a thread for each accelerator.
             num_devices = len({device for engine in engines for device in engine.devices})
@@ -308,11 +333,8 @@ class BackwardSync:
             raise
 
     def _call_at_the_end(self, backward: _Backward) -> None:
-        """Have :meth:`end` called at the end of the outermost backward.
-
-        Autograd calls back at the end of the innermost, which is an earlier one if this gradient
-        comes from a segment of a reentrant checkpoint.
-        """
+        # At the end of the outermost backward. Autograd calls back at the end of the innermost, an
+        # earlier one if this gradient comes from a segment of a reentrant checkpoint.
         end = partial(self.end)  # autograd alone holds it
         # A backward that raises drops its callbacks without calling them.
         # Shown by test_a_failed_backward_does_not_spoil_the_next.
@@ -337,21 +359,36 @@ class BackwardSync:
         if backward is not None:
             for engine in [*backward.engines, *backward.late]:
                 engine.end_backward()
-            self._failed_tells_late = backward.tells_late
+            self._failed = _Backward(None, backward.generation, tells_late=backward.tells_late)
+            if backward.generation is not self._generation:
+                self._forget(backward)
+
+    def _forget(self, backward: _Backward) -> None:
+        """No rank goes on with ``backward``, which the other ranks didn't run."""
+        for engine in backward.engines:
+            engine.num_backwards -= 1
+        if backward.new_copy is not None:
+            backward.new_copy.number = 0
+            self._num_engines -= 1
 
     def finish_failed(self) -> None:
         """Finish a backward that failed here with the other ranks, before any other collective.
 
-        The other ranks wait in its end, or have failed too. Then all have launched the same once
-        more, and those whose backward succeeded have been told.
+        The other ranks wait in its end, or have failed too. This makes all launch the same buckets,
+        and tells those whose backward succeeded. If there was a mismatch meanwhile, no rank goes on
+        with it. See Note [Mismatches] in comm/work.py.
         """
         failed = [
             engine
             for engine in self.engines()
-            if engine.reducer.phase is Phase.FAILED and not self.is_reducing(engine)
+            if engine.reducer.phase is Phase.FAILED and not self._is_reducing(engine)
         ]
-        if failed:
-            self._backward = _Backward(engines=failed, tells_late=self._failed_tells_late)
+        if failed and self._failed.generation is not self._generation:
+            for engine in failed:
+                engine.reducer.reset()
+        elif failed:
+            self._backward = self._failed
+            self._backward.engines = failed
             self._finish()
 
     def refresh_stale(self) -> None:
@@ -359,7 +396,16 @@ class BackwardSync:
         self.finish_failed()
         for engine in self.engines():
             if engine.is_stale:
-                engine.refresh()
+                self.refresh(engine)
+
+    def refresh(self, engine: Engine) -> None:
+        """Let ``engine`` continue with the parameters that its module has now."""
+        self.finish_failed()
+        engine.refresh(in_backward=self.is_running())
+
+    def _refresh_if_changed(self, engine: Engine) -> None:
+        if engine.has_changed():
+            self.refresh(engine)
 
     def end(self) -> None:
         """The backward is over: wait until everything has arrived.
@@ -376,9 +422,7 @@ class BackwardSync:
     def _finish(self) -> tuple[list[Engine], CollectiveFailed | None]:
         """Reduce all gradients of the backward that is over.
 
-        Returns:
-            The engines whose gradients they are, and the error to raise if it failed on another
-            rank.
+        Returns its engines, and the error to raise if it failed on another rank.
         """
         backward = self._backward or _Backward()
         try:
@@ -393,12 +437,11 @@ class BackwardSync:
                     late |= self._on_any_rank(late)[0]
                 backward.late = sorted(late.difference(backward.engines), key=_number)
                 for engine in backward.late:
-                    engine.refresh_if_changed()
+                    self._refresh_if_changed(engine)
                     engine.begin_backward([])
                 for engine in backward.late:
                     engine.reducer.launch_all_but_last()
                 engines = [*backward.engines, *backward.late]
-                self._remember(engines)
                 for engine in engines:
                     engine.reducer.launch_last()
                 # Now rather than before the next forward: buffers travel with the last gradients,
@@ -411,20 +454,25 @@ class BackwardSync:
                     finish_buffers()
                 return engines, next(filter(None, errors), None)
         except CollectiveFailed as error:
-            if not isinstance(error, PeerLost):
-                error.add_note(
-                    "It was the end of a backward of this rank. A backward reduces gradients "
-                    "whatever made the loss, model.module(x) too, so every rank runs it; one that "
-                    "is of this rank alone runs in 'with lockstep.no_sync(model):'."
-                )
+            _advise(error, "end")
             raise
         finally:
+            if backward.generation is self._generation:
+                numbers = {engine.number for engine in [*backward.engines, *backward.late]}
+                self._trained |= numbers
+                if len(numbers) > 1:
+                    self._trained_together |= numbers
             self._drop_backward()
             self._num_ended += 1
 
 
-def _number(engine: Engine) -> int:
-    return engine.number
+def _advise(error: CollectiveFailed, place: str) -> None:
+    if not isinstance(error, PeerLost):
+        error.add_note(
+            f"It was the {place} of a backward of this rank. A backward reduces gradients "
+            "whatever made the loss, model.module(x) too, so every rank runs it; one that "
+            "is of this rank alone runs in 'with lockstep.no_sync(model):'."
+        )
 
 
 def _apply(engines: Collection[Engine], announcement: Announcement) -> None:
@@ -439,12 +487,10 @@ _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, BackwardSync] = weakref.
 
 def backward_sync_of(group: dist.ProcessGroup) -> BackwardSync:
     """Return the BackwardSync of ``group``, the same one every time."""
-    return _by_group.setdefault(group, BackwardSync(group))
+    sync = _by_group.get(group)
+    return sync if sync is not None else _by_group.setdefault(group, BackwardSync(group))
 
 
 def finish_failed(group: dist.ProcessGroup) -> None:
-    """Finish a backward of models over ``group`` that failed here, with the other ranks.
-
-    It must be called before any other collective over the group, whose order would differ else.
-    """
+    """Finish a backward that failed here, before any other collective over ``group``."""
     backward_sync_of(group).finish_failed()

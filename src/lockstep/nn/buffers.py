@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.arguments import check_flag, check_type
@@ -164,6 +165,10 @@ class Buffers:
         if num_references <= self._num_references.get(tensor, 1):
             self._num_references[tensor] = num_references
             self._num_skips.pop(tensor, None)
+            if num_references > 1 and not tensor.is_inference():
+                # A graph that saved a view must raise in its backward, as after other writes. See
+                # test_a_backward_that_needs_an_earlier_value_of_a_view_is_refused.
+                increment_version(tensor)
             return True
         count = self._num_skips[tensor] = self._num_skips.get(tensor, 0) + 1
         if count == _MANY_SKIPS:

@@ -20,7 +20,7 @@ from torch.futures import Future
 from lockstep.arguments import Device, check_flag, check_module, check_type, only_device, refusal
 from lockstep.comm import SingleRankGroup, broadcast_tensors
 from lockstep.grad import MIB, CommHook
-from lockstep.nn.backward import backward_sync_of
+from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.global_hooks import mark_stale
@@ -28,18 +28,11 @@ from lockstep.nn.join import DDPJoinHook, begin_joined_iteration
 from lockstep.nn.mixed_precision import (
     MixedPrecision,
     call_in_precision,
-    cast_buffers,
     check_precision,
     reducing_in,
 )
 from lockstep.nn.parallel_state import state_of
-from lockstep.nn.parallelize import (
-    DEFAULT_BUCKET_CAP_MB,
-    attach,
-    check_bucket_cap,
-    join,
-    release,
-)
+from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, attach, check_bucket_cap, join, release
 from lockstep.nn.wrapper import Wrapper
 from lockstep.torch_private import tree_map_only
 from lockstep.world import group_or_all, init
@@ -200,7 +193,8 @@ class DistributedDataParallel(
         attach(self, self.module, self.process_group, self._options, is_copy=is_copy)
         precision, group = self.mixed_precision, self.process_group
         if precision is not None and precision.buffer_dtype is not None:
-            cast_buffers(self.module, precision.buffer_dtype, self.parameters_to_ignore)
+            for buffer in filter(torch.is_floating_point, self.modules_buffers):
+                buffer.data = buffer.data.to(precision.buffer_dtype)
         if precision is not None and precision.reduce_dtype is not None and group is not None:
             self._set_comm_hook(reducing_in(precision.reduce_dtype, group))
         self._is_ready = True
@@ -216,7 +210,8 @@ class DistributedDataParallel(
             return self.module(*inputs, **kwargs)
         for engine in self._engines:
             if engine.is_stale:
-                engine.refresh()  # before parameters are replaced by what they are cast to
+                # Before parameters are replaced by what they are cast to.
+                backward_sync_of(engine.process_group).refresh(engine)
         return call_in_precision(
             self.module, precision.param_dtype, self.parameters_to_ignore, inputs, kwargs
         )
@@ -275,9 +270,7 @@ class DistributedDataParallel(
             raise TypeError(f"The communication hook is {hook!r}, which can't be called.")
         if not self._engines:  # the rank is alone, but the hook wants its gradients
             group = self.process_group or cast(dist.ProcessGroup, SingleRankGroup())
-            self._engines.append(
-                Engine(self.module, group, self._options, backward_sync=backward_sync_of(group))
-            )
+            self._engines.append(backward_sync_of(group).new_engine(self.module, self._options))
         for engine in self._engines:
             if engine.reducer.comm_hook is not None:
                 raise RuntimeError(
@@ -288,7 +281,7 @@ class DistributedDataParallel(
 
     def _set_comm_hook(self, hook: CommHook) -> None:
         for engine in self._engines:
-            engine.backward_sync.finish_failed()
+            finish_failed(engine.process_group)
             engine.reducer.comm_hook = hook
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
@@ -427,7 +420,7 @@ class DistributedDataParallel(
             if engine.number:
                 mark_stale(engine)
             else:  # a copy, of which there may never be a forward
-                engine.refresh()
+                backward_sync_of(engine.process_group).refresh(engine)
         return moved
 
     def __getstate__(self) -> dict[str, Any]:

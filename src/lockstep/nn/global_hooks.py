@@ -1,12 +1,11 @@
 """torch's global hooks: on changes of parallel models, and on the steps of optimizers.
 
 torch calls registration hooks when a parameter or a module is put into a module. They mark the
-engine of that model as stale, and before the next forward of any part of it the engine is
-refreshed. Between changes this costs nothing.
+engine of that model as stale, and it is refreshed before the next forward of any part of the model.
 
 Before an optimizer steps, a rank joins backwards in which it had no gradient: if its loss touches
-no parameter of a model, none of the model's hooks runs, so it can't know of the other ranks'
-backward before. But no rank steps without the gradients of all.
+no parameter of a model, none of the model's hooks runs, and it doesn't know of the other ranks'
+backward. But no rank steps without the gradients of all.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from types import FrameType
-from typing import Any, NamedTuple
+from traceback import walk_stack
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +28,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import uncompiled
 from lockstep.errors import AlreadyParallel, ModelError
+from lockstep.nn.backward import backward_sync_of
 from lockstep.nn.engine import Engine
+from lockstep.nn.parallel_state import all_engines, engines_with
 from lockstep.nn.wrapper import Wrapper
 
 _log = logging.getLogger(__name__)
@@ -39,10 +40,8 @@ _TorchDDP = nn.parallel.DistributedDataParallel
 # The file of the function that torch puts around every optimizer's step().
 _STEPS_IN = sys.modules[Optimizer.__module__].__file__
 
-# Ranks may be threads, and a set that another thread changes can't be iterated over.
+# Ranks may be threads.
 _lock = threading.RLock()
-# In the order in which they were made.
-_engines: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()
 # How often an engine was watched or unwatched.
 _num_changes = 0
 # The global hooks that are hung, by the function that hangs them.
@@ -60,10 +59,7 @@ def watch(engine: Engine) -> None:
         _hang(hooks.register_module_module_registration_hook, _registered)
         _hang(hooks.register_module_buffer_registration_hook, _registered)
         _hang(register_optimizer_step_pre_hook, _before_step)
-        rpc = sys.modules.get("torch.distributed.rpc.api")
-        if rpc is not None and rpc._is_current_rpc_agent_set():
-            _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
-        _engines[engine] = None
+        _watch_for_distributed_autograd()
         _num_changes += 1
         _names_by_form.setdefault(_form_of(engine.parameters), type(engine.module).__name__)
 
@@ -72,7 +68,6 @@ def unwatch(engine: Engine) -> None:
     """Ignore changes and steps of the modules of ``engine`` from now on."""
     global _num_changes
     with _lock:
-        _engines.pop(engine, None)
         _names_by_form.pop(_form_of(engine.parameters), None)
         _num_changes += 1
 
@@ -82,6 +77,13 @@ def _hang(register: Any, hook: Any) -> None:
         _handles[register, hook] = register(hook)
 
 
+def _watch_for_distributed_autograd() -> None:
+    # Only with RPC, as such a hook takes time in every forward of every module.
+    rpc = sys.modules.get("torch.distributed.rpc.api")
+    if rpc is not None and rpc._is_current_rpc_agent_set():
+        _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
+
+
 def mark_stale(engine: Engine) -> None:
     """Let ``engine`` refresh before the next forward of any part of its module."""
     with _lock:
@@ -89,20 +91,12 @@ def mark_stale(engine: Engine) -> None:
         _hang(hooks.register_module_forward_pre_hook, _refresh_stale)
 
 
-def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
-    """Return the engines of some of ``parameters``, in the order in which they were made."""
-    wanted = {id(parameter) for parameter in parameters}
-    with _lock:
-        return [engine for engine in _engines if engine.has(wanted)]
-
-
 def _form_of(parameters: Iterable[torch.Tensor]) -> frozenset[tuple[object, int]]:
     return frozenset(Counter((p.shape, p.dtype) for p in parameters if p.requires_grad).items())
 
 
 def _engines_of(module: nn.Module) -> list[Engine]:
-    with _lock:
-        return [engine for engine in _engines if module in engine.parts]
+    return [engine for engine in all_engines() if module in engine.parts]
 
 
 @uncompiled
@@ -118,10 +112,7 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
 
 
 def _refuse_second_reduction(value: object) -> None:
-    """Raise if torch's wrapper, which is being constructed, would reduce parameters of engines.
-
-    Both reduce in the memory of ``.grad``, so that gradients are divided twice, or some are.
-    """
+    """Raise if torch's wrapper, which is being constructed, would reduce parameters of engines."""
     if not isinstance(value, nn.Module):
         return
     ignored = getattr(value, "_ddp_params_and_buffers_to_ignore", ())
@@ -139,9 +130,10 @@ def _refuse_second_reduction(value: object) -> None:
 def _refresh_stale(module: nn.Module, _: object) -> None:
     for engine in _engines_of(module):
         if engine.is_stale:
-            engine.refresh()  # without the lock, as it waits for the other ranks
+            # Without the lock, as it waits for the other ranks.
+            backward_sync_of(engine.process_group).refresh(engine)
     with _lock:
-        if not any(engine.is_stale for engine in _engines):
+        if not any(engine.is_stale for engine in all_engines()):
             handle = _handles.pop((hooks.register_module_forward_pre_hook, _refresh_stale), None)
             if handle is not None:
                 handle.remove()
@@ -151,8 +143,7 @@ def _refresh_stale(module: nn.Module, _: object) -> None:
 def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
     """Refuse forwards of parallel models in a context of ``torch.distributed.autograd``.
 
-    It gathers gradients in the context, calls no hook of a parameter, and its backward can't be
-    noticed. A forward in such a context can.
+    Its backward calls no hook of a parameter, and can't be noticed; the forward can.
     """
     if not torch.is_grad_enabled() or not _engines_of(module):
         return
@@ -170,34 +161,31 @@ def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
     )
 
 
-class _Stepped(NamedTuple):
-    """The engines of an optimizer's parameters, with ``num_backwards`` when it last stepped."""
-
-    # The number of its parameters, and _num_changes: if they change, it may have other engines.
-    known: tuple[int, int]
-    num_backwards: weakref.WeakKeyDictionary[Engine, int]
-
-
-_stepped: weakref.WeakKeyDictionary[Optimizer, _Stepped] = weakref.WeakKeyDictionary()
+# By optimizer: the number of its parameters and _num_changes, after a change of which it may have
+# other engines; and its engines, with ``num_backwards`` when it last stepped.
+_stepped: weakref.WeakKeyDictionary[
+    Optimizer, tuple[tuple[int, int], weakref.WeakKeyDictionary[Engine, int]]
+] = weakref.WeakKeyDictionary()
 
 
 @uncompiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # a closure, which runs the backward within the step
-    stepped = _stepped.get(optimizer)
+    _watch_for_distributed_autograd()  # RPC may have begun by now
     known = sum(len(group["params"]) for group in optimizer.param_groups), _num_changes
-    if stepped is None or stepped.known != known:
-        before = stepped.num_backwards if stepped is not None else {}
+    last_known, stepped = _stepped.get(optimizer, (None, weakref.WeakKeyDictionary()))
+    if last_known != known:
         engines = engines_with(_parameters_of(optimizer))
-        numbers = {engine: before.get(engine, engine.num_backwards_stepped) for engine in engines}
-        stepped = _stepped[optimizer] = _Stepped(known, weakref.WeakKeyDictionary(numbers))
+        numbers = {engine: stepped.get(engine, engine.num_backwards_stepped) for engine in engines}
+        stepped = weakref.WeakKeyDictionary(numbers)
+        _stepped[optimizer] = known, stepped
         if not engines:
             _warn_of_copy(optimizer)
         if _is_in_a_step():
             return  # of an optimizer that has others inside, whose own hook ran before
-    for engine, num_backwards in list(stepped.num_backwards.items()):
-        if engine.is_in_backward():
+    for engine, num_backwards in list(stepped.items()):
+        if backward_sync_of(engine.process_group).is_in_backward(engine):
             raise ModelError(
                 f"An optimizer, {type(optimizer).__name__}, steps inside of a backward of this "
                 f"{type(engine.module).__name__}, with gradients that are this rank's own still. "
@@ -207,7 +195,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             )
         if engine.num_backwards == num_backwards:
             _take_part(engine)
-        stepped.num_backwards[engine] = engine.num_backwards_stepped = engine.num_backwards
+        stepped[engine] = engine.num_backwards_stepped = engine.num_backwards
 
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -236,12 +224,8 @@ def _warn_of_copy(optimizer: Optimizer) -> None:
 
 def _is_in_a_step() -> bool:
     """Whether the step that begins is called by another optimizer's."""
-    frame: FrameType | None = sys._getframe()
-    num_steps = 0
-    while frame is not None:
-        num_steps += frame.f_code.co_filename == _STEPS_IN and frame.f_code.co_name == "wrapper"
-        frame = frame.f_back
-    return num_steps > 1
+    codes = [frame.f_code for frame, _ in walk_stack(sys._getframe())]
+    return sum(code.co_filename == _STEPS_IN and code.co_name == "wrapper" for code in codes) > 1
 
 
 def _take_part(engine: Engine) -> None:
@@ -256,7 +240,7 @@ def _take_part(engine: Engine) -> None:
             "which calls no hooks of parameters, and so nothing is reduced. Leave it off."
         )
     before = sum(parameter.grad is not None for parameter in engine.parameters)
-    engine.backward_sync.take_part(engine)
+    backward_sync_of(engine.process_group).take_part(engine)
     if sum(parameter.grad is not None for parameter in engine.parameters) > before:
         _log.warning(
             "No gradient came to this %s since the last step, while other ranks had some, which it "

@@ -13,11 +13,11 @@ from torch import nn
 from lockstep.arguments import as_finite_number, check_module, refusal
 from lockstep.comm import mean_divisor, start_all_reduce, sum_in_step, uncompiled
 from lockstep.errors import ModelError
-from lockstep.grad import MIB, Bucket, assign_buckets, gradient_dtype, reduce_sparse
+from lockstep.grad import MIB, Reducer
+from lockstep.nn.autograd import is_backward_of_replicas, reached
 from lockstep.nn.backward import backward_sync_of, finish_failed
-from lockstep.nn.engine import with_sparse_gradients
+from lockstep.nn.engine import sparse_indices
 from lockstep.nn.parallel_state import begun_batch, count_micro_batch
-from lockstep.nn.reached import is_backward_of_replicas, is_reached
 from lockstep.nn.replicas.group import (
     in_caller,
     is_replica_process,
@@ -192,7 +192,7 @@ class _Mean(torch.autograd.Function):
             )
         _, count, goes_on, num_means = ctx.facts
         has_samples = ctx.needs_input_grad[0]
-        is_backward = is_backward_of_replicas() or is_reached(ctx.anchor)
+        is_backward = is_backward_of_replicas() or bool(reached([ctx.anchor]))
         if ctx.group is not None and is_backward and not has_samples:
             backward_sync_of(ctx.group).take_part_at_the_end()
         divisor = in_caller(count_micro_batch, count, goes_on, ctx.rank, has_samples, is_backward)
@@ -242,41 +242,24 @@ def average_gradients(
         check_same_model(module, group)
         _compared[module] = group
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    parameters = [parameter for _, parameter in named]
     if not named:
         return
     if own == 0:
         # Not zero times the gradient, which is NaN where the gradient is infinite or NaN.
         module.zero_grad(set_to_none=True)
-    used = [float(parameter.grad is not None) for parameter in parameters]
-    facts = torch.tensor([own, *used], dtype=torch.float64, device=parameters[0].device)
-    start_all_reduce(group, facts).wait()
-    total, *is_used = facts.tolist()
+    weights = torch.tensor([own], dtype=torch.float64, device=named[0][1].device)
+    start_all_reduce(group, weights).wait()
+    total = weights.item()
     if total == 0:
         raise ValueError("Every rank gave a weight of 0, so there is nothing to average.")
-    sparse = with_sparse_gradients(module)
-    groups = assign_buckets(
-        [p.numel() * gradient_dtype(p).itemsize for p in parameters],
-        [(gradient_dtype(p), p.device) for p in parameters],
-        [i for i, p in enumerate(parameters) if id(p) not in sparse],
-        cap_bytes=_CAP_BYTES,
-    )
-    with torch.no_grad():
-        buckets = []
-        for indices in groups:
-            accumulated = memoryview(bytearray(b"\1" * len(indices)))
-            buckets.append(Bucket([named[i] for i in indices], accumulated))
-        for bucket in buckets:
-            bucket.fill(own / total)
-            bucket.launch(group)
-        for bucket, indices in zip(buckets, groups, strict=True):
-            bucket.wait(group)
-            for position, index in enumerate(indices):
-                if is_used[index]:
-                    bucket.use_as_grad(position)
-        for parameter, was_used in zip(parameters, is_used, strict=True):
-            if was_used and id(parameter) in sparse:
-                parameter.grad = reduce_sparse(parameter, group, own / total)
+    parameters = [parameter for _, parameter in named]
+    sparse = sparse_indices(module, parameters)
+    reducer = Reducer(named, group, cap_bytes=_CAP_BYTES, sparse=sparse, is_kept=False)
+    reducer.scale = own / total
+    for parameter in parameters:
+        reducer.mark_accumulated(parameter)
+    reducer.begin()
+    reducer.finish()
 
 
 def _group_of_several(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -41,13 +41,6 @@ def check_precision(precision: MixedPrecision | None) -> None:
         check_type(f"mixed_precision.{name}", dtype, torch.dtype | None, "a torch.dtype or None")
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype, ignored: Collection[str]) -> None:
-    """Cast the floating-point buffers of ``module``, but for those ``ignored``, in place."""
-    for name, buffer in module.named_buffers():
-        if buffer.is_floating_point() and name not in ignored:
-            buffer.data = buffer.data.to(dtype)
-
-
 def call_in_precision(
     module: nn.Module,
     dtype: torch.dtype,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -15,8 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.arguments import check_module
 from lockstep.comm import this_thread
 from lockstep.errors import ModelError
+from lockstep.nn.autograd import current_task, is_any_reached, is_backward_of_replicas
 from lockstep.nn.engine import Engine
-from lockstep.nn.reached import current_task, is_any_reached, is_backward_of_replicas
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
@@ -61,38 +61,43 @@ def accumulate(module: nn.Module) -> Iterator[None]:
     """
     state = state_of(module)
     with state.no_sync():
-        batch = state.batch
-        batch.rank = this_thread()
-        batch.num_contexts += 1
+        state.rank = this_thread()
+        state.num_contexts += 1
         try:
             yield
         except BaseException:
-            batch.count = None  # the batch is not to be finished
+            state.count = None  # the batch is not to be finished
             raise
         finally:
-            batch.num_contexts -= 1
+            state.num_contexts -= 1
 
 
 class ParallelState:
-    """Marks a module as parallel, and lists its engines.
+    """The engines of a parallel module, or of the one in a wrapper, and the batch it accumulates.
 
-    Attributes:
-        module: The module, or the one in the wrapper.
-        is_wrapped: Whether this is the state of a wrapper.
-        engines: The module's own engine, if it has parameters of its own, and those of parallel
-            modules in it; none on a rank that is alone.
-        parameters: The trained parameters that no other parallel module had before.
-        batch: The micro-batches of a step under accumulate().
+    A batch has the micro-batches of one step that have had their backward.
     """
 
-    def __init__(
-        self, module: nn.Module, engines: Sequence[Engine] = (), *, is_wrapped: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, engines: Sequence[Engine], *, is_wrapped: bool) -> None:
         self.module = weakref.ref(module)
         self.is_wrapped = is_wrapped
+        # The module's own engine, if it has parameters of its own, and those of parallel modules
+        # in it; none on a rank that is alone.
         self.engines = list(engines)
+        # The trained parameters that no other parallel module had before.
         self.parameters = WeakIdKeyDictionary()
-        self.batch = _Batch(self.module)
+        # The number of open accumulate() contexts. When it is 0, the next micro-batch is the last.
+        self.num_contexts = 0
+        # The thread that accumulates.
+        self.rank = this_thread()
+        # The number of samples that the gradients are the mean of; None before the first.
+        self.count: torch.Tensor | None = None
+        # Whether autograd can't see that backwards reach the model.
+        self.is_hidden = False
+        # The last backward with replicas in it that reached the model.
+        self.reached_in: int | None = None
+        # The last backward, with the count of its mean and the sum of all counts until then.
+        self._last: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -105,71 +110,6 @@ class ParallelState:
         finally:
             for engine, was_syncing in before.items():
                 engine.is_syncing = was_syncing
-
-
-# Ranks may be threads, and a dictionary that another thread changes can't be iterated over.
-_lock = threading.Lock()
-# By the module that was given to parallelize(), or the wrapper. These are left as they were, to
-# pickle and copy as before. Weakly: a wrapper that is gone leaves its model free.
-_states: weakref.WeakKeyDictionary[nn.Module, ParallelState] = weakref.WeakKeyDictionary()
-
-
-def find_state(owner: nn.Module) -> ParallelState | None:
-    """Return the state of a wrapper, or of a module that was given to parallelize()."""
-    return _states.get(owner)
-
-
-def find_state_around(module: nn.Module) -> ParallelState | None:
-    """Return the state of the wrapper that ``module`` is in, if it is in one."""
-    return next((s for s in all_states() if s.is_wrapped and s.module() is module), None)
-
-
-def set_state(owner: nn.Module, state: ParallelState, previous: ParallelState | None) -> None:
-    """Register ``state`` for ``owner``, and for all owners of the ``previous`` state."""
-    with _lock:
-        owners = [other for other, its in _states.items() if its is previous]
-        _states.update(dict.fromkeys([owner, *owners], state))
-
-
-def state_of(module: nn.Module) -> ParallelState:
-    """Return the state of a wrapper, the module in one, or a module given to parallelize()."""
-    check_module(module)
-    state = find_state(module) or find_state_around(module)
-    if state is None:
-        raise ModelError(
-            f"This {type(module).__name__} isn't parallel. Call parallelize() on it first, or "
-            "pass the module that was given to parallelize()."
-        )
-    return state
-
-
-def all_states() -> list[ParallelState]:
-    """Return the states of all parallel modules, each once."""
-    with _lock:
-        return list(dict.fromkeys(_states.values()))
-
-
-class _Batch:
-    """The micro-batches of one step that have had their backward.
-
-    Attributes:
-        num_contexts: The number of accumulate() contexts that are open. When it is 0, the next
-            micro-batch is the last.
-        rank: The thread that accumulates.
-        count: The number of samples that the gradients are the mean of; None before the first.
-        is_hidden: Whether autograd can't see that backwards reach the model.
-        reached_in: The last backward with replicas in it that reached the model.
-    """
-
-    def __init__(self, module: weakref.ref[nn.Module]) -> None:
-        self.num_contexts = 0
-        self.rank = this_thread()
-        self.count: torch.Tensor | None = None
-        self.is_hidden = False
-        self.reached_in: int | None = None
-        self._module = module
-        # The last backward, with the count of its mean and the sum of all counts until then.
-        self._last: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def is_open(self) -> bool:
         """Whether the running backward may be that of one of several micro-batches."""
@@ -187,10 +127,12 @@ class _Batch:
         return [p.grad for p in self._parameters() if p.grad is not None]
 
     def _parameters(self) -> list[nn.Parameter]:
-        module = self._module()
+        module = self.module()
         return [] if module is None else [p for p in module.parameters() if p.requires_grad]
 
-    def add(self, count: torch.Tensor, goes_on: torch.Tensor, scaled: set[int]) -> torch.Tensor:
+    def add_micro_batch(
+        self, count: torch.Tensor, goes_on: torch.Tensor, scaled: set[int]
+    ) -> torch.Tensor:
         """Add a micro-batch, scale gradients whose id() is not in ``scaled``; return the sum."""
         task = current_task()
         if self._last is not None and self._last[0] == task:
@@ -219,21 +161,76 @@ class _Batch:
         return total
 
 
+# Ranks may be threads, and a dictionary that another thread changes can't be iterated over.
+_lock = threading.Lock()
+# By the module that was given to parallelize(), or the wrapper. These are left as they were, to
+# pickle and copy as before. Weakly: a wrapper that is gone leaves its model free.
+_states: weakref.WeakKeyDictionary[nn.Module, ParallelState] = weakref.WeakKeyDictionary()
+
+
+def find_state(owner: nn.Module) -> ParallelState | None:
+    """Return the state of a wrapper, or of a module that was given to parallelize()."""
+    return _states.get(owner)
+
+
+def find_state_around(module: nn.Module) -> ParallelState | None:
+    """Return the state of the wrapper that ``module`` is in, if there is one."""
+    return next((s for s in all_states() if s.is_wrapped and s.module() is module), None)
+
+
+def set_state(owner: nn.Module, state: ParallelState, previous: ParallelState | None) -> None:
+    """Register ``state`` for ``owner``, and for all owners of the ``previous`` state."""
+    with _lock:
+        owners = [other for other, its in _states.items() if its is previous]
+        _states.update(dict.fromkeys([owner, *owners], state))
+
+
+def state_of(module: nn.Module) -> ParallelState:
+    """Return the state of a wrapper, the module in one, or a module given to parallelize()."""
+    check_module(module)
+    state = find_state(module) or find_state_around(module)
+    if state is None:
+        raise ModelError(
+            f"This {type(module).__name__} isn't parallel. Call parallelize() on it first, or "
+            "pass the module that was given to parallelize()."
+        )
+    return state
+
+
+def all_states() -> list[ParallelState]:
+    """Return the states of all parallel modules, each once."""
+    with _lock:
+        return list(dict.fromkeys(_states.values()))
+
+
+def all_engines() -> list[Engine]:
+    """Return the engines of parallel modules, each once, in the order of their making.
+
+    Those that register_comm_hook() makes for a rank that is alone are left out.
+    """
+    engines = dict.fromkeys(engine for state in all_states() for engine in state.engines)
+    return [engine for engine in engines if engine.process_group.size() > 1]
+
+
+def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
+    """Return the engines of some of ``parameters``, in the order of their making."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [engine for engine in all_engines() if engine.has(wanted)]
+
+
 # Replicas have their backwards at the same time.
 _scaling = threading.Lock()
 
 
-def _batches_of(rank: int) -> list[_Batch]:
-    """Return the batches of that thread that have several micro-batches."""
-    batches = [state.batch for state in all_states()]
-    return [batch for batch in batches if batch.rank == rank and batch.is_open()]
+def _with_open_batches(rank: int) -> list[ParallelState]:
+    return [state for state in all_states() if state.rank == rank and state.is_open()]
 
 
 def begun_batch() -> tuple[int, bool]:
     """Return this thread, and whether it has gradients of earlier micro-batches of a step."""
     thread = this_thread()
-    batches = _batches_of(thread)
-    return thread, any(batch.count is not None and batch.gradients() for batch in batches)
+    states = _with_open_batches(thread)
+    return thread, any(state.count is not None and state.gradients() for state in states)
 
 
 def count_micro_batch(
@@ -246,23 +243,23 @@ def count_micro_batch(
     Args:
         count: The weight of all ranks' samples in the mean.
         goes_on: The number of ranks that had gradients of earlier micro-batches.
-        rank: The thread that took the mean. Autograd may have another one for its backward.
+        rank: The thread that took the mean; autograd may have another one for its backward.
         has_samples: Whether this rank has any of the samples.
         is_backward: Whether gradients are accumulated; not so in ``torch.autograd.grad()``.
     """
-    batches = _batches_of(rank) if is_backward or has_samples else []
+    states = _with_open_batches(rank) if is_backward or has_samples else []
     if has_samples:  # there may be other models, with other batches or none
-        reached = [b for b in batches if (is_backward and b.is_hidden) or b.is_reached()]
+        reached = [s for s in states if (is_backward and s.is_hidden) or s.is_reached()]
         if is_backward and not reached:
             # A model wholly inside of reentrant checkpoints can't be seen from outside of them.
-            reached = [batch for batch in batches if batch.num_contexts]
-            for batch in reached:
-                batch.is_hidden = True
-        batches = reached
+            reached = [state for state in states if state.num_contexts]
+            for state in reached:
+                state.is_hidden = True
+        states = reached
     # Parallel parts of a parallel model share parameters with it: each is scaled once.
     scaled: set[int] = set()
     with _scaling:
-        totals = [batch.add(count, goes_on, scaled) for batch in batches]
+        totals = [state.add_micro_batch(count, goes_on, scaled) for state in states]
     if has_samples and any(not torch.equal(total, totals[0]) for total in totals[1:]):
         numbers = ", ".join(f"{total.item():g}" for total in totals)
         raise ValueError(
@@ -279,5 +276,5 @@ def remember_reached() -> None:
     """
     if not is_backward_of_replicas():
         for state in all_states():
-            if state.batch.is_open() and state.batch.is_reached():
-                state.batch.reached_in = current_task()
+            if state.is_open() and state.is_reached():
+                state.reached_in = current_task()

@@ -6,9 +6,10 @@ It verifies the model on all ranks, gives them rank 0's values, and makes an eng
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Never, TypeVar
 
 import torch
@@ -35,6 +36,8 @@ from lockstep.nn.parallel_state import (
 from lockstep.nn.verify import check_same_model
 from lockstep.nn.wrapper import Wrapper
 from lockstep.world import group_or_all
+
+_log = logging.getLogger(__name__)
 
 # Bound early, as ours may be put in their place.
 _TORCHS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -162,10 +165,12 @@ def join(
     check_flag("throw_on_early_termination", throw_on_early_termination)
     engines = [*dict.fromkeys(engine for module in modules for engine in state_of(module).engines)]
     groups = [engine.process_group for engine in engines]
+    group = next((group for group in groups if group.size() > 1), None)
+    if group is None:
+        return nullcontext()
     return UnevenLoop(
         engines,
-        next((group for group in groups if group.size() > 1), None),
-        next((p.device for module in modules for p in module.parameters()), torch.device("cpu")),
+        group,
         divide_by_active=not divide_by_initial_world_size,
         throws=throw_on_early_termination,
     )
@@ -183,7 +188,7 @@ def sync_buffers(module: nn.Module) -> None:
         ModelError: If ``module`` isn't parallel.
     """
     for engine in state_of(module).engines:
-        engine.backward_sync.finish_failed()
+        finish_failed(engine.process_group)
         engine.buffers.start(late=True)()
 
 
@@ -198,14 +203,8 @@ def attach(
     """Keep ``module`` in step with its replicas for as long as ``owner`` lives.
 
     Every rank must call it; of a copy of a parallel model, only the ranks that train the copy.
-    Parts that are parallel already, over this group or another, stay as they are.
-
-    Args:
-        owner: ``module`` itself, or a wrapper, which takes the place of one that it is in already.
-        module: The model.
-        group: The ranks; None if this rank is alone.
-        options: How to keep it in step.
-        is_copy: Whether it is a copy of a parallel model.
+    Parts that are parallel already, over this group or another, stay as they are. ``owner`` is
+    ``module`` itself, or a wrapper, which takes the place of one that it is in already.
 
     Raises:
         ModelError: If the module can't be made parallel, on this rank or on another.
@@ -214,10 +213,9 @@ def attach(
     inner = {part: state for part in module.modules() if (state := find_state(part)) is not None}
     previous = find_state_around(module) if owner is not module else None
     refusal = _refusal(owner, module, group, options, [previous, *inner.values()])
-    if group is not None:
-        finish_failed(group)
-    for engine in previous.engines if previous is not None else ():
-        engine.backward_sync.finish_failed()
+    engines = previous.engines if previous is not None else []
+    for one in filter(None, [group, *(engine.process_group for engine in engines)]):
+        finish_failed(one)
     if group is not None and options.init_sync and not is_copy:
         left_alone = options.left_alone(module)
         # Also with a refusal, which it raises: the other ranks would wait for this one.
@@ -226,18 +224,23 @@ def attach(
         broadcast_tensors(group, [t.detach() for name, t in named if name not in left_alone])
     elif refusal is not None:
         raise refusal
+    if group is not None and torch.__future__.get_swap_module_params_on_conversion():
+        _log.warning(
+            "torch.__future__.set_swap_module_params_on_conversion(True) is on: with it, torch "
+            'refuses to convert this %s ("Couldn\'t swap") for as long as it is parallel. Convert '
+            "it to its dtype and device before you make it parallel.",
+            type(module).__name__,
+        )
     own: list[Engine] = []
     if group is not None:
-        sync = backward_sync_of(group)
-        engine = Engine(module, group, options, inner, backward_sync=sync, is_copy=is_copy)
+        engine = backward_sync_of(group).new_engine(module, options, inner, is_copy=is_copy)
         if engine.parameters:
             own.append(engine)
             watch(engine)
     inner_engines = [engine for state in inner.values() for engine in state.engines]
     state = ParallelState(module, [*inner_engines, *own], is_wrapped=owner is not module)
     set_state(owner, state, previous)
-    if previous is not None:
-        _replace([engine for engine in previous.engines if engine not in inner_engines], own)
+    _replace([engine for engine in engines if engine not in inner_engines], own)
     others = [other.parameters for other in all_states()]
     for parameter in module.parameters():
         if parameter.requires_grad and not any(parameter in known for known in others):
@@ -248,7 +251,7 @@ def release(wrapper: nn.Module) -> None:
     """Make the model in ``wrapper`` parallel no more: gradients stay this rank's own."""
     state = state_of(wrapper)
     for engine in state.engines:
-        engine.backward_sync.finish_failed()
+        finish_failed(engine.process_group)
     _replace(list(state.engines), ())
     state.parameters.clear()
 
@@ -256,8 +259,7 @@ def release(wrapper: nn.Module) -> None:
 def _replace(engines: Collection[Engine], replacements: Sequence[Engine]) -> None:
     """Stop ``engines``, and put ``replacements`` in their place in all states that list them."""
     for engine in engines:
-        engine.detach()
-        engine.backward_sync.remove(engine)
+        backward_sync_of(engine.process_group).remove(engine)
         unwatch(engine)
     for state in all_states():
         kept = [engine for engine in state.engines if engine not in engines]
@@ -278,10 +280,7 @@ def _refusal(
     options: Options,
     known: Collection[ParallelState | None],
 ) -> ModelError | None:
-    """Return why ``module`` can't be made parallel, if it can't.
-
-    Parameters of ``known`` states may be in it.
-    """
+    """Return why ``module`` can't be made parallel; parameters of ``known`` states may be in it."""
     kind = type(module).__name__
     if find_state(owner) is not None:
         return AlreadyParallel(

@@ -40,8 +40,7 @@ def check_same_model(
         left_out: Names of parameters and buffers that may differ.
 
     Raises:
-        ModelMismatch: Naming the first parameter, buffer or option that differs, with both
-            sides, or the refusal of another rank.
+        ModelMismatch: Naming the first difference with both sides, or another rank's refusal.
         ModelError: This rank's ``refusal``, if there was one.
     """
     facts = {

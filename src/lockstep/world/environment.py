@@ -166,7 +166,7 @@ def rank_environment(place: Placement, num_threads: int) -> dict[str, str]:
 
 
 def num_visible_gpus(environ: Mapping[str, str], num_gpus: int) -> int:
-    """How many of this host's ``num_gpus`` GPUs ``CUDA_VISIBLE_DEVICES`` leaves visible."""
+    """The number of this host's ``num_gpus`` GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return num_gpus

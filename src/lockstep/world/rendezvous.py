@@ -1,4 +1,4 @@
-"""How the ranks meet: a store that all of them reach, and a roll call.
+"""The rendezvous of the ranks: a store that all of them reach, and a roll call.
 
 On one host, the store is a file in memory, which no other user can open: that of ``lockstep run``
 or, under ``mpiexec`` and ``srun``, that of rank 0. With an address, or several hosts, the store is
@@ -71,30 +71,28 @@ def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str
         RendezvousFailed: Naming the ranks that have not come within ``timeout``.
     """
     keys = [f"present/{rank}" for rank in range(place.world_size)]
-    deadline = Deadline(timeout.total_seconds())
+    seconds = timeout.total_seconds()
+    deadline = Deadline(seconds)
     try:
         store.set(keys[place.rank], note)
         for key in keys:
             pause = _RETRY_SECONDS / 64
             # Not store.wait(), which handles no signals.
-            while not store.check([key]):
-                if not deadline.left():
-                    absent = [str(rank) for rank, k in enumerate(keys) if not store.check([k])]
-                    raise RendezvousFailed(
-                        f"rank {place.rank} waited {timeout.total_seconds():g} s for "
-                        f"{place.world_size} ranks, but did not see rank {', '.join(absent)}. Look "
-                        "at the output of those ranks; if they only start slowly, give init() a "
-                        "longer timeout."
-                    )
+            while not store.check([key]) and deadline.left():
                 time.sleep(pause)
                 pause = min(2 * pause, _RETRY_SECONDS)
-        return [store.get(key).decode() for key in keys]
+        if store.check(keys):
+            return [store.get(key).decode() for key in keys]
+        absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
     except RuntimeError as error:
-        if isinstance(error, RendezvousFailed):
-            raise
         raise RendezvousFailed(
-            f"rank {place.rank} lost the store where the ranks meet: {_first_line(error)}"
+            f"rank {place.rank} lost the store where the ranks meet: {first_line(error)}"
         ) from error
+    raise RendezvousFailed(
+        f"rank {place.rank} waited {seconds:g} s for {place.world_size} ranks, but did not see "
+        f"rank {', '.join(absent)}. Look at the output of those ranks; if they only start slowly, "
+        "give init() a longer timeout."
+    )
 
 
 def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -115,7 +113,7 @@ def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> d
         )
     except (OSError, RuntimeError) as error:
         raise RendezvousFailed(
-            f"rank 0 could not open a store at {host}:{port} ({_first_line(error)}). Choose "
+            f"rank 0 could not open a store at {host}:{port} ({first_line(error)}). Choose "
             "another MASTER_PORT, or start with 'lockstep run', which finds a free one."
         ) from error
 
@@ -130,7 +128,7 @@ def _connect(place: Placement, master: tuple[str, int], timeout: timedelta) -> d
         raise RendezvousFailed(
             f"rank {place.rank} of {place.world_size} could not reach the store at {host}:{port} "
             f"within {timeout.total_seconds():g} s. Is rank 0 running, and can this host reach "
-            f"that host and port? ({_first_line(error)})"
+            f"that host and port? ({first_line(error)})"
         ) from error
 
 
@@ -249,5 +247,6 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text; torch appends the stack of C++."""
     return str(error).strip().partition("\n")[0]

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from lockstep.comm import SHM, THREADS, rank_context, register_backends
 from lockstep.errors import BackendUnavailable, ContradictoryInit, InitError, SharedMemoryFull
 from lockstep.torch_private import _get_default_store
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
-from lockstep.world.rendezvous import interface_towards, meet, roll_call
+from lockstep.world.rendezvous import first_line, interface_towards, meet, roll_call
 
 _log = logging.getLogger("lockstep")
 
@@ -143,14 +143,11 @@ def _new_world(rank: RankContext, wanted: _Wanted) -> World:
     place = detect(os.environ)
     if place.starter is not Starter.NOTHING:
         return _join(rank, place, wanted)
-    device = wanted.device or choose_device(0, 1, _num_cuda_devices(), False)
-    _use(device)
-    return _world(place, 0, 1, device)
+    return _world(place, _usable_device(place, (0, 1), wanted))
 
 
-def _world(place: Placement, local_rank: int, local_world_size: int, device: torch.device) -> World:
-    rank, size, group = place.rank, place.world_size, _default_group()
-    return World(rank, size, local_rank, local_world_size, device, group, place.starter)
+def _world(place: Placement, device: torch.device, local: tuple[int, int] = (0, 1)) -> World:
+    return World(place.rank, place.world_size, *local, device, _default_group(), place.starter)
 
 
 def _default_group() -> dist.ProcessGroup | None:
@@ -202,14 +199,18 @@ def choose_backend(device: torch.device) -> str:
     return SHM if sys.platform == "linux" else GLOO
 
 
-def _use(device: torch.device) -> None:
+def _usable_device(place: Placement, local: tuple[int, int], wanted: _Wanted) -> torch.device:
+    """Return the device of this rank, which is the current one from now on."""
+    num_gpus = _num_cuda_devices()
+    device = wanted.device or choose_device(*local, num_gpus, place.one_device_per_task)
     if device.type == "cuda":
-        if (device.index or 0) >= _num_cuda_devices():
+        if (device.index or 0) >= num_gpus:
             raise BackendUnavailable(
-                f"init(device={str(device)!r}) was asked for, but there are {_num_cuda_devices()} "
+                f"init(device={str(device)!r}) was asked for, but there are {num_gpus} "
                 "GPUs here that torch can use. Leave 'device' out to let lockstep choose."
             )
         torch.cuda.set_device(device)
+    return device
 
 
 def _check_backend(backend: str | None) -> None:
@@ -256,11 +257,10 @@ def _join_threads(rank: RankContext, place: Placement, wanted: _Wanted) -> World
         assert rank.store is not None
         store = dist.PrefixStore(rank.new_prefix(), rank.store)
         _create_group(wanted.backend or THREADS, store, place, device, wanted.timeout)
-    return _world(place, place.rank, place.world_size, device)
+    return _world(place, device, (place.rank, place.world_size))
 
 
 def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
-    backend, device, timeout = wanted
     variables: dict[str, str] = {}
     if place.on_one_host:
         variables = gloo_environment()
@@ -269,17 +269,16 @@ def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
     # In the environment for the children too, which are on the same host.
     for name, value in variables.items():
         os.environ.setdefault(name, value)
-    store = dist.PrefixStore(rank.new_prefix(), meet(place, timeout))
-    hosts = roll_call(store, place, timeout, note=socket.gethostname())
+    store = dist.PrefixStore(rank.new_prefix(), meet(place, wanted.timeout))
+    hosts = roll_call(store, place, wanted.timeout, note=socket.gethostname())
     local = _place_on_host(place, hosts)
-    device = device or choose_device(*local, _num_cuda_devices(), place.one_device_per_task)
-    _use(device)
-    if backend is None:
-        _create_default_group(store, place, device, timeout)
+    device = _usable_device(place, local, wanted)
+    if wanted.backend is None:
+        _create_default_group(store, place, device, wanted.timeout)
     else:
-        _create_group(backend, store, place, device, timeout)
+        _create_group(wanted.backend, store, place, device, wanted.timeout)
     atexit.register(_leave)
-    return _world(place, *local, device)
+    return _world(place, device, local)
 
 
 def _place_on_host(place: Placement, hosts: Sequence[str]) -> tuple[int, int]:
@@ -331,43 +330,35 @@ def _create_group(
     except (RuntimeError, ValueError, SharedMemoryFull) as error:
         if dist.is_initialized():
             dist.destroy_process_group()
-        reason = str(error).strip().partition("\n")[0]
         raise BackendUnavailable(
-            f"The backend {backend!r} can't be used on rank {place.rank} with {device}: {reason} "
-            "Leave 'backend' out to let lockstep choose."
+            f"The backend {backend!r} can't be used on rank {place.rank} with {device}: "
+            f"{first_line(error)} Leave 'backend' out to let lockstep choose."
         ) from error
 
 
 def _from_existing_group(wanted: _Wanted) -> World:
     group = dist.group.WORLD
     assert group is not None
-    told = _told_of(group)
     place = Placement(Starter.PROCESS_GROUP, group.rank(), group.size(), None, None)
+    told = place
+    with suppress(InitError):  # the group was made otherwise
+        told = detect(os.environ)
+    if (told.rank, told.world_size) != (place.rank, place.world_size):
+        told = place
     # Environments may differ: a rank that did without the roll call, by its own, would leave the
     # others waiting. Local ranks from the environment count if all ranks have them.
-    local = f"{told.local_rank}/{told.local_world_size}"
-    note = f"{local if 'None' not in local else ''} {socket.gethostname()}"
+    has_local = told.local_rank is not None and told.local_world_size is not None
     store = _get_default_store()
     number = store.add(f"lockstep/inits/{place.rank}", 1)  # the store may outlive the group
     store = dist.PrefixStore(f"lockstep/roll/{number}", store)
-    notes = roll_call(store, place, wanted.timeout, note)
-    if all(note.partition(" ")[0] for note in notes):
+    notes = roll_call(store, place, wanted.timeout, f"{has_local:d} {socket.gethostname()}")
+    if all(note.startswith("1") for note in notes):
         place = replace(place, local_rank=told.local_rank, local_world_size=told.local_world_size)
-    local_place = _place_on_host(place, [note.partition(" ")[2] for note in notes])
+    local = _place_on_host(place, [note.partition(" ")[2] for note in notes])
     carries_cuda = "cuda" in _backend_map(str(dist.get_backend_config(group)))
     num_devices = _num_cuda_devices() if carries_cuda else 0
-    device = wanted.device or choose_device(*local_place, num_devices, told.one_device_per_task)
-    return _world(place, *local_place, device)
-
-
-def _told_of(group: dist.ProcessGroup) -> Placement:
-    """The placement by the environment, if that is of ``group``'s rank and size."""
-    nothing = Placement(Starter.NOTHING, local_rank=None, local_world_size=None)
-    try:
-        told = detect(os.environ)
-    except InitError:  # the group was made otherwise
-        return nothing
-    return told if (told.rank, told.world_size) == (group.rank(), group.size()) else nothing
+    device = wanted.device or choose_device(*local, num_devices, told.one_device_per_task)
+    return _world(place, device, local)
 
 
 def _leave() -> None:

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from lockstep.nn.replicas import DataParallel
+from tests.same import assert_same, assert_same_gradients, gradients_of
+
+pytestmark = pytest.mark.forks
 
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
@@ -75,14 +78,6 @@ def batch(rows: int = 7) -> torch.Tensor:
     return torch.randn(rows, 4, dtype=torch.float64, generator=generator)
 
 
-def gradients(module: nn.Module) -> list[torch.Tensor | None]:
-    return [p.grad for p in module.parameters()]
-
-
-def assert_same(mine, theirs) -> None:
-    torch.testing.assert_close(list(mine), list(theirs), **TOLERANCE)
-
-
 @pytest.mark.parametrize("devices", [["cpu"], TWO, THREE, ["cpu"] * 9], ids=len)
 def test_outputs_and_gradients_are_the_modules(devices: list[str]) -> None:
     module, expected = net(), net()
@@ -93,7 +88,7 @@ def test_outputs_and_gradients_are_the_modules(devices: list[str]) -> None:
         torch.testing.assert_close(output, other, **TOLERANCE)
         output.square().sum().backward()
         other.square().sum().backward()
-        assert_same(gradients(module), gradients(expected))
+        assert_same_gradients(module, expected)
         assert_same([x.grad], [y.grad])
 
 
@@ -102,7 +97,7 @@ def test_there_may_be_fewer_rows_than_devices(rows: int) -> None:
     module, expected = net(), net()
     DataParallel(module, THREE)(batch(rows)).sum().backward()
     expected(batch(rows)).sum().backward()
-    assert_same(gradients(module), gradients(expected))
+    assert_same_gradients(module, expected)
 
 
 def test_another_dim_may_be_cut() -> None:
@@ -118,7 +113,7 @@ def test_the_same_input_gives_the_same_bits() -> None:
     def run() -> list[torch.Tensor]:
         module = net()
         DataParallel(module, THREE)(batch(31)).square().sum().backward()
-        return gradients(module)
+        return gradients_of(module)
 
     first = run()
     assert all(map(torch.equal, first, run()))
@@ -199,7 +194,7 @@ class TestParameters:
                 change(one)
             model(batch()).square().sum().backward()
             expected(batch()).square().sum().backward()
-            assert_same(gradients(module), gradients(expected))
+            assert_same_gradients(module, expected)
         assert module.first.weight.grad is None
 
     def test_a_change_before_the_backward_is_an_error(self) -> None:
@@ -225,7 +220,7 @@ class TestParameters:
         expected = copy.deepcopy(module)
         DataParallel(module, TWO)(batch()).square().sum().backward()
         expected(batch()).square().sum().backward()
-        assert_same(gradients(module), gradients(expected))
+        assert_same_gradients(module, expected)
 
     def test_only_those_that_are_used_get_gradients(self) -> None:
         module = net()
@@ -242,7 +237,7 @@ class TestParameters:
         around = nn.Sequential(model)
         torch.func.functional_call(around, given, batch()).sum().backward()
         assert all(v.grad is not None for v in given.values())
-        assert gradients(module) == [None] * 4
+        assert gradients_of(module) == [None] * 4
 
 
 class TestBuffers:

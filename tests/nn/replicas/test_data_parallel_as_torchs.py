@@ -21,6 +21,7 @@ from lockstep.nn.replicas import (
     replicate,
     scatter_kwargs,
 )
+from tests.same import assert_same_gradients
 
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
@@ -49,11 +50,6 @@ def by_function(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, An
 
 
 BOTH = pytest.mark.parametrize("call", [by_module, by_function])
-
-
-def assert_same_training(mine: nn.Module, theirs: nn.Module) -> None:
-    for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, **TOLERANCE)
 
 
 class TestArguments:
@@ -169,7 +165,7 @@ class TestOutputs:
         expected, x = copy.deepcopy(layer), torch.randn(5, 3, dtype=torch.complex128)
         call(layer, (x,), {}).abs().square().sum().backward()
         expected(x).abs().square().sum().backward()
-        assert_same_training(layer, expected)
+        assert_same_gradients(layer, expected)
 
 
 class TestModules:
@@ -192,7 +188,7 @@ class TestModules:
             torch.testing.assert_close(call(module, (x,), {}), expected(x), **TOLERANCE)
         call(module, (x,), {}).square().sum().backward()
         expected(x).square().sum().backward()
-        assert_same_training(module, expected)
+        assert_same_gradients(module, expected)
 
     @BOTH
     def test_padded_sequences_keep_their_length_by_total_length(self, call) -> None:
@@ -330,7 +326,7 @@ class TestSubclasses:
         if training:
             output.square().sum().backward()
             expected(x).square().sum().backward()
-            assert_same_training(layer, expected)
+            assert_same_gradients(layer, expected)
         assert model.more == "its own"
 
     def test_other_methods_go_the_same_way(self) -> None:

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.nn.replicas import DataParallel
-from tests.nn.replicas.test_data_parallel import TWO, Net, assert_same, batch, gradients, net
+from tests.nn.replicas.test_data_parallel import TWO, Net, batch, net
+from tests.same import assert_same, assert_same_gradients, gradients_of
 
 
 class TestBackward:
@@ -46,7 +47,7 @@ class TestBackward:
         for one in (loss, other):
             one.backward(retain_graph=True)
             one.backward()
-        assert_same(gradients(module), gradients(expected))
+        assert_same_gradients(module, expected)
         with pytest.raises(RuntimeError, match="retain_graph=True"):
             loss.backward()
 
@@ -57,7 +58,7 @@ class TestBackward:
         for pair in losses:
             pair[1].backward()
             pair[0].backward()
-        assert_same(gradients(module), gradients(expected))
+        assert_same_gradients(module, expected)
 
     def test_autograd_grad(self) -> None:
         module, expected = net(), net()
@@ -65,7 +66,7 @@ class TestBackward:
         mine = torch.autograd.grad(DataParallel(module, TWO)(x).sum(), [x, module.first.weight])
         theirs = torch.autograd.grad(expected(y).sum(), [y, expected.first.weight])
         assert_same(mine, theirs)
-        assert gradients(module) == [None] * 4
+        assert gradients_of(module) == [None] * 4
 
     def test_a_gradient_penalty(self) -> None:
         module, expected = net(), net()
@@ -76,7 +77,8 @@ class TestBackward:
                 (gradient.norm(dim=1) - 1).square().mean().backward()
             bare.of_input = x.grad
         assert_same(
-            [*gradients(module)[:2], module.of_input], [*gradients(expected)[:2], expected.of_input]
+            [*gradients_of(module)[:2], module.of_input],
+            [*gradients_of(expected)[:2], expected.of_input],
         )
         assert module.second.bias.grad is None
 
@@ -118,7 +120,7 @@ class TestBackward:
             (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
             terms = [gradient.square().sum(), output.exp().sum()]
             sum(terms if penalty_first else terms[::-1]).backward()
-            found.append([x.grad, *gradients(module)])
+            found.append([x.grad, *gradients_of(module)])
             if not found[1:]:
                 with pytest.raises(RuntimeError, match="retain_graph=True"):
                     output.sum().backward()
@@ -158,15 +160,14 @@ class TestBackward:
             found.append(torch.autograd.grad(gradient.square().sum(), x))
         assert_same(*found)
 
-    @pytest.mark.parametrize("allow_unused", [True, False])
-    def test_a_second_derivative_of_processes_says_what_can_be_used_instead(
-        self, allow_unused: bool
-    ) -> None:
+    @pytest.mark.forks
+    def test_a_second_derivative_of_processes_says_what_can_be_used_instead(self) -> None:
         x = batch().requires_grad_()
         model = DataParallel(net(), TWO, workers="processes")
         (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="workers='threads'"):
-            torch.autograd.grad(gradient.square().sum(), x, allow_unused=allow_unused)
+        for allow_unused in (True, False):
+            with pytest.raises(RuntimeError, match="workers='threads'"):
+                torch.autograd.grad(gradient.square().sum(), x, allow_unused=allow_unused)
         with pytest.raises(RuntimeError, match="workers='threads'"):
             gradient.square().sum().backward()
 
@@ -187,7 +188,7 @@ class TestBackward:
         fails.clear()
         model(batch()).sum().backward()
         expected(batch()).sum().backward()
-        assert_same(gradients(module), gradients(expected))
+        assert_same_gradients(module, expected)
 
     @pytest.mark.parametrize("reentrant", [True, False])
     def test_checkpoints_inside_and_around(self, reentrant: bool) -> None:
@@ -203,8 +204,8 @@ class TestBackward:
         expected(batch().requires_grad_()).sum().backward()
         DataParallel(inside, TWO)(batch().requires_grad_()).sum().backward()
         checkpoint(DataParallel(around, TWO), batch().requires_grad_(), **options).sum().backward()
-        assert_same(gradients(inside), gradients(expected))
-        assert_same(gradients(around), gradients(expected))
+        assert_same_gradients(inside, expected)
+        assert_same_gradients(around, expected)
 
     def test_memory_is_free_again_after_it(self) -> None:
         kept = []

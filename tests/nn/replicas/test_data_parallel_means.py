@@ -17,6 +17,9 @@ import lockstep
 from lockstep.errors import ModelError
 from lockstep.nn.replicas import DataParallel, data_parallel, parallel_apply
 from tests.ranks import run_ranks
+from tests.same import assert_same_gradients
+
+pytestmark = pytest.mark.forks
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 THREE = ["cpu"] * 3
@@ -63,11 +66,6 @@ def samples(rows: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 4, dtype=torch.float64, generator=generator)
     return x, torch.randint(0, 3, (rows,), generator=generator)
-
-
-def assert_same_gradients(mine: nn.Module, theirs: nn.Module) -> None:
-    for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, **TOLERANCE)
 
 
 def test_a_loss_of_each_replica_is_in_a_vector() -> None:

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 import lockstep
 from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas import DataParallel
+from tests.same import assert_same, assert_same_gradients, gradients_of
 
 # Processes that are kept for several tests get more memory when it is needed.
 pytestmark = [pytest.mark.keeps_descriptors, pytest.mark.forks]
@@ -90,17 +91,6 @@ def words(rows: int = 7) -> torch.Tensor:
     return torch.arange(rows) * 3 % 10
 
 
-def gradients(module: nn.Module) -> list[torch.Tensor | None]:
-    return [p.grad if p.grad is None else p.grad.to_dense() for p in module.parameters()]
-
-
-def assert_same(mine, theirs) -> None:
-    for a, b in zip(mine, theirs, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b, **TOLERANCE)
-
-
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[DataParallel]:
     """Two processes, for all tests that don't end them: to start them takes seconds."""
@@ -128,7 +118,7 @@ def test_outputs_and_gradients_are_the_modules(model: DataParallel) -> None:
         torch.testing.assert_close(output, other, **TOLERANCE)
         output.square().sum().backward()
         other.square().sum().backward()
-        assert_same([x.grad, *gradients(module)], [y.grad, *gradients(expected)])
+        assert_same([x.grad, *gradients_of(module)], [y.grad, *gradients_of(expected)])
     assert module.embed.weight.grad.is_sparse
     assert module.unused.weight.grad is None
 
@@ -190,7 +180,7 @@ def test_changes_are_noticed(model: DataParallel) -> None:
         torch.testing.assert_close(output, other, **TOLERANCE)
         output.sum().backward()
         other.sum().backward()
-        assert_same(gradients(model.module), gradients(expected))
+        assert_same_gradients(model.module, expected)
     model.module.scale = 1.0
     model.module.second = net().second
 
@@ -214,7 +204,7 @@ def test_a_mean_is_that_of_all_replicas(model: DataParallel) -> None:
     assert_same([loss], [other])
     loss.backward()
     other.backward()
-    assert_same(gradients(model.module), gradients(expected))
+    assert_same_gradients(model.module, expected)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -223,7 +213,7 @@ def test_a_mean_over_fewer_parts_than_processes(count: int) -> None:
     model = DataParallel(module, ["cpu"] * 3, workers="processes")
     for of in (model, expected):
         of.loss(batch(count), torch.arange(count)).backward()
-    assert_same(gradients(module), gradients(expected))
+    assert_same_gradients(module, expected)
 
 
 class Keeps(nn.Module):
@@ -250,11 +240,11 @@ def test_nothing_is_overwritten_by_what_comes_later() -> None:
     calls = [model(packed) for _ in range(3)]
     sum(output.sum() for output, _ in calls).backward()
     assert [constant.tolist() for _, constant in calls] == [[7, 7]] * 3
-    found = gradients(module)
+    found = gradients_of(module)
     module.zero_grad()
     for sequence in sequences * 3:
         module.layer(F.pad(sequence, (0, 0, 0, 5 - len(sequence)))).sum().backward()
-    assert_same(found, gradients(module))
+    assert_same(found, gradients_of(module))
     assert module.mask is None
 
 
@@ -289,7 +279,7 @@ def test_several_forwards_before_their_backwards(model: DataParallel) -> None:
         if of is model:
             with pytest.raises(RuntimeError, match="retain_graph=True"):
                 first.backward()
-    assert_same(gradients(model.module), gradients(expected))
+    assert_same_gradients(model.module, expected)
 
 
 def test_failures_are_the_callers_own(model: DataParallel) -> None:
@@ -437,6 +427,7 @@ def test_nothing_is_left_of_a_program_that_ends_in_its_first_call() -> None:
     assert not [pid for pid in set(psutil.pids()) - before if is_replica(pid)]
 
 
+@pytest.mark.long
 def test_in_an_interactive_session() -> None:
     typed = PROGRAM.format(end="model = None")
     run = subprocess.run(

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from lockstep.nn.replicas import DataParallel, data_parallel
-from tests.nn.replicas.test_data_parallel import THREE, TWO, assert_same, batch, gradients, net
+from tests.nn.replicas.test_data_parallel import THREE, TWO, batch, net
+from tests.same import assert_same, assert_same_gradients, gradients_of
 
 
 class TestNestings:
@@ -60,7 +61,7 @@ class TestNestings:
         expected.load_state_dict(module.state_dict())
         sum(normal.loc.sum() for normal in DataParallel(module, TWO)(batch())).backward()
         expected(batch()).loc.sum().backward()
-        assert_same(gradients(module), gradients(expected))
+        assert_same_gradients(module, expected)
 
     def test_outputs_may_be_inputs_and_parameters(self) -> None:
         class Returns(nn.Module):
@@ -84,10 +85,10 @@ class TestNestings:
         x, y = batch().requires_grad_(), batch().requires_grad_()
         DataParallel(module, THREE)(x * 1).sum().backward()
         expected(y * 1).sum().backward()
-        assert_same([x.grad, *gradients(module)], [y.grad, *gradients(expected)])
+        assert_same([x.grad, *gradients_of(module)], [y.grad, *gradients_of(expected)])
         data_parallel(module, x * 1, THREE).sum().backward()
         expected(y * 1).sum().backward()
-        assert_same([x.grad, *gradients(module)], [y.grad, *gradients(expected)])
+        assert_same([x.grad, *gradients_of(module)], [y.grad, *gradients_of(expected)])
         DataParallel(module, THREE)(batch()).sum().backward()  # and where they need no gradient
 
     def test_without_tensors_all_replicas_run(self) -> None:
@@ -115,7 +116,7 @@ class TestPlaces:
         model[1] = DataParallel(model[1], TWO)
         model(batch()).sum().backward()
         expected(batch()).sum().backward()
-        assert_same(gradients(model), gradients(expected))
+        assert_same_gradients(model, expected)
         assert list(model.state_dict()) == list(expected.state_dict())
         model.load_state_dict(expected.state_dict())
 
@@ -126,7 +127,7 @@ class TestPlaces:
         for _ in range(2):
             model(batch()).sum().backward()
             expected(batch()).sum().backward()
-            assert_same(gradients(module), gradients(expected))
+            assert_same_gradients(module, expected)
 
     def test_calls_from_several_threads(self) -> None:
         module, expected = net(), net()
@@ -174,8 +175,8 @@ class TestState:
         model(batch())
         other = copied(model)
         other(batch()).sum().backward()
-        assert gradients(model.module) == [None] * 4
-        assert all(g is not None for g in gradients(other.module))
+        assert gradients_of(model.module) == [None] * 4
+        assert all(g is not None for g in gradients_of(other.module))
 
     def test_its_threads_end_with_it(self) -> None:
         before = set(threading.enumerate())

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from lockstep.comm.failures import Deadline, named
 from lockstep.comm.transport import FAILURES, FINGERPRINT_BYTES, Failure, Signature, encoded
@@ -85,44 +85,39 @@ class SocketBarrier:
     ) -> None:
         self._rank = rank
         self._sockets = dict(sockets)
-        self._index = {member: index for index, member in enumerate(members)}
-        self._sends = [connection.send for connection in self._sockets.values()]
-        self._receives = [
-            (peer, self._index[peer], connection.recv_into)
-            for peer, connection in self._sockets.items()
-        ]
+        self._members = members
         self._received = bytearray(_MESSAGE_BYTES)
         self._fingerprint = memoryview(self._received)[:FINGERPRINT_BYTES]
-        self._addresses = [0] * len(members)
         # The faults of peers that have left.
         self._farewells: dict[int, Fault] = {}
         has_core_each = len(os.sched_getaffinity(0)) > len(sockets)
         self._yields_from = _POLLS_BEFORE_YIELDING if has_core_each else 0
 
-    def exchange(self, signature: Signature, address: int, timeout: float) -> list[int]:
-        """Tell all peers ``address``, and return every rank's, once all have made the same call.
+    def exchange(
+        self, signature: Signature, address: int, timeout: float, others: dict[int, object]
+    ) -> list[int]:
+        """Tell all peers ``address``, and return every rank's, once all have made a call.
+
+        The calls that aren't this one are put into ``others``, in words.
 
         Raises:
             PeerLost: If a rank is gone.
             CollectiveTimeout: If one doesn't arrive within ``timeout`` seconds.
-            CollectiveMismatch: If one makes another call.
         """
         mine, words = encoded(signature)
         arrival = mine + _ADDRESS.pack(address) + words
-        for send in self._sends:
+        for connection in self._sockets.values():
             try:
-                send(arrival)
+                connection.send(arrival)
             except OSError:
                 # The peer is gone. Its last message, read below, may tell why.
                 continue
-        addresses = self._addresses.copy()
-        addresses[self._index[self._rank]] = address
-        pending: set[int] = set()
+        addresses = {self._rank: address}
         polls = 0
-        for peer, index, receive in self._receives:
+        for peer, connection in self._sockets.items():
             while polls < _POLLS:
                 try:
-                    count = receive(self._received, 0, socket.MSG_DONTWAIT)
+                    count = connection.recv_into(self._received, 0, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     polls += 1
                     if polls > self._yields_from:
@@ -131,39 +126,41 @@ class SocketBarrier:
                 except OSError:
                     count = self._read(peer)
                 if count <= 0 or self._fingerprint != mine:
-                    self._fail(signature, peer, count)
-                addresses[index] = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
+                    others[peer] = self._other_call(signature, peer, count)
+                addresses[peer] = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
                 break
-            else:
-                pending.add(peer)
-        if pending:
-            self._sleep(signature, pending, addresses, timeout)
-        return addresses
+        if len(addresses) < len(self._members):
+            self._sleep(signature, addresses, timeout, others)
+        return [addresses[member] for member in self._members]
 
     def _sleep(
-        self, signature: Signature, pending: set[int], addresses: list[int], timeout: float
+        self,
+        signature: Signature,
+        addresses: dict[int, int],
+        timeout: float,
+        others: dict[int, object],
     ) -> None:
-        """Wait, without using a core, until every peer in ``pending`` has arrived."""
+        """Wait, without using a core, until ``addresses`` has that of every peer."""
         poll = select.poll()
         peers = {connection.fileno(): peer for peer, connection in self._sockets.items()}
         if -1 in peers:
             raise PeerLost("The group was closed meanwhile.", [self._rank], signature.operation)
         for descriptor, peer in peers.items():
             # Of peers that have arrived only end-of-file matters: their messages are for later.
-            poll.register(descriptor, select.POLLIN if peer in pending else 0)
+            poll.register(descriptor, 0 if peer in addresses else select.POLLIN)
         dead: list[int] = []
         mine, deadline = encoded(signature)[0], Deadline(timeout)
-        while pending:
+        while len(addresses) < len(self._members):
             left = deadline.left()
             ready = wait_for(poll, left)
             if not ready and not left:
                 if dead:
                     raise self._loss(signature, dead)
-                causes = "stopped, busy with something else"
-                raise signature.overdue(sorted(pending), timeout, causes)
+                absent = sorted(set(self._members).difference(addresses))
+                raise signature.overdue(absent, timeout, "stopped, busy with something else")
             for descriptor, _ in ready:
                 peer = peers[descriptor]
-                if peer not in pending:
+                if peer in addresses:
                     poll.unregister(descriptor)
                     if self._died(signature, peer):
                         dead.append(peer)
@@ -172,11 +169,9 @@ class SocketBarrier:
                 count = self._read(peer)
                 if count < 0:
                     continue
-                if count <= 0 or self._fingerprint != mine:
-                    self._fail(signature, peer, count)
-                address = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
-                addresses[self._index[peer]] = address
-                pending.remove(peer)
+                if count == 0 or self._fingerprint != mine:
+                    others[peer] = self._other_call(signature, peer, count)
+                addresses[peer] = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
                 poll.modify(descriptor, 0)
 
     def _read(self, peer: int) -> int:
@@ -208,12 +203,10 @@ class SocketBarrier:
             raise fault.error(signature.operation, peer)
         self._farewells[peer] = fault
 
-    def _fail(self, signature: Signature, peer: int, count: int) -> NoReturn:
-        """Raise the meaning of a message from ``peer`` that isn't its arrival at this call."""
+    def _other_call(self, signature: Signature, peer: int, count: int) -> str:
+        """Return the call, in words, that ``peer`` made instead; raise if it made none."""
         if count > 0 and self._fingerprint != _NO_CALL:
-            theirs = self._received[_HEADER_BYTES:count].decode(errors="replace")
-            accounts = f"Rank {self._rank} called {signature}; rank {peer} called {theirs}"
-            raise signature.mismatch(accounts, [peer])
+            return self._received[_HEADER_BYTES:count].decode(errors="replace")
         if count > 0:
             self._hear(signature, peer, count)
         # The peer may have ended because of another one that died, which is to be named then.

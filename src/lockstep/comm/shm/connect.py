@@ -2,7 +2,7 @@
 
 Each rank has a datagram socket whose random name it puts into the store, and rank 0 adds a secret.
 Of each two ranks the higher one makes the connections and sends the lower one its ends of them;
-each sends the other the descriptor of its slots. A message counts if it comes from a process of
+each sends the other the descriptor of its segment. A message counts if it comes from a process of
 the same user (the kernel says so) and holds the secret. The names are in Linux's abstract
 namespace: they vanish with the socket, and leave no file behind.
 """
@@ -27,7 +27,7 @@ from lockstep.comm.failures import Deadline, named
 from lockstep.comm.shm.barrier import wait_for
 from lockstep.comm.shm.memory import (
     Segment,
-    map_segment,
+    map_memory,
     receive_message,
     send_message,
     shut_down,
@@ -49,13 +49,13 @@ class Peer(NamedTuple):
     Attributes:
         barrier: The socket of the barrier.
         mailbox: The socket of point-to-point messages.
-        memory: The socket that descriptors of shared memory are sent through.
-        slots: The peer's slots, as bytes.
+        memory: The descriptor of the peer's segment.
+        slots: The peer's slots, as bytes: the beginning of its segment.
     """
 
     barrier: socket.socket
     mailbox: socket.socket
-    memory: socket.socket
+    memory: int
     slots: torch.Tensor
 
     def end(self) -> None:
@@ -64,19 +64,20 @@ class Peer(NamedTuple):
         shut_down(self.mailbox)
 
     def close(self) -> None:
-        """Close the sockets."""
-        for connection in (self.barrier, self.mailbox, self.memory):
-            connection.close()
+        """Close all descriptors."""
+        self.barrier.close()
+        self.mailbox.close()
+        os.close(self.memory)
 
 
 class _Handshake:
     """One rank's part in connecting the ranks of a group; see :func:`connect`."""
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, slots: int, deadline: Deadline
+        self, store: dist.Store, rank: int, size: int, segment: Segment, deadline: Deadline
     ) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._slots, self._deadline = slots, deadline
+        self._segment, self._deadline = segment, deadline
         # The names of other ranks' sockets, as far as they have been read.
         self._names: dict[int, str] = {}
         # This rank's ends of connections to lower ranks that haven't answered yet.
@@ -125,7 +126,7 @@ class _Handshake:
         """Make the connections to the lower ranks."""
         for other in range(self._rank):
             self._offered[other], self._outbox[other] = [], []
-            for _ in range(3):
+            for _ in range(2):
                 mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 self._offered[other].append(mine)
                 self._outbox[other].append(theirs)
@@ -178,9 +179,9 @@ class _Handshake:
         )
 
     def _introduce(self, other: int, ends: list[socket.socket]) -> bool:
-        """Send ``other`` the slots and ``ends``, unless it can't take them now."""
+        """Send ``other`` the segment and ``ends``, unless it can't take them now."""
         message = _INTRODUCTION.pack(self._secret, self._rank)
-        descriptors = [self._slots, *(end.fileno() for end in ends)]
+        descriptors = [self._segment.descriptor, *(end.fileno() for end in ends)]
         address = self._address_of(other)
         try:
             send_message(self._socket, message, descriptors, socket.MSG_DONTWAIT, address)
@@ -196,23 +197,24 @@ class _Handshake:
     def _receive(self, peers: dict[int, Peer]) -> None:
         """Take a message, if it is from a rank that isn't connected yet."""
         size, user = _INTRODUCTION.size + 1, os.getuid()
-        message, descriptors = receive_message(self._socket, size, 4, user=user)
+        message, descriptors = receive_message(self._socket, size, 3, user=user)
         try:
             other = self._identify(message)
             if other is None or other in peers:
                 return
             ends = self._offered.get(other, [])
-            if len(descriptors) != (1 if ends else 4):
+            if len(descriptors) != (1 if ends else 3):
                 raise OSError(
                     errno.EMFILE, f"Too many open files to take those of rank {other} (ulimit -n)"
                 )
-            slots = map_segment(descriptors.pop(0))
+            slots = map_memory(descriptors[0], 0, os.fstat(descriptors[0]).st_size)
+            memory = descriptors.pop(0)
             if not ends:
                 ends = [socket.socket(fileno=end) for end in descriptors]
                 descriptors.clear()
                 self._outbox[other] = []
             self._offered.pop(other, None)
-            barrier, mailbox, memory = ends
+            barrier, mailbox = ends
             peers[other] = Peer(barrier, mailbox, memory, slots)
         finally:
             for descriptor in descriptors:
@@ -229,18 +231,18 @@ class _Handshake:
 
 def connect(
     store: dist.Store, rank: int, size: int, num_slot_bytes: int, timeout: float
-) -> tuple[torch.Tensor, dict[int, Peer]]:
+) -> tuple[Segment, torch.Tensor, dict[int, Peer]]:
     """Connect to every other rank of the group; every one of them must call it.
 
     Args:
         store: A store that is this group's alone.
         rank: This rank.
         size: The number of ranks.
-        num_slot_bytes: The size of the memory for slots that this rank shares with the others.
+        num_slot_bytes: The size of each rank's slots.
         timeout: The seconds until the last rank must have come.
 
     Returns:
-        This rank's slots, as bytes, and its peers by rank.
+        This rank's segment, its slots, as bytes, and its peers by rank.
 
     Raises:
         RendezvousFailed: If not all ranks come, or one can't be reached.
@@ -250,9 +252,10 @@ def connect(
     try:
         segment, slots = Segment.create(num_slot_bytes)
         try:
-            _Handshake(store, rank, size, segment.descriptor, Deadline(timeout)).run(peers)
-        finally:
+            _Handshake(store, rank, size, segment, Deadline(timeout)).run(peers)
+        except BaseException:
             segment.close()
+            raise
     except BaseException as error:
         # The others are not to wait for this rank.
         with suppress(RuntimeError):
@@ -272,7 +275,7 @@ def connect(
             f"Rank {rank} of {size} waited up to {timeout:g} s for {absent} to share memory with "
             f"it: {error}. See whether they started, and whether all ran as one user."
         ) from error
-    return slots, peers
+    return segment, slots, peers
 
 
 def _close(sockets: list[socket.socket]) -> None:

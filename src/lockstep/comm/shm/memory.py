@@ -11,8 +11,9 @@ import os
 import resource
 import socket
 import struct
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import c_int, c_size_t, c_void_p
 from pathlib import Path
@@ -23,7 +24,7 @@ from lockstep.comm.failures import Deadline
 from lockstep.errors import SharedMemoryFull
 
 # From <fcntl.h>, where Python doesn't have them.
-_F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
+_F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK = 1033, 1, 2
 # From <sys/mman.h>, <fcntl.h> and Python's <memoryobject.h>.
 _MAP_FAILED = c_void_p(-1).value
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
@@ -45,87 +46,109 @@ _memoryview_of = _view_prototype(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
 class Segment:
-    """Memory that this process has made, and that others can map by its descriptor.
+    """Memory of this process, in a file that has no name, which others map by its descriptor.
 
-    It has no name, in ``/dev/shm`` or elsewhere: the kernel frees it with the last process that
-    maps it, and the size of ``/dev/shm`` doesn't matter. Its pages exist from the start: a lack of
-    memory is an error here, and not a signal later. It can't be shrunk, so no process can make
-    another's access fail.
+    It may grow. The kernel frees it with the last process that maps it or has its descriptor, and
+    the size of ``/dev/shm`` doesn't matter. Its pages exist from the start: a lack of memory is an
+    error here, and not a signal later. It can't be shrunk, so no process can make another's access
+    fail.
 
     Attributes:
         descriptor: The file descriptor, or -1 after :meth:`close`.
-        pointer: Its address in this process.
+        offset_at: By address in this process, the offset of each memory of :meth:`add`.
     """
 
-    def __init__(self, descriptor: int, num_bytes: int, pointer: int) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.pointer = pointer
-        self._num_bytes = num_bytes
+        self.offset_at: dict[int, int] = {}
+        self._size = 0
+        self._lock = threading.Lock()
 
     @classmethod
-    def create(
-        cls, num_bytes: int, when_unused: Callable[[], None] | None = None
-    ) -> tuple[Segment, torch.Tensor]:
+    def create(cls, num_bytes: int) -> tuple[Segment, torch.Tensor]:
         """Return a new segment of ``num_bytes``, and its bytes as a tensor.
-
-        ``when_unused`` is called when no tensor of this process uses it any more.
 
         Raises:
             SharedMemoryFull: If there isn't enough memory.
         """
-        num_bytes = max(num_bytes, 1)
-        take_room(num_bytes)
-        descriptor = -1
         try:
-            descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.posix_fallocate(descriptor, 0, num_bytes)
-            seals = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
-            fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
-            tensor = _map(descriptor, num_bytes, when_unused)
+            segment = cls(os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            fcntl.fcntl(segment.descriptor, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK)
         except OSError as error:
-            if descriptor >= 0:
-                os.close(descriptor)
             raise no_room(num_bytes, error) from error
-        return cls(descriptor, num_bytes, tensor.data_ptr()), tensor
+        try:
+            return segment, segment._grow(num_bytes)[1]
+        except BaseException:
+            segment.close()
+            raise
+
+    def add(self, num_bytes: int) -> torch.Tensor:
+        """Return more memory, which is given back when no tensor of this process uses it.
+
+        Raises:
+            SharedMemoryFull: If there isn't enough memory.
+        """
+        start, tensor = self._grow(num_bytes, (self.offset_at, os.getpid()))
+        self.offset_at[tensor.data_ptr()] = start
+        return tensor
+
+    def _grow(
+        self, num_bytes: int, owner: tuple[dict[int, int], int] | None = None
+    ) -> tuple[int, torch.Tensor]:
+        """Return the offset of ``num_bytes`` more, at a new page, and the bytes."""
+        take_room(num_bytes)
+        try:
+            with self._lock:
+                start = self._size
+                os.posix_fallocate(self.descriptor, start, max(num_bytes, 1))
+                self._size += -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        except OSError as error:
+            raise no_room(num_bytes, error) from error
+        try:
+            return start, map_memory(self.descriptor, start, num_bytes, owner)
+        except SharedMemoryFull:
+            release(self.descriptor, start, num_bytes)
+            raise
 
     def close(self) -> None:
         """Close the descriptor; the memory stays as long as tensors or other processes use it."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-    def free(self) -> None:
-        """Give the memory back although other processes may map it, and close.
-
-        Only until ``when_unused`` returns, while this process maps it itself.
-        """
-        _libc.madvise(self.pointer, self._num_bytes, mmap.MADV_REMOVE)
-        self.close()
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
-def _map(
-    descriptor: int, num_bytes: int, when_unused: Callable[[], None] | None = None
+def map_memory(
+    descriptor: int, start: int, num_bytes: int, owner: tuple[dict[int, int], int] | None = None
 ) -> torch.Tensor:
+    """Return the bytes of a segment from ``start`` on, the beginning of a page.
+
+    Args:
+        owner: If the memory is to be given back with the last tensor: the offsets, by address, from
+            which it is removed, and the process that may do so.
+
+    Raises:
+        SharedMemoryFull: If this process may not have that much address space.
+    """
     # Not by mmap.mmap, which keeps a copy of the descriptor, of which a process may have a thousand
     # by default. Shown by test_memory_that_all_ranks_have_mapped_takes_no_descriptor.
+    num_bytes = max(num_bytes, 1)
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    pointer = _libc.mmap(None, num_bytes, access, mmap.MAP_SHARED, descriptor, 0)
+    pointer = _libc.mmap(None, num_bytes, access, mmap.MAP_SHARED, descriptor, start)
     if pointer == _MAP_FAILED:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    # The tensor owns the view. After its end the memory stays mapped until ``when_unused`` returns,
-    # so nothing else is at this address before. Shown by
-    # test_tensors_are_dropped_by_any_thread_while_others_are_made.
+        number = ctypes.get_errno()
+        raise no_room(num_bytes, OSError(number, os.strerror(number)))
     view = _memoryview_of(pointer, num_bytes, _WRITABLE)
-    weakref.finalize(view, _unmap, pointer, num_bytes, when_unused).atexit = False
+    weakref.finalize(view, _unmap, pointer, num_bytes, owner).atexit = False
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
-def _unmap(pointer: int, num_bytes: int, when_unused: Callable[[], None] | None) -> None:
-    try:
-        if when_unused is not None:
-            when_unused()
-    finally:
-        _libc.munmap(pointer, num_bytes)
+def _unmap(pointer: int, num_bytes: int, owner: tuple[dict[int, int], int] | None) -> None:
+    # In this order, as something else may be at this address as soon as it is unmapped. Shown by
+    # test_tensors_are_dropped_by_any_thread_while_others_are_made.
+    if owner is not None and owner[1] == os.getpid():
+        owner[0].pop(pointer, None)
+        _libc.madvise(pointer, num_bytes, mmap.MADV_REMOVE)  # though other processes may map it
+    _libc.munmap(pointer, num_bytes)
 
 
 def map_segment(descriptor: int) -> torch.Tensor:
@@ -134,12 +157,8 @@ def map_segment(descriptor: int) -> torch.Tensor:
     Raises:
         SharedMemoryFull: If this process may not have that much address space.
     """
-    size = 0
     try:
-        size = os.fstat(descriptor).st_size
-        return _map(descriptor, size)
-    except OSError as error:
-        raise no_room(size, error) from error
+        return map_memory(descriptor, 0, os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import socket
-import weakref
-from array import array
-from collections import deque
+import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -17,22 +11,19 @@ import torch.distributed as dist
 from lockstep.comm.shm.barrier import Fault, SocketBarrier, farewell
 from lockstep.comm.shm.connect import connect
 from lockstep.comm.shm.mailbox import SocketMailbox
-from lockstep.comm.shm.memory import Segment, map_segment, receive_message, send_message
-from lockstep.comm.transport import FAILURES, Address, Signature, Transport
-from lockstep.errors import CollectiveFailed, PeerLost, SharedMemoryFull
+from lockstep.comm.shm.memory import map_memory
+from lockstep.comm.transport import Address, Failure, Signature, Transport
 
-# An address is the number of a segment and an offset in it. The slots are segment 0.
-_OFFSET_BITS = 40
-_MAX_VIEWS = 512
-# The most segments that a message reports as no longer used.
-_MAX_RETIRED = 512
+# The number of views that are kept, most of which map a peer's memory. A process may map 65,530.
+_MAX_VIEWS = 4096
 
 
 class ShmTransport(Transport):
     """Processes of one Linux host that map each other's memory.
 
-    Every rank of the group creates it. All ranks map each other's slots when they connect; of
-    other memory, which :meth:`empty` makes, they get the descriptor before it is first announced.
+    Every rank of the group creates it. Each has one segment: an address is an offset in it, and
+    the slots are at its beginning. Ranks map each other's slots when they connect, and other
+    memory, which :meth:`empty` makes, when it is first announced.
 
     Args:
         store: A store that is this group's alone.
@@ -62,38 +53,18 @@ class ShmTransport(Transport):
     ) -> None:
         members = list(members or range(size))
         super().__init__(rank, members)
-        slots, peers = connect(store, rank, size, 2 * self.slot_bytes, timeout)
-        self._peers = peers
-        sockets = {members[r]: peers[r].barrier for r in sorted(peers)}
+        self._segment, slots, self._peers = connect(store, rank, size, 2 * self.slot_bytes, timeout)
+        sockets = {members[r]: self._peers[r].barrier for r in sorted(self._peers)}
         self._barrier = SocketBarrier(self._name, sockets, members)
-        self.mailbox = SocketMailbox(self, {r: peer.mailbox for r, peer in peers.items()})
-        # By rank and number, the mapped segments of others, and this rank's slots.
-        self._mapped = {(rank, 0): slots, **{(r, 0): peer.slots for r, peer in peers.items()}}
+        self.mailbox = SocketMailbox(self, {r: peer.mailbox for r, peer in self._peers.items()})
+        self._slots = {rank: slots, **{r: peer.slots for r, peer in self._peers.items()}}
         self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
-        # This rank's other segments, by number, and their numbers by address.
-        self._own: dict[int, Segment] = {}
-        self._number_at: dict[int, int] = {}
-        self._numbers = itertools.count(1)
-        # The numbers of segments that the others are to unmap.
-        self._retired: deque[int] = deque()
 
-    def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:
-        """Wait until every rank has made the same call; return the addresses they announce."""
+    def _arrive(
+        self, signature: Signature, address: Address, timeout: float, others: dict[int, object]
+    ) -> Sequence[Address]:
         assert isinstance(address, int)
-        if self._is_broken:
-            self.check_open()
-        try:
-            number = address >> _OFFSET_BITS
-            if number and self._own[number].descriptor >= 0:
-                self._hand_out(number)
-            return self._barrier.exchange(signature, address, timeout)
-        except FAILURES as error:
-            raise self.break_off(error) from None
-        except BaseException as error:
-            # This rank leaves the barrier before its end (at Ctrl-C, say). Its next arrival would
-            # be taken for the one at this barrier.
-            self._give_up(signature.operation, error)
-            raise
+        return self._barrier.exchange(signature, address, timeout, others)
 
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return, as a flat tensor, what ``rank`` announced to have at ``address``.
@@ -104,15 +75,14 @@ class ShmTransport(Transport):
         key = (rank, address, dtype, numel)
         view = self._views.get(key)
         if view is None:
-            number, offset = address >> _OFFSET_BITS, address & ((1 << _OFFSET_BITS) - 1)
-            if (rank, number) not in self._mapped:
-                try:
-                    self._take_segments(rank)
-                except BaseException as error:
-                    self._give_up("a collective on shared memory", error)
-                    raise
-            whole = self._mapped[rank, number]
-            view = whole[offset : offset + numel * dtype.itemsize].view(dtype)
+            num_bytes = numel * dtype.itemsize
+            if self.is_staged(address):
+                view = self._slots[rank][address:][:num_bytes].view(dtype)
+            else:
+                offset = address % mmap.PAGESIZE
+                descriptor = self._peers[rank].memory
+                memory = map_memory(descriptor, address - offset, offset + num_bytes)
+                view = memory[offset:][:num_bytes].view(dtype)
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             self._views[key] = view
@@ -120,72 +90,18 @@ class ShmTransport(Transport):
 
     def find(self, tensor: torch.Tensor) -> Address | None:
         """Return where the others reach a contiguous ``tensor``, or None if they don't."""
-        number = self._number_at.get(tensor.untyped_storage().data_ptr())
-        if number is None:
+        start = self._segment.offset_at.get(tensor.untyped_storage().data_ptr())
+        if start is None:
             return None
-        return (number << _OFFSET_BITS) + int(tensor.storage_offset()) * tensor.element_size()
+        return start + int(tensor.storage_offset()) * tensor.element_size()
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Return new memory, as bytes, that :meth:`find` will find while a tensor uses it."""
         self.check_open()
-        number = next(self._numbers)
-        reference = weakref.ref(self)
+        return self._segment.add(num_bytes)
 
-        def retire() -> None:
-            transport = reference()
-            if transport is not None:
-                transport._retire(number)
-
-        segment, tensor = Segment.create(num_bytes, when_unused=retire)
-        self._own[number] = segment
-        self._number_at[segment.pointer] = number
-        return tensor
-
-    def _retire(self, number: int) -> None:
-        segment = self._own.pop(number, None)
-        if segment is not None and self._process == os.getpid():
-            self._number_at.pop(segment.pointer, None)
-            segment.free()
-            self._retired.append(number)
-
-    def _hand_out(self, number: int) -> None:
-        """Send the others a segment before it is announced, and which they may unmap."""
-        retired = [self._retired.popleft() for _ in range(min(len(self._retired), _MAX_RETIRED))]
-        message = array("q", (number, *retired)).tobytes()
-        for peer in self._peers.values():
-            # A peer that is gone is the barrier's to report.
-            with suppress(ConnectionError):
-                send_message(peer.memory, message, [self._own[number].descriptor])
-        # Every rank that will ever map it has been sent it.
-        self._own[number].close()
-
-    def _take_segments(self, rank: int) -> None:
-        """Map the segments that ``rank`` has handed out, and unmap those it no longer uses."""
-        while True:
-            try:
-                message, descriptors = receive_message(
-                    self._peers[rank].memory, 8192, 1, socket.MSG_DONTWAIT
-                )
-            except BlockingIOError:
-                return
-            if not message:
-                return
-            if not descriptors:
-                raise SharedMemoryFull(
-                    f"Rank {self.members[rank]}'s memory can't be mapped: too many files are "
-                    "open. Raise the limit (ulimit -n)."
-                )
-            new, *retired = array("q", message)
-            self._mapped[rank, new] = map_segment(descriptors[0])
-            for number in retired:
-                self._mapped.pop((rank, number), None)
-                self._views.clear()
-
-    def break_off(self, error: CollectiveFailed) -> CollectiveFailed:
-        """Take no further part because of ``error``, and tell all ranks that wait for this one."""
-        if not self._is_broken:
-            self._end(Fault.of(self._break(error)))
-        return self.error() or error
+    def _report(self, failure: Failure) -> None:
+        self._end(Fault.of(failure))
 
     def _end(self, fault: Fault) -> None:
         """Tell the others why this rank takes no further part, and end all waits."""
@@ -193,11 +109,6 @@ class ShmTransport(Transport):
         self.mailbox.end(fault)
         for peer in self._peers.values():
             peer.end()
-
-    def _give_up(self, operation: str, error: BaseException) -> None:
-        """Break the group because of an error of this rank alone."""
-        text = f"Rank {self._name} could not go on with {operation}: {error!r}"
-        self.break_off(PeerLost(text, [self._name], operation))
 
     def leave(self) -> None:
         """Tell the others that this rank takes no further part, and let go of everything."""
@@ -217,12 +128,8 @@ class ShmTransport(Transport):
         self.mailbox.close()
         for peer in self._peers.values():
             peer.close()
-        for number in list(self._own):
-            segment = self._own.pop(number, None)
-            if segment is not None:
-                segment.close()
-        self._peers, self._mapped = {}, {}
-        self._number_at.clear()
+        self._segment.close()
+        self._peers, self._slots = {}, {}
         self._views.clear()
 
     def after_fork(self) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 from lockstep.comm.failures import Deadline, named
 from lockstep.comm.messages import Mailbox, Message
 from lockstep.comm.threads.ranks import RankThreads, changed, rank_context
-from lockstep.comm.transport import FAILURES, Address, Failure, Signature, Transport
-from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RendezvousFailed
+from lockstep.comm.transport import Address, Failure, Signature, Transport
+from lockstep.errors import CollectiveFailed, PeerLost, RendezvousFailed
 
 # By the key that the first rank leaves in the store, the state that the others find by it.
 _states: weakref.WeakValueDictionary[str, ThreadTransportState] = weakref.WeakValueDictionary()
@@ -93,41 +93,41 @@ class ThreadTransportState:
                 )
 
     def exchange(
-        self, rank: int, signature: Signature, address: Address, timeout: float
+        self,
+        rank: int,
+        signature: Signature,
+        address: Address,
+        timeout: float,
+        others: dict[int, object],
     ) -> list[Address]:
-        """As :meth:`Transport.exchange`, for ``rank``."""
+        """As :meth:`Transport._arrive`, for ``rank``."""
         deadline = Deadline(timeout)
         with changed:
             arrivals = self._arrivals
             arrivals[rank] = signature, address
-            while self._arrivals is arrivals:  # what fails later concerns the next exchange
-                self._check(rank, signature, arrivals)
-                if len(arrivals) == self.size:
-                    self._arrivals = {}
-                    changed.notify_all()
-                elif left := deadline.left():
-                    changed.wait(min(left, threading.TIMEOUT_MAX))
-                else:
-                    absent = self._absent(arrivals)
-                    error = signature.overdue(absent, timeout, "busy with something else")
-                    # Not the one that is raised, whose traceback holds the group.
-                    self.break_off(CollectiveTimeout(str(error), absent), self.members[rank])
-                    raise error
+            try:
+                while self._arrivals is arrivals:  # what fails later concerns the next exchange
+                    self._check(rank, signature, arrivals)
+                    if len(arrivals) == self.size:
+                        self._arrivals = {}
+                        changed.notify_all()
+                    elif left := deadline.left():
+                        changed.wait(min(left, threading.TIMEOUT_MAX))
+                    else:
+                        causes = "busy with something else"
+                        raise signature.overdue(self._absent(arrivals), timeout, causes)
+            finally:
+                for peer, (call, _) in sorted(arrivals.items()):
+                    if call != signature:
+                        others[self.members[peer]] = call
             return [arrivals[peer][1] for peer in range(self.size)]
 
     def _check(self, rank: int, signature: Signature, arrivals: Arrivals) -> None:
         """Raise the error that keeps an exchange from being completed, if there is one."""
-        name, operation = self.members[rank], signature.operation
-        others = [peer for peer in sorted(arrivals) if arrivals[peer][0] != signature]
-        if others:
-            changed.notify_all()  # the ranks that wait already have to check this as well
-            calls = [f"rank {self.members[peer]} called {arrivals[peer][0]}" for peer in others]
-            accounts = f"Rank {name} called {signature}; {'; '.join(calls)}"
-            raise signature.mismatch(accounts, [self.members[peer] for peer in others])
+        operation = signature.operation
         if self._failure is not None:
             error, reporter = self._failure
-            source = f" (Rank {reporter} said so.)" if reporter != name else ""
-            raise type(error)(f"{error}{source}", error.ranks, operation)
+            raise type(error)(f"{error} (Rank {reporter} said so.)", error.ranks, operation)
         for peer in self.gone:
             if peer not in arrivals:
                 raise self.loss(peer, rank, str(signature), operation)
@@ -219,14 +219,10 @@ class ThreadTransport(Transport):
         self._state = state
         rank_context().add(self)
 
-    def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:
-        """Wait until every rank has made the same call; return the addresses they announce."""
-        self.check_open()
-        try:
-            return self._state.exchange(self.rank, signature, address, timeout)
-        except FAILURES as error:
-            self._break(error)
-            raise
+    def _arrive(
+        self, signature: Signature, address: Address, timeout: float, others: dict[int, object]
+    ) -> Sequence[Address]:
+        return self._state.exchange(self.rank, signature, address, timeout, others)
 
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:
         """Return, as a flat tensor, the data that ``rank`` announced at ``address``."""
@@ -242,12 +238,9 @@ class ThreadTransport(Transport):
         """Return new memory, as uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
-    def break_off(self, error: CollectiveFailed) -> CollectiveFailed:
-        """Take no further part because of ``error``, which all ranks are to raise."""
-        if self._is_in():
-            self._state.break_off(self._break(error), self._name)
-            self.die(_ABORTED)
-        return self.error() or error
+    def _report(self, failure: Failure) -> None:
+        self._state.break_off(failure, self._name)
+        self.die(_ABORTED)
 
     def leave(self) -> None:
         """Tell the others that this rank takes no further part."""

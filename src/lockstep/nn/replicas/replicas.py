@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from lockstep.comm import uncompiled
+from lockstep.nn.autograd import as_backward_of_replicas
 from lockstep.nn.parallel_state import remember_reached
-from lockstep.nn.reached import as_backward_of_replicas
 from lockstep.nn.replicas.devices import on_device
 from lockstep.nn.replicas.gradients import Gradients, add_up
 from lockstep.nn.replicas.group import as_replicas, is_one, mark_as_one

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ReplicaLost
-from lockstep.nn.reached import as_backward_of_replicas
+from lockstep.nn.autograd import as_backward_of_replicas
 from lockstep.nn.replicas.channel import Channel, Error, Request
 from lockstep.nn.replicas.gradients import LeftGradients
 from lockstep.nn.replicas.group import Replica, as_replica, set_caller

@@ -1,4 +1,4 @@
-"""The ranks' parts of a dataset and of a global batch: every element in exactly one.
+"""Data: the ranks' parts of a dataset and of a global batch, with every element in exactly one.
 
 Ranks don't communicate: the same dataset, sizes and seed give the same parts everywhere.
 """
@@ -16,27 +16,36 @@ from typing import Generic, Protocol, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
-from lockstep.arguments import as_whole_number, refusal
-from lockstep.errors import SplitError
+from lockstep import arguments, errors
 
-T_co = TypeVar("T_co", covariant=True)
+__all__ = [
+    "DataPartitioner",
+    "Partition",
+    "SizedDataset",
+    "batch_share",
+    "batch_slice",
+    "epoch_shares",
+    "partition",
+]
+
+_T_co = TypeVar("_T_co", covariant=True)
 
 # The largest accepted difference of the sum of fractions from 1. Ten float32 of 0.1 are off by
 # 1.5e-8, while a forgotten digit, as in [0.333, 0.333, 0.333], is off by 1e-3.
 _TOLERANCE = Fraction(1, 10**6)
 
 
-class SizedDataset(Protocol[T_co]):
+class SizedDataset(Protocol[_T_co]):
     """A map-style dataset, a list or a tensor."""
 
     def __len__(self) -> int:
         """The number of elements."""
 
-    def __getitem__(self, index: int, /) -> T_co:
+    def __getitem__(self, index: int, /) -> _T_co:
         """The element at ``index``."""
 
 
-class Partition(Dataset[T_co]):
+class Partition(Dataset[_T_co]):
     """Part of a dataset, itself a dataset.
 
     Args:
@@ -49,11 +58,11 @@ class Partition(Dataset[T_co]):
     Source: PyTorch's tutorial "Writing Distributed Applications".
     """
 
-    def __init__(self, data: SizedDataset[T_co], indices: Sequence[int]) -> None:
+    def __init__(self, data: SizedDataset[_T_co], indices: Sequence[int]) -> None:
         if not hasattr(data, "__getitem__"):
-            raise TypeError(refusal("data", data, "a dataset that can be indexed"))
+            raise TypeError(arguments.refusal("data", data, "a dataset that can be indexed"))
         if not _is_sized_and_indexed(indices):
-            raise TypeError(refusal("indices", indices, "a sequence of indices"))
+            raise TypeError(arguments.refusal("indices", indices, "a sequence of indices"))
         self.data = data
         self.indices = indices
 
@@ -61,28 +70,28 @@ class Partition(Dataset[T_co]):
         """The number of elements in this part."""
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> T_co:
+    def __getitem__(self, index: int) -> _T_co:
         """The element at ``index`` of this part; negative indices count from its end."""
-        index = as_whole_number("index", index)
+        index = arguments.as_whole_number("index", index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for a part of {len(self)} elements")
         return self.data[self.indices[index]]
 
-    def __iter__(self) -> Iterator[T_co]:
+    def __iter__(self) -> Iterator[_T_co]:
         """The elements of this part, in its order."""
         # Without this method, an IndexError in the dataset would silently end the iteration.
         return (self.data[index] for index in self.indices)
 
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[T_co]:
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[_T_co]:
         """Several elements at once; torch's DataLoader reads batches with it."""
         whole = [self.indices[index] for index in indices]
         # A dataset may have its own way to read a batch at once (from a table, over a network).
-        read: Callable[[list[int]], Sequence[T_co]] | None
+        read: Callable[[list[int]], Sequence[_T_co]] | None
         read = getattr(self.data, "__getitems__", None)
         return read(whole) if callable(read) else [self.data[index] for index in whole]
 
 
-class DataPartitioner(Generic[T_co]):
+class DataPartitioner(Generic[_T_co]):
     """A dataset divided into parts, of which each rank uses one.
 
     Args:
@@ -100,20 +109,20 @@ class DataPartitioner(Generic[T_co]):
 
     def __init__(
         self,
-        data: SizedDataset[T_co],
+        data: SizedDataset[_T_co],
         sizes: Sequence[float] = (0.7, 0.2, 0.1),
         seed: int | None = 1234,
     ) -> None:
         self.data = data
         self.partitions = partition(data, sizes, seed)
 
-    def use(self, part: int) -> Partition[T_co]:
+    def use(self, part: int) -> Partition[_T_co]:
         """Return the part with this number, from 0 to ``len(sizes) - 1``, such as a rank.
 
         Raises:
             IndexError: If there is no such part; negative numbers don't count from the end.
         """
-        part = as_whole_number("part", part)
+        part = arguments.as_whole_number("part", part)
         if not 0 <= part < len(self.partitions):
             raise IndexError(
                 f"There is no part {part} of {len(self.partitions)}, numbered from 0. "
@@ -123,8 +132,8 @@ class DataPartitioner(Generic[T_co]):
 
 
 def partition(
-    dataset: SizedDataset[T_co], sizes: Sequence[float], seed: int | None = 1234
-) -> list[Partition[T_co]]:
+    dataset: SizedDataset[_T_co], sizes: Sequence[float], seed: int | None = 1234
+) -> list[Partition[_T_co]]:
     """Divide ``dataset`` into shuffled parts, with every element in exactly one of them.
 
     Args:
@@ -151,7 +160,7 @@ def partition(
     counts = _counts(_checked_numbers(sizes), len(dataset))
     order: Sequence[int] = range(len(dataset))
     if seed is not None:
-        seed = as_whole_number("seed", seed, "a whole number, or None to keep the order")
+        seed = arguments.as_whole_number("seed", seed, "a whole number, or None to keep the order")
         order = list(order)
         random.Random(seed).shuffle(order)
     ends = itertools.accumulate(counts)
@@ -176,10 +185,10 @@ def _checked_numbers(sizes: Iterable[object]) -> list[int | float]:
             )
         number = int(size) if isinstance(size, numbers.Integral) else float(size)
         if number < 0 or (isinstance(number, float) and not math.isfinite(number)):
-            raise SplitError(f"sizes[{part}] is {size}; a part has a size from 0 up.")
+            raise errors.SplitError(f"sizes[{part}] is {size}; a part has a size from 0 up.")
         checked.append(number)
     if not checked:
-        raise SplitError("sizes is empty. Give one size for each part, such as [0.5, 0.5].")
+        raise errors.SplitError("sizes is empty. Give one size for each part, such as [0.5, 0.5].")
     return checked
 
 
@@ -190,7 +199,7 @@ def _counts(sizes: list[int | float], num_elements: int) -> list[int]:
     rest = num_elements - sum(counts)
     if rest:
         todo = f"Add a last part of {rest} for the rest" if rest > 0 else f"Take {-rest} away"
-        raise SplitError(
+        raise errors.SplitError(
             f"sizes {reprlib.repr(sizes)} count {sum(counts)} elements, but the dataset has "
             f"{num_elements}. {todo}, or give floats for fractions."
         )
@@ -200,7 +209,7 @@ def _counts(sizes: list[int | float], num_elements: int) -> list[int]:
 def _round_fractions(sizes: list[int | float], num_elements: int) -> list[int]:
     """Round by largest remainder, in exact arithmetic."""
     if max(sizes) > 1 + _TOLERANCE:
-        raise SplitError(
+        raise errors.SplitError(
             f"sizes {reprlib.repr(sizes)} has a float in it, so all are fractions, but "
             f"{max(sizes)} is more than the whole. Give only whole numbers (int) to count elements."
         )
@@ -209,7 +218,7 @@ def _round_fractions(sizes: list[int | float], num_elements: int) -> list[int]:
     if abs(total - 1) > _TOLERANCE:
         rest = float(1 - total)
         todo = f"Add a last part of {rest:.9g} for the rest" if rest > 0 else "Make them smaller"
-        raise SplitError(
+        raise errors.SplitError(
             f"sizes {reprlib.repr(sizes)} are fractions that add up to {float(total):.9g}, "
             f"not to 1. {todo}, or divide each by their sum."
         )
@@ -253,15 +262,16 @@ def batch_slice(batch_size: int, rank: int, world_size: int) -> slice:
         SplitError: If a rank would have no sample, or there is no such rank.
         TypeError: If an argument is not a whole number.
     """
-    batch_size = as_whole_number("batch_size", batch_size)
-    rank, world_size = as_whole_number("rank", rank), as_whole_number("world_size", world_size)
+    batch_size = arguments.as_whole_number("batch_size", batch_size)
+    rank = arguments.as_whole_number("rank", rank)
+    world_size = arguments.as_whole_number("world_size", world_size)
     if not 0 <= rank < world_size:
-        raise SplitError(
+        raise errors.SplitError(
             f"There is no rank {rank} in a world of {world_size}: "
             "ranks count from 0 to world_size - 1. Take both from lockstep.init()."
         )
     if batch_size < world_size:
-        raise SplitError(
+        raise errors.SplitError(
             f"A global batch of {batch_size} can't be split over a world size of {world_size}: "
             "each rank needs a sample at least. Use a larger batch or fewer ranks."
         )
@@ -291,17 +301,17 @@ def epoch_shares(num_samples: int, batch_size: int, world_size: int) -> list[int
             ``num_samples`` or ``world_size`` is negative, or ``world_size`` is 0.
         TypeError: If an argument is not a whole number.
     """
-    num_samples = as_whole_number("num_samples", num_samples)
-    batch_size = as_whole_number("batch_size", batch_size)
-    world_size = as_whole_number("world_size", world_size)
+    num_samples = arguments.as_whole_number("num_samples", num_samples)
+    batch_size = arguments.as_whole_number("batch_size", batch_size)
+    world_size = arguments.as_whole_number("world_size", world_size)
     if num_samples < 0 or world_size < 1:
-        raise SplitError(
+        raise errors.SplitError(
             f"num_samples is {num_samples} and world_size is {world_size}, but a dataset has 0 "
             "samples or more, and there is one rank at least. Take the ranks from lockstep.init()."
         )
     num_full, last = divmod(num_samples, batch_size) if batch_size > 0 else (1, 0)
     if 0 < last < world_size:
-        raise SplitError(
+        raise errors.SplitError(
             f"{num_samples} samples in global batches of {batch_size} leave {last} for the last "
             f"batch, which can't be split over {world_size} ranks. Use another batch size, or "
             f"leave {last} of the samples out."

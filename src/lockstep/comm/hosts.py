@@ -1,0 +1,422 @@
+"""Groups whose ranks are on several hosts: their transport, networks and collectives.
+
+Ranks of one host combine their tensors in shared memory. Then the first rank of each host, its
+leader, exchanges the result with the other leaders, so that a host sends each byte once; the other
+ranks take the result from the leader's memory. Collectives between single ranks (gather, scatter,
+reduce-scatter, all-to-all) go straight through the network of all ranks. Networks are Gloo's.
+Tensors travel as bytes: Gloo doesn't know all of torch's dtypes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Work
+
+from lockstep.comm.arguments import Tensors, flattened
+from lockstep.comm.collectives import Collectives, Reduction, pieces, reduction_for
+from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
+from lockstep.comm.shm.barrier import Fault
+from lockstep.comm.shm.transport import ShmTransport
+from lockstep.comm.transport import (
+    FAILURES,
+    FINGERPRINT_BYTES,
+    WORDS_BYTES,
+    Ranks,
+    Signature,
+    encoded,
+)
+from lockstep.errors import (
+    CollectiveFailed,
+    CollectiveTimeout,
+    GroupClosed,
+    PeerLost,
+    RendezvousFailed,
+)
+from lockstep.torch_private import AllgatherOptions
+
+# The key of the error that broke a group.
+_FAULT = "fault"
+# Leaders exchange pieces of this size, which bounds the memory for the other hosts' data.
+_PIECE_BYTES = 32 * 1024 * 1024
+# Ranks wait for their leader a little longer than it waits for other hosts: then it tells them
+# which rank is late, before they take it for the late one.
+_PATIENCE_SECONDS = 2.0
+
+
+class HostsTransport(Ranks):
+    """Ranks of several hosts; those of one host reach each other's memory.
+
+    ``hosts`` are the ranks of each host; the other arguments are those of :class:`ShmTransport`.
+
+    Attributes:
+        positions: By rank, the index of its host, and its index among the ranks of that.
+        host: The index of this host.
+        local: The transport between the ranks of this host.
+        everyone: The network of all ranks, which is their mailbox too.
+        leaders: The network of the first ranks of the hosts; None on the others.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        timeout: float,
+        members: Sequence[int] | None = None,
+    ) -> None:
+        self.hosts = hosts
+        self.positions = {r: (h, i) for h, ranks in enumerate(hosts) for i, r in enumerate(ranks)}
+        self.rank, self.size = rank, len(self.positions)
+        names = list(members or range(self.size))
+        self._name = names[rank]
+        self.host, index = self.positions[rank]
+        own = [names[r] for r in hosts[self.host]]
+        own_store = dist.PrefixStore(f"{self.host}/", store)
+        self.local = ShmTransport(own_store, index, len(own), timeout, own)
+        self.everyone = self.mailbox = Network("everyone", store, names, self._name, timeout)
+        self.leaders: Network | None = None
+        if index == 0:
+            leaders = [names[ranks[0]] for ranks in hosts]
+            self.leaders = Network("leaders", store, leaders, self._name, timeout)
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Return new memory, as bytes, that the ranks of this host reduce in place."""
+        return self.local.empty(num_bytes)
+
+    def break_off(self, error: CollectiveFailed) -> CollectiveFailed:
+        """Take no further part because of ``error``, which all ranks are to raise."""
+        first = self.local.break_off(error)
+        self.everyone.tell(error)
+        self._close_networks()
+        return first
+
+    def call_failed(self, error: BaseException) -> None:
+        """Tell all ranks of an error, of which those on other hosts know nothing yet."""
+        if isinstance(error, FAILURES) or not isinstance(error, CollectiveFailed):
+            self.give_up(error)
+
+    def check_open(self) -> None:
+        """Raise the error that broke this group, if one did."""
+        self.local.check_open()
+
+    def leave(self) -> None:
+        """Tell the others that this rank takes no further part, and release all resources."""
+        self.local.leave()
+        self._close_networks()
+
+    def _close_networks(self) -> None:
+        # The ranks that wait at the other ends of the connections learn of it.
+        self.everyone.gloo = None
+        if self.leaders is not None:
+            self.leaders.gloo = None
+
+    def after_fork(self) -> None:
+        """Have later calls raise GroupClosed, in a forked child."""
+        self.local.after_fork()
+
+
+class Network:
+    """Gloo's connections between ``ranks``, for flat tensors, and messages between two ranks.
+
+    Ranks are numbered as in the whole run. In ``store``, which is the group's alone, a rank that
+    fails leaves the reason; Gloo's keys there begin with ``name``.
+    """
+
+    def __init__(
+        self, name: str, store: dist.Store, ranks: Sequence[int], rank: int, timeout: float
+    ) -> None:
+        self._store = store
+        self.ranks = list(ranks)
+        self.rank, self.size = self.ranks.index(rank), len(ranks)
+        own_store, limit = dist.PrefixStore(f"{name}/", store), timedelta(seconds=timeout)
+        self.gloo: Any = dist.ProcessGroupGloo(own_store, self.rank, self.size, timeout=limit)
+
+    def start_send(self, tensor: Tensor, destination: int, tag: int, timeout: timedelta) -> Work:
+        """Start sending ``tensor``, which may be written to again at once.
+
+        Gloo takes the message when the other side expects it.
+        """
+        flat = flattened(tensor)
+        header = torch.frombuffer(bytearray(header_of(flat, tag)), dtype=torch.uint8)
+        message = torch.cat([header, flat.view(torch.uint8)])
+        work = self.open().send([message], destination, tag)
+        signature = Signature("send", flat.dtype, flat.shape)
+
+        # Gloo reads the message until it is taken, so the work keeps it.
+        def complete(seconds: float, message: Tensor = message) -> int:
+            self.finish(lambda: work, signature, seconds, [destination])
+            return destination
+
+        return MessageWork(complete, lambda: False, [], timeout)
+
+    def start_receive(
+        self, tensor: Tensor, source: int | None, tag: int, timeout: timedelta
+    ) -> Work:
+        """Receive the next message of ``source``, or of any rank, into ``tensor``."""
+        # Gloo matches messages with receives itself, and accepts one that is too short.
+        message = torch.empty(HEADER.size + tensor.nbytes, dtype=torch.uint8, device="cpu")
+        if source is None:
+            work, sources = self.open().recv_anysource([message], tag), range(self.size)
+        else:
+            work, sources = self.open().recv([message], source, tag), range(source, source + 1)
+        signature = Signature("recv", tensor.dtype, (tensor.numel(),))
+
+        def complete(seconds: float) -> int:
+            self.finish(lambda: work, signature, seconds, sources)
+            sender = int(work._source_rank()) if source is None else source
+            _, num_bytes, dtype = HEADER.unpack(bytes(message[: HEADER.size].tolist()))
+            contents = message[HEADER.size :][:num_bytes]
+            received = Message(sender, tag, dtype.rstrip(b"\0").decode(), contents)
+            received.copy_to(tensor, self.ranks[sender], "recv")
+            return sender
+
+        return MessageWork(complete, work.is_completed, [tensor], timeout)
+
+    def finish(
+        self, start: Callable[[], Work], signature: Signature, timeout: float, ranks: Sequence[int]
+    ) -> None:
+        """Start an operation, and wait until ``ranks`` have done their part of it.
+
+        Raises:
+            CollectiveFailed: If they don't.
+        """
+        try:
+            start().wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            # The rank that failed first has said why before it closed its connections.
+            if (told := self._told_fault()) is not None:
+                raise told.error(signature.operation) from error
+            names = [self.ranks[rank] for rank in ranks if rank != self.rank]
+            said, operation = f"Gloo says: {error}", signature.operation
+            if "timed out" in str(error).lower():
+                raise CollectiveTimeout(
+                    f"Not all of the ranks {names}, on other hosts, came to {signature} within "
+                    f"{timeout:g} s. See what they do there. {said}",
+                    names,
+                    operation,
+                ) from error
+            raise PeerLost(
+                f"One of the ranks {names}, on other hosts, was lost in {signature}: what it wrote "
+                f"last tells why. {said}",
+                names,
+                operation,
+            ) from error
+
+    def tell(self, error: CollectiveFailed) -> None:
+        """Tell all ranks the error that broke the group, unless one was told already."""
+        if self._told_fault() is None:
+            with suppress(RuntimeError):
+                self._store.set(_FAULT, Fault.of(error).encode().decode())
+
+    def _told_fault(self) -> Fault | None:
+        # The store is gone with the rank that held it.
+        with suppress(RuntimeError):
+            if self._store.check([_FAULT]):
+                return Fault.decode(bytes(self._store.get(_FAULT)))
+        return None
+
+    def open(self) -> Any:
+        """Return Gloo's group, or raise GroupClosed."""
+        if self.gloo is None:
+            raise GroupClosed("This process group was destroyed, or has failed before.")
+        return self.gloo
+
+
+class HostsCollectives(Collectives):
+    """The collectives among the ranks of several hosts."""
+
+    _transport: HostsTransport  # type: ignore[assignment]
+
+    def __init__(self, transport: HostsTransport, signature: Signature, timeout: float) -> None:
+        super().__init__(transport, signature, timeout)  # type: ignore[arg-type]
+        self._local = Collectives(transport.local, signature, timeout)
+        self._after_leader = Collectives(transport.local, signature, timeout + _PATIENCE_SECONDS)
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        self._local.barrier()
+        self._leaders()
+        self._after_leader.barrier()
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        """Combine all ranks' tensors, in rank order on each host and then in the hosts' order."""
+        if reduction.name == "AVG" and reduction.accumulate_in is not None:
+            # The sum of narrow numbers may not fit, and is to be rounded once.
+            wide = tensor.to(reduction.accumulate_in)
+            self.all_reduce(wide, reduction_for(dist.ReduceOp.AVG, wide.dtype))
+            tensor.copy_(wide)
+            return
+        step = reduction._replace(name="SUM") if reduction.name == "AVG" else reduction
+        self._local.all_reduce(tensor, step)
+        if leaders := self._leaders():
+            for piece in pieces(tensor.numel(), _PIECE_BYTES // tensor.element_size()):
+                self._all_reduce_between(leaders, tensor[piece], step._replace(factor=None))
+        self._after_leader.broadcast(tensor, 0)
+        if reduction.name == "AVG":
+            reduction.divide(tensor, self._transport.size)
+
+    def _all_reduce_between(self, leaders: Network, part: Tensor, reduction: Reduction) -> None:
+        """Each leader combines its share of the elements, and sends that to all."""
+        each = -(-part.numel() // leaders.size)
+        shares = [part[i * each : (i + 1) * each] for i in range(leaders.size)]
+        own = len(shares[leaders.rank])
+        result = part.new_empty(each)
+        received = self._all_to_all(leaders, shares, [own] * leaders.size)
+        reduction.into(result[:own], received)
+        part.copy_(self._all_gather(leaders, result).view(-1)[: part.numel()])
+
+    def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> None:
+        """Combine all ranks' tensors; rank ``root`` gets the result, in place."""
+        result = tensor.clone()
+        self.all_reduce(result, reduction)
+        if self._transport.rank == root:
+            tensor.copy_(result)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Copy the tensor of rank ``root`` to every rank."""
+        host, index = self._transport.positions[root]
+        is_roots_host = host == self._transport.host
+        if is_roots_host:
+            self._local.broadcast(tensor, index)
+        else:
+            self._local.barrier()
+        if leaders := self._leaders():
+            options = dist.BroadcastOptions()
+            options.rootRank = host
+            self._run(leaders, "broadcast", [_bytes(tensor)], options)
+        if is_roots_host:
+            self._after_leader.barrier()
+        else:
+            self._after_leader.broadcast(tensor, 0)
+
+    def all_gather(self, outputs: Tensors, tensor: Tensor) -> None:
+        """Copy rank i's tensor, all of one length, to every rank's i-th output."""
+        transport, numel = self._transport, tensor.numel()
+        # Gloo gathers equal sizes: as many rows for each host as the largest host has ranks.
+        most = max(map(len, transport.hosts))
+        block = tensor.new_empty(most, numel)
+        everything = tensor.new_empty(len(transport.hosts), most, numel)
+        own_rows = list(block[: transport.local.size]) if transport.leaders is not None else []
+        self._local.gather(own_rows, tensor)
+        if leaders := self._leaders():
+            everything = self._all_gather(leaders, block.view(-1)).view_as(everything)
+        self._after_leader.broadcast(everything.view(-1), 0)
+        for rank, output in enumerate(outputs):
+            output.copy_(everything[transport.positions[rank]])
+
+    def gather(self, outputs: Tensors, tensor: Tensor) -> None:
+        """As :meth:`all_gather`, on the root alone, which gives ``outputs``."""
+        ranks, root = range(self._transport.size), self._signature.root
+        inputs = [tensor if rank == root else tensor[:0] for rank in ranks]
+        for _, received in self._exchange_parts(inputs, [list(map(len, inputs)) for _ in ranks]):
+            for output, part in zip(outputs, received, strict=False):
+                output.copy_(part)
+
+    def all_gather_uneven(self, outputs: Tensors, tensor: Tensor) -> None:
+        """As :meth:`all_gather`, for tensors of different lengths."""
+        self._check_lengths([tensor] * len(outputs), outputs)
+        padded = tensor.new_empty(max(map(len, outputs)))
+        padded[: len(tensor)].copy_(tensor)
+        rows = padded.new_empty(len(outputs), len(padded))
+        self.all_gather(list(rows), padded)
+        for output, row in zip(outputs, rows, strict=True):
+            output.copy_(row[: len(output)])
+
+    def _exchange_parts(
+        self, inputs: Tensors, lengths: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[slice, Tensors]]:
+        """Yield, as the only piece, every rank's input for this rank."""
+        self.barrier()
+        incoming = [theirs[self._transport.rank] for theirs in lengths]
+        yield slice(None), self._all_to_all(self._transport.everyone, inputs, incoming)
+
+    def _leaders(self) -> Network | None:
+        """Return the leaders' network once all leaders have made this call; None on other ranks.
+
+        Raises:
+            CollectiveMismatch: On all leaders, if they haven't made the same call.
+        """
+        leaders = self._transport.leaders
+        if leaders is None:
+            return None
+        fingerprint, words = encoded(self._signature)
+        call = bytearray(fingerprint + words.ljust(WORDS_BYTES))
+        rows = self._all_gather(leaders, torch.frombuffer(call, dtype=torch.uint8))
+        others = {
+            rank: bytes(row[FINGERPRINT_BYTES:]).decode(errors="replace").strip()
+            for rank, row in zip(leaders.ranks, rows.tolist(), strict=True)
+            if bytes(row[:FINGERPRINT_BYTES]) != fingerprint
+        }
+        if others:
+            raise self._signature.mismatch(leaders.ranks[leaders.rank], others)
+        return leaders
+
+    def _all_gather(self, network: Network, tensor: Tensor) -> Tensor:
+        """Return the rows of the ranks of ``network``, which give flat tensors of one length."""
+        rows = tensor.new_empty(network.size, len(tensor))
+        self._run(network, "_allgather_base", _bytes(rows), _bytes(tensor), AllgatherOptions())
+        return rows
+
+    def _all_to_all(self, network: Network, inputs: Tensors, incoming: Sequence[int]) -> Tensors:
+        """Send the i-th input to rank i; return a tensor from each rank, of these lengths."""
+        outgoing = torch.cat(list(inputs))
+        received = outgoing.new_empty(sum(incoming))
+        lengths = incoming, map(len, inputs)
+        sizes = [[n * received.element_size() for n in each] for each in lengths]
+        options = dist.AllToAllOptions()
+        self._run(network, "alltoall_base", _bytes(received), _bytes(outgoing), *sizes, options)
+        parts: Tensors = received.split(list(incoming))
+        return parts
+
+    def _run(self, network: Network, method: str, *arguments: Any) -> None:
+        """Carry out a collective of Gloo's, whose last argument is its options."""
+        arguments[-1].timeout = timedelta(seconds=self._timeout)
+        start = partial(getattr(network.open(), method), *arguments)
+        network.finish(start, self._signature, self._timeout, range(network.size))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def ranks_by_host(store: dist.Store, rank: int, size: int, timeout: float) -> list[list[int]]:
+    """Return the ranks of each host, both in order; every rank must call it.
+
+    Ranks are of one host here if they can share memory: if they run on one kernel, in one
+    network namespace (containers often don't), and as one user.
+
+    Raises:
+        RendezvousFailed: If a rank doesn't come within ``timeout`` seconds.
+    """
+    store.set(f"host/{rank}", _this_host())
+    keys = [f"host/{other}" for other in range(size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        absent = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise RendezvousFailed(
+            f"Rank {rank} waited {timeout:g} s for the ranks {absent} to join the group. See "
+            "whether they started, and whether they create the same groups in the same order."
+        ) from error
+    hosts: dict[bytes, list[int]] = {}
+    for other, key in enumerate(keys):
+        hosts.setdefault(bytes(store.get(key)), []).append(other)
+    return list(hosts.values())
+
+
+def _this_host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    kernel = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    network = os.stat("/proc/self/ns/net").st_ino if os.path.exists("/proc/self/ns/net") else 0
+    return f"{kernel} {network} {os.geteuid()}"

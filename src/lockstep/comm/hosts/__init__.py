@@ -1,1 +1,0 @@
-"""Ranks of several hosts: memory within a host, and the network between one rank of each."""

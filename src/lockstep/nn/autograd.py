@@ -1,0 +1,181 @@
+"""What autograd tells of the running backward, and the hooks that it calls on parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import compress
+from traceback import walk_stack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+
+from lockstep.comm import uncompiled
+from lockstep.torch_private import (
+    _current_autograd_node,
+    _current_graph_task_id,
+    _will_engine_execute_node,
+)
+
+Hook = Callable[[torch.Tensor], object]
+
+
+def reached(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those to whose gradients the backward that is running will add.
+
+    It can't see into the segments of reentrant checkpoints, whose leaves may be missing.
+    """
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    if not trained:
+        return []
+    # The nodes are not kept: as long as one lives, autograd expects the shape that it was made
+    # with, and a parameter that has changed fails inside of autograd, without its name.
+    with torch.enable_grad():
+        uses: torch.Tensor = _UsesAll.apply(*trained)  # type: ignore[no-untyped-call]
+    assert uses.grad_fn is not None
+    nodes: Any = [node for node, _ in uses.grad_fn.next_functions]
+    try:
+        return [*compress(trained, [*map(_will_engine_execute_node, nodes)])]
+    except RuntimeError:  # in autograd.grad() of a leaf: no gradient is accumulated
+        return []
+
+
+def is_any_reached(leaves: Sequence[torch.Tensor]) -> bool:
+    """Return whether the backward that is running will add to any of the gradients."""
+    return bool(reached(leaves[:1]) or reached(leaves))
+
+
+class _UsesAll(torch.autograd.Function):
+    """Its node is followed by those that accumulate gradients; it is never run."""
+
+    @staticmethod
+    def forward(ctx: object, *leaves: torch.Tensor) -> torch.Tensor:
+        return torch.empty(())
+
+
+def is_compiled_backward() -> bool:
+    """Return whether the running backward is one of compiled autograd, which runs no nodes."""
+    is_running = _current_graph_task_id() != -1
+    return is_running and _current_autograd_node() is None
+
+
+def outermost_running_node() -> BackwardCFunction | None:
+    """Return the node whose own backward runs the current one, as a reentrant checkpoint's does.
+
+    Autograd doesn't tell, but its backward() is on the stack of this thread, with the node as the
+    first argument.
+    """
+    node = None
+    for frame, _ in walk_stack(sys._getframe()):
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, BackwardCFunction):
+                node = first
+    return node
+
+
+# While a replica's backward runs: autograd's number for its caller's.
+_task: ContextVar[int | None] = ContextVar("lockstep_task", default=None)
+
+
+@contextmanager
+def as_backward_of_replicas() -> Iterator[None]:
+    """Run replicas' backward as a part of the one that runs in this thread."""
+    token = _task.set(current_task())
+    try:
+        yield
+    finally:
+        _task.reset(token)
+
+
+def is_backward_of_replicas() -> bool:
+    """Whether a replica's backward runs in this thread."""
+    return _task.get() is not None
+
+
+def current_task() -> int:
+    """Autograd's number for the backward that is running: in replicas for the caller's."""
+    task = _task.get()
+    return _current_graph_task_id() if task is None else task
+
+
+@uncompiled
+class GradientHooks(OrderedDict[int, Hook]):
+    """The post-accumulate hooks of one parameter, of which torch calls lockstep's alone.
+
+    Hooks of others, such as an optimizer that steps as soon as a gradient is there, are held back
+    until the gradient is the mean over the ranks. Before, each rank would step with its own
+    gradient, and the replicas would differ. Shown by test_hooks_of_others_see_the_mean.
+
+    torch takes the hooks out of this dictionary's own storage, without its methods.
+    ``register_post_accumulate_grad_hook()`` and the handles that it returns call the methods.
+    """
+
+    def __init__(self, others: dict[int, Hook]) -> None:
+        super().__init__()
+        self.others = others  # handles that were made before hold this dictionary
+        self.release()
+
+    def hold_back(self, own: Hook) -> None:
+        """Let torch call the engine's hook ``own`` alone; the engine calls :meth:`call_others`."""
+        super().__setitem__(0, own)
+
+    def release(self, own: Hook | None = None) -> None:
+        """Let torch call the hooks of others, unless another hook than ``own`` holds them back."""
+        if own is None or self[0] is own:
+            super().__setitem__(0, self.call_others)
+
+    def call_others(self, parameter: torch.Tensor) -> None:
+        """Call the hooks of others, in the order of their registration."""
+        for hook in list(self.others.values()):
+            hook(parameter)
+
+    def __setitem__(self, key: int, hook: Hook) -> None:
+        self.others[key] = hook
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.others
+
+    def __delitem__(self, key: int) -> None:
+        del self.others[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, which a handle may hold, is a plain dictionary, as no parameter has it."""
+        return OrderedDict, (list(self.others.items()),)
+
+
+def hooks_of(parameter: torch.Tensor) -> GradientHooks:
+    """Return the hooks of ``parameter``, a leaf; from now on they are of this class."""
+    hooks = parameter._post_accumulate_grad_hooks
+    if not isinstance(hooks, GradientHooks):
+        others = hooks if hooks is not None else OrderedDict()
+        hooks = parameter._post_accumulate_grad_hooks = GradientHooks(others)
+    return hooks
+
+
+def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
+    """Move steps of torch's ``_apply_optimizer_in_backward`` to hooks of parameters.
+
+    Its own hooks are on the nodes that accumulate gradients, and run before gradients are reduced.
+    """
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    handles: Any = getattr(module, "param_to_optim_hook_handle_map", None)
+    if not handles:
+        return
+    for parameter in parameters:
+        if parameter in handles and hasattr(parameter, "_in_backward_optimizers"):
+            for handle in handles.pop(parameter):
+                handle.remove()
+            parameter.register_post_accumulate_grad_hook(_step_in_backward)
+
+
+def _step_in_backward(parameter: Any) -> None:
+    for optimizer in parameter._in_backward_optimizers:
+        optimizer.step()
+    parameter.grad = None

@@ -1,0 +1,197 @@
+"""Ranks that make different calls: all are told in the same exchange, and go on from there."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import CollectiveMismatch
+from tests.comm.groups import OURS, run_on
+
+over_ours_and_sizes = pytest.mark.parametrize(
+    ("backend", "size"), [(backend, size) for backend in OURS for size in (2, 3)]
+)
+
+# One that takes one exchange, one that takes two, and one that takes several pieces.
+SMALL, LARGE, HUGE = 4, 20_000, 300_001
+
+
+def all_reduce(group: dist.ProcessGroup, numel: int = SMALL) -> dist.Work:
+    return dist.all_reduce(torch.ones(numel), group=group, async_op=True)
+
+
+def one_calls_another(group: dist.ProcessGroup, odd: int, numel: int = SMALL) -> None:
+    if group.rank() == odd:
+        dist.all_reduce(torch.ones(numel), group=group)
+    else:
+        dist.barrier(group=group)
+
+
+def assert_usable(group: dist.ProcessGroup) -> None:
+    """Fail unless calls of all ranks meet each other, and no earlier ones."""
+    ranks = range(group.size())
+    for number, numel in enumerate([SMALL, LARGE, HUGE, SMALL], 1):
+        tensor = torch.full((numel,), float(10**number * (group.rank() + 1)))
+        dist.all_reduce(tensor, group=group)
+        assert tensor.unique().tolist() == [10**number * sum(rank + 1 for rank in ranks)]
+        everyone = [torch.empty(numel) for _ in ranks]
+        dist.all_gather(everyone, torch.full((numel,), number + group.rank() / 8), group=group)
+        assert [own.unique().item() for own in everyone] == [number + rank / 8 for rank in ranks]
+    dist.barrier(group=group)
+
+
+@over_ours_and_sizes
+@pytest.mark.parametrize("numel", [SMALL, LARGE, HUGE])
+def test_ranks_go_on_after_a_mismatch(backend: str, size: int, numel: int) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        for odd in range(size):
+            with pytest.raises(CollectiveMismatch) as caught:
+                one_calls_another(group, odd, numel)
+            others = {*range(size)} - {odd} if group.rank() == odd else {odd}
+            assert set(caught.value.ranks) == others
+            assert f"all_reduce(SUM) of ({numel},) float32" in str(caught.value)
+            assert "called barrier()" in str(caught.value)
+            assert_usable(group)
+
+    run_on(backend, size, body)
+
+
+@over_ours_and_sizes
+@pytest.mark.parametrize("waits_for", ["first", "last", "each"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_calls_in_flight_meet_no_later_ones(
+    backend: str, size: int, waits_for: str, is_late: bool
+) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        for odd in range(size):
+            if group.rank() == odd:
+                works = [all_reduce(group, numel) for numel in (LARGE, SMALL, HUGE, SMALL)]
+                if is_late:  # until the queue's own thread has met the mismatch
+                    while not works[0].is_completed():
+                        time.sleep(0.001)
+                    works += [all_reduce(group), all_reduce(group)]
+                index = {"first": slice(1), "last": slice(-1, None), "each": slice(None)}
+                for work in works[index[waits_for]]:
+                    with pytest.raises(CollectiveMismatch, match=r"called barrier\(\)"):
+                        work.wait()
+            else:
+                with pytest.raises(CollectiveMismatch):
+                    dist.barrier(group=group)
+            assert_usable(group)
+
+    run_on(backend, size, body)
+
+
+@over_ours_and_sizes
+def test_both_sides_have_calls_in_flight(backend: str, size: int) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        numels = (SMALL, LARGE, SMALL) if group.rank() == 0 else (SMALL, SMALL, SMALL, SMALL)
+        works = [all_reduce(group, numel) for numel in numels]
+        assert works[0].wait()
+        for work in reversed(works[1:]):
+            with pytest.raises(CollectiveMismatch, match=r"\(20000,\)"):
+                work.wait()
+        assert_usable(group)
+
+    run_on(backend, size, body)
+
+
+@over_ours_and_sizes
+def test_a_mismatch_that_no_caller_was_told_of_fails_the_next_call(backend: str, size: int) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        if group.rank() == 0:
+            work = all_reduce(group)
+            while not work.is_completed():
+                time.sleep(0.001)
+            del work
+        with pytest.raises(CollectiveMismatch, match=r"called barrier\(\)"):
+            dist.barrier(group=group)
+        assert_usable(group)
+
+    run_on(backend, size, body)
+
+
+@over_ours_and_sizes
+def test_a_mismatch_that_is_read_from_the_work_is_told(backend: str, size: int) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        if group.rank() == 0:
+            work = all_reduce(group)
+            while not work.is_completed():
+                time.sleep(0.001)
+            assert not work.is_success()
+            assert isinstance(work.exception(), CollectiveMismatch)
+        else:
+            with pytest.raises(CollectiveMismatch):
+                dist.barrier(group=group)
+        assert_usable(group)
+
+    run_on(backend, size, body)
+
+
+@over_ours_and_sizes
+def test_a_mismatch_that_a_future_holds_breaks_the_group(backend: str, size: int) -> None:
+    """Who waits for a future can't be seen."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        if group.rank() == 0:
+            with pytest.raises(RuntimeError, match="CollectiveMismatch"):
+                all_reduce(group).get_future().wait()
+        else:
+            with pytest.raises(CollectiveMismatch):
+                dist.barrier(group=group)
+        for _ in range(2):
+            with pytest.raises(CollectiveMismatch):
+                dist.barrier(group=group)
+
+    run_on(backend, size, body)
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("third", ["is late", "leaves"])
+def test_a_mismatch_that_not_all_ranks_have_come_to_breaks_the_group(
+    backend: str, third: str
+) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        if group.rank() == 2:
+            time.sleep(0.5 if third == "leaves" else 2)
+            if third == "leaves":
+                return
+        for _ in range(2):
+            with pytest.raises(CollectiveMismatch, match=r"called barrier\(\)"):
+                one_calls_another(group, 0)
+
+    run_on(backend, 3, body, seconds=1)
+
+
+@over_ours_and_sizes
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_go_on_after_random_mismatches(backend: str, size: int, seed: int) -> None:
+    """Each round has equal calls, then other ones on each rank, then any number in flight."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        common, own = random.Random(seed), random.Random(f"{seed} {group.rank()}")
+        for _ in range(8):
+            works = [all_reduce(group, numel) for numel in common.choices([SMALL, LARGE], k=3)]
+            num_equal, odd = common.randrange(3), common.randrange(size)
+            for work in works[:num_equal]:
+                work.wait()
+            calls: list[Callable[[], object]] = [
+                lambda: dist.barrier(group=group, async_op=True),
+                lambda: all_reduce(group),
+                lambda: all_reduce(group, LARGE),
+                lambda: all_reduce(group, HUGE),
+            ]
+            works = [calls[0]() if group.rank() == odd else calls[own.randrange(1, 4)]()]
+            works += [own.choice(calls)() for _ in range(own.randrange(4))]
+            if own.random() < 0.3:
+                time.sleep(0.05)
+            with pytest.raises(CollectiveMismatch):
+                own.choice(works).wait()
+            assert_usable(group)
+
+    run_on(backend, size, body)
