@@ -42,57 +42,49 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _adopting = threading.Lock()
 
 
-class Interpreter:
-    """A new interpreter that imports torch, forks the processes of all replicas, and ends."""
+def start_processes(
+    num_threads: int, arguments: Sequence[Sequence[object]]
+) -> list[tuple[int, socket.socket]]:
+    """Start a process with ``num_threads`` intra-op threads for each of ``arguments``.
 
-    def __init__(self, num_threads: int) -> None:
-        self._connection, its = socket.socketpair()
-        path = json.dumps([*map(str, sys.path)])
-        arguments = map(str, (num_threads, its.fileno(), os.getpid()))
-        own = {"OMP_NUM_THREADS": str(num_threads)}
-        with its:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN, path, *arguments],
-                stdin=subprocess.DEVNULL,
-                env={**allocator_environment(), **os.environ, **own},
-                pass_fds=[its.fileno()],
-                start_new_session=True,  # Ctrl-C is for the caller
-            )
+    Returns:
+        The id of each process, and a connection to it.
 
-    def fork(self, arguments: Sequence[Sequence[object]]) -> list[tuple[int, socket.socket]]:
-        """Once torch is imported, fork a process for each of ``arguments``.
-
-        Returns:
-            The id of each process, and a connection to it.
-
-        Raises:
-            ReplicaLost: If the interpreter has ended, or takes too long.
-        """
-        self._connection.settimeout(START_SECONDS)
+    Raises:
+        ReplicaLost: If the interpreter ends, or takes too long.
+    """
+    with ExitStack() as after, ExitStack() as after_errors:
+        connection, its = map(after.enter_context, socket.socketpair())
         pairs = [socket.socketpair() for _ in arguments]
-        with ExitStack() as after, ExitStack() as after_errors:
-            after.enter_context(self._connection)
-            for mine, its in pairs:
-                after_errors.enter_context(mine)
-                after.enter_context(its)
-            after.enter_context(reporting_loss(1, self._process, START_SECONDS))
-            if self._connection.recv(1) != _READY:
+        for mine, theirs in pairs:
+            after_errors.enter_context(mine)
+            after.enter_context(theirs)
+        path = json.dumps([*map(str, sys.path)])
+        own = {"OMP_NUM_THREADS": str(num_threads)}
+        interpreter = subprocess.Popen(
+            [sys.executable, "-P", "-c", _MAIN, path]
+            + [str(number) for number in (num_threads, its.fileno(), os.getpid())],
+            stdin=subprocess.DEVNULL,
+            env={**allocator_environment(), **os.environ, **own},
+            pass_fds=[its.fileno()],
+            start_new_session=True,  # Ctrl-C is for the caller
+        )
+        its.close()
+        after_errors.callback(interpreter.wait)
+        after_errors.callback(interpreter.kill)
+        connection.settimeout(START_SECONDS)
+        with reporting_loss(1, interpreter, START_SECONDS):
+            if connection.recv(1) != _READY:
                 raise EOFError
             with _adopting_orphans():
                 message = json.dumps(arguments).encode()
-                send_message(self._connection, message, [its.fileno() for _, its in pairs])
-                answer = self._connection.recv(_MOST_BYTES)
-                self._process.wait(START_SECONDS)
+                send_message(connection, message, [theirs.fileno() for _, theirs in pairs])
+                answer = connection.recv(_MOST_BYTES)
+                interpreter.wait(START_SECONDS)
             if not answer:
                 raise EOFError
-            after_errors.pop_all()
-        return list(zip(json.loads(answer), (mine for mine, _ in pairs), strict=True))
-
-    def end(self) -> None:
-        """End it, if it hasn't ended."""
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        after_errors.pop_all()
+    return list(zip(json.loads(answer), (mine for mine, _ in pairs), strict=True))
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from lockstep.nn.replicas.group import Replica, num_replicas, this_replica
 from lockstep.nn.replicas.interpreter import (
     START_SECONDS,
     ForkedProcess,
-    Interpreter,
     reporting_loss,
+    start_processes,
 )
 from lockstep.nn.replicas.local_replica import Arguments, Ends
 from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, version_of
@@ -107,10 +107,9 @@ class WorkerProcess(ForkedProcess):
             self.wait(START_SECONDS)
 
 
-def _end(interpreter: Interpreter, workers: Sequence[WorkerProcess], owner: int) -> None:
+def _end(workers: Sequence[WorkerProcess], owner: int) -> None:
     if owner != os.getpid():
         return  # this process was forked from theirs
-    interpreter.end()
     for worker in workers:
         worker.hang_up()
     for worker in workers:
@@ -132,10 +131,12 @@ class ReplicaProcesses:
         self.gradients = GradientsElsewhere([], devices[0], 0)
         self._lost: BaseException | None = None
         self._is_ended = False
-        self._interpreter = Interpreter(max(1, torch.get_num_threads() // len(devices)))
-        self.workers: list[WorkerProcess] = []  # once the interpreter was forked
+        seed, (home, *others) = torch.initial_seed(), map(str, devices)
+        seats = [((seed + i) % 2**63, home, other) for i, other in enumerate(others, start=1)]
+        started = start_processes(max(1, torch.get_num_threads() // len(devices)), seats)
+        self.workers = [WorkerProcess(i, devices, *pair) for i, pair in enumerate(started, start=1)]
         self._pid = os.getpid()
-        self._end = weakref.finalize(self, _end, self._interpreter, self.workers, self._pid)
+        self._end = weakref.finalize(self, _end, self.workers, self._pid)
 
     @property
     def is_alive(self) -> bool:
@@ -150,12 +151,6 @@ class ReplicaProcesses:
                 "process that this one was forked from. Call the model again."
             )
 
-    def _begin(self) -> None:
-        seed, (home, *others) = torch.initial_seed(), map(str, self.devices)
-        seats = [((seed + i) % 2**63, home, other) for i, other in enumerate(others, start=1)]
-        forked = enumerate(self._interpreter.fork(seats), start=1)
-        self.workers += [WorkerProcess(index, self.devices, *pair) for index, pair in forked]
-
     def update(self, module: nn.Module, state: ModuleState) -> None:
         """Send the module, if more of it has changed than the values of tensors."""
         if self._snapshot.is_current(state):
@@ -163,14 +158,12 @@ class ReplicaProcesses:
         parameters = state.parameters
         known = {id(tensor): i for i, tensor in enumerate([*parameters, *state.buffers])}
         try:
-            modules = [Packed(Request("take_module", (module,)), known) for _ in self.devices[1:]]
+            modules = [Packed(Request("take_module", (module,)), known) for _ in self.workers]
         except Exception as error:  # pickling may raise anything
             raise TypeError(
                 f"{type(module).__name__} can't be sent to other processes: {error}. Use "
                 "workers='threads', or leave out what can't be pickled."
             ) from error
-        if not self.workers:
-            self._begin()
         self._snapshot = _NOTHING  # until all is sent
         are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
         shared = share(parameters)
@@ -289,8 +282,7 @@ class ReplicaProcesses:
             # The first replica fills the module's own containers: that doesn't change the module.
             self._snapshot.ignore_lengths()
             # The next call would take the answer to this one for its own.
-            is_asked = any(worker.is_asked for worker in self.workers)
-            if self._is_ended or is_asked or not self.workers:
+            if self._is_ended or any(worker.is_asked for worker in self.workers):
                 self.kill()
                 self._end()
 
