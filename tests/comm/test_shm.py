@@ -302,7 +302,7 @@ def test_an_interrupted_meeting_ends_the_group(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(teams[0]._barrier, "exchange", interrupted)
         group = SharedMemoryGroup(teams[0], "shm", timedelta(seconds=5))
         with pytest.raises(KeyboardInterrupt):
-            group.barrier()
+            group.barrier().wait()
         (error,) = meet_all(teams[1:])
         assert isinstance(error, PeerLost)
         assert "KeyboardInterrupt" in str(error)

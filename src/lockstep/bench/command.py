@@ -84,29 +84,22 @@ def collectives(
         parse_sizes(sizes, counts),
         whole_number(rounds, "The number of rounds", "15 is enough on a quiet machine."),
     )
-    file = _writable(json_to)
+    if json_to is not None and json_to != "-":
+        try:  # now, to fail before minutes of measuring
+            with open(json_to, "a"):  # not touch(), which takes a directory
+                pass
+        except OSError as error:
+            raise BadLaunch(f"--json: {json_to} can't be written: {error.strerror}.") from error
     report = Report(plan.rounds, machine=machine_facts())
     for count in counts:
         _measure(report, plan, count, mpiexec)
     text = json.dumps(report.as_data(), indent=1)
-    if file is not None:
-        file.write_text(text + "\n")
     if json_to == "-":
         print(text)
-    else:
-        print_report(report, Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
-
-
-def _writable(name: str | None) -> Path | None:
-    """The file to write to. It is opened now, to fail before minutes of measuring."""
-    if name is None or name == "-":
-        return None
-    try:
-        with open(name, "a"):  # not touch(), which takes a directory
-            pass
-    except OSError as error:
-        raise BadLaunch(f"--json: {name} can't be written: {error.strerror}.") from error
-    return Path(name)
+        return
+    if json_to is not None:
+        Path(json_to).write_text(text + "\n")
+    print_report(report, Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
 
 
 def _measure(report: Report, plan: Plan, count: int, mpiexec: str) -> None:

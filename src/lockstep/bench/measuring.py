@@ -11,12 +11,11 @@ calls.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -170,30 +169,29 @@ def _contenders(
     operation: str, shared: torch.Tensor, gloo: dist.ProcessGroup, shm: SharedMemoryGroup
 ) -> dict[str, Contender]:
     """The implementations of ``operation``; all ranks must call this alike."""
+
+    def contender(whole: torch.Tensor, group: dist.ProcessGroup) -> Contender:
+        parts = list(whole.chunk(group.size()))
+        # This rank's part of a gathered or scattered tensor is a tensor by itself.
+        part = torch.empty_like(parts[group.rank()])
+        call: Callable[[], object] = {
+            "all_reduce": partial(dist.all_reduce, whole, group=group),
+            "broadcast": partial(dist.broadcast, whole, group_src=0, group=group),
+            "all_gather": partial(dist.all_gather, parts, part, group=group),
+            "reduce_scatter": partial(dist.reduce_scatter, part, parts, group=group),
+        }[operation]
+        written = part if operation == "all_gather" else whole
+        return partial(written.fill_, 1.0), call
+
     ordinary = torch.empty(shared.numel())
     found = {
-        GLOO: _contender(operation, ordinary, gloo),
-        SHM: _contender(operation, ordinary, shm),
-        IN_PLACE: _contender(operation, shared, shm),
+        GLOO: contender(ordinary, gloo),
+        SHM: contender(ordinary, shm),
+        IN_PLACE: contender(shared, shm),
     }
     if operation == "all_reduce" and shared.nbytes >= _BOUND_FROM_BYTES:
         found[BOUND] = partial(shared.fill_, 1.0), _passes(shared, shm)
     return found
-
-
-def _contender(operation: str, whole: torch.Tensor, group: dist.ProcessGroup) -> Contender:
-    """``whole`` is the larger of the tensors, if they differ in size."""
-    parts = list(whole.chunk(group.size()))
-    # This rank's part of a gathered or scattered tensor is a tensor by itself.
-    part = torch.empty_like(parts[group.rank()])
-    call: Callable[[], object] = {
-        "all_reduce": partial(dist.all_reduce, whole, group=group),
-        "broadcast": partial(dist.broadcast, whole, group_src=0, group=group),
-        "all_gather": partial(dist.all_gather, parts, part, group=group),
-        "reduce_scatter": partial(dist.reduce_scatter, part, parts, group=group),
-    }[operation]
-    written = part if operation == "all_gather" else whole
-    return partial(written.fill_, 1.0), call
 
 
 @torch.inference_mode()
@@ -231,8 +229,17 @@ def _measure_small_call(ranks: Ranks, shm: SharedMemoryGroup, rounds: int) -> Sm
     """Measure a small all-reduce, and each of its parts by itself, in turns with the whole."""
     tensor = torch.ones(_SMALL_CALL_BYTES // 4)
     write = partial(tensor.fill_, 1.0)
-    with _socket_calls(ranks.size - 1) as sockets:
-        calls = {"sockets": sockets, **_parts_of_all_reduce(tensor, shm)}
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    message, received = bytes(_ARRIVAL_BYTES), bytearray(8192)
+
+    def call_system() -> None:
+        """The system calls of a barrier at which no rank has to wait."""
+        for _ in range(ranks.size - 1):
+            here.send(message)
+            there.recv_into(received, 0, socket.MSG_DONTWAIT)
+
+    with here, there:
+        calls = {"sockets": call_system, **_parts_of_all_reduce(tensor, shm)}
         contenders = {name: (write, call) for name, call in calls.items()}
         seconds = take_turns(ranks, contenders, _SMALL_CALL_BYTES, rounds)
 
@@ -288,18 +295,3 @@ def _parts_of_all_reduce(
         "meeting": partial(transport.exchange, signature, 0, _TIMEOUT_SECONDS),
         **{name: torch.inference_mode()(part) for name, part in parts.items()},
     }
-
-
-@contextlib.contextmanager
-def _socket_calls(num_peers: int) -> Iterator[Callable[[], None]]:
-    """The system calls of a barrier at which no rank has to wait."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    message, received = bytes(_ARRIVAL_BYTES), bytearray(8192)
-
-    def run() -> None:
-        for _ in range(num_peers):
-            here.send(message)
-            there.recv_into(received, 0, socket.MSG_DONTWAIT)
-
-    with here, there:
-        yield run

@@ -62,11 +62,11 @@ class Signature(NamedTuple):
 
     def mismatch(self, rank: int, others: Mapping[int, object]) -> CollectiveMismatch:
         """Return the error of ``rank``, which made this call; ``others`` are other ranks' calls."""
-        calls = "".join(f"; rank {other} called {call}" for other, call in others.items())
+        calls = "".join(f"; rank {other} called {others[other]}" for other in sorted(others))
         return CollectiveMismatch(
             f"Rank {rank} called {self}{calls}. All ranks must make the same calls in the same "
             "order: look for a branch that only some of them take.",
-            tuple(others),
+            sorted(others),
             self.operation,
         )
 
@@ -148,6 +148,7 @@ class Transport(Ranks):
     Staged data may be read from the exchange that announces it until the reader's next exchange
     but one: a rank stages in the same slot again only after an exchange at which all ranks had
     finished reading it. So one exchange is enough for data to go from every rank to every rank.
+    An exchange of different calls counts as well: nobody reads what it announces.
 
     Attributes:
         slot_bytes: The size of a slot; the same on every rank.

@@ -91,8 +91,11 @@ def job_of(
     if not words:
         raise BadLaunch("SCRIPT is missing: say what to run, as in 'lockstep run -n 2 train.py'.")
     name, *argv = words
-    num_ranks = _default_num_ranks()
     if nprocs is None:
+        # Device files are counted rather than CUDA asked: CUDA cannot be used in a process whose
+        # parent used it before the fork, and ranks are forked.
+        num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        num_ranks = num_visible_gpus(os.environ, num_gpus) or _DEFAULT_NUM_RANKS
         _warn_of_late_options(argv, num_ranks)
     else:
         num_ranks = check_num_ranks(nprocs)
@@ -118,16 +121,6 @@ def _warn_of_late_options(argv: Sequence[str], num_ranks: int) -> None:
             "script gets it; give it before the script to say how many ranks to run.",
             file=sys.stderr,
         )
-
-
-def _default_num_ranks() -> int:
-    """One rank for each GPU, or two where there is none.
-
-    The device files are counted rather than CUDA asked: CUDA cannot be used in a process whose
-    parent used it before the fork, and ranks are forked.
-    """
-    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return num_visible_gpus(os.environ, num_gpus) or _DEFAULT_NUM_RANKS
 
 
 def check_num_ranks(value: object) -> int:

@@ -6,7 +6,7 @@ import os
 import re
 import select
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 
 from lockstep.errors import BadLaunch
@@ -27,35 +27,27 @@ class LineSplitter:
     """
 
     def __init__(self, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        # Of the unfinished line; joined once at its end, as a join for each chunk would copy and
-        # search a line of a megabyte again for every few bytes.
-        self._chunks: list[bytes] = []
-        self._num_bytes = 0
+        self._rest = bytearray()  # the unfinished line; to append to it doesn't copy it
         self._max_line_bytes = max_line_bytes
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add ``data`` to the stream; return the pieces that it completes."""
-        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        # Not beyond the last line's end: there the pattern would retry from each byte.
-        pieces: list[bytes] = _PIECE.findall(self._take() + data[:end]) if end else []
-        self._chunks.append(data[end:])
-        self._num_bytes += len(data) - end
-        if self._num_bytes >= self._max_line_bytes:
-            line, size = self._take(), self._max_line_bytes
-            whole = len(line) // size * size
-            pieces += [line[at : at + size] + b"\n" for at in range(0, whole, size)]
-            self._chunks, self._num_bytes = [line[whole:]], len(line) - whole
+        pieces: list[bytes] = []
+        if end := max(data.rfind(b"\n"), data.rfind(b"\r")) + 1:
+            # Not beyond the last line's end: there the pattern would retry from each byte.
+            pieces = _PIECE.findall(bytes(self._rest) + data[:end])
+            self._rest.clear()
+        self._rest += data[end:]
+        while len(self._rest) >= self._max_line_bytes:
+            pieces.append(bytes(self._rest[: self._max_line_bytes]) + b"\n")
+            del self._rest[: self._max_line_bytes]
         return pieces
 
     def finish(self) -> list[bytes]:
         """End the stream; return its unfinished line, with an end."""
-        rest = self._take()
+        rest = bytes(self._rest)
+        self._rest.clear()
         return [rest + b"\n"] if rest else []
-
-    def _take(self) -> bytes:
-        line = b"".join(self._chunks)
-        self._chunks, self._num_bytes = [], 0
-        return line
 
 
 class Labeller:
@@ -68,8 +60,8 @@ class Labeller:
 
     def __init__(self) -> None:
         self._open: Hashable = None  # source of the piece that the cursor stands on
-        self._returned: set[Hashable] = set()  # sources whose last piece ended in \r
-        self._unfinished: Hashable = None  # source whose last piece has no end
+        # The end of each source's last piece: a newline, \r, or nothing.
+        self._ends: dict[Hashable, bytes] = {}
 
     def label(self, source: Hashable, label: bytes, pieces: Iterable[bytes]) -> bytes:
         """The bytes to write for ``pieces`` of ``source``."""
@@ -81,24 +73,20 @@ class Labeller:
         return b"\n" if was_open is not None else b""
 
     def _label_one(self, source: Hashable, label: bytes, piece: bytes) -> bytes:
-        continues = source == self._unfinished == self._open
+        is_open, last_end = self._open == source, self._ends.get(source, b"\n")
+        continues = is_open and not last_end
         if piece == b"\r" and not continues:  # tqdm writes it before a bar: nothing to show yet
             return b""
-        if piece in (b"\n", b"\r\n") and source in self._returned:
-            return self._end_bar(source)
-        newline = b"\n" if self._open not in (None, source) else b""
-        ends, returns = piece.endswith(b"\n"), piece.endswith(b"\r")
-        self._open = None if ends else source
-        self._unfinished = None if ends or returns else source
-        (self._returned.add if returns else self._returned.discard)(source)
-        return newline + (b"" if continues else label) + piece
-
-    def _end_bar(self, source: Hashable) -> bytes:
-        self._returned.discard(source)
-        if self._open != source:  # another source's newline has ended it already
+        end = piece[-1:] if piece.endswith((b"\n", b"\r")) else b""
+        ends_bar = piece in (b"\n", b"\r\n") and last_end == b"\r"
+        newline = b"\n" if not is_open and self._open is not None else b""
+        self._ends[source] = end
+        if ends_bar and not is_open:  # another source's newline has ended it already
             return b""
-        self._open = None
-        return b"\n"
+        self._open = None if end == b"\n" else source
+        if ends_bar:
+            return b"\n"
+        return newline + (b"" if continues else label) + piece
 
 
 class Console:
@@ -130,20 +118,14 @@ class Console:
             pieces += [rest[:-1] for rest in splitter.finish()]
         self._show(rank, destination, pieces)
 
-    def end_streams(self) -> None:
-        """Write the unfinished lines of all ranks."""
-        for (rank, destination), splitter in self._splitters.items():
-            self._show(rank, destination, splitter.finish())
-
     def _show(self, rank: int, destination: int, pieces: list[bytes]) -> None:
         if pieces:
             source, label = (rank, destination), b"[rank %d] " % rank
             labelled = self._labellers[destination].label(source, label, pieces)
             self._write(destination, labelled)
-            self.log(rank, b"".join(pieces))
+            self._log(rank, b"".join(pieces))
 
-    def log(self, rank: int, data: bytes) -> None:
-        """Write ``data`` to the log file of ``rank``, and close that if it can't be written."""
+    def _log(self, rank: int, data: bytes) -> None:
         view = memoryview(data)
         try:
             while view and rank in self._log_files:
@@ -153,8 +135,12 @@ class Console:
             words = f"lockstep: the log of rank {rank} ends here: {error.strerror}.\n"
             self._write(2, self._labellers[2].finish() + words.encode())
 
-    def close(self) -> None:
-        """End the last line of each stream and close the log files."""
+    def close(self, tracebacks: Mapping[int, str]) -> None:
+        """End all lines, add ``tracebacks`` of ranks to their log files, and close those."""
+        for (rank, destination), splitter in self._splitters.items():
+            self._show(rank, destination, splitter.finish())
+        for rank, traceback in tracebacks.items():
+            self._log(rank, traceback.encode(errors="backslashreplace"))
         for destination, labeller in self._labellers.items():
             self._write(destination, labeller.finish())
         for log_file in self._log_files.values():

@@ -76,14 +76,14 @@ def run_rank(
         numpy_random.seed()
     # Not before: a signal would run the supervisor's handlers.
     signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
-    report = _run(job.program, rank, reads_stdin)
+    failure, result = _run(job.program, rank, reads_stdin)
     # If the supervisor was killed, the end of this rank is near.
     with contextlib.suppress(BrokenPipeError), connection:
-        if report is not None:
+        if failure is not None or result is not None:
             # Its length comes first, as a process of the rank's may hold the connection open.
-            payload = pickle.dumps(report)
-            connection.sendall(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
-    return report.exit_code if isinstance(report, Failure) else 0
+            report = pickle.dumps((failure, result))
+            connection.sendall(len(report).to_bytes(LENGTH_BYTES, "little") + report)
+    return 0 if failure is None else failure.exit_code
 
 
 def _leave_supervisor(outputs: Sequence[int], reads_stdin: bool) -> None:
@@ -94,14 +94,16 @@ def _leave_supervisor(outputs: Sequence[int], reads_stdin: bool) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    descriptors = dict(enumerate(outputs, start=1))
     if not reads_stdin:
-        _move(os.open(os.devnull, os.O_RDONLY), 0)
-    for number, descriptor in enumerate(outputs, start=1):
-        _move(descriptor, number)
+        descriptors[0] = os.open(os.devnull, os.O_RDONLY)
+    for number, descriptor in descriptors.items():
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr) if outputs else ():
         # A pipe is block-buffered by default: lines would come late, and not at all from a
         # rank that is killed.
-        reconfigure = getattr((sys.stdout, sys.stderr)[number - 1], "reconfigure", None)
-        if reconfigure is not None:
+        if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(line_buffering=True)
     # The supervisor shows the exception that ends a rank, once it knows which failed first. A
     # hook that the program installs, such as rich's, replaces this one.
@@ -109,27 +111,24 @@ def _leave_supervisor(outputs: Sequence[int], reads_stdin: bool) -> None:
     faulthandler.enable()
 
 
-def _move(descriptor: int, number: int) -> None:
-    os.dup2(descriptor, number)
-    os.close(descriptor)
-
-
-def _run(program: Program | bytes, rank: int, reads_stdin: bool) -> Failure | bytes | None:
-    """Run ``program``; return its failure, or the pickled result if it is a function."""
+def _run(
+    program: Program | bytes, rank: int, reads_stdin: bool
+) -> tuple[Failure | None, bytes | None]:
+    """Run ``program``; return its failure, and the pickled result if it is a function."""
     is_call = isinstance(program, bytes)
     try:
         if isinstance(program, bytes):
-            return _call(program)
+            return None, _call(program)
         (_run_module if program.is_module else _run_script)(program)
     except KeyboardInterrupt:
-        return Failure(rank, time.monotonic(), 128 + signal.SIGINT)
+        return Failure(rank, time.monotonic(), 128 + signal.SIGINT), None
     except SystemExit as error:
         failure = failure_by(error, rank, of_function=is_call)
-        return failure if failure.exit_code else None
+        return failure if failure.exit_code else None, None
     except BaseException as error:  # all that ends the program is reported
         # Raised by this package before the program began, not by a launch() inside the program.
         if isinstance(error, BadLaunch) and program_frames(error.__traceback__) is None:
-            return Failure(rank, time.monotonic(), 2, refusal=str(error))
+            return Failure(rank, time.monotonic(), 2, refusal=str(error)), None
         # Of input(), or of a debugger.
         is_of_input = isinstance(error, EOFError) and error.args == ("EOF when reading a line",)
         if not reads_stdin and (is_of_input or type(error).__name__ == "BdbQuit"):
@@ -143,8 +142,8 @@ def _run(program: Program | bytes, rank: int, reads_stdin: bool) -> Failure | by
         failure = failure_by(error, rank, of_function=is_call)
         sys.last_value = error  # as Python has it while it runs exit handlers
         sys.excepthook(type(error), error, error.__traceback__)
-        return failure
-    return None
+        return failure, None
+    return None, None
 
 
 def _call(pickled: bytes) -> bytes:
@@ -206,37 +205,36 @@ def _run_module(module: Program) -> None:
     """
     _replace_first_path_entry(os.getcwd())
     sys.argv[:] = ["-m", *module.argv]  # as python has it while it looks for the module
-    spec = _find(module.name)
+    spec, name = _find(module.name), module.name
+    if spec is None:
+        raise BadLaunch(no_such_module(name))
     if spec.submodule_search_locations is not None:
-        spec = _find(f"{module.name}.__main__", package=module.name)
+        spec = _find(f"{name}.__main__")
+        if spec is None:
+            raise BadLaunch(
+                f"{name!r} is a package without a __main__ module, so it can't be run. Name one "
+                f"of its modules, as in '-m {name}.train'."
+            )
     loader = spec.loader
     code = loader.get_code(spec.name) if isinstance(loader, InspectLoader) else None
     if code is None:
-        raise BadLaunch(f"The module {module.name!r} isn't written in Python, so it can't be run.")
+        raise BadLaunch(f"The module {name!r} isn't written in Python, so it can't be run.")
     main = _new_main(spec.origin or "")
     main.__spec__, main.__loader__, main.__package__ = spec, loader, spec.parent
     sys.argv[0] = spec.origin or ""
     exec(code, main.__dict__)
 
 
-def _find(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec:
+def _find(name: str) -> importlib.machinery.ModuleSpec | None:
     try:
-        spec = importlib.util.find_spec(name)
+        return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         # An import that fails inside the user's package is the user's traceback to see.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        spec = None
     except ValueError:  # a module without a spec, or a name such as ".train"
-        spec = None
-    if spec is not None:
-        return spec
-    if package is not None:
-        raise BadLaunch(
-            f"{package!r} is a package without a __main__ module, so it can't be run. Name one "
-            f"of its modules, as in '-m {package}.train'."
-        )
-    raise BadLaunch(no_such_module(name))
+        pass
+    return None
 
 
 def _new_main(path: str) -> ModuleType:

@@ -171,26 +171,22 @@ class RankProcess:
             self.failure = Failure(self.rank, at_seconds, code or 1, without_result=not code)
 
     def read_report(self) -> bool:
-        """Read the available part of its report; tell whether more may come."""
+        """Read the available part of its report; tell whether no more comes."""
         while self.failure is None and self.result is None:
             try:
                 data = self.connection.recv(1 << 20)
             except BlockingIOError:
-                return True
+                return False
             except ConnectionResetError:  # it was killed before it had read its environment
-                return False
+                return True
             if not data:
-                return False
+                return True
             self._received += data
             length = int.from_bytes(self._received[:LENGTH_BYTES], "little")
             if len(self._received) >= LENGTH_BYTES + length:
-                report = pickle.loads(self._received[LENGTH_BYTES:])
+                self.failure, self.result = pickle.loads(self._received[LENGTH_BYTES:])
                 self._received.clear()
-                if isinstance(report, Failure):
-                    self.failure = report
-                else:
-                    self.result = report
-        return False
+        return True
 
 
 def _fork_ranks(job: Job, signal_mask: Collection[int]) -> list[RankProcess] | Callable[[], int]:
@@ -265,7 +261,7 @@ class _Watch:
         if job.caller is not None:
             self._when_readable(job.caller.socket, self._lose_caller)
         for rank in ranks:
-            self._when_readable(rank.connection, partial(self._read_report, rank))
+            self._when_readable(rank.connection, rank.read_report)
             for destination, output in enumerate(rank.outputs, start=1):
                 self._when_readable(output, partial(self._copy, rank, output, destination))
 
@@ -276,7 +272,7 @@ class _Watch:
         """
         try:
             if notice is not None:
-                self._when_readable(notice, partial(self._follow_peer, notice))
+                self._when_readable(notice, self._follow_peer)
             for rank, environment in zip(self._ranks, environments, strict=True):
                 rank.begin(environment)
             self._until_all_ended()
@@ -325,40 +321,34 @@ class _Watch:
         """Handle events, after waiting at most ``seconds`` for one; return whether any came."""
         events = self._selector.select(seconds)
         for key, _ in events:
-            key.data()
+            if key.data():
+                self._selector.unregister(key.fileobj)
         while self.signals.pending:
             self._end(self.signals.pending.pop(0))
         if self._console.broken and self._interrupted_by is None:
             self._end(signal.SIGPIPE)
         return bool(events)
 
-    def _when_readable(self, source: int | socket.socket, act: Callable[[], None]) -> None:
+    def _when_readable(self, source: int | socket.socket, act: Callable[[], object]) -> None:
+        """Call ``act()`` whenever ``source`` is readable, until it returns True."""
         self._selector.register(source, selectors.EVENT_READ, act)
 
-    def _copy(self, rank: RankProcess, output: int, destination: int) -> None:
+    def _copy(self, rank: RankProcess, output: int, destination: int) -> bool:
         data = os.read(output, _READ_BYTES)
-        if not data:
-            self._selector.unregister(output)
-            os.close(output)
         if destination == 2:
             rank.keep_last_words(data)
         self._console.feed(rank.rank, destination, data, show_prompt=rank.has_terminal)
+        return not data
 
-    def _read_report(self, rank: RankProcess) -> None:
-        if not rank.read_report():
-            self._selector.unregister(rank.connection)
-
-    def _lose_caller(self) -> None:
-        assert self._job.caller is not None
-        self._selector.unregister(self._job.caller.socket)
+    def _lose_caller(self) -> bool:
         self._console.broken = True  # the caller was the reader of the output, too
+        return True
 
-    def _follow_peer(self, notice: int) -> None:
-        self._selector.unregister(notice)
+    def _follow_peer(self) -> bool:
         if self._escalation is None:
             self._peer_failed = True
-            actions = after_signal(signal.SIGTERM, _GRACE_SECONDS)
-            self._escalation = Escalation(actions)
+            self._escalation = Escalation(after_signal(signal.SIGTERM, _GRACE_SECONDS))
+        return True
 
     def _end(self, number: int) -> None:
         """End the ranks because of a signal or, SIGPIPE, because nobody reads the output."""
@@ -390,9 +380,5 @@ class _Watch:
         deadline = time.monotonic() + _DRAIN_SECONDS
         while time.monotonic() < deadline and self._serve(0.0):
             pass
-        self._console.end_streams()
-        for rank in self._ranks:
-            if rank.failure and rank.failure.told:
-                told = rank.failure.told.full
-                self._console.log(rank.rank, told.encode(errors="backslashreplace"))
-        self._console.close()
+        told = {rank.rank: rank.failure.told for rank in self._ranks if rank.failure}
+        self._console.close({rank: words.full for rank, words in told.items() if words})

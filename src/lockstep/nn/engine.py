@@ -311,12 +311,6 @@ class Engine:
             self.reducer.mark_accumulated(pending.parameters.pop())
         self.reducer.give_up()
 
-    def drop_reduced_gradients(self) -> None:
-        """Set the gradients of an earlier step to None, unless some are yet to be reduced."""
-        if not self.reducer.has_unreduced:
-            for parameter in self.parameters:
-                parameter.grad = None
-
     def everything_that_follows(self) -> list[torch.Tensor]:
         """Return its parameters, and the buffers that are kept alike."""
         module = self.module

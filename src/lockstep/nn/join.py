@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
@@ -19,7 +20,7 @@ class UnevenLoop(JoinState):
     """A context around a loop that ends at different times on the ranks, as in ``join()``.
 
     Args:
-        engines: The engines of the models, one at least, and all of one group.
+        engines: The engines of the models, all of one group.
         group: Their group.
         divide_by_active: Whether gradients are means over the ranks that still have data.
         throws: Whether the first rank that is through ends the loop on all, with an error.
@@ -33,7 +34,8 @@ class UnevenLoop(JoinState):
         divide_by_active: bool,
         throws: bool = False,
     ) -> None:
-        device = engines[0].parameters[0].device
+        devices = (t.device for engine in engines for t in engine.everything_that_follows())
+        device = next(devices, torch.device("cpu"))
         super().__init__(group, device, divide_by_active=divide_by_active, throws=throws)
         self._engines: list[Engine] = []
         # Restore this rank's gradients, from the first backward of others that it takes part in.
@@ -90,7 +92,9 @@ class UnevenLoop(JoinState):
         if step is Step.BEGIN and engines:
             self._restore = self._restore or [*map(_own_gradients, self._engines)]
             for engine in self._engines:
-                engine.drop_reduced_gradients()
+                if not engine.reducer.has_unreduced:
+                    for parameter in engine.parameters:
+                        parameter.grad = None
         if step in (Step.BEGIN, Step.END) and engines:
             backward_sync_of(self._group).follow(engines, announcement)
         if step in (Step.END, Step.NOTHING):

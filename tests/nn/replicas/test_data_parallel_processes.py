@@ -353,6 +353,26 @@ def test_a_process_that_is_not_called_is_told_with_its_next_call() -> None:
     assert dropped[1] in ([], [first + 3])
 
 
+class Asks(nn.Module):
+    """Says what its process was started with."""
+
+    def forward(self, x: torch.Tensor) -> tuple:
+        return os.getpid(), os.environ.get("LOCKSTEP_TEST"), os.getcwd(), torch.initial_seed()
+
+
+def test_each_process_is_a_child_with_what_the_first_call_sees(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = DataParallel(Asks(), ["cpu"] * 4, workers="processes")
+    monkeypatch.setenv("LOCKSTEP_TEST", "set")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(7)
+    pids, variable, folder, seeds = model(torch.ones(4))
+    assert len(set(pids)) == 4
+    assert set(pids[1:]) <= {child.pid for child in psutil.Process().children()}
+    assert (variable, folder, seeds) == ("set", os.getcwd(), [7, 8, 9, 10])
+
+
 PROGRAM = """
 import os, sys, torch
 from torch import nn
@@ -391,6 +411,20 @@ def test_nothing_is_left_of_a_program(end: str) -> None:
     while left := [pid for pid in set(psutil.pids()) - before if is_replica(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+def test_nothing_is_left_of_a_program_that_ends_in_its_first_call() -> None:
+    """Its output ends when the last process has ended that could write there."""
+    before = set(psutil.pids())
+    end = "import threading; threading.Timer(0.2, os.kill, (os.getpid(), 9)).start(); model("
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("model(", end, 1)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stderr) == (-signal.SIGKILL, "")
+    assert not [pid for pid in set(psutil.pids()) - before if is_replica(pid)]
 
 
 @pytest.mark.long

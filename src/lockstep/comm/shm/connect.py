@@ -44,19 +44,12 @@ _GIVEN_UP = "given up"
 
 
 class Peer(NamedTuple):
-    """The connections to another rank.
-
-    Attributes:
-        barrier: The socket of the barrier.
-        mailbox: The socket of point-to-point messages.
-        memory: The descriptor of the peer's segment.
-        slots: The peer's slots, as bytes: the beginning of its segment.
-    """
+    """The connections to another rank."""
 
     barrier: socket.socket
     mailbox: socket.socket
-    memory: int
-    slots: torch.Tensor
+    memory: int  # the descriptor of its segment
+    slots: torch.Tensor  # the beginning of its segment, as bytes
 
     def end(self) -> None:
         """End barrier and messages for both sides, whichever threads wait for them."""
@@ -232,14 +225,7 @@ class _Handshake:
 def connect(
     store: dist.Store, rank: int, size: int, num_slot_bytes: int, timeout: float
 ) -> tuple[Segment, torch.Tensor, dict[int, Peer]]:
-    """Connect to every other rank of the group; every one of them must call it.
-
-    Args:
-        store: A store that is this group's alone.
-        rank: This rank.
-        size: The number of ranks.
-        num_slot_bytes: The size of each rank's slots.
-        timeout: The seconds until the last rank must have come.
+    """Connect to every other rank of the group within ``timeout`` seconds.
 
     Returns:
         This rank's segment, its slots, as bytes, and its peers by rank.

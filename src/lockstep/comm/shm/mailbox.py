@@ -106,11 +106,9 @@ class _MessageFile:
 
 
 class SocketMailbox(Mailbox):
-    """The mailbox of a rank whose peers are processes of this host.
+    """The mailbox of a rank whose peers are processes of this host, by rank at ``sockets``.
 
-    Args:
-        transport: The ranks; it is broken off when a message doesn't come.
-        sockets: By rank, the sockets to the peers.
+    When a message doesn't come, ``transport`` is broken off.
     """
 
     def __init__(self, transport: Transport, sockets: Mapping[int, socket.socket]) -> None:

@@ -25,12 +25,8 @@ class ShmTransport(Transport):
     the slots are at its beginning. Ranks map each other's slots when they connect, and other
     memory, which :meth:`empty` makes, when it is first announced.
 
-    Args:
-        store: A store that is this group's alone.
-        rank: This rank.
-        size: The number of ranks.
-        timeout: How many seconds to wait for the others to connect.
-        members: The ranks as the whole run numbers them, for errors; by default 0 to ``size - 1``.
+    ``store`` is this group's alone, and ``timeout`` the seconds to wait for the others to connect.
+    Errors name ranks by ``members``, their numbers in the whole run; by default 0 to ``size - 1``.
 
     Raises:
         RendezvousFailed: If not all ranks come, or one is on another host.

@@ -38,9 +38,7 @@ Arrivals = dict[int, tuple[Signature, Address]]
 class ThreadTransportState:
     """The state that the ranks of one group share; ``changed`` guards it.
 
-    Args:
-        size: The number of ranks.
-        members: Their numbers in the whole run, by which errors name them.
+    Errors name ranks by ``members``, their numbers in the whole run.
     """
 
     def __init__(self, size: int, members: Sequence[int] | None = None) -> None:
@@ -156,12 +154,7 @@ class ThreadTransportState:
 
 
 class ThreadMailbox(Mailbox):
-    """The mailbox of a rank that is a thread.
-
-    Args:
-        state: The state of the group, with the messages that are yet to be delivered.
-        rank: This rank.
-    """
+    """The mailbox of a rank that is a thread."""
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
         super().__init__(rank, state.members)
@@ -199,12 +192,7 @@ class ThreadMailbox(Mailbox):
 
 
 class ThreadTransport(Transport):
-    """A rank that is a thread, among others of this process.
-
-    Args:
-        state: The state that it shares with the others.
-        rank: This rank.
-    """
+    """A rank that is a thread, among others of this process, with which it shares ``state``."""
 
     mailbox: ThreadMailbox
     _INHERITED = (
@@ -263,12 +251,7 @@ def join(
 ) -> ThreadTransport:
     """Join the other ranks of a group, which are other threads; every one of them calls it.
 
-    Args:
-        store: A store that is this group's alone.
-        rank: The rank of this thread.
-        size: The number of ranks.
-        timeout: How many seconds to wait for the others.
-        members: The ranks' numbers in the whole run, by which errors name them.
+    ``store`` is this group's alone, and ``timeout`` in seconds; errors name ranks by ``members``.
 
     Raises:
         RendezvousFailed: If they don't all come, or one is in another process.

@@ -6,7 +6,6 @@ and ``TensorByHandle`` arrive as the tensors that they stand for, in the same me
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import functools
 import io
@@ -120,26 +119,23 @@ class Channel:
             Exception: What pickling raises; then nothing was sent.
         """
         packed = value if isinstance(value, Packed) else Packed(value)
-        on_device: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in packed.tensors:
-            on_device.setdefault(tensor.device, []).append(tensor)
-        new: dict[torch.device, SharedMemory] = {}
-        spans: dict[torch.device, list[Span]] = {}
-        for device, tensors in on_device.items():
-            spans[device], num_bytes = spans_of(tensors)
-            memory = self._mine.get(device)
-            if memory is None or num_bytes > len(memory.here):
-                memory = new[device] = SharedMemory(2 * num_bytes, device)
-            for tensor, span in zip(tensors, spans[device], strict=True):
-                tensor_at(memory.here, span).copy_(tensor.detach())
-        _settle({*self._devices, *on_device, *self._theirs})
+        spans, num_bytes = spans_of(packed.tensors)
+        new = {
+            device: SharedMemory(2 * count, device)
+            for device, count in num_bytes.items()
+            if device not in self._mine or count > len(self._mine[device].here)
+        }
+        memories = self._mine | new
+        for tensor, span in zip(packed.tensors, spans, strict=True):
+            tensor_at(memories[span.device].here, span).copy_(tensor.detach())
+        _settle({*self._devices, *num_bytes, *self._theirs})
         # A segment goes as a descriptor.
         handles = {d: None if own.segment else reduce_tensor(own.here) for d, own in new.items()}
         segments = [own.segment for own in new.values() if own.segment] + packed.segments
         message = pickle.dumps((handles, spans, packed.payload))
         header = _HEADER.pack(len(message))
         send_message(self._socket, header, [segment.descriptor for segment in segments])
-        self._mine |= new
+        self._mine = memories
         for memory in new.values():
             memory.close()
         self._socket.sendall(message)
@@ -169,7 +165,7 @@ class Channel:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
-        here = {device: _tensors_at(self._theirs[device], own) for device, own in spans.items()}
+        here = [tensor_at(self._theirs[span.device], span) for span in spans]
         return _Unpickler(payload, here=here, memory=memory, known=known).load()
 
     def _read(self, length: int) -> bytes:
@@ -195,7 +191,6 @@ class Packed(cloudpickle.Pickler):  # type: ignore[misc]
         self.tensors: list[torch.Tensor] = []
         self.segments: list[Segment] = []
         self._known = known or {}
-        self._counts: collections.Counter[torch.device] = collections.Counter()
         self.dump(value)
         self.payload = file.getvalue()
 
@@ -211,9 +206,7 @@ class Packed(cloudpickle.Pickler):  # type: ignore[misc]
         if value.layout is not torch.strided:
             return None
         self.tensors.append(value)
-        self._counts[value.device] += 1
-        index = self._counts[value.device] - 1
-        return "here", (value.device, index, value.requires_grad, is_one(value))
+        return "here", (len(self.tensors) - 1, value.requires_grad, is_one(value))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -229,9 +222,9 @@ class _Unpickler(pickle.Unpickler):
         if kind != "here":
             found = self._tensors[kind][which]
             return found
-        device, index, requires_grad, is_one_of_all = which
+        index, requires_grad, is_one_of_all = which
         # The next message will lie where this one does.
-        found = self._tensors[kind][device][index].clone().requires_grad_(requires_grad)
+        found = self._tensors[kind][index].clone().requires_grad_(requires_grad)
         if is_one_of_all:
             mark_as_one(found)
         return found
@@ -246,8 +239,9 @@ def _settle(devices: Iterable[torch.device]) -> None:
 
 
 class Span(NamedTuple):
-    """A tensor's layout in memory, from its first byte on."""
+    """A tensor's position and layout in the memory of its device."""
 
+    device: torch.device
     dtype: torch.dtype
     start: int
     shape: tuple[int, ...]
@@ -288,7 +282,7 @@ class SharedTensors:
 
     def __init__(self, like: Sequence[torch.Tensor], device: torch.device) -> None:
         self._spans, num_bytes = spans_of(like)
-        self._memory = SharedMemory(num_bytes, device)
+        self._memory = SharedMemory(sum(num_bytes.values()), device)
 
     def close(self) -> None:
         """Let no further process map them."""
@@ -315,20 +309,26 @@ def share(parameters: Sequence[torch.Tensor]) -> object:
     return shared
 
 
-def spans_of(tensors: Sequence[torch.Tensor]) -> tuple[list[Span], int]:
-    """Consecutive spans for ``tensors``, with the strides that they have, if these have no gaps."""
+def spans_of(tensors: Sequence[torch.Tensor]) -> tuple[list[Span], dict[torch.device, int]]:
+    """Consecutive spans for ``tensors`` on each device, and the bytes that they take there.
+
+    Strides are those of the tensors, if these have no gaps.
+    """
     spans: list[Span] = []
-    num_bytes = 0
+    ends: dict[torch.device, int] = {}
     for tensor in tensors:
-        stride = torch.empty_like(tensor, device="meta").stride()
-        spans.append(Span(tensor.dtype, num_bytes, tuple(tensor.shape), stride))
-        num_bytes += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return spans, num_bytes
+        device, start = tensor.device, ends.get(tensor.device, 0)
+        # Not by an empty tensor on meta: for one, torch imports a library for algebra.
+        stride = (tensor if tensor.is_contiguous() else torch.empty_like(tensor)).stride()
+        spans.append(Span(device, tensor.dtype, start, tuple(tensor.shape), stride))
+        num_bytes = tensor.numel() * tensor.itemsize
+        ends[device] = start + -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return spans, ends
 
 
 def tensor_at(memory: torch.Tensor, span: Span) -> torch.Tensor:
     """The tensor in ``memory``, which is bytes, at ``span``."""
-    dtype, start, shape, stride = span
+    _, dtype, start, shape, stride = span
     flat = memory.new_empty(0, dtype=dtype)
     if memory.device.type != "cpu":
         return flat.set_(memory.untyped_storage(), start // flat.element_size(), shape, stride)

@@ -67,8 +67,8 @@ class GradientsElsewhere:
     ) -> None:
         num = len(parameters)
         self.places = [SharedTensors(parameters, device) for _ in range(count)]
-        flags = torch.empty(num, dtype=torch.uint8, device="meta")
-        self.flags = [SharedTensors([flags], torch.device("cpu")) for _ in range(count)]
+        flags = torch.empty(num, dtype=torch.uint8)
+        self.flags = [SharedTensors([flags], flags.device) for _ in range(count)]
         self._flags = [bytes_of(own.here[0]) for own in self.flags]
         # For each parameter the number of processes whose gradient has been added.
         self._num_added = bytearray(num)

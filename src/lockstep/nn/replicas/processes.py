@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import os
 import socket
 import subprocess
-import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
@@ -22,94 +19,63 @@ from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas.channel import Channel, Error, Packed, Request, share
 from lockstep.nn.replicas.gradients import Gradients, GradientsElsewhere
 from lockstep.nn.replicas.group import Replica, num_replicas, this_replica
+from lockstep.nn.replicas.interpreter import (
+    START_SECONDS,
+    ForkedProcess,
+    reporting_loss,
+    start_processes,
+)
 from lockstep.nn.replicas.local_replica import Arguments, Ends
 from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, version_of
 from lockstep.nn.replicas.nested import tensors_in
 from lockstep.nn.replicas.worker_main import GRACE_SECONDS, Call
 from lockstep.nn.replicas.worker_threads import Modes, Outcome, is_interruption, values_of
-from lockstep.world import allocator_environment
 
-# How long processes may take to start, whatever the timeout: they import torch.
-_START_SECONDS = 120.0
-# How long to wait for the exit code of a process that has closed its end.
-_PATIENCE_SECONDS = 2.0
-_MAIN = """\
-import json, sys
-sys.path[:] = json.loads(sys.argv.pop(1))
-from lockstep.nn.replicas.worker_main import main
-main(sys.argv[1:])
-"""
+_NOTHING = ModuleSnapshot(ModuleState([], [], [], []))
 
 
-class WorkerProcess:
+class WorkerProcess(ForkedProcess):
     """The process of one replica, and the versions of the tensors that it has.
 
     Attributes:
         index: The number of the replica.
         device: Its device.
         dropped: The numbers of calls of which no backward will come; sent with the next call.
-        changed: The indices of the buffers that the last call has changed.
+        is_asked: Whether it has been sent a request and hasn't been heard to answer.
     """
 
-    def __init__(self, index: int, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, index: int, devices: Sequence[torch.device], pid: int, connection: socket.socket
+    ) -> None:
+        super().__init__(pid)
         self.index, self.device = index, devices[index]
         self.dropped: list[int] = []
-        self.changed: list[int] = []
-        self.is_asked = False  # and hasn't been heard to answer
+        self.is_asked = False
         # Of the buffers, and of the parameters, unless it shares them.
         self._versions: list[object] = []
         self._is_home = self.device == devices[0]
         self._timeout = 0.0  # until it is set
-        mine, its = socket.socketpair()
-        self._channel = Channel(mine, [devices[0], self.device])
-        num_threads = max(1, torch.get_num_threads() // len(devices))
-        seed = (torch.initial_seed() + index) % 2**63
-        arguments = its.fileno(), num_threads, seed, devices[0], self.device
-        path = json.dumps([*map(str, sys.path)])
-        with its:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN, path, *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                env={**allocator_environment(), **os.environ, "OMP_NUM_THREADS": str(num_threads)},
-                pass_fds=[its.fileno()],
-                start_new_session=True,  # Ctrl-C is for the caller
-            )
+        self._channel = Channel(connection, [devices[0], self.device])
 
     def send(self, packed: Packed, timeout: float) -> None:
         """Send a message; wait at most ``timeout`` seconds for it to be read, and for answers."""
         self._timeout = timeout
         self._channel.set_timeout(timeout)
-        with self._reporting_loss():
+        with reporting_loss(self.index, self, timeout):
             self.is_asked = True
             self._channel.send(packed)
 
-    def receive(self) -> Any:
-        """Answer the process's requests, in this thread; return its answer."""
-        with self._reporting_loss():
-            while isinstance(message := self._channel.receive(), Request):
-                self._channel.answer(partial(message.function, *message.arguments))
-        self.is_asked = False
-        return message
+    def receive(self) -> Outcome[Any]:
+        """Answer the process's requests, in this thread; return its answer.
 
-    @contextmanager
-    def _reporting_loss(self) -> Iterator[None]:
-        who = f"The process of replica {self.index} (pid {self._process.pid})"
-        try:
-            yield
-        except TimeoutError as error:
-            raise ReplicaLost(
-                f"{who} has not answered within {self._timeout:g} s: it was stopped, hangs, or "
-                "takes longer. It is ended now, and the next call starts new ones. If it needs "
-                "more time, give DataParallel a longer timeout."
-            ) from error
-        except (EOFError, OSError) as error:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_PATIENCE_SECONDS)
-            raise ReplicaLost(
-                f"{who} has ended, with exit code {self._process.returncode}. What it wrote may "
-                "tell why; if it is -9, it was killed, perhaps for want of memory. The next call "
-                "starts new ones."
-            ) from error
+        Errors that aren't the replica's own are raised.
+        """
+        with reporting_loss(self.index, self, self._timeout):
+            while isinstance(answer := self._channel.receive(), Request):
+                self._channel.answer(partial(answer.function, *answer.arguments))
+        self.is_asked = False
+        is_error = isinstance(answer, Error)
+        return Outcome(None, answer.exception()) if is_error else Outcome(answer)
 
     def will_have(self, state: ModuleState) -> tuple[list[int], list[int]]:
         """Note that it is sent the state; return the indices of changed parameters and buffers."""
@@ -125,25 +91,20 @@ class WorkerProcess:
 
     def has_changed(self, buffers: list[int]) -> None:
         """Note that a call has changed buffers."""
-        self.changed = buffers
         for index in buffers:
             self._versions[index] = None
-
-    def kill(self) -> None:
-        """End it now."""
-        self._process.kill()
 
     def hang_up(self) -> None:
         """Let it end, once it is idle or after a moment."""
         self._channel.close()
 
-    def wait(self) -> None:
+    def end(self) -> None:
         """Wait until it has ended, or end it."""
         try:
-            self._process.wait(2 * GRACE_SECONDS)
+            self.wait(2 * GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
-            self._process.wait()
+            self.wait(START_SECONDS)
 
 
 def _end(workers: Sequence[WorkerProcess], owner: int) -> None:
@@ -152,25 +113,28 @@ def _end(workers: Sequence[WorkerProcess], owner: int) -> None:
     for worker in workers:
         worker.hang_up()
     for worker in workers:
-        worker.wait()
+        worker.end()
 
 
 class ReplicaProcesses:
     """The processes of all replicas but the first, on ``devices[1:]``.
 
-    They are fresh ones, not forks, and end with this object or with the program. On the CPU the
-    module's parameters are moved to memory that all have mapped.
+    They are fresh ones, not forks of the caller, and end with this object or with the program. On
+    the CPU the module's parameters are moved to memory that all have mapped.
     """
 
     def __init__(self, devices: Sequence[torch.device], timeout: float) -> None:
         self.devices = devices
         self._timeout = timeout
         self._numbers = itertools.count()
-        self._snapshot = ModuleSnapshot(ModuleState([], [], [], []))
+        self._snapshot = _NOTHING
         self.gradients = GradientsElsewhere([], devices[0], 0)
         self._lost: BaseException | None = None
         self._is_ended = False
-        self.workers = [WorkerProcess(index, devices) for index in range(1, len(devices))]
+        seed, (home, *others) = torch.initial_seed(), map(str, devices)
+        seats = [((seed + i) % 2**63, home, other) for i, other in enumerate(others, start=1)]
+        started = start_processes(max(1, torch.get_num_threads() // len(devices)), seats)
+        self.workers = [WorkerProcess(i, devices, *pair) for i, pair in enumerate(started, start=1)]
         self._pid = os.getpid()
         self._end = weakref.finalize(self, _end, self.workers, self._pid)
 
@@ -200,6 +164,7 @@ class ReplicaProcesses:
                 f"{type(module).__name__} can't be sent to other processes: {error}. Use "
                 "workers='threads', or leave out what can't be pickled."
             ) from error
+        self._snapshot = _NOTHING  # until all is sent
         are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
         shared = share(parameters)
         self.gradients = GradientsElsewhere(parameters, self.devices[0], len(self.workers))
@@ -208,34 +173,30 @@ class ReplicaProcesses:
             for places, flags in zip(self.gradients.places, self.gradients.flags, strict=True)
         ]
         with closing(self.gradients):
-            for packed in (tensors, modules):
-                self.ask(packed, timeout=max(self._timeout, _START_SECONDS))
+            self._ask(tensors)
+            self._ask(modules)
         for worker in self.workers:
             worker.will_have(state)
         self._snapshot = ModuleSnapshot(state)
 
-    def ask(self, messages: Sequence[Packed], *, timeout: float = 0) -> list[Any]:
-        """Send each process its message, and return their answers, or raise their errors."""
-        for worker, message in zip(self.workers, messages, strict=False):
-            self.send(worker, message, timeout=timeout)
-        outcomes: list[Outcome[Any]] = [Outcome()]
-        with self.ended_by_errors():
-            for worker in self.workers[: len(messages)]:
-                answer = worker.receive()
-                error = answer.exception() if isinstance(answer, Error) else None
-                outcomes.append(Outcome(answer, error))
-            return values_of(outcomes, self.devices)[1:]
-
-    def send(self, worker: WorkerProcess, message: Packed, *, timeout: float = 0) -> None:
-        """Send one process a message."""
-        self.check_alive()
-        with self.ended_by_errors():
-            worker.send(message, timeout or self._timeout)
+    def _ask(self, messages: Sequence[Packed]) -> None:
+        """Send each process its message, and raise errors that they answer."""
+        for worker, message in zip(self.workers, messages, strict=True):
+            worker.send(message, max(self._timeout, START_SECONDS))
+        values_of([Outcome(), *(worker.receive() for worker in self.workers)], self.devices)
 
     def call(
-        self, state: ModuleState, method: str, arguments: Sequence[Arguments]
+        self,
+        state: ModuleState,
+        method: str,
+        arguments: Sequence[Arguments],
+        *,
+        returns_buffers: bool,
     ) -> list[RemoteCall]:
-        """Start a call of that method of as many replicas as there are arguments."""
+        """Start a call of that method of as many replicas as there are arguments.
+
+        ``returns_buffers`` asks for the values of those of floating point afterwards.
+        """
         self.check_alive()
         number, count, modes = next(self._numbers), 1 + len(arguments), Modes.here()
         calls, messages = [], []
@@ -253,6 +214,7 @@ class ReplicaProcesses:
                 parameters,
                 {index: state.buffers[index] for index in buffers},
                 worker.dropped[:],
+                returns_buffers,
             )
             calls.append(RemoteCall(self, worker, message))
             try:
@@ -265,14 +227,18 @@ class ReplicaProcesses:
             self.send(call.worker, packed)
         return calls
 
+    def send(self, worker: WorkerProcess, message: Packed) -> None:
+        """Send one process a message."""
+        self.check_alive()
+        worker.send(message, self._timeout)
+
     def receive(self, worker: WorkerProcess) -> Any:
         """The answer of a process, received in the thread that stands for its replica.
 
         An error that isn't the replica's own ends all processes.
         """
         try:
-            answer = worker.receive()
-            error = answer.exception() if isinstance(answer, Error) else None
+            outcome = worker.receive()
         except BaseException as lost:
             if self._lost is None:
                 self._lost = lost
@@ -281,9 +247,9 @@ class ReplicaProcesses:
             if replica is not None and replica.sums is not None:
                 replica.sums.fail(self._lost)
             raise
-        if error is not None:
-            raise error
-        return answer
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
 
     def check(self, first: Outcome[Any]) -> None:
         """Raise the interruption of the first replica's thread, or the loss of a process."""
@@ -304,36 +270,21 @@ class ReplicaProcesses:
             worker.kill()
 
     @contextmanager
-    def ended_by_errors(self) -> Iterator[None]:
-        """End all processes if something goes wrong: their next messages are unknown."""
+    def in_use(self) -> Iterator[None]:
+        """Around a call or a backward: end all processes if one still owes an answer then."""
         try:
             yield
         except BaseException:
-            self._is_ended = True
-            self._end()
+            for worker in self.workers:
+                worker.has_unknown_values()
             raise
-
-    @contextmanager
-    def noting_changes(self, *, has_called: bool = True) -> Iterator[None]:
-        """Note the changes that a call, or a backward, makes to the module and the processes."""
-        is_over = not has_called
-        try:
-            yield
-            is_over = True
         finally:
             # The first replica fills the module's own containers: that doesn't change the module.
             self._snapshot.ignore_lengths()
-            if any(worker.is_asked for worker in self.workers):
-                self.kill()  # or the next call would take the answer to this one for its own
-            for worker in () if is_over else self.workers:
-                worker.has_unknown_values()
-
-    def changed_buffers(self, more: Collection[int], count: int) -> dict[int, list[torch.Tensor]]:
-        """The values, in ``count`` processes, of the buffers that one has changed, and ``more``."""
-        called = self.workers[:count]
-        wanted = sorted(set(more).union(*(worker.changed for worker in called)))
-        answers = self.ask([_request("buffers", wanted)] * count) if wanted else ()
-        return {index: list(values) for index, *values in zip(wanted, *answers, strict=False)}
+            # The next call would take the answer to this one for its own.
+            if self._is_ended or any(worker.is_asked for worker in self.workers):
+                self.kill()
+                self._end()
 
 
 def _request(method: str, *arguments: object) -> Packed:
@@ -341,13 +292,19 @@ def _request(method: str, *arguments: object) -> Packed:
 
 
 class RemoteCall:
-    """The call of a replica in another process, with the face of a ReplicaCall."""
+    """The call of a replica in another process, with the face of a ReplicaCall.
+
+    Attributes:
+        buffers: By index those of floating point, as the call has left them, if they were asked
+            for.
+    """
 
     def __init__(self, processes: ReplicaProcesses, worker: WorkerProcess, call: Call) -> None:
         self.device = worker.device
         self.worker = worker
         self._processes = processes
         self._number, self._num_dropped = call.number, len(call.dropped)
+        self.buffers: dict[int, torch.Tensor] = {}
         self._results: Any = None
         self._derived: tuple[Any, ...] = ()
         if call.modes.grad:
@@ -355,7 +312,7 @@ class RemoteCall:
 
     def forward(self) -> None:
         """Receive the results."""
-        self._results, changed = self._processes.receive(self.worker)
+        self._results, changed, self.buffers = self._processes.receive(self.worker)
         del self.worker.dropped[: self._num_dropped]
         self.worker.has_changed(changed)
 

@@ -62,27 +62,36 @@ class Replicas:
 
     def call(self, module: nn.Module, method: str, arguments: Sequence[Arguments]) -> list[Any]:
         """Call that method of as many replicas as there are ``arguments``; return their results."""
-        with self._lock:
+        with self._lock, ExitStack() as entered:
             state = ModuleState.of(module)
             check_home([*state.parameters, *state.buffers], self._devices[0])
             if self._timeout is not None:
                 if self._processes is None or not self._processes.is_alive:
                     self._processes = ReplicaProcesses(self._devices, self._timeout)
+                entered.enter_context(self._processes.in_use())
                 self._processes.update(module, state)
-            calls: list[ReplicaCall | RemoteCall] = []
-            with ExitStack() as entered:
-                entered.enter_context(self._workers.sharing())
-                if self._processes is not None:
-                    entered.enter_context(self._processes.noting_changes())
-                    calls += self._processes.call(state, method, arguments[1:])
-                calls[:0] = self._local_calls(module, state, method, arguments)
-                inputs = [t for own in arguments for t in tensors_in(own) if t.requires_grad]
-                call = _Call(
-                    calls, state.parameters, inputs, self._workers, self._lock, self._processes
+            entered.enter_context(self._workers.sharing())
+            remote: list[RemoteCall] = []
+            if self._processes is not None:
+                remote = self._processes.call(
+                    state, method, arguments[1:], returns_buffers=self._averages_buffers
                 )
-                results = _with_backward(call)
+            local = self._local_calls(module, state, method, arguments)
+            inputs = [t for own in arguments for t in tensors_in(own) if t.requires_grad]
+            call = _Call(
+                [*local, *remote],
+                state.parameters,
+                inputs,
+                self._workers,
+                self._lock,
+                self._processes,
+            )
+            results = _with_backward(call)
             if self._averages_buffers:
-                self._average_buffers(state.buffers, len(arguments))
+                for index, buffer in enumerate(state.buffers):
+                    copies = [own.copy_of(buffer) for own in self._local[: len(arguments)]]
+                    theirs = [own.buffers[index] for own in remote if index in own.buffers]
+                    write_mean(buffer, [*copies, *theirs])
             return results
 
     def _local_calls(
@@ -102,18 +111,6 @@ class Replicas:
             ReplicaCall(replica.device, replica.leaves, getattr(replica.module, method), own)
             for replica, own in zip(local, arguments, strict=False)
         ]
-
-    def _average_buffers(self, buffers: Sequence[torch.Tensor], count: int) -> None:
-        copies = [[own.copy_of(buffer) for own in self._local[:count]] for buffer in buffers]
-        if self._processes is None:
-            values = dict(enumerate(copies))
-        else:
-            pairs = enumerate(zip(copies, buffers, strict=True))
-            changed = [index for index, ((own,), buffer) in pairs if not torch.equal(own, buffer)]
-            theirs = self._processes.changed_buffers(changed, count - 1)
-            values = {index: [*copies[index], *others] for index, others in theirs.items()}
-        for index, of_replicas in values.items():
-            write_mean(buffers[index], of_replicas)
 
 
 @dataclass(eq=False, repr=False)
@@ -166,9 +163,8 @@ class _Call:
         if self.processes is None:
             outcomes = self.workers.run(tasks, meanwhile)
         else:
-            with self.processes.ended_by_errors():
-                outcomes = self.workers.run(tasks, meanwhile, interrupted=self.processes.kill)
-                self.processes.check(outcomes[0])
+            outcomes = self.workers.run(tasks, meanwhile, interrupted=self.processes.kill)
+            self.processes.check(outcomes[0])
         values_of(outcomes, [call.device for call in self.calls])
 
     def backward(self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool) -> Gradients:
@@ -182,7 +178,7 @@ class _Call:
             if self.processes is not None:
                 self.processes.check_alive()
                 self.processes.gradients.begin()
-                entered.enter_context(self.processes.noting_changes(has_called=False))
+                entered.enter_context(self.processes.in_use())
             try:
                 ends = [
                     call.start_backward(own, keep_graph=keep_graph)

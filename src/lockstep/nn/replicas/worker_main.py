@@ -7,6 +7,7 @@ import gc
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from lockstep.nn.autograd import as_backward_of_replicas
 from lockstep.nn.replicas.channel import Channel, Error, Request
 from lockstep.nn.replicas.gradients import LeftGradients
 from lockstep.nn.replicas.group import Replica, as_replica, set_caller
+from lockstep.nn.replicas.interpreter import fork_processes, wait_for
 from lockstep.nn.replicas.local_replica import LocalReplica, ReplicaCall, run_backward
 from lockstep.nn.replicas.module_copy import ModuleState, versions_of
 from lockstep.nn.replicas.worker_threads import Modes
@@ -29,33 +31,20 @@ GRACE_SECONDS = 0.5
 
 
 class Call(NamedTuple):
-    """A call of a method of the module.
+    """A call of a method of the module, with the state of the caller and of the caller's module."""
 
-    Attributes:
-        number: The number of the call, by which its backward refers to it.
-        replica: The replica, whose sums are the caller's.
-        method: The name of the method.
-        arguments: Its positional and keyword arguments.
-        modes: The caller's.
-        default_dtype: The caller's.
-        training: For each part of the module whether it is in training mode.
-        trained: For each parameter whether it requires a gradient.
-        parameters: The indices of parameters that have changed, if the process has copies.
-        buffers: The buffers that have changed, by index.
-        dropped: The numbers of calls of which no backward will come.
-    """
-
-    number: int
-    replica: Replica
+    number: int  # by which its backward refers to it
+    replica: Replica  # its sums are the caller's
     method: str
-    arguments: tuple[Any, Any]
+    arguments: tuple[Any, Any]  # positional and by keyword
     modes: Modes
     default_dtype: torch.dtype
-    training: list[bool]
-    trained: list[bool]
-    parameters: list[int]
-    buffers: dict[int, torch.Tensor]
-    dropped: list[int]
+    training: list[bool]  # of each part of the module
+    trained: list[bool]  # for each parameter whether it requires a gradient
+    parameters: list[int]  # the indices of those that have changed, if the process has copies
+    buffers: dict[int, torch.Tensor]  # those that have changed, by index
+    dropped: list[int]  # the numbers of calls of which no backward will come
+    returns_buffers: bool  # whether to return the buffers of floating point, too
 
 
 class Worker:
@@ -67,8 +56,8 @@ class Worker:
     def __init__(self, channel: Channel, home: torch.device, device: torch.device) -> None:
         self._channel = channel
         self._home, self._device = home, device
-        self.take_tensors([], [], [torch.empty(0, dtype=torch.uint8)], [], [])
-        self.take_module(nn.Module())
+        self._parameters: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
         # Replicas in threads of this process may ask at the same time.
         self._asking = threading.Lock()
         set_caller(self._ask)
@@ -120,8 +109,12 @@ class Worker:
         self._module = module
         self._replica = LocalReplica(module, self._device, owns_buffers=True)
 
-    def call(self, call: Call) -> tuple[Any, list[int]]:
-        """Call a method of the replica; return its results, and which buffers have changed."""
+    def call(self, call: Call) -> tuple[Any, list[int], dict[int, torch.Tensor]]:
+        """Call a method of the replica.
+
+        Returns:
+            Its results, the indices of the buffers that have changed, and buffers by index.
+        """
         for number in call.dropped:
             self._calls.pop(number, None)
         state = self._updated(call)
@@ -140,7 +133,9 @@ class Worker:
             self._calls[call.number] = own
         now = versions_of(state.buffers, state.parts)
         changed = [i for i, version in enumerate(state.versions) if version != now[i]]
-        return own.take_results()[0], changed
+        buffers = enumerate(state.buffers if call.returns_buffers else ())
+        returned = {i: buffer for i, buffer in buffers if buffer.is_floating_point()}
+        return own.take_results()[0], changed, returned
 
     def _updated(self, call: Call) -> ModuleState:
         """Bring the module to the state of the caller's."""
@@ -156,11 +151,6 @@ class Worker:
         for index, value in call.buffers.items():
             buffers[index].data = value.to(self._device)
         return ModuleState.of(self._module)
-
-    def buffers(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """The buffers as the last call has left them."""
-        buffers = ModuleState.of(self._module).buffers
-        return [buffers[index] for index in indices]
 
     def backward(
         self, number: int, d_outputs: Sequence[torch.Tensor | None], keep_graph: bool
@@ -192,26 +182,23 @@ class Worker:
         return in_place, others, of_inputs
 
 
-def _end_with(connection: int, caller: int) -> None:
+def _end_with(connection: socket.socket, caller: int) -> None:
     """Exit a moment after the caller has hung up or ended, even in mid-task."""
-    poll = select.poll()
-    poll.register(connection, select.POLLRDHUP)
-    # A child that the caller has forked may hold the other end.
-    while os.getppid() == caller and not poll.poll(1000):
-        pass
+    wait_for(connection, select.POLLRDHUP, caller)
     time.sleep(GRACE_SECONDS)
     os._exit(0)
 
 
 def main(arguments: list[str]) -> None:
-    """Be the replica that the caller has started.
+    """Fork the replicas' processes, and be one of them.
 
     Args:
-        arguments: The descriptor of the channel, the number of intra-op threads, the random seed,
-            the device of the module, and that of the replica.
+        arguments: The number of intra-op threads, the descriptor of the connection to the caller,
+            and its process id.
     """
-    descriptor, num_threads, seed = map(int, arguments[:3])
-    home, device = map(torch.device, arguments[3:])
+    num_threads, descriptor, caller = map(int, arguments)
+    connection, (seed, *devices) = fork_processes(socket.socket(fileno=descriptor), caller)
+    home, device = map(torch.device, devices)
     if hasattr(os, "SCHED_BATCH"):
         # Otherwise the first that is sent a message takes the caller's core before the others have
         # theirs.
@@ -219,11 +206,13 @@ def main(arguments: list[str]) -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(num_threads)
     torch.manual_seed(seed)
-    threading.Thread(target=_end_with, args=(descriptor, os.getppid()), daemon=True).start()
+    # numpy 1 makes its global generator when it is imported. Python seeds its own after a fork.
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    threading.Thread(target=_end_with, args=(connection, caller), daemon=True).start()
     if device.type not in ("cpu", "meta"):
         torch.accelerator.set_device_index(device)
-    channel = Channel(socket.socket(fileno=descriptor), [home, device], is_caller=False)
-    Worker(channel, home, device).serve()
+    Worker(Channel(connection, [home, device], is_caller=False), home, device).serve()
     # The caller counts who has memory of an accelerator: nothing is to be held at the end.
     set_caller(None)
     gc.collect()
