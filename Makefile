@@ -9,7 +9,7 @@ OTHER := .venv-torch-$(TORCH)
 JOBS ?= 2
 PYTEST := python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-long test-all test-torch test-clients check conformance bench format clean
+.PHONY: demo test test-long test-torch test-clients check conformance bench format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
@@ -19,9 +19,6 @@ test: .venv/ready  ## Run the tests
 
 test-long: .venv/ready  ## Run what the tests leave out, or only do a part of
 	$(BIN)/$(PYTEST) --long
-
-test-all: .venv/ready  ## Run the tests of both, each once
-	$(BIN)/$(PYTEST) --all
 
 test-torch: $(OTHER)/ready  ## Run the tests with another torch: make test-torch TORCH=2.15.0
 	$(OTHER)/bin/$(PYTEST)

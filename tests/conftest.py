@@ -2,8 +2,7 @@
 
 ``make test`` runs all tests but those with the mark ``long``. Of those with the mark
 ``shortened`` it does a part, and of tests with examples by Hypothesis a tenth of the examples. With
-``--long``, as in ``make test-long``, the tests of these three kinds run, and all of them; with
-``--all`` the others run as well.
+``--long``, as in ``make test-long``, the tests of these three kinds run, and all of them.
 
 Tests with the mark ``forks`` fork in place of new interpreters (see tests/interpreters.py), unless
 there is ``--true-starts``.
@@ -47,19 +46,16 @@ _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="Run the tests of make test-long.")
-    parser.addoption("--all", action="store_true", help="Run all tests, with all examples.")
     parser.addoption("--true-starts", action="store_true", help="Fork no interpreters.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("long") or config.getoption("all"):
+    if config.getoption("long"):
         hypothesis.settings.load_profile("long")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the other of ``make test`` and ``make test-long`` runs."""
-    if config.getoption("all"):
-        return
     wanted = _is_longer if config.getoption("long") else _is_not_long
     config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
     items[:] = filter(wanted, items)
