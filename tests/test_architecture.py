@@ -36,8 +36,8 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 19_900
-MAX_FILES = 102
+MAX_LINES = 19_400
+MAX_FILES = 93
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 
 import pytest
@@ -108,6 +109,21 @@ def test_reduce_gives_the_root_the_result_and_nobody_else(backend: str, size: in
                     assert_same_bits(tensor, tensors[group.rank()])
 
     run_on(backend, size, body)
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+@pytest.mark.parametrize("backend", OURS)
+def test_reduce_takes_memory_that_cannot_be_written_to(backend: str) -> None:
+    memory = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ)
+
+    def body(group: dist.ProcessGroup) -> None:
+        tensor = torch.ones(4, 3).t()
+        if group.rank():
+            tensor = torch.frombuffer(memory, dtype=torch.float32, count=12).view(4, 3).t()
+        dist.reduce(tensor, group_dst=0, group=group)
+        assert tensor.unique().tolist() == [0 if group.rank() else 1]
+
+    run_on(backend, 2, body)
 
 
 @pytest.mark.shortened

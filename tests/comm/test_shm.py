@@ -432,9 +432,24 @@ def test_memory_that_nobody_uses_goes_back():
         del tensor
         assert taken() == before  # though rank 1 has mapped it yet
         del other
-        # What comes after it is elsewhere, so that nothing there is taken for it.
-        tensor = teams[0].empty(64)
-        assert teams[0].find(tensor) > place
+
+
+def test_memory_is_made_where_memory_was_given_back():
+    """Or files would come to a limit on their size, and peers' address space with them."""
+    with joined(2) as teams:
+        first, second, third = (teams[0].empty(1 << 20) for _ in range(3))
+        start, size = teams[0].find(first), os.fstat(teams[0]._segment.descriptor).st_size
+        del first, second
+        joined_again = teams[0].empty(2 << 20)
+        assert teams[0].find(joined_again) == start
+        del joined_again, third
+        for num_bytes in range(1, 3 << 20, 100_001):
+            tensor = teams[0].empty(num_bytes)
+            assert teams[0].find(tensor) == start
+            tensor.fill_(7)
+            del tensor
+        assert os.fstat(teams[0]._segment.descriptor).st_size == size
+        assert not teams[0].empty(3 << 20).any()
 
 
 def test_memory_that_outlives_its_group_goes_back_with_its_last_tensor():

@@ -256,8 +256,9 @@ def test_a_limit_reached_later_is_told_to_all(tmp_path: Path):
             with contextlib.suppress(OSError):
                 while limit == "RLIMIT_NOFILE":
                     taken.append(os.dup(0))  # into gaps
-            if limit == "RLIMIT_NOFILE":  # more memory takes no further descriptor
-                return group.empty(8_000_000)
+            if limit == "RLIMIT_NOFILE":
+                group.empty(8_000_000)  # takes no further descriptor
+                return
             error = raised(lambda: group.empty(8_000_000))
             assert isinstance(error, SharedMemoryFull), error
 
@@ -266,14 +267,12 @@ def test_a_limit_reached_later_is_told_to_all(tmp_path: Path):
             tensor = group.empty(8_000_000)
             dist.all_reduce(tensor)
             before = resource.getrlimit(getattr(resource, limit))
+            larger = group.empty(32_000_000)
             if rank == 0:
-                more = reach(limit)
-                tensor = tensor if more is None else more
-            else:
-                tensor = group.empty(8_000_000)
-            # To reduce it, rank 0 must map rank 1's.
+                reach(limit)
+            # To reduce it, rank 0 must map rank 1's, for which it unmaps what it had mapped before.
             try:
-                dist.all_reduce(tensor)
+                dist.all_reduce(larger)
             except Exception as error:
                 assert limit == "RLIMIT_AS"
                 kinds = (SharedMemoryFull,) if rank == 0 else (PeerLost,)

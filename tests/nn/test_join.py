@@ -145,6 +145,21 @@ def test_join_on_one_rank_and_of_a_model_that_is_not_parallel() -> None:
         lockstep.join()
 
 
+def test_a_model_that_is_wholly_frozen_by_now_in_a_joined_loop() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        frozen = lockstep.parallelize(nn.Linear(2, 2), process_group=group)
+        model = lockstep.parallelize(nn.Linear(2, 1), process_group=group)
+        frozen.requires_grad_(False)
+        frozen.register_buffer("added", torch.zeros(1))  # so that it is looked at again
+        with lockstep.join(frozen, model):
+            for _ in range(2 + rank):
+                model(frozen(torch.ones(1, 2))).sum().backward()
+        return model.weight.detach().clone()
+
+    first, second = run_ranks(2, body)
+    assert torch.equal(first, second)
+
+
 @WRAPPERS
 def test_join_that_is_not_enabled_does_nothing(wrap: type[nn.Module]) -> None:
     def body(world: lockstep.World) -> list[torch.Tensor]:

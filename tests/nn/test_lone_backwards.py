@@ -230,3 +230,39 @@ def test_a_hook_that_calls_something_of_this_rank_alone(backend: str, size: int)
         dist.barrier(group=group)
 
     run_on(backend, size, body)
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_a_backward_that_could_not_begin_counts_on_no_rank(backend: str) -> None:
+    """Or one rank would take part in others' backwards when its optimizer steps, and one not."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 1, dtype=torch.float64)
+            self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) * self.scale).sum()
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = wrapped(Scaled(), group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            ddp(batch(group.rank(), seed=1)).backward()
+            optimizer.step()
+
+        step()
+        loss = ddp(batch(group.rank(), seed=2))
+        ddp.module.scale.requires_grad_(group.rank() == 0)
+        refused(loss.backward)
+        ddp.module.scale.requires_grad_(True)
+        optimizer.step()
+        for seed in (3, 4):
+            step()
+            optimizer.zero_grad()
+            assert_steps_as_one(ddp, group, seed)
+
+    run_on(backend, 2, body)

@@ -207,7 +207,11 @@ class SharedMemoryGroup(BaseGroup):
         (tensor,), root = listed(tensors), opts.rootRank
         reduction = reduction_for(opts.reduceOp, tensor.dtype)
         signature = Signature("reduce", tensor.dtype, tensor.shape, reduction.name, root)
-        run = self._run(signature, [tensor], [], lambda c, o, _: c.reduce(o[0], reduction, root))
+        # Only the root's tensor is written to.
+        outputs, inputs = ([tensor], []) if self._rank == root else ([], [tensor])
+        run = self._run(
+            signature, outputs, inputs, lambda c, o, i: c.reduce((o or i)[0], reduction, root)
+        )
         return self._submit([tensor], opts, run)
 
     @operation(dist.BarrierOptions)

@@ -25,6 +25,10 @@ from lockstep.errors import (
 FINGERPRINT_BYTES = 16
 WORDS_BYTES = 512
 
+# How long a rank that has read another call waits for ranks that haven't arrived. If they come, the
+# group stays usable.
+MISMATCH_SECONDS = 5.0
+
 # Where a rank has put data, for its peers: a number between processes, between threads a number
 # (of a slot) or the tensor itself.
 Address = int | Tensor

@@ -13,7 +13,9 @@ Note [Mismatches]: ranks that made different calls all raise CollectiveMismatch 
 exchange, and go on together from there. What they have in flight must meet no later call: until a
 caller on this rank is told of the error, calls that were submitted meanwhile fail as well, without
 an exchange. They are one generation, and the next call is the first of a new one. The caller isn't
-told for certain by a future, which C++ may wait for: then the group is broken.
+told for certain by a future, which C++ may wait for: then the group is broken. And so it is when a
+caller that was told of one call takes the error of another one, which was not carried out: if ranks
+go on call by call, the other ranks may have carried it out with a later call of this rank.
 """
 
 from __future__ import annotations
@@ -184,7 +186,7 @@ class GroupWork(BaseWork):
     ) -> None:
         super().__init__(results, timeout)
         self._queue, self._runs = queue, runs
-        self._generation = queue.generation
+        self._generation, self._was_skipped = queue.generation, False
 
     def __del__(self) -> None:
         # Torch's C++ may still hold this work, as DDP's reducer does in torch's join(): without the
@@ -209,9 +211,10 @@ class GroupWork(BaseWork):
         self._queue.hurry()
 
     def _carry_out(self, seconds: float) -> None:
-        if (earlier := self._generation.error) is not None:
-            raise without_traceback(earlier)
         runs, self._runs = self._runs, ()
+        if (earlier := self._generation.error) is not None:
+            self._was_skipped = True
+            raise without_traceback(earlier)
         for run in runs:
             run(seconds)
 
@@ -223,6 +226,8 @@ class GroupWork(BaseWork):
     def exception(self) -> Exception | None:
         """The error, if it failed."""
         if self._error is not None:
+            if self._was_skipped and self._queue.generation is not self._generation:
+                self._queue.give_up(self._error)
             self._queue.end_generation(self._generation)
         return self._error
 

@@ -37,6 +37,8 @@ class _Backward:
     new_copy: Engine | None = None
     # The engines that reduce gradients in it, by number.
     engines: list[Engine] = field(default_factory=list)
+    # Those whose backwards it counts among, which begin one after the other.
+    counted: list[Engine] = field(default_factory=list)
     # Whether ranks tell each other of late engines: those that nobody could foresee when it began,
     # as they are inside of reentrant checkpoints. They reduce at its end.
     tells_late: bool = False
@@ -327,6 +329,7 @@ class BackwardSync:
             sees_graph = backward.task is not None and backward.enclosing is None
             for engine in engines:
                 task = backward.task if in_one_thread else None
+                backward.counted.append(engine)
                 engine.begin_backward(launch_order, task, sees_graph=sees_graph)
         except BaseException:
             self._drop_backward()
@@ -365,7 +368,7 @@ class BackwardSync:
 
     def _forget(self, backward: _Backward) -> None:
         """No rank goes on with ``backward``, which the other ranks didn't run."""
-        for engine in backward.engines:
+        for engine in backward.counted:
             engine.num_backwards -= 1
         if backward.new_copy is not None:
             backward.new_copy.number = 0
@@ -438,6 +441,7 @@ class BackwardSync:
                 backward.late = sorted(late.difference(backward.engines), key=_number)
                 for engine in backward.late:
                     self._refresh_if_changed(engine)
+                    backward.counted.append(engine)
                     engine.begin_backward([])
                 for engine in backward.late:
                     engine.reducer.launch_all_but_last()

@@ -172,7 +172,8 @@ _stepped: weakref.WeakKeyDictionary[
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # a closure, which runs the backward within the step
-    _watch_for_distributed_autograd()  # RPC may have begun by now
+    with _lock:
+        _watch_for_distributed_autograd()  # RPC may have begun by now
     known = sum(len(group["params"]) for group in optimizer.param_groups), _num_changes
     last_known, stepped = _stepped.get(optimizer, (None, weakref.WeakKeyDictionary()))
     if last_known != known:

@@ -152,26 +152,21 @@ class SyncBatchNorm(_BatchNorm):
                 f"{input.shape[1]}, in an input of shape {tuple(input.shape)}."
             )
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 - as BatchNorm's
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: D102 - as BatchNorm's
+        bases = type(self).__mro__
+        # The next class, as of super(): a class may be derived from this and another BatchNorm.
+        kind = bases[bases.index(SyncBatchNorm) + 1]
+        output: torch.Tensor = self._forward_of(kind, input)
+        return output
+
+    def _forward_of(self, kind: type[_BatchNorm], *args: Any, **kwargs: Any) -> Any:
+        """Return what the forward of ``kind`` does; in training, over all ranks."""
         group = self.process_group
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if not self.training or group is None or group.size() == 1:
-            return super().forward(*args, **kwargs)
-        return self._forward_over(group, *args, **kwargs)
-
-    @uncompiled
-    def _forward_over(self, group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        with _OverAllRanks(group) as mode:
-            output = super().forward(*args, **kwargs)
-        if not mode.num_calls:
-            bases = type(self).__mro__
-            raise TypeError(
-                f"The forward of {bases[bases.index(SyncBatchNorm) + 1].__name__}, a class derived "
-                "from BatchNorm, doesn't call batch_norm(), so it can't be synchronised. Derive it "
-                "from lockstep.SyncBatchNorm instead of converting it."
-            )
-        return output
+            return kind.forward(self, *args, **kwargs)
+        return _forward_over(group, kind, self, args, kwargs)
 
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
@@ -181,10 +176,13 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, Sync
 def _synchronised(cls: type[SyncBatchNorm], kind: type[_BatchNorm]) -> type[SyncBatchNorm]:
     """Return a class that does what ``kind`` does, but normalises over all ranks."""
 
+    def forward(self: SyncBatchNorm, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_of(kind, *args, **kwargs)
+
     def reduce(self: SyncBatchNorm) -> tuple[Any, ...]:
         return _made_of, (cls, kind), self.__dict__
 
-    methods = {"__reduce__": reduce, "__module__": kind.__module__}
+    methods = {"forward": forward, "__reduce__": reduce, "__module__": kind.__module__}
     return type(f"Sync{kind.__name__}", (cls, kind), methods)
 
 
@@ -208,6 +206,21 @@ class _OverAllRanks(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         self.num_calls += 1
         return _batch_norm(self.group, *args, **(kwargs or {}))
+
+
+@uncompiled
+def _forward_over(
+    group: dist.ProcessGroup, kind: type[_BatchNorm], norm: _BatchNorm, args: Any, kwargs: Any
+) -> Any:
+    with _OverAllRanks(group) as mode:
+        output = kind.forward(norm, *args, **kwargs)
+    if not mode.num_calls:
+        raise TypeError(
+            f"The forward of {kind.__name__}, a class derived from BatchNorm, doesn't call "
+            "batch_norm(), so it can't be synchronised. Derive it from lockstep.SyncBatchNorm "
+            "instead of converting it."
+        )
+    return output
 
 
 def _batch_norm(

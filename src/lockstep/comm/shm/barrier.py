@@ -19,7 +19,14 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from lockstep.comm.failures import Deadline, named
-from lockstep.comm.transport import FAILURES, FINGERPRINT_BYTES, Failure, Signature, encoded
+from lockstep.comm.transport import (
+    FAILURES,
+    FINGERPRINT_BYTES,
+    MISMATCH_SECONDS,
+    Failure,
+    Signature,
+    encoded,
+)
 from lockstep.errors import CollectiveFailed, PeerLost
 
 # A rank polls this often before it sleeps. Being woken costs 35 us, a poll 0.5 us and one that
@@ -150,7 +157,10 @@ class SocketBarrier:
             poll.register(descriptor, 0 if peer in addresses else select.POLLIN)
         dead: list[int] = []
         mine, deadline = encoded(signature)[0], Deadline(timeout)
+        is_short = False
         while len(addresses) < len(self._members):
+            if others and not is_short:
+                is_short, deadline = True, Deadline(min(deadline.left(), MISMATCH_SECONDS))
             left = deadline.left()
             ready = wait_for(poll, left)
             if not ready and not left:

@@ -13,10 +13,12 @@ import socket
 import struct
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import c_int, c_size_t, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -63,6 +65,10 @@ class Segment:
         self.offset_at: dict[int, int] = {}
         self._size = 0
         self._lock = threading.Lock()
+        # Offsets of pages that were given back, from one to another; and those that finalizers, in
+        # whichever thread, have given back since.
+        self._free: list[tuple[int, int]] = []
+        self._freed: deque[tuple[int, int]] = deque()
 
     @classmethod
     def create(cls, num_bytes: int) -> tuple[Segment, torch.Tensor]:
@@ -88,27 +94,42 @@ class Segment:
         Raises:
             SharedMemoryFull: If there isn't enough memory.
         """
-        start, tensor = self._grow(num_bytes, (self.offset_at, os.getpid()))
+        start, tensor = self._grow(num_bytes, _Owner(self.offset_at, self._freed, os.getpid()))
         self.offset_at[tensor.data_ptr()] = start
         return tensor
 
-    def _grow(
-        self, num_bytes: int, owner: tuple[dict[int, int], int] | None = None
-    ) -> tuple[int, torch.Tensor]:
-        """Return the offset of ``num_bytes`` more, at a new page, and the bytes."""
+    def _grow(self, num_bytes: int, owner: _Owner | None = None) -> tuple[int, torch.Tensor]:
+        """Return the offset of ``num_bytes`` more, at a page's beginning, and the bytes."""
         take_room(num_bytes)
+        size = _in_pages(num_bytes)
+        with self._lock:
+            start = self._take_free(size)
         try:
-            with self._lock:
-                start = self._size
-                os.posix_fallocate(self.descriptor, start, max(num_bytes, 1))
-                self._size += -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        except OSError as error:
-            raise no_room(num_bytes, error) from error
-        try:
+            os.posix_fallocate(self.descriptor, start, size)
             return start, map_memory(self.descriptor, start, num_bytes, owner)
-        except SharedMemoryFull:
-            release(self.descriptor, start, num_bytes)
+        except (OSError, SharedMemoryFull) as error:
+            release(self.descriptor, start, size)
+            self._freed.append((start, start + size))
+            if isinstance(error, OSError):
+                raise no_room(num_bytes, error) from error
             raise
+
+    def _take_free(self, size: int) -> int:
+        """Return the offset of ``size`` bytes that nobody uses, behind all others if need be."""
+        while self._freed:
+            self._free.append(self._freed.popleft())
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(self._free):
+            if joined and joined[-1][1] == start:
+                start = joined.pop()[0]
+            joined.append((start, stop))
+        self._free = joined
+        for number, (start, stop) in enumerate(joined):
+            if stop - start >= size:
+                joined[number : number + 1] = [(start + size, stop)] if stop > start + size else []
+                return start
+        self._size += size
+        return self._size - size
 
     def close(self) -> None:
         """Close the descriptor; the memory stays as long as tensors or other processes use it."""
@@ -117,14 +138,25 @@ class Segment:
             os.close(descriptor)
 
 
+class _Owner(NamedTuple):
+    """Where memory that no tensor uses any more is told of, by the process that has made it."""
+
+    offset_at: dict[int, int]
+    freed: deque[tuple[int, int]]
+    process: int
+
+
+def _in_pages(num_bytes: int) -> int:
+    return -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 def map_memory(
-    descriptor: int, start: int, num_bytes: int, owner: tuple[dict[int, int], int] | None = None
+    descriptor: int, start: int, num_bytes: int, owner: _Owner | None = None
 ) -> torch.Tensor:
     """Return the bytes of a segment from ``start`` on, the beginning of a page.
 
     Args:
-        owner: If the memory is to be given back with the last tensor: the offsets, by address, from
-            which it is removed, and the process that may do so.
+        owner: Who gets the memory back with the last tensor, if anybody does.
 
     Raises:
         SharedMemoryFull: If this process may not have that much address space.
@@ -142,12 +174,14 @@ def map_memory(
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
-def _unmap(pointer: int, num_bytes: int, owner: tuple[dict[int, int], int] | None) -> None:
+def _unmap(pointer: int, num_bytes: int, owner: _Owner | None) -> None:
     # In this order, as something else may be at this address as soon as it is unmapped. Shown by
     # test_tensors_are_dropped_by_any_thread_while_others_are_made.
-    if owner is not None and owner[1] == os.getpid():
-        owner[0].pop(pointer, None)
+    if owner is not None and owner.process == os.getpid():
+        start = owner.offset_at.pop(pointer, None)
         _libc.madvise(pointer, num_bytes, mmap.MADV_REMOVE)  # though other processes may map it
+        if start is not None:
+            owner.freed.append((start, start + _in_pages(num_bytes)))
     _libc.munmap(pointer, num_bytes)
 
 

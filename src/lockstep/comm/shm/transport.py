@@ -12,7 +12,8 @@ from lockstep.comm.shm.barrier import Fault, SocketBarrier, farewell
 from lockstep.comm.shm.connect import connect
 from lockstep.comm.shm.mailbox import SocketMailbox
 from lockstep.comm.shm.memory import map_memory
-from lockstep.comm.transport import Address, Failure, Signature, Transport
+from lockstep.comm.transport import FAILURES, Address, Failure, Signature, Transport
+from lockstep.errors import PeerLost, SharedMemoryFull
 
 # The number of views that are kept, most of which map a peer's memory. A process may map 65,530.
 _MAX_VIEWS = 4096
@@ -60,7 +61,14 @@ class ShmTransport(Transport):
         self, signature: Signature, address: Address, timeout: float, others: dict[int, object]
     ) -> Sequence[Address]:
         assert isinstance(address, int)
-        return self._barrier.exchange(signature, address, timeout, others)
+        try:
+            return self._barrier.exchange(signature, address, timeout, others)
+        except FAILURES:
+            raise
+        except BaseException as error:  # such as Ctrl-C
+            text = f"Rank {self._name} could not go on with {signature.operation}: {error!r}"
+            self.break_off(PeerLost(text, [self._name], signature.operation))
+            raise
 
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return, as a flat tensor, what ``rank`` announced to have at ``address``.
@@ -77,7 +85,11 @@ class ShmTransport(Transport):
             else:
                 offset = address % mmap.PAGESIZE
                 descriptor = self._peers[rank].memory
-                memory = map_memory(descriptor, address - offset, offset + num_bytes)
+                try:
+                    memory = map_memory(descriptor, address - offset, offset + num_bytes)
+                except SharedMemoryFull:
+                    self._views.clear()  # of memory that the peers may have given back
+                    memory = map_memory(descriptor, address - offset, offset + num_bytes)
                 view = memory[offset:][:num_bytes].view(dtype)
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()

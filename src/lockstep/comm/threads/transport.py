@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.comm.failures import Deadline, named
 from lockstep.comm.messages import Mailbox, Message
 from lockstep.comm.threads.ranks import RankThreads, changed, rank_context
-from lockstep.comm.transport import Address, Failure, Signature, Transport
+from lockstep.comm.transport import MISMATCH_SECONDS, Address, Failure, Signature, Transport
 from lockstep.errors import CollectiveFailed, PeerLost, RendezvousFailed
 
 # By the key that the first rank leaves in the store, the state that the others find by it.
@@ -99,13 +99,15 @@ class ThreadTransportState:
         others: dict[int, object],
     ) -> list[Address]:
         """As :meth:`Transport._arrive`, for ``rank``."""
-        deadline = Deadline(timeout)
+        deadline, is_short = Deadline(timeout), False
         with changed:
             arrivals = self._arrivals
             arrivals[rank] = signature, address
             try:
                 while self._arrivals is arrivals:  # what fails later concerns the next exchange
                     self._check(rank, signature, arrivals)
+                    if not is_short and any(call != signature for call, _ in arrivals.values()):
+                        is_short, deadline = True, Deadline(min(deadline.left(), MISMATCH_SECONDS))
                     if len(arrivals) == self.size:
                         self._arrivals = {}
                         changed.notify_all()
