@@ -134,10 +134,10 @@ class ShmTransport(Transport):
         """Close all descriptors and unmap all memory, without a word to the others."""
         self._is_closed = self._is_broken = True
         self.mailbox.close()
-        for peer in self._peers.values():
+        peers, self._peers, self._slots = self._peers, {}, {}  # whose descriptors close once
+        for peer in peers.values():
             peer.close()
         self._segment.close()
-        self._peers, self._slots = {}, {}
         self._views.clear()
 
     def after_fork(self) -> None:
