@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import pytest
 import torch
 from torch import nn
 
@@ -62,6 +63,7 @@ def refused_once_rpc_has_begun(world: lockstep.World, path: str) -> bool:
     return refused
 
 
+@pytest.mark.long
 def test_it_is_refused_if_rpc_begins_later(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
     assert lockstep.launch(refused_once_rpc_has_begun, 2, args=(path,)) == [True, True]
