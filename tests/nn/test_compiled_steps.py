@@ -300,9 +300,7 @@ def test_a_compiled_step_of_ranks_that_are_threads(name: str) -> None:
     assert_those_of_one_process(name, results)
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"), [*over_shm(COMPILED_AUTOGRAD, []), OVER_GLOO]
-)
+@pytest.mark.parametrize(("name", "backend"), [*over_shm(COMPILED_AUTOGRAD, []), OVER_GLOO])
 def test_compiled_autograd(ranks: Processes, name: str, backend: str) -> None:
     assert_those_of_one_process(name, ranks.run(run, backend, 2, name, True))
 

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import pytest
 import torch
 from torch import nn
 
