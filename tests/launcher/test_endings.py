@@ -70,7 +70,7 @@ def test_second_ctrl_c_ends_at_once(bench: Bench) -> None:
     asked_at = time.monotonic()
     run.send_signal(signal.SIGINT)
     assert run.wait(30) == 130
-    assert time.monotonic() - asked_at < 1.4
+    assert time.monotonic() - asked_at < 2.6  # alone, the first would have let them be for 3 s
     assert bench.processes() == []
 
 
