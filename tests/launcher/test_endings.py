@@ -27,8 +27,9 @@ BUSY = """
     """
 STUBBORN = """
     import signal
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
     """
 
 
@@ -64,14 +65,17 @@ def test_signal_to_the_launcher_leaves_nothing(bench: Bench) -> None:
 
 
 def test_second_ctrl_c_ends_at_once(bench: Bench) -> None:
-    run = start_busy(bench, stubborn=True)
-    run.send_signal(signal.SIGINT)
-    time.sleep(0.2)  # two signals of one kind that come together are one
-    asked_at = time.monotonic()
-    run.send_signal(signal.SIGINT)
-    assert run.wait(30) == 130
-    assert time.monotonic() - asked_at < 2.6  # alone, the first would have let them be for 3 s
-    assert bench.processes() == []
+    for _ in range(3):  # on a machine that stands still meanwhile, the ranks are asked before
+        run = start_busy(bench, stubborn=True)
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.2)  # two signals of one kind that come together are one
+        run.send_signal(signal.SIGINT)
+        assert run.wait(30) == 130
+        assert bench.processes() == []
+        assert run.stdout is not None
+        if "asked to end" not in run.stdout.read():
+            return
+    pytest.fail("The ranks were asked to end by SIGTERM, as after a single Ctrl-C.")
 
 
 @pytest.mark.true_start
