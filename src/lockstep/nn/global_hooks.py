@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from traceback import walk_stack
 from typing import Any
 
@@ -42,8 +42,6 @@ _STEPS_IN = sys.modules[Optimizer.__module__].__file__
 
 # Ranks may be threads.
 _lock = threading.RLock()
-# How often an engine was watched or unwatched.
-_num_changes = 0
 # The global hooks that are hung, by the function that hangs them.
 _handles: dict[object, RemovableHandle] = {}
 # By the forms of their parameters, the class names of models that are or were parallel; None where
@@ -53,23 +51,21 @@ _names_by_form: dict[frozenset[tuple[object, int]], str | None] = {}
 
 def watch(engine: Engine) -> None:
     """Notice changes of the modules of ``engine``, and steps of their optimizers."""
-    global _num_changes
     with _lock:
         _hang(hooks.register_module_parameter_registration_hook, _registered)
         _hang(hooks.register_module_module_registration_hook, _registered)
         _hang(hooks.register_module_buffer_registration_hook, _registered)
         _hang(register_optimizer_step_pre_hook, _before_step)
         _watch_for_distributed_autograd()
-        _num_changes += 1
+        for optimizer in [one for one, stepped in _stepped.items() if not stepped]:
+            del _stepped[optimizer]  # it may train a copy of this module
         _names_by_form.setdefault(_form_of(engine.parameters), type(engine.module).__name__)
 
 
 def unwatch(engine: Engine) -> None:
-    """Ignore changes and steps of the modules of ``engine`` from now on."""
-    global _num_changes
+    """Warn no more of copies of the module of ``engine``."""
     with _lock:
         _names_by_form.pop(_form_of(engine.parameters), None)
-        _num_changes += 1
 
 
 def _hang(register: Any, hook: Any) -> None:
@@ -161,31 +157,30 @@ def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
     )
 
 
-# By optimizer: the number of its parameters and _num_changes, after a change of which it may have
-# other engines; and its engines, with ``num_backwards`` when it last stepped.
-_stepped: weakref.WeakKeyDictionary[
-    Optimizer, tuple[tuple[int, int], weakref.WeakKeyDictionary[Engine, int]]
-] = weakref.WeakKeyDictionary()
+# By optimizer: the engines of its parameters, with ``num_backwards`` when it last stepped.
+_stepped: weakref.WeakKeyDictionary[Optimizer, weakref.WeakKeyDictionary[Engine, int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @uncompiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # a closure, which runs the backward within the step
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    engines = engines_with(parameters)
     with _lock:
         _watch_for_distributed_autograd()  # RPC may have begun by now
-    known = sum(len(group["params"]) for group in optimizer.param_groups), _num_changes
-    last_known, stepped = _stepped.get(optimizer, (None, weakref.WeakKeyDictionary()))
-    if last_known != known:
-        engines = engines_with(_parameters_of(optimizer))
-        numbers = {engine: stepped.get(engine, engine.num_backwards_stepped) for engine in engines}
-        stepped = weakref.WeakKeyDictionary(numbers)
-        _stepped[optimizer] = known, stepped
-        if not engines:
-            _warn_of_copy(optimizer)
-        if _is_in_a_step():
-            return  # of an optimizer that has others inside, whose own hook ran before
-    for engine, num_backwards in list(stepped.items()):
+        if optimizer not in _stepped:
+            _stepped[optimizer] = weakref.WeakKeyDictionary()
+            if not engines:
+                _warn_of_copy(optimizer, parameters)
+    stepped = _stepped[optimizer]
+    new = [engine for engine in engines if engine not in stepped]
+    stepped.update((engine, engine.num_backwards_stepped) for engine in new)
+    if new and _is_in_a_step():
+        return  # of an optimizer that has others inside, whose own hook ran before
+    for engine in engines:
         if backward_sync_of(engine.process_group).is_in_backward(engine):
             raise ModelError(
                 f"An optimizer, {type(optimizer).__name__}, steps inside of a backward of this "
@@ -194,26 +189,21 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
                 "register_post_accumulate_grad_hook(), which is called when the gradient is the "
                 "mean over the ranks."
             )
-        if engine.num_backwards == num_backwards:
+        if engine.num_backwards == stepped[engine]:
             _take_part(engine)
         stepped[engine] = engine.num_backwards_stepped = engine.num_backwards
 
 
-def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _warn_of_copy(optimizer: Optimizer) -> None:
-    """Warn if ``optimizer`` seems to train a copy of a parallel model that isn't parallel.
+def _warn_of_copy(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    """Warn, once for a model, if ``optimizer`` seems to train a copy of it that isn't parallel.
 
     ``copy.deepcopy`` and ``pickle`` make plain models, as an EMA or a checkpoint wants them.
     """
-    form = _form_of(_parameters_of(optimizer))
-    with _lock:
-        name = _names_by_form.get(form)
-        if name is None:
-            return
-        _names_by_form[form] = None
+    form = _form_of(parameters)
+    name = _names_by_form.get(form)
+    if name is None:
+        return
+    _names_by_form[form] = None
     _log.warning(
         "This %s trains a model that has the same parameters as a parallel %s, and is not "
         "parallel: each rank trains its own. If it is a copy (copy.deepcopy and pickle make "
@@ -240,9 +230,9 @@ def _take_part(engine: Engine) -> None:
             "torch._dynamo.config.trace_autograd_ops makes backward() a part of compiled code, "
             "which calls no hooks of parameters, and so nothing is reduced. Leave it off."
         )
-    before = sum(parameter.grad is not None for parameter in engine.parameters)
+    num_gradients = len(engine.gradients())
     backward_sync_of(engine.process_group).take_part(engine)
-    if sum(parameter.grad is not None for parameter in engine.parameters) > before:
+    if len(engine.gradients()) > num_gradients:
         _log.warning(
             "No gradient came to this %s since the last step, while other ranks had some, which it "
             "has now too. What was done to gradients since backward(), such as clipping, was not "
