@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.comm import any_rank, broadcast_tensors, uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
@@ -70,9 +71,10 @@ class Engine:
         # Its number among its group's engines, the same on every rank; 0 for a copy that has not
         # been trained yet.
         self.number = 0
-        # The number of backwards in which it has reduced gradients, now and at the last step of an
-        # optimizer of its parameters.
+        # The number of backwards in which it has reduced gradients: now, at the last step of any
+        # optimizer of its parameters, and at that of each.
         self.num_backwards = self.num_backwards_stepped = 0
+        self.stepped_by: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         # Whether backwards reduce gradients; without, they add up.
         self.is_syncing = True
         # Whether the module may have other parameters by now. Then it is refreshed before the next
