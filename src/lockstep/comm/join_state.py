@@ -8,9 +8,9 @@ each collective of a step, and the ranks that are through announce that.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,28 +63,20 @@ class JoinState:
         self.last_active: Sequence[int] = range(group.size())
         self._group, self._device = group, device
         self._divide_by_active, self._throws = divide_by_active, throws
-        self._members: list[int] = []  # the numbers of the engines, by bit of the mask
+        self._members: list[Any] = []  # the engines that join, by bit of the mask
 
-    def add(self, numbers: Iterable[int]) -> None:
-        """Add engines by their numbers, in the same order on every rank."""
-        self._members += numbers
-
-    def mask(self, numbers: Collection[int]) -> int:
-        """Return a bit mask of the engines of these numbers, for announcements.
+    def mask(self, engines: Collection[object]) -> int:
+        """Return a bit mask of ``engines``, for announcements.
 
         Raises:
-            CollectiveFailed: If one of them wasn't added.
+            CollectiveFailed: If one of them hasn't joined.
         """
-        if not set(self._members).issuperset(numbers):
+        if not set(self._members).issuperset(engines):
             raise CollectiveFailed(
                 "A model is trained in join() that hasn't joined, so ranks that are through know "
                 "nothing of it. Let all models join that the loop trains."
             )
-        return sum(1 << bit for bit, number in enumerate(self._members) if number in numbers)
-
-    def unmask(self, mask: int) -> list[int]:
-        """Return the numbers of the engines in ``mask``."""
-        return [number for bit, number in enumerate(self._members) if mask >> bit & 1]
+        return sum(1 << bit for bit, engine in enumerate(self._members) if engine in engines)
 
     def call(self, step: Step, detail: int = 0) -> Announcement:
         """Announce this rank's next step; return the common one. All ranks must call it; it blocks.

@@ -89,7 +89,7 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 
 def num_facts(num_parameters: int) -> int:
-    """Return the number of elements that the facts of a backward take behind the last bucket."""
+    """Return the number of elements that facts take behind the last bucket."""
     return num_parameters + _NUM_FAILURE_FACTS
 
 
@@ -364,7 +364,7 @@ class Bucket:
         return used
 
     def failed_ranks(self, divisor: int) -> tuple[int, int]:
-        """Return the number of ranks on which the backward failed, and their sum; 0, 0 on a GPU.
+        """Return how many ranks' backwards failed, and the sum of their numbers; 0, 0 on a GPU.
 
         Reading it would wait for the GPU. There, a rank whose backward has failed sends NaN or, to
         a communication hook, which may remember it, 0. The sums were divided by ``divisor``.

@@ -64,7 +64,7 @@ class GradientLog:
     """Logs, once, that no rank uses some parameters, or that all ranks have the same gradients.
 
     Without a distributed sampler they have. In the first few backwards rank 0's gradients are
-    compared with the mean over all ranks. If they are equal, so are those of all other ranks. That
+    compared with the mean over all ranks: if they are equal, so are those of all other ranks. That
     needs no collective. The log of another rank is off.
     """
 
@@ -83,10 +83,7 @@ class GradientLog:
         )
 
     def keep(self, gradients: torch.Tensor, factor: int) -> None:
-        """Keep some of the gradients of a bucket, flat, which will be reduced in place.
-
-        Reduction multiplies gradients that all ranks share by ``factor``.
-        """
+        """Keep gradients, flat; a reduction multiplies those that all ranks share by ``factor``."""
         if gradients.numel():
             sample = gradients[:: max(1, gradients.numel() // _SAMPLE_NUMEL)]
             self._samples.append((sample, sample * factor))

@@ -67,6 +67,7 @@ class Reducer:
             buckets have memory that the group reduces in place, which is scarce.
 
     Attributes:
+        named: The parameters with their names.
         scale: The factor of each rank's gradients in the sum.
         comm_hook: The communication hook that replaces the all-reduce of buckets, if there is one.
         is_rearranged: Whether buckets have the order in which gradients came.
@@ -87,7 +88,7 @@ class Reducer:
     ) -> None:
         self.process_group, self._size = group, group.size()
         self.scale = 1 / self._size
-        self._named = list(named_parameters)
+        self.named = list(named_parameters)
         self._cap_bytes, self._first_cap_bytes = cap_bytes, first_cap_bytes
         self._skip_unused, self._is_kept = skip_unused, is_kept
         self._skipped: set[int] = set()  # numbers of buckets, and of sparse gradients behind them
@@ -105,11 +106,11 @@ class Reducer:
         # By position, the order in which gradients come: the index of the parameter; and 1 if the
         # gradient has grown since it was last reduced, in memory that buckets hold views of.
         # Positions of sparse gradients, for which no bucket waits, are the last ones.
-        self._accumulated = bytearray(len(self._named))
+        self._accumulated = bytearray(len(self.named))
         # Reversed registration order is a good guess: backward ends where forward began.
-        dense = [index for index in reversed(range(len(self._named))) if index not in sparse]
+        dense = [index for index in reversed(range(len(self.named))) if index not in sparse]
         self._order = [*dense, *sparse]
-        self._sparse = range(len(dense), len(self._named))
+        self._sparse = range(len(dense), len(self.named))
         self._rearrange(dense)
         self.reset()
 
@@ -126,17 +127,21 @@ class Reducer:
     @property
     def unused(self) -> Sequence[str]:
         """The names of parameters that got no gradient in the last backward on this rank."""
-        return [self._named[index][0] for index in self._unused]
+        return [self.named[index][0] for index in self._unused]
 
     @property
     def unused_parameters(self) -> Sequence[torch.nn.Parameter]:
         """The same parameters themselves."""
-        return [self._named[index][1] for index in self._unused]
+        return [self.named[index][1] for index in self._unused]
 
     @property
     def reduced(self) -> list[torch.nn.Parameter]:
         """Parameters that any rank used in the last backward, in the same order on every rank."""
         return [*itertools.compress(self._parameters, self._used_by_any)]
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        """Whether it reduces the gradient of ``parameter``."""
+        return id(parameter) in self._position_of
 
     @property
     def has_unreduced(self) -> bool:
@@ -159,10 +164,9 @@ class Reducer:
         self._log.logs_unused = self._log.is_on
         self._gets_gradients_twice = previous._gets_gradients_twice
         for position, parameter in enumerate(self._parameters):
-            if id(parameter) in previous._position_of:
-                self._accumulated[position] = previous.is_unreduced(parameter)
-            elif parameter.grad is not None:
-                self._accumulated[position] = 1
+            is_new = parameter not in previous
+            has_grown = parameter.grad is not None if is_new else previous.is_unreduced(parameter)
+            self._accumulated[position] = has_grown
 
     def reset(self, phase: Phase = Phase.IDLE) -> None:
         """Drop the state of the last backward: in the next one, no gradient has come yet."""
@@ -210,7 +214,7 @@ class Reducer:
         # First of all, as they are as large as all gradients: memory may be short.
         self._buckets, self._bucket_at = [], []
         self._skipped.clear()
-        parameters = [parameter for _, parameter in self._named]
+        parameters = [parameter for _, parameter in self.named]
         sparse = {*self._order[self._sparse.start :]}
         groups = assign_buckets(
             [p.numel() * gradient_dtype(p).itemsize for p in parameters],
@@ -224,7 +228,7 @@ class Reducer:
         for number, group in enumerate(groups, 1):
             start = buckets[-1].stop if buckets else 0
             bucket = Bucket(
-                [self._named[index] for index in group],
+                [self.named[index] for index in group],
                 memoryview(self._accumulated)[start : start + len(group)],
                 start=start,
                 tail_size=num_facts(len(parameters)) if number == len(groups) else 0,
@@ -241,7 +245,7 @@ class Reducer:
         accumulated = dict(zip(self._order, self._accumulated, strict=True))
         self._order[: self._sparse.start] = dense
         self._accumulated[:] = bytes(accumulated[index] for index in self._order)
-        self._parameters = [self._named[index][1] for index in self._order]
+        self._parameters = [self.named[index][1] for index in self._order]
         self._position_of = {id(p): position for position, p in enumerate(self._parameters)}
 
     def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -252,8 +256,10 @@ class Reducer:
                 self._bucket_at[position].num_missing -= 1
 
     def mark_accumulated(self, parameter: torch.Tensor) -> None:
-        """The gradient of ``parameter`` has grown, in a backward that doesn't reduce it."""
-        self._accumulated[self._position_of[id(parameter)]] = 1
+        """The gradient of ``parameter``, if it is one of these, has grown without a reduction."""
+        position = self._position_of.get(id(parameter))
+        if position is not None:
+            self._accumulated[position] = 1
 
     def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
         """The gradients of ``parameters`` have come; buckets that are full are launched.
@@ -280,7 +286,7 @@ class Reducer:
                     self.mark_unawaited(parameter)
         # If they come in order, it is the next bucket that will be full first, or the one behind.
         filling = (bucket for bucket in self._buckets[self._next_launch :] if bucket.num_missing)
-        most = len(self._named)
+        most = len(self.named)
         for bucket in itertools.islice(filling, 2):
             most = min(most, bucket.num_missing, bucket.chunk if self.copies_early else most)
         return most
@@ -310,7 +316,7 @@ class Reducer:
             bucket = self._bucket_at[position]
             if bucket.is_too_late_for(position - bucket.start):
                 self._gets_gradients_twice = True
-                raise late_gradient(self._named[self._order[position]][0])
+                raise late_gradient(self.named[self._order[position]][0])
         if self._states[position] == READY:
             self._gets_gradients_twice = True
         else:
@@ -359,7 +365,7 @@ class Reducer:
             bucket.finish_hook(self.process_group)
         for index, position in enumerate(self._sparse, last):
             if position not in self._reduced_sparse:
-                name, _ = self._named[self._order[position]]
+                name, _ = self.named[self._order[position]]
                 with naming([name], self.process_group):
                     self._reduced_sparse[position] = self._reduce_sparse(index, position)
 
@@ -377,7 +383,7 @@ class Reducer:
         if self.comm_hook is None:
             total = sum_rows(self.process_group, rows.coalesce() * self.scale)
         else:
-            is_last = not self._bucket_at and position == len(self._named) - 1
+            is_last = not self._bucket_at and position == len(self.named) - 1
             bucket = GradBucket(index, rows, [parameter], is_last=is_last)
             total = reduced_buffer(self.comm_hook(bucket), rows.numel())
         return total if gradient is None or gradient.is_sparse else total.to_dense()
@@ -407,7 +413,7 @@ class Reducer:
                 self._unused = sorted({*self._order}.difference(self._arrivals))
                 if self.phase is not Phase.FAILED:
                     error = self._use_reduced()
-                    self._accumulated[:] = bytes(len(self._named))
+                    self._accumulated[:] = bytes(len(self.named))
             self._last_order = self._arrivals
         except CollectiveMismatch:
             self.give_up()
@@ -432,15 +438,13 @@ class Reducer:
         if not all(self._accumulated):
             self._used_by_any = last.used_by_any()
             used = [position for position, number in enumerate(self._used_by_any) if number]
-            if len(used) < len(self._named) and self._log.logs_unused:
+            if len(used) < len(self.named) and self._log.logs_unused:
                 unused = {*self._order} - {self._order[position] for position in used}
-                self._log.unused([self._named[index][0] for index in sorted(unused)])
+                self._log.unused([self.named[index][0] for index in sorted(unused)])
         for position in used:
-            if position in self._reduced_sparse:
-                reduced = self._reduced_sparse[position]
-                if reduced is not None:
-                    self._parameters[position].grad = reduced
-            elif not self._accumulated[position]:
+            if (reduced := self._reduced_sparse.get(position)) is not None:
+                self._parameters[position].grad = reduced
+            elif position not in self._sparse and not self._accumulated[position]:
                 bucket = self._bucket_at[position]
                 bucket.use_as_grad(position - bucket.start)
         if self._log.compares:
@@ -453,12 +457,17 @@ class Reducer:
         if not is_last and self._skips(index, any(bucket.accumulated)):
             bucket.has_left, self._next_launch = True, index + 1
             return
-        if not bucket.has_left:  # as it has if its hook has failed
-            self._fill(bucket)
+        is_failed = self.phase is Phase.FAILED
+        if is_failed and not bucket.has_left:
+            # 0 for a hook, which may remember it.
+            bucket.fill_with(math.nan if self.comm_hook is None else 0)
+        elif not bucket.has_left:  # as it has if its hook has failed
+            bucket.fill(self._scale_of(bucket))
+            if self._log.compares and self.comm_hook is None and self.scale == 1 / self._size:
+                self._log.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
         if is_last:
             # All buckets are filled by now, so these facts are final.
-            failed_rank = self.process_group.rank() if self.phase is Phase.FAILED else None
-            bucket.write_facts(self._accumulated, failed_rank)
+            bucket.write_facts(self._accumulated, self.process_group.rank() if is_failed else None)
         if self.comm_hook is None:
             bucket.launch(self.process_group, average=self._averages(bucket))
         else:
@@ -482,14 +491,6 @@ class Reducer:
         if self.phase is not Phase.FAILED:
             (self._skipped.discard if is_used else self._skipped.add)(number)
         return number in self._skipped
-
-    def _fill(self, bucket: Bucket) -> None:
-        if self.phase is Phase.FAILED:  # 0 for a hook, which may remember it
-            bucket.fill_with(math.nan if self.comm_hook is None else 0)
-            return
-        bucket.fill(self._scale_of(bucket))
-        if self._log.compares and self.comm_hook is None and self.scale == 1 / self._size:
-            self._log.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
 
     def _averages(self, bucket: Bucket) -> bool:
         return bucket.averages and self.comm_hook is None and self.scale == 1 / self._size

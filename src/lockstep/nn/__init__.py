@@ -2,8 +2,7 @@
 
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.mean import average_gradients, mean
-from lockstep.nn.parallel_state import accumulate, no_sync
-from lockstep.nn.parallelize import join, parallelize, sync_buffers
+from lockstep.nn.parallelize import accumulate, join, no_sync, parallelize, sync_buffers
 from lockstep.nn.replicas import (
     DataParallel,
     data_parallel,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -49,10 +50,6 @@ class _Backward:
     # The node whose own backward this one runs in; until it is through, the end of the backward
     # can't be waited for.
     enclosing: weakref.ref[BackwardCFunction] | None = None
-
-    def has_been_left(self) -> bool:
-        """Whether it has failed although its end was not dropped: an enclosing node holds that."""
-        return self.enclosing is not None and self.enclosing() is not outermost_running_node()
 
 
 @uncompiled
@@ -107,7 +104,8 @@ class BackwardSync:
         alone get a number when they are trained.
         """
         engine = Engine(module, self._group, options, inner, self.gradient_ready)
-        self._engines.add(engine)
+        with _lock:
+            self._engines.add(engine)
         engine.number = 0 if is_copy else self._next_number()
         return engine
 
@@ -124,9 +122,9 @@ class BackwardSync:
         self._num_engines += 1
         return self._num_engines
 
-    def engines(self) -> list[Engine]:
-        """Return the engines, by number; without copies that have not been trained."""
-        return sorted((engine for engine in self._engines if engine.number), key=_number)
+    def engines(self, *, copies: bool = False) -> list[Engine]:
+        """Return the engines, by number; copies that have not been trained only with ``copies``."""
+        return sorted((one for one in self._engines if one.number or copies), key=_number)
 
     def is_running(self) -> bool:
         """Whether a backward of this rank runs."""
@@ -147,7 +145,7 @@ class BackwardSync:
         with self._lock:
             is_begun = self._join(engine)
             # The engine may have refreshed, and have other parameters by now.
-            if engine.has([parameter]):
+            if parameter in engine.reducer:
                 if is_begun:
                     engine.mark_ready(parameter)
                 else:
@@ -168,10 +166,11 @@ class BackwardSync:
             # be foreseen: see reached().
             engine.sees_nested_tasks = True
             engine.reducer.copies_early = False
+        enclosing = backward.enclosing if backward is not None else None
         if backward is not None and backward.task is None:
             self._backward = None  # of other ranks, in a join() that was left with an error
-        elif backward is not None and backward.has_been_left():
-            self._drop_backward()
+        elif enclosing is not None and enclosing() is not outermost_running_node():
+            self._drop_backward()  # it has failed, although the node still holds its end
         backward = self._backward or self._begin(engine)
         if engine in backward.engines:
             return True
@@ -193,11 +192,8 @@ class BackwardSync:
         reached = {engine}
         if self._num_engines > 1:
             reached |= {one for one in self.engines() if one is not engine and one.is_any_reached()}
-        try:
+        with _advice("beginning"):
             self._begin_together(backward, reached)
-        except CollectiveFailed as error:
-            _advise(error, "beginning")
-            raise
         return backward
 
     def begin_before_collective(self) -> None:
@@ -213,10 +209,9 @@ class BackwardSync:
                     self._begin(reached[0])
 
     def take_part(self, engine: Engine) -> None:
-        """Take part in backwards of the other ranks up to one of ``engine``, with no gradients.
+        """Take part in backwards of the other ranks, with no gradients, up to one of ``engine``.
 
-        Backwards of models that are reached along with it may come first. If ``engine`` is in
-        no backward of any rank, this returns too.
+        It returns too if ``engine`` is in no backward of any rank.
         """
         before = engine.num_backwards
         while engine.num_backwards == before and self._run_empty(engine):
@@ -270,7 +265,7 @@ class BackwardSync:
         if asks:
             may_be_late = any(engine.sees_nested_tasks for engine in self.engines())
             try:
-                named, (backward.tells_late,) = self._on_any_rank(engines, may_be_late)
+                named, backward.tells_late = self._on_any_rank(engines, may_be_late)
             except CollectiveMismatch:
                 self._forget(backward)
                 raise
@@ -278,14 +273,13 @@ class BackwardSync:
         self._begin_all(backward, sorted(engines, key=_number))
 
     def _on_any_rank(
-        self, engines: Collection[Engine], *facts: bool
-    ) -> tuple[set[Engine], list[bool]]:
-        """Return the engines that any rank passes, and which of ``facts`` are true on any."""
+        self, engines: Collection[Engine], fact: bool = False
+    ) -> tuple[set[Engine], bool]:
+        """Return the engines that any rank passes, and whether ``fact`` is true on any."""
         numbers = {engine.number for engine in engines}
         own = [number in numbers for number in range(1, self._num_engines + 1)]
-        on_any = any_rank(self._group, [*own, *facts])
-        named = {engine for engine in self.engines() if on_any[engine.number - 1]}
-        return named, on_any[len(own) :]
+        *reached, is_fact = any_rank(self._group, [*own, fact])
+        return {engine for engine in self.engines() if reached[engine.number - 1]}, is_fact
 
     def _has_to_ask(self, reached: Collection[Engine]) -> bool:
         """Whether other ranks may reach other models than ``reached``."""
@@ -299,8 +293,7 @@ class BackwardSync:
         """Announce the next step to ranks that have no data any more, if there may be such."""
         join_state = join_state_of(self._group)
         if join_state is not None and join_state.is_active:
-            mask = join_state.mask([*map(_number, engines)])
-            _apply(engines, join_state.call(step, mask))
+            _apply(engines, join_state.call(step, join_state.mask(engines)))
 
     def _begin_all(self, backward: _Backward, engines: Sequence[Engine]) -> None:
         self._backward = backward
@@ -317,10 +310,9 @@ class BackwardSync:
             launch_order = [] if waits else [engine.reducer for engine in engines]
             # Autograd has a thread for each accelerator.
             num_devices = len({device for engine in engines for device in engine.devices})
-            in_one_thread = num_devices == 1 and backward.awaited is None
+            task = backward.task if num_devices == 1 and backward.awaited is None else None
             sees_graph = backward.task is not None and backward.enclosing is None
             for engine in engines:
-                task = backward.task if in_one_thread else None
                 backward.engines.append(engine)
                 engine.begin_backward(launch_order, task, sees_graph=sees_graph)
         except BaseException:
@@ -386,13 +378,6 @@ class BackwardSync:
             self._backward = self._failed
             self._finish()
 
-    def refresh_stale(self) -> None:
-        """Refresh models that have changed, as a forward would."""
-        self.finish_failed()
-        for engine in self.engines():
-            if engine.is_stale:
-                self.refresh(engine)
-
     def refresh(self, engine: Engine) -> None:
         """Let ``engine`` continue with the parameters that its module has now."""
         if engine.has_changed():
@@ -418,7 +403,7 @@ class BackwardSync:
         """
         backward = self._backward or _Backward()
         try:
-            with torch.no_grad():  # as in hooks
+            with torch.no_grad(), _advice("end"):  # without gradients, as in hooks
                 for engine in backward.engines:
                     engine.flush_pending()
                 self._announce(Step.END, backward.engines)
@@ -445,9 +430,6 @@ class BackwardSync:
                     errors.append(engine.finish_backward())
                     finish_buffers()
                 return engines, next(filter(None, errors), None)
-        except CollectiveFailed as error:
-            _advise(error, "end")
-            raise
         finally:
             if backward.generation is self._generation:
                 numbers = {engine.number for engine in {*backward.engines, *backward.late}}
@@ -458,13 +440,19 @@ class BackwardSync:
             self._num_ended += 1
 
 
-def _advise(error: CollectiveFailed, place: str) -> None:
-    if not isinstance(error, PeerLost):
-        error.add_note(
-            f"It was the {place} of a backward of this rank. A backward reduces gradients "
-            "whatever made the loss, model.module(x) too, so every rank runs it; one that "
-            "is of this rank alone runs in 'with lockstep.no_sync(model):'."
-        )
+@contextmanager
+def _advice(place: str) -> Iterator[None]:
+    """Let an error of a collective say what a rank does that runs a backward alone."""
+    try:
+        yield
+    except CollectiveFailed as error:
+        if not isinstance(error, PeerLost):
+            error.add_note(
+                f"It was the {place} of a backward of this rank. A backward reduces gradients "
+                "whatever made the loss, model.module(x) too, so every rank runs it; one that "
+                "is of this rank alone runs in 'with lockstep.no_sync(model):'."
+            )
+        raise
 
 
 def _apply(engines: Collection[Engine], announcement: Announcement) -> None:
@@ -473,14 +461,30 @@ def _apply(engines: Collection[Engine], announcement: Announcement) -> None:
         engine.buffers.source = announcement.active[0]
 
 
+# Ranks may be threads, and a dictionary that another thread changes can't be iterated over.
+_lock = threading.Lock()
 # Weakly: a group that is gone takes its BackwardSync with it.
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, BackwardSync] = weakref.WeakKeyDictionary()
 
 
 def backward_sync_of(group: dist.ProcessGroup) -> BackwardSync:
     """Return the BackwardSync of ``group``, the same one every time."""
-    sync = _by_group.get(group)
-    return sync if sync is not None else _by_group.setdefault(group, BackwardSync(group))
+    with _lock:
+        sync = _by_group.get(group)
+        return sync if sync is not None else _by_group.setdefault(group, BackwardSync(group))
+
+
+def all_engines() -> list[Engine]:
+    """Return the engines of all groups of several ranks, those of a group by number."""
+    with _lock:
+        engines = [engine for sync in _by_group.values() for engine in sync.engines(copies=True)]
+    return [engine for engine in engines if engine.process_group.size() > 1]
+
+
+def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
+    """Return the engines of some of ``parameters``, as :func:`all_engines` does."""
+    wanted = list(parameters)
+    return [engine for engine in all_engines() if any(p in engine.reducer for p in wanted)]
 
 
 def finish_failed(group: dist.ProcessGroup) -> None:

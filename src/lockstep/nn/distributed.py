@@ -26,8 +26,8 @@ from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.global_hooks import mark_stale
 from lockstep.nn.join import DDPJoinHook, begin_joined_iteration
-from lockstep.nn.parallel_state import state_of
-from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, attach, check_bucket_cap, join, release
+from lockstep.nn.parallel_state import attach, release, state_of
+from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, check_bucket_cap, join
 from lockstep.nn.wrapper import Wrapper
 from lockstep.torch_private import tree_map_only
 from lockstep.world import group_or_all, init
@@ -372,11 +372,6 @@ class DistributedDataParallel(
         return DDPJoinHook(self, self._engines, divide_by_active=not by_all)
 
     @property
-    def join_device(self) -> torch.device:
-        """A device whose tensors the process group can carry."""
-        return self.device
-
-    @property
     def join_process_group(self) -> dist.ProcessGroup | None:
         """The ranks that join."""
         return self.process_group
@@ -387,6 +382,8 @@ class DistributedDataParallel(
     def device(self) -> torch.device:
         """Where the model's first parameter is."""
         return next(self.module.parameters()).device
+
+    join_device = device  # whose tensors the process group can carry
 
     @property
     def device_type(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import NamedTuple
@@ -99,17 +99,12 @@ class Engine:
         """The module, if it still exists."""
         return self._module()
 
-    def has(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return whether it reduces one of ``parameters``."""
-        return any(id(parameter) in self._trained for parameter in parameters)
-
     def _take(self, module: nn.Module, previous: Reducer | None = None) -> None:
         """Reduce the parameters that ``module`` has now, instead of those of ``previous``."""
         own = self._own_parameters(module)
         self._description = _describe(own, module)
-        self._known = {id(parameter) for _, parameter in own}
-        self._trained = {id(p): (name, p) for name, p in own if p.requires_grad}
-        self.parameters = [parameter for _, parameter in self._trained.values()]
+        trained = [(name, parameter) for name, parameter in own if parameter.requires_grad]
+        self.parameters = [parameter for _, parameter in trained]
         self._dtypes = [*map(_dtype_of, self.parameters)]
         self._frozen = [
             p for _, p in own if not p.requires_grad and (p.is_floating_point() or p.is_complex())
@@ -118,7 +113,7 @@ class Engine:
         # Whether its backwards have other collectives of the same group.
         self.sums_in_backward = _sums_in_backward(module, self.process_group)
         self.reducer: Reducer = Reducer(
-            [*self._trained.values()],
+            trained,
             self.process_group,
             cap_bytes=self._cap_bytes,
             skip_unused=self._options.skip_unused,
@@ -159,9 +154,7 @@ class Engine:
 
     def keep_gradient(self, parameter: torch.Tensor) -> None:
         """A gradient has come that is not to be reduced yet."""
-        # One that was unfrozen isn't the reducer's yet, which will find its gradient.
-        if id(parameter) in self._trained:
-            self.reducer.mark_accumulated(parameter)
+        self.reducer.mark_accumulated(parameter)
         autograd.hooks_of(parameter).call_others(parameter)
 
     def mark_ready(self, parameter: torch.Tensor) -> None:
@@ -212,7 +205,7 @@ class Engine:
             self.buffers.look(module, self._inner)
             self._take(module, self.reducer)
             return
-        trained = {id(p): name for name, p in own if p.requires_grad}
+        trained = {id(p) for _, p in own if p.requires_grad}
         try:
             check_same_model(module, self.process_group, left_out=self._options.left_alone(module))
         except ModelMismatch as error:
@@ -220,8 +213,8 @@ class Engine:
             raise
         except CollectiveFailed as error:
             self.is_stale = True
-            new = [name for key, name in trained.items() if key not in self._trained]
-            gone = [name for key, (name, _) in self._trained.items() if key not in trained]
+            new = [name for name, p in own if p.requires_grad and p not in self.reducer]
+            gone = [name for name, p in self.reducer.named if id(p) not in trained]
             error.add_note(
                 "This rank wanted to compare its model with the others', as it has changed since "
                 f"it was made parallel: to be trained by now are {new}, and no longer {gone}. "
@@ -231,7 +224,8 @@ class Engine:
         old_buffers = set(self.buffers.named())
         self.buffers.look(module, self._inner)
         more = [b for name, b in self.buffers.named().items() if name not in old_buffers]
-        added = {name: p.detach() for name, p in own if id(p) not in self._known}
+        known = {key for key, *_ in self._description[0]}
+        added = {name: p.detach() for name, p in own if id(p) not in known}
         before = [p.clone() for p in added.values()] if in_backward else []
         broadcast_tensors(self.process_group, [*more, *added.values()])
         self._reduce_removed(trained)
@@ -257,11 +251,9 @@ class Engine:
 
     def _reduce_removed(self, trained: Collection[int]) -> None:
         """Reduce accumulated gradients of parameters that are not trained any more."""
-        going = [named for key, named in self._trained.items() if key not in trained]
-        if not going:
-            return
+        going = [(name, p) for name, p in self.reducer.named if id(p) not in trained]
         is_unreduced = [self.reducer.is_unreduced(parameter) for _, parameter in going]
-        named = [*compress(going, any_rank(self.process_group, is_unreduced))]
+        named = going and [*compress(going, any_rank(self.process_group, is_unreduced))]
         if named:
             last = Reducer(named, self.process_group, cap_bytes=self._cap_bytes)
             last.take_over(self.reducer)
@@ -297,7 +289,7 @@ class Engine:
         module = self.module
         if module is not None and before != [*map(id, self.reducer.unused_parameters)]:
             for name, parameter in self._own_parameters(module):
-                if parameter.requires_grad and id(parameter) not in self._trained:
+                if parameter.requires_grad and parameter not in self.reducer:
                     self.is_stale = True
                     raise ParameterChanged(
                         f"{name!r} was put in its place without telling torch (say, in "
@@ -321,7 +313,9 @@ class Engine:
         return [*(parameter for _, parameter in own), *self.buffers.named().values()]
 
 
-def _describe(own: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> tuple[object, ...]:
+def _describe(
+    own: Sequence[tuple[str, nn.Parameter]], module: nn.Module
+) -> tuple[list[tuple[int, bool, torch.dtype]], list[str]]:
     """Identity, requires_grad and dtype of own parameters, and names of buffers."""
     parameters = [(id(p), p.requires_grad, gradient_dtype(p)) for _, p in own]
     return parameters, [name for name, _ in module.named_buffers()]

@@ -31,9 +31,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import uncompiled
 from lockstep.errors import AlreadyParallel, ModelError
-from lockstep.nn.backward import backward_sync_of
+from lockstep.nn.backward import all_engines, backward_sync_of, engines_with
 from lockstep.nn.engine import Engine
-from lockstep.nn.parallel_state import all_engines, engines_with
 from lockstep.nn.wrapper import Wrapper
 
 _log = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -17,13 +16,10 @@ from lockstep.torch_private import _JoinConfig
 
 
 class UnevenLoop(JoinState):
-    """A context around a loop that ends at different times on the ranks, as in ``join()``.
+    """A context around a loop that ends at different times on the ranks of ``group``.
 
-    Args:
-        engines: The engines of the models, all of one group.
-        group: Their group.
-        divide_by_active: Whether gradients are means over the ranks that still have data.
-        throws: Whether the first rank that is through ends the loop on all, with an error.
+    With ``divide_by_active`` gradients are means over the ranks that still have data; with
+    ``throws`` the first rank that is through ends the loop on all, with an error.
     """
 
     def __init__(
@@ -37,13 +33,14 @@ class UnevenLoop(JoinState):
         devices = (t.device for engine in engines for t in engine.everything_that_follows())
         device = next(devices, torch.device("cpu"))
         super().__init__(group, device, divide_by_active=divide_by_active, throws=throws)
-        self._engines: list[Engine] = []
         # Restore this rank's gradients, from the first backward of others that it takes part in.
         self._restore: list[Callable[[], None]] = []
-        # In torch's context, by each model's engines: their number of backwards when the iteration
-        # began; and the engines whose part of it is over.
-        self.num_backwards: dict[tuple[Engine, ...], int | None] = {}
+        # In torch's context: each engine's number of backwards when the iteration began, and the
+        # engines whose part of it is over.
+        self._num_backwards: dict[Engine, int] = {}
         self._done: set[Engine] = set()
+        # The models that have joined, by their engines.
+        self.models: list[Sequence[Engine]] = []
         self.add_model(engines)
 
     def __enter__(self) -> None:
@@ -51,12 +48,7 @@ class UnevenLoop(JoinState):
         finish_failed(self._group)
         set_join_state(self._group, self)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """This rank is through: take part until all are."""
         try:
             if error is None:
@@ -66,7 +58,7 @@ class UnevenLoop(JoinState):
         finally:
             self.close()
         if error is None:
-            self.take_last_model(self._engines)
+            self.take_last_model()
 
     def add_model(self, engines: Sequence[Engine]) -> None:
         """Add the engines of one more model."""
@@ -76,9 +68,8 @@ class UnevenLoop(JoinState):
                 "in a loop that ends at different times nobody could take part in the reductions "
                 "of some. Give the ranks loops of one length."
             )
-        self._engines += engines
-        self.num_backwards[tuple(engines)] = None
-        self.add(engine.number for engine in engines)
+        self._members += engines
+        self.models.append(engines)
 
     def follow_step(self) -> Step:
         """Take part in the next step of the ranks that still have data, and return it."""
@@ -87,11 +78,11 @@ class UnevenLoop(JoinState):
         if step in (Step.GATHER, Step.SUM):
             self.follow(announcement)
             return step
-        numbers = self.unmask(announcement.detail)
-        engines = [engine for engine in self._engines if engine.number in numbers]
+        bits = enumerate(self._members)
+        engines: list[Engine] = [one for bit, one in bits if announcement.detail >> bit & 1]
         if step is Step.BEGIN and engines:
-            self._restore = self._restore or [*map(_own_gradients, self._engines)]
-            for engine in self._engines:
+            self._restore = self._restore or [*map(_own_gradients, self._members)]
+            for engine in self._members:
                 if not engine.reducer.has_unreduced:
                     for parameter in engine.parameters:
                         parameter.grad = None
@@ -107,13 +98,13 @@ class UnevenLoop(JoinState):
             restore()
         self._restore = []
         set_join_state(self._group, None)
-        for engine in self._engines:
+        for engine in self._members:
             engine.reducer.scale = 1 / self._group.size()
             engine.buffers.source = 0
 
-    def take_last_model(self, engines: Sequence[Engine]) -> None:
+    def take_last_model(self) -> None:
         """Broadcast parameters and buffers from a rank that was through last."""
-        for engine in engines:
+        for engine in self._members:
             tensors = [tensor.detach() for tensor in engine.everything_that_follows()]
             broadcast_tensors(self._group, tensors, source=self.last_active[0])
 
@@ -147,18 +138,17 @@ class _JoinedModels(UnevenLoop):
 
     def begin_iteration(self) -> None:
         """The first model's forward begins."""
-        for engines, before in self.num_backwards.items():
-            now = sum(engine.num_backwards for engine in engines)
-            if now == before:
-                self.call(Step.NOTHING, self.mask([engine.number for engine in engines]))
-            self.num_backwards[engines] = now
+        before, now = self._num_backwards, {one: one.num_backwards for one in self._members}
+        if over := [engine for engine in self._members if before.get(engine) == now[engine]]:
+            self.call(Step.NOTHING, self.mask(over))
+        self._num_backwards = now
 
-    def follow_iteration(self, engines: Sequence[Engine]) -> None:
-        """Take part until the others are through with that model's part of the iteration."""
-        while not self._done.issuperset(engines):
+    def follow_iteration(self) -> None:
+        """Take part until the others are through with the iteration."""
+        while not self._done.issuperset(self._members):
             if self.follow_step() is Step.THROUGH:
                 break
-        self._done.difference_update(engines)
+        self._done.clear()
 
 
 def _joined(group: dist.ProcessGroup) -> _JoinedModels | None:
@@ -167,14 +157,15 @@ def _joined(group: dist.ProcessGroup) -> _JoinedModels | None:
     return state if isinstance(state, _JoinedModels) else None
 
 
-def _of_several_ranks(engines: Sequence[Engine]) -> tuple[Engine, ...]:
-    return tuple(engine for engine in engines if engine.process_group.size() > 1)
+def _of_several_ranks(engines: Sequence[Engine]) -> list[Engine]:
+    return [engine for engine in engines if engine.process_group.size() > 1]
 
 
 class DDPJoinHook(JoinHook):
     """The methods that torch's Join context calls on a rank that is through.
 
-    The wrapper ``model`` joins along with those of the same group that have joined before.
+    The wrapper ``model`` joins along with those of the same group that have joined before, of which
+    the first one's hook takes part for all.
     """
 
     def __init__(
@@ -182,30 +173,28 @@ class DDPJoinHook(JoinHook):
     ) -> None:
         super().__init__()
         self._model = model
-        self._engines = _of_several_ranks(engines)
         self._models: _JoinedModels | None = None
-        if self._engines:
+        if engines := _of_several_ranks(engines):
             group = model.join_process_group
             models = _joined(group)
             # It has joined before if an earlier context was left with an error.
-            if models is None or self._engines in models.num_backwards:
+            if models is None or engines in models.models:
                 set_join_state(group, None)
-                models = _JoinedModels(self._engines, group, divide_by_active=divide_by_active)
-                models.__enter__()
+                self._models = _JoinedModels(engines, group, divide_by_active=divide_by_active)
+                self._models.__enter__()
             else:
-                models.add_model(self._engines)
-            self._models = models
+                models.add_model(engines)
 
     def main_hook(self) -> None:
         """Take part in an iteration of the ranks that are not through."""
         if self._models is not None:
-            self._models.follow_iteration(self._engines)
+            self._models.follow_iteration()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All are through: take the last model."""
         if self._models is not None:
             self._models.close()
-            self._models.take_last_model(self._engines)
+            self._models.take_last_model()
         _leave_join(self._model)
 
 
@@ -216,7 +205,7 @@ def begin_joined_iteration(model: Joinable, engines: Sequence[Engine]) -> None:
     engines = _of_several_ranks(engines)
     if engines:
         models = _joined(model.join_process_group)
-        if models is None or engines not in models.num_backwards:
+        if models is None or engines not in models.models:
             _leave_join(model)  # the context was left with an error
             return
         if model._join_config.is_first_joinable:

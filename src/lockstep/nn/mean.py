@@ -132,7 +132,11 @@ def _sum_over_ranks(own: torch.Tensor, process_group: dist.ProcessGroup | None) 
     group = _group_of_several(process_group)
     num_ranks = 1
     if group is not None:
-        backward_sync_of(group).refresh_stale()
+        sync = backward_sync_of(group)
+        sync.finish_failed()
+        for engine in sync.engines():
+            if engine.is_stale:  # its model has changed, and has had no forward since
+                sync.refresh(engine)
         sum_in_step(group, own)
         num_ranks = mean_divisor(group)
     return torch.cat([own, own.new_full((1,), num_ranks)])

@@ -1,46 +1,24 @@
-"""``parallelize(model)``: the same object, kept in step with its replicas on other ranks.
-
-It verifies the model on all ranks, gives them rank 0's values, and makes an engine.
-"""
+"""``parallelize(model)``: the same object, kept in step with its replicas on other ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import logging
-import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Never, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lockstep.arguments import check_flag, check_module
-from lockstep.comm import broadcast_tensors
-from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
-from lockstep.nn.backward import backward_sync_of, finish_failed
+from lockstep.comm import this_thread
+from lockstep.nn.backward import finish_failed
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
-from lockstep.nn.engine import Engine, Options
-from lockstep.nn.global_hooks import unwatch, watch
+from lockstep.nn.engine import Options
 from lockstep.nn.join import UnevenLoop
-from lockstep.nn.parallel_state import (
-    ParallelState,
-    all_states,
-    find_state,
-    find_state_around,
-    set_state,
-    state_of,
-)
-from lockstep.nn.verify import check_same_model
-from lockstep.nn.wrapper import Wrapper
+from lockstep.nn.parallel_state import attach, state_of
 from lockstep.world import group_or_all
-
-_log = logging.getLogger(__name__)
-
-# Bound early, as ours may be put in their place.
-_TORCHS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -130,6 +108,59 @@ def _others_are_refused(names: Collection[str]) -> str:
     )
 
 
+def no_sync(module: nn.Module) -> AbstractContextManager[None]:
+    """Let backwards add up gradients on each rank; the first one after the context reduces them.
+
+    What counts is where ``backward()`` runs, not where ``forward()`` did.
+
+    Args:
+        module: A module that was given to :func:`parallelize`, a wrapper, or the module in one.
+            Parallel parts of it accumulate too.
+
+    Raises:
+        ModelError: If ``module`` isn't parallel.
+    """
+    return state_of(module).no_sync()
+
+
+@contextlib.contextmanager
+def accumulate(module: nn.Module) -> Iterator[None]:
+    """Let backwards add up gradients on each rank; the first one after the context reduces them.
+
+    This applies to each ``backward()`` within the context, wherever its ``forward()`` ran. With
+    :func:`lockstep.mean`, gradients become those of the mean over all micro-batches of the step,
+    the one after the context included; without it they add up, as in torch. ::
+
+        for number, (x, y) in enumerate(micro_batches, start=1):
+            last = number == len(micro_batches)
+            with contextlib.nullcontext() if last else lockstep.accumulate(model):
+                lockstep.mean(loss(model(x), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Each backward of a mean is a micro-batch: it scales the existing gradients, whatever made them.
+    To give up an unfinished batch, call ``zero_grad()``, which sets gradients to None.
+
+    Args:
+        module: A module that was given to :func:`lockstep.parallelize`, a wrapper, or the module
+            in a wrapper. Its parallel parts accumulate too.
+
+    Raises:
+        ModelError: If ``module`` isn't parallel.
+    """
+    state = state_of(module)
+    with state.no_sync():
+        state.rank = this_thread()
+        state.num_contexts += 1
+        try:
+            yield
+        except BaseException:
+            state.count = None  # the batch is not to be finished
+            raise
+        finally:
+            state.num_contexts -= 1
+
+
 def join(
     *modules: nn.Module,
     divide_by_initial_world_size: bool = True,
@@ -192,142 +223,7 @@ def sync_buffers(module: nn.Module) -> None:
         engine.buffers.start(late=True)()
 
 
-def attach(
-    owner: nn.Module,
-    module: nn.Module,
-    group: dist.ProcessGroup | None,
-    options: Options,
-    *,
-    is_copy: bool = False,
-) -> None:
-    """Keep ``module`` in step with its replicas for as long as ``owner`` lives.
-
-    Every rank must call it; of a copy of a parallel model, only the ranks that train the copy.
-    Parts that are parallel already, over this group or another, stay as they are. ``owner`` is
-    ``module`` itself, or a wrapper, which takes the place of one that it is in already.
-
-    Raises:
-        ModelError: If the module can't be made parallel, on this rank or on another.
-    """
-    group = group if group is not None and group.size() > 1 else None
-    inner = {part: state for part in module.modules() if (state := find_state(part)) is not None}
-    previous = find_state_around(module) if owner is not module else None
-    refusal = _refusal(owner, module, group, options, [previous, *inner.values()])
-    engines = previous.engines if previous is not None else []
-    for one in filter(None, [group, *(engine.process_group for engine in engines)]):
-        finish_failed(one)
-    if group is not None and options.init_sync and not is_copy:
-        left_alone = options.left_alone(module)
-        # Also with a refusal, which it raises: the other ranks would wait for this one.
-        check_same_model(module, group, options._asdict(), refusal, left_alone)
-        named = [*module.named_parameters(), *module.named_buffers()]
-        broadcast_tensors(group, [t.detach() for name, t in named if name not in left_alone])
-    elif refusal is not None:
-        raise refusal
-    if group is not None and torch.__future__.get_swap_module_params_on_conversion():
-        _log.warning(
-            "torch.__future__.set_swap_module_params_on_conversion(True) is on: with it, torch "
-            'refuses to convert this %s ("Couldn\'t swap") for as long as it is parallel. Convert '
-            "it to its dtype and device before you make it parallel.",
-            type(module).__name__,
-        )
-    own: list[Engine] = []
-    if group is not None:
-        engine = backward_sync_of(group).new_engine(module, options, inner, is_copy=is_copy)
-        if engine.parameters:
-            own.append(engine)
-            watch(engine)
-    inner_engines = [engine for state in inner.values() for engine in state.engines]
-    state = ParallelState(module, [*inner_engines, *own], is_wrapped=owner is not module)
-    set_state(owner, state, previous)
-    _replace([engine for engine in engines if engine not in inner_engines], own)
-    others = [other.parameters for other in all_states()]
-    for parameter in module.parameters():
-        if parameter.requires_grad and not any(parameter in known for known in others):
-            state.parameters[parameter] = None
-
-
-def release(wrapper: nn.Module) -> None:
-    """Make the model in ``wrapper`` parallel no more: gradients stay this rank's own."""
-    state = state_of(wrapper)
-    for engine in state.engines:
-        finish_failed(engine.process_group)
-    _replace(list(state.engines), ())
-    state.parameters.clear()
-
-
-def _replace(engines: Collection[Engine], replacements: Sequence[Engine]) -> None:
-    """Stop ``engines``, and put ``replacements`` in their place in all states that list them."""
-    for engine in engines:
-        backward_sync_of(engine.process_group).remove(engine)
-        unwatch(engine)
-    for state in all_states():
-        kept = [engine for engine in state.engines if engine not in engines]
-        if len(kept) < len(state.engines):
-            state.engines[:] = [*kept, *replacements]
-
-
 def check_bucket_cap(bucket_cap_mb: float, name: str = "bucket_cap_mb") -> None:
     """Raise ValueError unless ``bucket_cap_mb`` is a positive number of MiB."""
     if not isinstance(bucket_cap_mb, int | float) or not 0 < bucket_cap_mb < 2**40:
         raise ValueError(f"{name} is {bucket_cap_mb!r}, but must be a number of MiB, more than 0.")
-
-
-def _refusal(
-    owner: nn.Module,
-    module: nn.Module,
-    group: dist.ProcessGroup | None,
-    options: Options,
-    known: Collection[ParallelState | None],
-) -> ModelError | None:
-    """Return why ``module`` can't be made parallel; parameters of ``known`` states may be in it."""
-    kind = type(module).__name__
-    if find_state(owner) is not None:
-        return AlreadyParallel(
-            f"This {kind} is parallel already. Go on with it as it is: parallelize() is called "
-            "once for each model, and changes it in place."
-        )
-    for name, part in module.named_modules():
-        if isinstance(part, _TORCHS) and not isinstance(part, Wrapper):
-            where = f"its part {name!r}" if name else "it"
-            return AlreadyParallel(
-                f"{kind} can't be made parallel: {where} is parallel already, through torch. Pass "
-                "the bare model, once."
-            )
-    trained = False
-    others = [state.parameters for state in all_states() if state not in known]
-    for name, parameter in module.named_parameters():
-        if name in options.ignored:
-            continue
-        if is_lazy(parameter):
-            return ModelError(
-                f"{name!r} has no shape yet. Run one forward on a sample before making the model "
-                "parallel."
-            )
-        if parameter.requires_grad and not parameter.is_leaf:
-            return ModelError(
-                f"{name!r} is computed from another tensor, which gets the gradients. Set it to "
-                "nn.Parameter(value.detach()), or, if it is of a copied ScriptModule, copy the "
-                "model before scripting it."
-            )
-        trained |= parameter.requires_grad
-        if any(parameter in theirs for theirs in others):
-            return AlreadyParallel(
-                f"{kind} can't be made parallel: {name!r} is parallel already, in another model "
-                "that has it too or around it, and would be reduced twice. Make the whole model "
-                "parallel, or first the part and then the whole."
-            )
-    if not trained:
-        return NothingToTrain(
-            f"{kind} has no parameter that requires a gradient, so there is nothing to keep in "
-            "step. Use it as it is, or unfreeze a part of it first."
-        )
-    dynamo = sys.modules.get("torch._dynamo")
-    compiles = dynamo is not None and dynamo.config.compiled_autograd
-    if compiles and group is not None and group.name() == "threads":  # torch would crash
-        return ModelError(
-            "torch._dynamo.config.compiled_autograd is on. It runs one backward at a time in a "
-            "process, and here each rank is a thread, whose backward waits for those of the "
-            "others. Let ranks be processes, or leave it off."
-        )
-    return None
