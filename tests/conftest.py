@@ -145,7 +145,7 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
 
 
-def _settle(now: Callable[[], set], before: set, seconds: float = 2.0) -> set:
+def _settle(now: Callable[[], set], before: set, seconds: float = 20.0) -> set:
     """What there is more than before, once things that are just ending have had time to."""
     deadline = time.monotonic() + seconds
     while (more := now() - before) and time.monotonic() < deadline:

@@ -38,8 +38,8 @@ _CONNECT_SECONDS = 5.0  # no signal is handled while the store connects
 _RETRY_SECONDS = 0.2
 _STORE_TIMEOUT = timedelta(seconds=60)
 _LISTEN_SECONDS = 0.25
-_LEAVE_SECONDS = 1.0
-_SETTLE_SECONDS = 6.0  # longer than the ranks of another host take to be ended
+_LEAVE_SECONDS = 20.0  # for other hosts to read the outcome, once all are done
+_SETTLE_SECONDS = 15.0  # longer than the ranks of another host take to be ended
 _POLL_SECONDS = 0.05
 
 
@@ -163,7 +163,7 @@ class Host:
         failures, num_hosts = [outcome] if outcome.exit_status else [], self._meeting.num_hosts
         try:
             self._tell(outcome)
-            self._wait_for_others(num_hosts, interrupted)
+            all_done = self._wait_for_others(num_hosts, interrupted)
             for host in set(range(num_hosts)) - {self._number}:
                 if self._store.check([f"failure/{host}"]):
                     told = self._store.get(f"failure/{host}").decode(errors="replace")
@@ -173,7 +173,7 @@ class Host:
             gone = Outcome(1, message=f"the host that keeps the store, at {where}, is gone.")
             return outcome if outcome.exit_status else gone
         # The store ends with its host, which so leaves last.
-        deadline = Deadline(_LEAVE_SECONDS)
+        deadline = Deadline(_LEAVE_SECONDS if all_done else 0.0)
         with contextlib.suppress(RuntimeError):  # its host has waited long enough
             self._store.add("left", 1)
             while (
@@ -195,12 +195,16 @@ class Host:
             self._store.set("failed", "")
         self._store.add("done", 1)
 
-    def _wait_for_others(self, num_hosts: int, interrupted: Callable[[], bool]) -> None:
+    def _wait_for_others(self, num_hosts: int, interrupted: Callable[[], bool]) -> bool:
+        """Wait until all hosts are done; return whether they are."""
         deadline = Deadline(math.inf)  # they may run for days, but not after a failure
-        while self._store.add("done", 0) < num_hosts and not interrupted() and deadline.left():
+        while self._store.add("done", 0) < num_hosts:
+            if interrupted() or not deadline.left():
+                return False
             if deadline.left() == math.inf and self._store.check(["failed"]):
                 deadline = Deadline(_SETTLE_SECONDS)
             time.sleep(_POLL_SECONDS)
+        return True
 
 
 def _outcome_of_peer(text: str) -> Outcome:

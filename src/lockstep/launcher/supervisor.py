@@ -32,9 +32,8 @@ from lockstep.launcher.rank import LENGTH_BYTES, run_rank
 
 _READ_BYTES = 1 << 16
 _GRACE_SECONDS = 3.0  # between SIGTERM to a rank and SIGKILL
-_DRAIN_SECONDS = 2.0
+_MOST_DRAINS = 100  # each empties a pipe
 _LAST_WORDS_BYTES = 8192
-_SWEEP_SECONDS = 1.0
 
 
 def main() -> int:
@@ -299,6 +298,7 @@ class _Watch:
         while any(rank.is_running for rank in self._ranks):
             now, left = time.monotonic(), None
             if self._escalation is not None:
+                self._note_exits()  # who has ended by itself isn't asked to
                 for number in self._escalation.take(now):
                     self._send(number)
                 left = self._escalation.seconds_left(now)
@@ -370,15 +370,15 @@ class _Watch:
         for rank in self._ranks:
             if rank.is_running:
                 rank.send(signal.SIGKILL)
-        processes.sweep(spare=self._spare, grace_seconds=_SWEEP_SECONDS)
+        processes.sweep(self._spare)
         self._drain()
         for rank in self._ranks:
             processes.reap(rank.pid, wait=False)  # the kernel may hang in one that was killed
 
     def _drain(self) -> None:
         """Show the output left in the pipes, without waiting for processes that hold them open."""
-        deadline = time.monotonic() + _DRAIN_SECONDS
-        while time.monotonic() < deadline and self._serve(0.0):
-            pass
+        for _ in range(_MOST_DRAINS):
+            if not self._serve(0.0):
+                break
         told = {rank.rank: rank.failure.told for rank in self._ranks if rank.failure}
         self._console.close({rank: words.full for rank, words in told.items() if words})
