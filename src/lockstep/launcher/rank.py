@@ -63,7 +63,7 @@ def run_rank(
     rank = int(environment["RANK"])
     reads_stdin = rank == job.stdin_rank
     if job.caller is not None:
-        os.close(job.caller.socket)
+        os.close(job.caller)
     _leave_supervisor(outputs, reads_stdin)
     os.environ.update(environment)
     import torch
