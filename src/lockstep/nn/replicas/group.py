@@ -18,7 +18,7 @@ from torch import nn
 from lockstep.arguments import Device
 from lockstep.nn.replicas.devices import as_device, check_kwargs, on_device
 from lockstep.nn.replicas.nested import leaves
-from lockstep.nn.replicas.worker_threads import WorkerThreads, is_interruption, values_of
+from lockstep.nn.replicas.worker_threads import WorkerThreads, is_interruption, raise_first
 
 T = TypeVar("T")
 
@@ -204,7 +204,9 @@ def parallel_apply(
     workers = WorkerThreads(len(tasks))
     try:
         with workers.sharing():
-            return values_of(workers.run(as_replicas(tasks)), where)
+            futures = workers.run(as_replicas(tasks))
+        raise_first([own.exception() for own in futures], where)
+        return [own.result() for own in futures]
     finally:
         workers.close()
 

@@ -29,17 +29,18 @@ from lockstep.nn.replicas.local_replica import Arguments, Ends
 from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, version_of
 from lockstep.nn.replicas.nested import tensors_in
 from lockstep.nn.replicas.worker_main import GRACE_SECONDS, Call
-from lockstep.nn.replicas.worker_threads import Modes, Outcome, is_interruption, values_of
+from lockstep.nn.replicas.worker_threads import Modes, is_interruption, raise_first
 
 _NOTHING = ModuleSnapshot(ModuleState([], [], [], []))
 
 
 class WorkerProcess(ForkedProcess):
-    """The process of one replica, and the versions of the tensors that it has.
+    """The process of one replica, and what the caller knows of it.
 
     Attributes:
         index: The number of the replica.
         device: Its device.
+        versions: Those of the buffers that it has, and of the parameters, unless it shares them.
         dropped: The numbers of calls of which no backward will come; sent with the next call.
         is_asked: Whether it has been sent a request and hasn't been heard to answer.
     """
@@ -49,13 +50,13 @@ class WorkerProcess(ForkedProcess):
     ) -> None:
         super().__init__(pid)
         self.index, self.device = index, devices[index]
+        self.versions: list[object] = []
         self.dropped: list[int] = []
         self.is_asked = False
-        # Of the buffers, and of the parameters, unless it shares them.
-        self._versions: list[object] = []
         self._is_home = self.device == devices[0]
         self._timeout = 0.0  # until it is set
         self._channel = Channel(connection, [devices[0], self.device])
+        self.hang_up = self._channel.close  # it ends then, once it is idle or after a moment
 
     def send(self, packed: Packed, timeout: float) -> None:
         """Send a message; wait at most ``timeout`` seconds for it to be read, and for answers."""
@@ -65,38 +66,20 @@ class WorkerProcess(ForkedProcess):
             self.is_asked = True
             self._channel.send(packed)
 
-    def receive(self) -> Outcome[Any]:
+    def receive(self) -> object:
         """Answer the process's requests, in this thread; return its answer.
 
-        Errors that aren't the replica's own are raised.
+        An error of the replica's own is returned; others are raised.
         """
         with reporting_loss(self.index, self, self._timeout):
             while isinstance(answer := self._channel.receive(), Request):
                 self._channel.answer(partial(answer.function, *answer.arguments))
         self.is_asked = False
-        is_error = isinstance(answer, Error)
-        return Outcome(None, answer.exception()) if is_error else Outcome(answer)
+        return answer.exception() if isinstance(answer, Error) else answer
 
-    def will_have(self, state: ModuleState) -> tuple[list[int], list[int]]:
-        """Note that it is sent the state; return the indices of changed parameters and buffers."""
-        copied = [] if self._is_home else state.parameters
-        before, self._versions = self._versions, [*state.versions, *map(version_of, copied)]
-        pairs = enumerate(zip(before, self._versions, strict=False))
-        new, count = [i for i, (old, now) in pairs if old != now], len(state.buffers)
-        return [i - count for i in new if i >= count], [i for i in new if i < count]
-
-    def has_unknown_values(self) -> None:
-        """Note that it may have other values."""
-        self._versions = [None] * len(self._versions)
-
-    def has_changed(self, buffers: list[int]) -> None:
-        """Note that a call has changed buffers."""
-        for index in buffers:
-            self._versions[index] = None
-
-    def hang_up(self) -> None:
-        """Let it end, once it is idle or after a moment."""
-        self._channel.close()
+    def versions_of(self, state: ModuleState) -> list[object]:
+        """The versions that it has once it has been sent the state."""
+        return [*state.versions, *map(version_of, () if self._is_home else state.parameters)]
 
     def end(self) -> None:
         """Wait until it has ended, or end it."""
@@ -128,7 +111,7 @@ class ReplicaProcesses:
         self._timeout = timeout
         self._numbers = itertools.count()
         self._snapshot = _NOTHING
-        self.gradients = GradientsElsewhere([], devices[0], 0)
+        self.gradients = GradientsElsewhere([], 0)
         self._lost: BaseException | None = None
         self._is_ended = False
         seed, (home, *others) = torch.initial_seed(), map(str, devices)
@@ -166,24 +149,23 @@ class ReplicaProcesses:
             ) from error
         self._snapshot = _NOTHING  # until all is sent
         are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
-        shared = share(parameters)
-        self.gradients = GradientsElsewhere(parameters, self.devices[0], len(self.workers))
-        tensors = [
-            _request("take_tensors", shared, places, flags, are_parameters, state.buffers)
-            for places, flags in zip(self.gradients.places, self.gradients.flags, strict=True)
-        ]
+        tensors = (share(parameters), are_parameters, state.buffers)
+        self.gradients = GradientsElsewhere(parameters, len(self.workers))
         with closing(self.gradients):
-            self._ask(tensors)
+            shared = self.gradients.shared
+            self._ask([Packed(Request("take_tensors", (*tensors, own))) for own in shared])
             self._ask(modules)
         for worker in self.workers:
-            worker.will_have(state)
+            worker.versions = worker.versions_of(state)
         self._snapshot = ModuleSnapshot(state)
 
     def _ask(self, messages: Sequence[Packed]) -> None:
         """Send each process its message, and raise errors that they answer."""
         for worker, message in zip(self.workers, messages, strict=True):
             worker.send(message, max(self._timeout, START_SECONDS))
-        values_of([Outcome(), *(worker.receive() for worker in self.workers)], self.devices)
+        answers = [worker.receive() for worker in self.workers]
+        errors = [own if isinstance(own, BaseException) else None for own in answers]
+        raise_first([None, *errors], self.devices)
 
     def call(
         self,
@@ -199,26 +181,29 @@ class ReplicaProcesses:
         """
         self.check_alive()
         number, count, modes = next(self._numbers), 1 + len(arguments), Modes.here()
+        training = [part.training for part in state.parts]
+        trained = [parameter.requires_grad for parameter in state.parameters]
         calls, messages = [], []
         for worker, own in zip(self.workers, arguments, strict=False):
-            parameters, buffers = worker.will_have(state)
+            versions, num_buffers = worker.versions_of(state), len(state.buffers)
+            pairs = enumerate(zip(worker.versions, versions, strict=True))
+            changed = [i for i, (before, now) in pairs if before != now]
             message = Call(
                 number,
                 Replica(worker.index, count, num_replicas(), spans_processes=True, sums=None),
                 method,
                 own,
                 modes,
-                torch.get_default_dtype(),
-                [part.training for part in state.parts],
-                [parameter.requires_grad for parameter in state.parameters],
-                parameters,
-                {index: state.buffers[index] for index in buffers},
+                training,
+                trained,
+                [i - num_buffers for i in changed if i >= num_buffers],
+                {i: state.buffers[i] for i in changed if i < num_buffers},
                 worker.dropped[:],
                 returns_buffers,
             )
-            calls.append(RemoteCall(self, worker, message))
+            calls.append(RemoteCall(self, worker, message, versions))
             try:
-                messages.append(_request("call", message))
+                messages.append(Packed(Request("call", (message,))))
             except Exception as error:  # pickling may raise anything
                 raise TypeError(
                     f"An argument can't be sent to other processes: {error}."
@@ -238,7 +223,7 @@ class ReplicaProcesses:
         An error that isn't the replica's own ends all processes.
         """
         try:
-            outcome = worker.receive()
+            answer = worker.receive()
         except BaseException as lost:
             if self._lost is None:
                 self._lost = lost
@@ -247,15 +232,15 @@ class ReplicaProcesses:
             if replica is not None and replica.sums is not None:
                 replica.sums.fail(self._lost)
             raise
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.value
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
-    def check(self, first: Outcome[Any]) -> None:
-        """Raise the interruption of the first replica's thread, or the loss of a process."""
+    def check(self, error: BaseException | None) -> None:
+        """Raise the first replica's ``error`` if it interrupts all, or the loss of a process."""
         # Not kept: its traceback may hold a tensor whose graph holds this object, a circle that no
         # garbage collector sees.
-        error, (lost, self._lost) = first.error, (self._lost, None)
+        lost, self._lost = self._lost, None
         if is_interruption(error):
             raise error
         if lost is not None:
@@ -274,10 +259,6 @@ class ReplicaProcesses:
         """Around a call or a backward: end all processes if one still owes an answer then."""
         try:
             yield
-        except BaseException:
-            for worker in self.workers:
-                worker.has_unknown_values()
-            raise
         finally:
             # The first replica fills the module's own containers: that doesn't change the module.
             self._snapshot.ignore_lengths()
@@ -287,45 +268,39 @@ class ReplicaProcesses:
                 self._end()
 
 
-def _request(method: str, *arguments: object) -> Packed:
-    return Packed(Request(method, arguments))
-
-
 class RemoteCall:
     """The call of a replica in another process, with the face of a ReplicaCall.
 
     Attributes:
-        buffers: By index those of floating point, as the call has left them, if they were asked
-            for.
+        buffers: Those of floating point, as the call has left them, if they were asked for.
     """
 
-    def __init__(self, processes: ReplicaProcesses, worker: WorkerProcess, call: Call) -> None:
+    def __init__(
+        self, processes: ReplicaProcesses, worker: WorkerProcess, call: Call, versions: list[object]
+    ) -> None:
         self.device = worker.device
         self.worker = worker
+        self.inputs = [x for x in tensors_in(call.arguments) if x.requires_grad]
+        self.results: Any = None
+        self.buffers: Gradients = []
         self._processes = processes
-        self._number, self._num_dropped = call.number, len(call.dropped)
-        self.buffers: dict[int, torch.Tensor] = {}
-        self._results: Any = None
+        self._number, self._num_dropped, self._versions = call.number, len(call.dropped), versions
         self._derived: tuple[Any, ...] = ()
         if call.modes.grad:
             weakref.finalize(self, worker.dropped.append, call.number).atexit = False
 
     def forward(self) -> None:
         """Receive the results."""
-        self._results, changed, self.buffers = self._processes.receive(self.worker)
+        self.results, self.buffers = self._processes.receive(self.worker)
         del self.worker.dropped[: self._num_dropped]
-        self.worker.has_changed(changed)
-
-    def take_results(self) -> tuple[Any, list[torch.Tensor]]:
-        """The results, once, and the tensors in them."""
-        results, self._results = self._results, None
-        return results, tensors_in(results)
+        self.worker.versions = self._versions
 
     def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
         """Let the process run its backward."""
         self._derived = ()
         own = [None if gradient is None else gradient.detach() for gradient in d_outputs]
-        self._processes.send(self.worker, _request("backward", self._number, own, keep_graph))
+        request = Request("backward", (self._number, own, keep_graph))
+        self._processes.send(self.worker, Packed(request))
         return ()
 
     def receive_gradients(self) -> None:

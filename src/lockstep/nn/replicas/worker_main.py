@@ -19,11 +19,11 @@ from torch import nn
 from lockstep.errors import ReplicaLost
 from lockstep.nn.autograd import as_backward_of_replicas
 from lockstep.nn.replicas.channel import Channel, Error, Request
-from lockstep.nn.replicas.gradients import LeftGradients
+from lockstep.nn.replicas.gradients import Gradients, LeftGradients
 from lockstep.nn.replicas.group import Replica, as_replica, set_caller
 from lockstep.nn.replicas.interpreter import fork_processes, wait_for
-from lockstep.nn.replicas.local_replica import LocalReplica, ReplicaCall, run_backward
-from lockstep.nn.replicas.module_copy import ModuleState, versions_of
+from lockstep.nn.replicas.local_replica import Arguments, LocalReplica, ReplicaCall, run_backward
+from lockstep.nn.replicas.module_copy import ModuleState
 from lockstep.nn.replicas.worker_threads import Modes
 
 # How long a process that is hung up on may take to end: an idle one takes less.
@@ -36,9 +36,8 @@ class Call(NamedTuple):
     number: int  # by which its backward refers to it
     replica: Replica  # its sums are the caller's
     method: str
-    arguments: tuple[Any, Any]  # positional and by keyword
+    arguments: Arguments
     modes: Modes
-    default_dtype: torch.dtype
     training: list[bool]  # of each part of the module
     trained: list[bool]  # for each parameter whether it requires a gradient
     parameters: list[int]  # the indices of those that have changed, if the process has copies
@@ -48,14 +47,14 @@ class Call(NamedTuple):
 
 
 class Worker:
-    """A replica in its own process; its public methods are the caller's to request.
+    """A replica in its own process, on ``device``; its public methods are the caller's to request.
 
-    ``home`` is the device of the module, and ``device`` that of the replica.
+    It has the caller's module, with the caller's parameters, and a replica of that.
     """
 
-    def __init__(self, channel: Channel, home: torch.device, device: torch.device) -> None:
+    def __init__(self, channel: Channel, device: torch.device) -> None:
         self._channel = channel
-        self._home, self._device = home, device
+        self._device = device
         self._parameters: list[torch.Tensor] = []
         self._buffers: list[torch.Tensor] = []
         # Replicas in threads of this process may ask at the same time.
@@ -83,78 +82,63 @@ class Worker:
     def take_tensors(
         self,
         parameters: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        flags: Sequence[torch.Tensor],
         are_parameters: Sequence[bool],
-        buffers: Sequence[torch.Tensor],
+        buffers: list[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
     ) -> None:
         """Take the tensors of the module that comes next.
 
-        ``parameters`` are the caller's own; ``gradients`` and ``flags`` are its memory for the
-        gradient of each, and for a byte for each; ``are_parameters`` tells which are Parameters.
+        ``parameters`` are the caller's own, of which ``are_parameters`` tells which are Parameters;
+        ``gradients`` is the caller's memory for :class:`LeftGradients`.
         """
         self._calls: dict[int, ReplicaCall] = {}
-        self._originals = parameters
-        self._gradients = LeftGradients(gradients, *flags)
-        copies = [original.detach().to(self._device) for original in parameters]
-        # The module's parameters, which share the memory of the caller's or are copies of them.
+        self._gradients = LeftGradients(gradients)
         self._parameters = [
             nn.Parameter(own, requires_grad=False) if is_parameter else own
-            for own, is_parameter in zip(copies, are_parameters, strict=True)
+            for own, is_parameter in zip(parameters, are_parameters, strict=True)
         ]
-        self._buffers = [buffer.to(self._device) for buffer in buffers]
+        self._buffers = buffers
 
     def take_module(self, module: nn.Module) -> None:
         """Take the module, which refers to the tensors that have come before."""
         self._module = module
-        self._replica = LocalReplica(module, self._device, owns_buffers=True)
+        self._replica = LocalReplica(module, self._device, owns_buffers=False)
 
-    def call(self, call: Call) -> tuple[Any, list[int], dict[int, torch.Tensor]]:
+    def call(self, call: Call) -> tuple[Any, Gradients]:
         """Call a method of the replica.
 
         Returns:
-            Its results, the indices of the buffers that have changed, and buffers by index.
+            Its results, and its buffers of floating point if they are asked for.
         """
         for number in call.dropped:
             self._calls.pop(number, None)
-        state = self._updated(call)
-        self._replica.update(state)
-        for index, leaf in enumerate(self._replica.leaves):
-            if leaf.requires_grad:
-                self._gradients.take_from(index, leaf)
-        torch.set_default_dtype(call.default_dtype)
-        method = getattr(self._replica.module, call.method)
-        own = ReplicaCall(
-            self._device, self._replica.leaves, method, call.arguments, owns_inputs=True
-        )
-        with call.modes.entered(), as_replica(call.replica):
-            own.forward()
-        if call.modes.grad:
-            self._calls[call.number] = own
-        now = versions_of(state.buffers, state.parts)
-        changed = [i for i, version in enumerate(state.versions) if version != now[i]]
-        buffers = enumerate(state.buffers if call.returns_buffers else ())
-        returned = {i: buffer for i, buffer in buffers if buffer.is_floating_point()}
-        return own.take_results()[0], changed, returned
-
-    def _updated(self, call: Call) -> ModuleState:
-        """Bring the module to the state of the caller's."""
         for part, training in zip(self._module.modules(), call.training, strict=True):
             if part.training is not training:  # to look is much faster than to set
                 part.training = training
         for parameter, trained in zip(self._parameters, call.trained, strict=True):
             parameter.requires_grad_(trained)
-        with torch.no_grad():
-            for index in call.parameters:
-                self._parameters[index].copy_(self._originals[index])
-        buffers = ModuleState.of(self._module).buffers
+        torch.autograd.graph.increment_version([self._parameters[i] for i in call.parameters])
         for index, value in call.buffers.items():
-            buffers[index].data = value.to(self._device)
-        return ModuleState.of(self._module)
+            self._buffers[index].data = value
+        self._replica.update(ModuleState.of(self._module))
+        leaves = self._replica.leaves
+        for index, leaf in enumerate(leaves):
+            if leaf.requires_grad:
+                self._gradients.take_from(index, leaf)
+        torch.set_default_dtype(call.modes.dtype)
+        method = getattr(self._replica.module, call.method)
+        own = ReplicaCall(self._device, leaves, method, call.arguments, owns_inputs=True)
+        with call.modes.entered(), as_replica(call.replica):
+            own.forward()
+        if call.modes.grad:
+            self._calls[call.number] = own
+        results, own.results = own.results, None
+        buffers = self._replica.buffers if call.returns_buffers else ()
+        return results, [buffer if buffer.is_floating_point() else None for buffer in buffers]
 
     def backward(
-        self, number: int, d_outputs: Sequence[torch.Tensor | None], keep_graph: bool
-    ) -> tuple[bytes, dict[int, torch.Tensor], list[torch.Tensor | None]]:
+        self, number: int, d_outputs: Gradients, keep_graph: bool
+    ) -> tuple[bytes, dict[int, torch.Tensor], Gradients]:
         """Run the backward of a call.
 
         Returns:
@@ -167,7 +151,7 @@ class Worker:
                 "The module has changed since this call, other than in its values, and its graph "
                 "is gone. Run the backward before, or use workers='threads'."
             )
-        ends = call.start_backward(list(d_outputs), keep_graph=keep_graph)
+        ends = call.start_backward(d_outputs, keep_graph=keep_graph)
         try:
             self._gradients.is_taking = True
             with as_backward_of_replicas():
@@ -176,7 +160,8 @@ class Worker:
             self._gradients.is_taking = False
             left, of_inputs = call.take_gradients()
             in_place = self._gradients.taken()
-        others = {i: g.to(self._home) for i, g in enumerate(left) if g is not None}
+        pairs = zip(self._parameters, left, strict=True)
+        others = {i: own.to(p.device) for i, (p, own) in enumerate(pairs) if own is not None}
         if not keep_graph:
             call.free_graph()
         return in_place, others, of_inputs
@@ -212,7 +197,7 @@ def main(arguments: list[str]) -> None:
     threading.Thread(target=_end_with, args=(connection, caller), daemon=True).start()
     if device.type not in ("cpu", "meta"):
         torch.accelerator.set_device_index(device)
-    Worker(Channel(connection, [home, device], is_caller=False), home, device).serve()
+    Worker(Channel(connection, [home, device], is_caller=False), device).serve()
     # The caller counts who has memory of an accelerator: nothing is to be held at the end.
     set_caller(None)
     gc.collect()
