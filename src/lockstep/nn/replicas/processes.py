@@ -2,40 +2,139 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import json
 import os
+import signal
 import socket
 import subprocess
+import sys
+import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.comm import Deadline
 from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas.channel import Channel, Error, Packed, Request, share
 from lockstep.nn.replicas.gradients import Gradients, GradientsElsewhere
 from lockstep.nn.replicas.group import Replica, num_replicas, this_replica
-from lockstep.nn.replicas.interpreter import (
-    START_SECONDS,
-    ForkedProcess,
-    reporting_loss,
-    start_processes,
-)
 from lockstep.nn.replicas.local_replica import Arguments, Ends
 from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, version_of
 from lockstep.nn.replicas.nested import tensors_in
-from lockstep.nn.replicas.worker_main import GRACE_SECONDS, Call
+from lockstep.nn.replicas.worker_main import GRACE_SECONDS, POLL_SECONDS, Call
 from lockstep.nn.replicas.worker_threads import Modes, is_interruption, raise_first
+from lockstep.world import allocator_environment
 
+# How long processes may take to start, whatever the timeout.
+_START_SECONDS = 120.0
+# How long to wait for the exit code of a process that has closed its end.
+_PATIENCE_SECONDS = 2.0
+_MOST_BYTES = 1 << 16  # of the ids of all processes
+_MAIN = """\
+import json, sys
+sys.path[:], *arguments = json.loads(sys.argv.pop())
+from lockstep.nn.replicas.worker_main import main
+main(*arguments)
+"""
+# From <sys/prctl.h>.
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_adopting = threading.Lock()
 _NOTHING = ModuleSnapshot(ModuleState([], [], [], []))
 
 
-class WorkerProcess(ForkedProcess):
-    """The process of one replica, and what the caller knows of it.
+def _start_processes(
+    num_threads: int, seats: Sequence[Sequence[object]]
+) -> list[tuple[int, socket.socket]]:
+    """Start a process with ``num_threads`` intra-op threads for each of ``seats``, its arguments.
+
+    They are forks of one new interpreter, which alone imports torch: that takes seconds.
+
+    Returns:
+        The id of each process, and a connection to it.
+
+    Raises:
+        ReplicaLost: If the interpreter ends, or takes too long.
+    """
+    with ExitStack() as after, ExitStack() as after_errors:
+        connection, its = map(after.enter_context, socket.socketpair())
+        theirs = [its]
+        connections = []
+        for _ in seats:
+            mine, other = socket.socketpair()
+            connections.append(after_errors.enter_context(mine))
+            theirs.append(after.enter_context(other))
+        numbers = [own.fileno() for own in theirs]
+        arguments = json.dumps([[*map(str, sys.path)], num_threads, os.getpid(), numbers, seats])
+        interpreter = subprocess.Popen(
+            [sys.executable, "-P", "-c", _MAIN, arguments],
+            stdin=subprocess.DEVNULL,
+            env={**allocator_environment(), **os.environ, "OMP_NUM_THREADS": str(num_threads)},
+            pass_fds=numbers,
+            start_new_session=True,  # Ctrl-C is for the caller
+        )
+        its.close()
+        after_errors.callback(interpreter.wait)
+        after_errors.callback(interpreter.kill)
+        connection.settimeout(_START_SECONDS)
+        with _reporting_loss(1, interpreter, _START_SECONDS):
+            if not connection.recv(1):
+                raise EOFError
+            with _adopting_orphans():
+                connection.sendall(b"\0")
+                answer = connection.recv(_MOST_BYTES)
+                interpreter.wait(_START_SECONDS)
+            if not answer:
+                raise EOFError
+        after_errors.pop_all()
+    return list(zip(json.loads(answer), connections, strict=True))
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Be the parent of descendants whose own parent ends meanwhile, as forked processes' does."""
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    with _adopting:
+        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            yield
+        finally:
+            prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+@contextmanager
+def _reporting_loss(
+    index: int, process: subprocess.Popen[bytes] | WorkerProcess, timeout: float
+) -> Iterator[None]:
+    """Raise ReplicaLost for errors of the connection to the process of a replica."""
+    who = f"The process of replica {index} (pid {process.pid})"
+    try:
+        yield
+    except TimeoutError as error:
+        raise ReplicaLost(
+            f"{who} has not answered within {timeout:g} s: it was stopped, hangs, or takes longer. "
+            "It is ended now, and the next call starts new ones. If it needs more time, give "
+            "DataParallel a longer timeout."
+        ) from error
+    except (EOFError, OSError) as error:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE_SECONDS)
+        raise ReplicaLost(
+            f"{who} has ended, with exit code {process.returncode}. What it wrote may tell why; if "
+            "it is -9, it was killed, perhaps for want of memory. The next call starts new ones."
+        ) from error
+
+
+class WorkerProcess:
+    """The process of one replica, a child of this process, and what the caller knows of it.
 
     Attributes:
         index: The number of the replica.
@@ -48,21 +147,22 @@ class WorkerProcess(ForkedProcess):
     def __init__(
         self, index: int, devices: Sequence[torch.device], pid: int, connection: socket.socket
     ) -> None:
-        super().__init__(pid)
-        self.index, self.device = index, devices[index]
+        self.index, self.device, self.pid = index, devices[index], pid
+        self.returncode: int | None = None
         self.versions: list[object] = []
         self.dropped: list[int] = []
         self.is_asked = False
         self._is_home = self.device == devices[0]
         self._timeout = 0.0  # until it is set
         self._channel = Channel(connection, [devices[0], self.device])
-        self.hang_up = self._channel.close  # it ends then, once it is idle or after a moment
+        self._waiting = threading.Lock()
+        self.hang_up = self._channel.close
 
     def send(self, packed: Packed, timeout: float) -> None:
         """Send a message; wait at most ``timeout`` seconds for it to be read, and for answers."""
         self._timeout = timeout
         self._channel.set_timeout(timeout)
-        with reporting_loss(self.index, self, timeout):
+        with _reporting_loss(self.index, self, timeout):
             self.is_asked = True
             self._channel.send(packed)
 
@@ -71,7 +171,7 @@ class WorkerProcess(ForkedProcess):
 
         An error of the replica's own is returned; others are raised.
         """
-        with reporting_loss(self.index, self, self._timeout):
+        with _reporting_loss(self.index, self, self._timeout):
             while isinstance(answer := self._channel.receive(), Request):
                 self._channel.answer(partial(answer.function, *answer.arguments))
         self.is_asked = False
@@ -81,22 +181,41 @@ class WorkerProcess(ForkedProcess):
         """The versions that it has once it has been sent the state."""
         return [*state.versions, *map(version_of, () if self._is_home else state.parameters)]
 
-    def end(self) -> None:
-        """Wait until it has ended, or end it."""
-        try:
-            self.wait(2 * GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self.wait(START_SECONDS)
+    def wait(self, timeout: float) -> None:
+        """Wait for its end; raise TimeoutExpired if that takes longer."""
+        deadline = Deadline(timeout)
+        with self._waiting:
+            while self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:  # the program itself has waited for it
+                    pid, status = self.pid, 0
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+                elif deadline.left():
+                    time.sleep(POLL_SECONDS)
+                else:
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout)
+
+    def kill(self) -> None:
+        """End it now."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def _end(workers: Sequence[WorkerProcess], owner: int) -> None:
+    """Let all end that are idle or come to their ends in a moment, and end the others."""
     if owner != os.getpid():
         return  # this process was forked from theirs
     for worker in workers:
         worker.hang_up()
     for worker in workers:
-        worker.end()
+        try:
+            worker.wait(2 * GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait(_START_SECONDS)
 
 
 class ReplicaProcesses:
@@ -116,7 +235,7 @@ class ReplicaProcesses:
         self._is_ended = False
         seed, (home, *others) = torch.initial_seed(), map(str, devices)
         seats = [((seed + i) % 2**63, home, other) for i, other in enumerate(others, start=1)]
-        started = start_processes(max(1, torch.get_num_threads() // len(devices)), seats)
+        started = _start_processes(max(1, torch.get_num_threads() // len(devices)), seats)
         self.workers = [WorkerProcess(i, devices, *pair) for i, pair in enumerate(started, start=1)]
         self._pid = os.getpid()
         self._end = weakref.finalize(self, _end, self.workers, self._pid)
@@ -162,7 +281,7 @@ class ReplicaProcesses:
     def _ask(self, messages: Sequence[Packed]) -> None:
         """Send each process its message, and raise errors that they answer."""
         for worker, message in zip(self.workers, messages, strict=True):
-            worker.send(message, max(self._timeout, START_SECONDS))
+            worker.send(message, max(self._timeout, _START_SECONDS))
         answers = [worker.receive() for worker in self.workers]
         errors = [own if isinstance(own, BaseException) else None for own in answers]
         raise_first([None, *errors], self.devices)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import select
 import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,13 +23,13 @@ from lockstep.nn.autograd import as_backward_of_replicas
 from lockstep.nn.replicas.channel import Channel, Error, Request
 from lockstep.nn.replicas.gradients import Gradients, LeftGradients
 from lockstep.nn.replicas.group import Replica, as_replica, set_caller
-from lockstep.nn.replicas.interpreter import fork_processes, wait_for
 from lockstep.nn.replicas.local_replica import Arguments, LocalReplica, ReplicaCall, run_backward
 from lockstep.nn.replicas.module_copy import ModuleState
 from lockstep.nn.replicas.worker_threads import Modes
 
 # How long a process that is hung up on may take to end: an idle one takes less.
 GRACE_SECONDS = 0.5
+POLL_SECONDS = 0.005
 
 
 class Call(NamedTuple):
@@ -167,22 +169,62 @@ class Worker:
         return in_place, others, of_inputs
 
 
+def _fork_processes(connection: socket.socket, caller: int, numbers: Sequence[int]) -> int:
+    """Once the caller says so, fork a process for each descriptor; return in each its index."""
+    may_begin: bytes | bool = False
+    with contextlib.suppress(OSError):  # the caller has ended
+        connection.sendall(b"\0")
+        may_begin = _wait_for(connection, select.POLLIN, caller) and connection.recv(1)
+    parent, pids = os.getpid(), []
+    for index in range(len(numbers) if may_begin else 0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are OpenBLAS's
+            pid = os.fork()
+        if not pid:
+            for other in {*numbers, connection.detach()} - {numbers[index]}:
+                os.close(other)
+            os.setsid()
+            while os.getppid() == parent:  # until the caller is
+                time.sleep(POLL_SECONDS)
+            return index
+        pids.append(pid)
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(pids).encode())
+    os._exit(0)
+
+
+def _wait_for(connection: socket.socket, event: int, caller: int) -> bool:
+    """Wait for an event of a connection; return False if the caller has ended instead."""
+    poll = select.poll()
+    poll.register(connection, event)
+    # A child that the caller has forked may hold the other end.
+    while not poll.poll(1000):
+        if os.getppid() != caller:
+            return False
+    return True
+
+
 def _end_with(connection: socket.socket, caller: int) -> None:
     """Exit a moment after the caller has hung up or ended, even in mid-task."""
-    wait_for(connection, select.POLLRDHUP, caller)
+    _wait_for(connection, select.POLLRDHUP, caller)
     time.sleep(GRACE_SECONDS)
     os._exit(0)
 
 
-def main(arguments: list[str]) -> None:
+def main(
+    num_threads: int, caller: int, numbers: Sequence[int], seats: Sequence[Sequence[Any]]
+) -> None:
     """Fork the replicas' processes, and be one of them.
 
     Args:
-        arguments: The number of intra-op threads, the descriptor of the connection to the caller,
-            and its process id.
+        num_threads: The number of intra-op threads of each.
+        caller: The caller's process id.
+        numbers: The descriptors of connections to the caller, the first one for all processes.
+        seats: The random seed, the module's device and the replica's for each process.
     """
-    num_threads, descriptor, caller = map(int, arguments)
-    connection, (seed, *devices) = fork_processes(socket.socket(fileno=descriptor), caller)
+    first, *others = numbers
+    index = _fork_processes(socket.socket(fileno=first), caller, others)
+    connection, (seed, *devices) = socket.socket(fileno=others[index]), seats[index]
     home, device = map(torch.device, devices)
     if hasattr(os, "SCHED_BATCH"):
         # Otherwise the first that is sent a message takes the caller's core before the others have
