@@ -1,13 +1,12 @@
 """Values and requests between two processes; tensors go through memory that both have mapped.
 
 That memory is a segment on the CPU, and elsewhere goes by the device's handle. A ``SharedTensor``
-and ``SharedTensors`` arrive as the tensors that they stand for, in the same memory.
+and a ``SharedPart`` arrive as the tensors that they stand for, in the same memory.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import io
 import math
 import os
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 from lockstep.comm import Segment, map_segment, receive_message, send_message, shut_down
@@ -135,8 +135,8 @@ class Channel:
             memory.close()
         self._socket.sendall(message.payload)
 
-    def receive(self, known: Sequence[torch.Tensor] = ()) -> Any:
-        """Return the next value; ``known`` are the tensors that it may refer to, by index.
+    def receive(self) -> Any:
+        """Return the next value.
 
         Raises:
             EOFError: If the other end is gone.
@@ -156,7 +156,7 @@ class Channel:
                 message += part
             while descriptors:
                 memory.append(map_segment(descriptors.pop(0)))
-            new, payload = _Unpickler(message, memory=memory).load()
+            new, payload = _Unpickler(message, memory, {}).load()
         except BaseException:
             # The sender believes that this end has that memory.
             self.close()
@@ -164,20 +164,21 @@ class Channel:
                 os.close(descriptor)
             raise
         self._theirs |= new
-        return _Unpickler(payload, memory=memory, known=known, here=self._theirs).load()
+        return _Unpickler(payload, memory, self._theirs).load()
 
 
 class Packed(cloudpickle.Pickler):  # type: ignore[misc]
     """A value, pickled without its tensors and segments, which are kept beside.
 
-    ``known`` has, by its ``id()``, the index of each tensor that the other end knows. ``segments``
-    are those that the same message has anyway.
+    ``known`` has, by its ``id()``, each tensor that arrives as one however often it is referred to,
+    with what stands for a parameter in shared memory. ``segments`` are those that the same message
+    has anyway.
     """
 
     def __init__(
         self,
         value: object,
-        known: Mapping[int, int] | None = None,
+        known: Mapping[int, Shared] | None = None,
         segments: Iterable[Segment] = (),
     ) -> None:
         file = io.BytesIO()
@@ -189,40 +190,50 @@ class Packed(cloudpickle.Pickler):  # type: ignore[misc]
         self.dump(value)
         self.payload = file.getvalue()
 
-    def persistent_id(self, value: object) -> tuple[str, object] | None:  # noqa: D102 - pickle's
+    def persistent_id(self, value: object) -> object:  # noqa: D102 - pickle's
         if isinstance(value, SharedTensor) and value.segment is not None:
-            self.segments.append(value.segment)
-            return "memory", len(self.segments) - 1
+            if value.segment not in self.segments:
+                self.segments.append(value.segment)
+            return self.segments.index(value.segment)
         if not isinstance(value, torch.Tensor):
             return None
-        if id(value) in self._known:
-            return "known", self._known[id(value)]
+        number = id(value) if id(value) in self._known else None
+        if (shared := self._known.get(id(value))) is not None:
+            return number, shared, isinstance(value, nn.Parameter), value.requires_grad, False
         if value.layout is not torch.strided:
             return None
         span = self.layout.add(value)
         self.tensors.append((value, span))
-        return "here", (span, value.requires_grad, is_one(value))
+        return number, span, False, value.requires_grad, is_one(value)
 
 
 class _Unpickler(pickle.Unpickler):
     """Inserts tensors and segments again."""
 
-    def __init__(self, payload: bytes | bytearray, **tensors: Any) -> None:
+    def __init__(
+        self,
+        payload: bytes | bytearray,
+        segments: Sequence[torch.Tensor],
+        memories: Mapping[torch.device, torch.Tensor],
+    ) -> None:
         super().__init__(io.BytesIO(payload))
-        self._tensors = tensors
+        self._segments, self._memories = segments, memories
+        self._known: dict[int, torch.Tensor] = {}
 
-    def persistent_load(self, key: tuple[str, Any]) -> torch.Tensor:
-        kind, which = key
-        found: torch.Tensor
-        if kind != "here":
-            found = self._tensors[kind][which]
-            return found
-        span, requires_grad, is_one_of_all = which
-        # The next message will lie where this one does.
-        found = tensor_at(self._tensors[kind][span.device], span).clone()
+    def persistent_load(self, key: Any) -> torch.Tensor:
+        if isinstance(key, int):
+            return self._segments[key]
+        number, found, is_parameter, requires_grad, is_one_of_all = key
+        if number in self._known:
+            return self._known[number]
+        if isinstance(found, Span):  # the next message will lie where this one does
+            found = tensor_at(self._memories[found.device], found).clone()
+        tensor: torch.Tensor = nn.Parameter(found) if is_parameter else found
         if is_one_of_all:
-            mark_as_one(found)
-        return found.requires_grad_(requires_grad)
+            mark_as_one(tensor)
+        if number is not None:
+            self._known[number] = tensor
+        return tensor.requires_grad_(requires_grad)
 
 
 def _settle(devices: Iterable[torch.device]) -> None:
@@ -262,38 +273,34 @@ def shared_memory(num_bytes: int, device: torch.device) -> SharedTensor:
     return SharedTensor(here, segment)
 
 
+class SharedPart(NamedTuple):
+    """A tensor in shared memory, as which it arrives."""
+
+    memory: SharedTensor
+    span: Span
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return tensor_at, (self.memory, self.span)
+
+
+Shared = SharedTensor | SharedPart | None
+
+
 class SharedTensors:
-    """Tensors in shared memory of their devices, like given ones; they arrive as a list."""
+    """Tensors, ``here``, in shared memory of their devices, like given ones."""
 
     def __init__(self, like: Iterable[torch.Tensor]) -> None:
         layout = Layout()
-        self._spans = [layout.add(tensor) for tensor in like]
-        self._memory = {d: shared_memory(count, d) for d, count in layout.num_bytes.items()}
+        spans = [layout.add(tensor) for tensor in like]
+        with torch.inference_mode(False):  # its tensors could not be trained
+            self._memory = {d: shared_memory(count, d) for d, count in layout.num_bytes.items()}
+            self.parts = [SharedPart(self._memory[span.device], span) for span in spans]
+            self.here = [tensor_at(part.memory.here, part.span) for part in self.parts]
 
     def close(self) -> None:
         """Let no further process map them."""
         for memory in self._memory.values():
             memory.close()
-
-    @functools.cached_property
-    def here(self) -> list[torch.Tensor]:
-        """The tensors."""
-        return _tensors_at({d: memory.here for d, memory in self._memory.items()}, self._spans)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _tensors_at, (self._memory, self._spans)
-
-
-def share(parameters: Sequence[torch.Tensor]) -> object:
-    """An object that arrives as a list of ``parameters``; on the CPU these move to such memory."""
-    if not all(parameter.device.type == "cpu" for parameter in parameters):
-        return [SharedTensor(parameter) for parameter in parameters]
-    shared = SharedTensors(parameters)
-    # Tensors of inference mode could not be trained.
-    with torch.inference_mode(False), torch.no_grad():
-        for parameter, there in zip(parameters, shared.here, strict=True):
-            parameter.data = there.copy_(parameter)
-    return shared
 
 
 class Span(NamedTuple):
@@ -332,12 +339,6 @@ def tensor_at(memory: torch.Tensor, span: Span) -> torch.Tensor:
     if count := math.prod(shape):
         flat = torch.frombuffer(bytes_of(memory), dtype=dtype, count=count, offset=start)
     return flat.as_strided(shape, stride)
-
-
-def _tensors_at(
-    memories: Mapping[torch.device, torch.Tensor], spans: Iterable[Span]
-) -> list[torch.Tensor]:
-    return [tensor_at(memories[span.device], span) for span in spans]
 
 
 def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_uint8]:

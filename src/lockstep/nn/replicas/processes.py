@@ -23,7 +23,15 @@ from torch import nn
 
 from lockstep.comm import Deadline
 from lockstep.errors import ReplicaLost
-from lockstep.nn.replicas.channel import Channel, Error, Packed, Request, share
+from lockstep.nn.replicas.channel import (
+    Channel,
+    Error,
+    Packed,
+    Request,
+    Shared,
+    SharedTensor,
+    SharedTensors,
+)
 from lockstep.nn.replicas.gradients import Gradients, GradientsElsewhere
 from lockstep.nn.replicas.group import Replica, num_replicas, this_replica
 from lockstep.nn.replicas.local_replica import Arguments, Ends
@@ -258,33 +266,33 @@ class ReplicaProcesses:
         if self._snapshot.is_current(state):
             return
         parameters = state.parameters
-        known = {id(tensor): i for i, tensor in enumerate([*parameters, *state.buffers])}
-        try:
-            modules = [Packed(Request("take_module", (module,)), known) for _ in self.workers]
-        except Exception as error:  # pickling may raise anything
-            raise TypeError(
-                f"{type(module).__name__} can't be sent to other processes: {error}. Use "
-                "workers='threads', or leave out what can't be pickled."
-            ) from error
-        self._snapshot = _NOTHING  # until all is sent
-        are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
-        tensors = (share(parameters), are_parameters, state.buffers)
-        self.gradients = GradientsElsewhere(parameters, len(self.workers))
-        with closing(self.gradients):
-            shared = self.gradients.shared
-            self._ask([Packed(Request("take_tensors", (*tensors, own))) for own in shared])
-            self._ask(modules)
+        gradients = GradientsElsewhere(parameters, len(self.workers))
+        is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        places = SharedTensors(parameters if is_on_cpu else ())
+        known: dict[int, Shared] = {id(buffer): None for buffer in state.buffers}
+        for number, parameter in enumerate(parameters):
+            known[id(parameter)] = places.parts[number] if is_on_cpu else SharedTensor(parameter)
+        with closing(gradients), closing(places):
+            try:
+                requests = [Request("take", (module, own.parts)) for own in gradients.shared]
+                messages = [Packed(request, known) for request in requests]
+            except Exception as error:  # pickling may raise anything
+                raise TypeError(
+                    f"{type(module).__name__} can't be sent to other processes: {error}. Use "
+                    "workers='threads', or leave out what can't be pickled."
+                ) from error
+            self._snapshot, self.gradients = _NOTHING, gradients  # until all is sent
+            with torch.no_grad():
+                for parameter, there in zip(parameters, places.here, strict=is_on_cpu):
+                    parameter.data = there.copy_(parameter)
+            for worker, message in zip(self.workers, messages, strict=True):
+                worker.send(message, max(self._timeout, _START_SECONDS))
+            answers = [worker.receive() for worker in self.workers]
+        errors = [own if isinstance(own, BaseException) else None for own in answers]
+        raise_first([None, *errors], self.devices)
         for worker in self.workers:
             worker.versions = worker.versions_of(state)
         self._snapshot = ModuleSnapshot(state)
-
-    def _ask(self, messages: Sequence[Packed]) -> None:
-        """Send each process its message, and raise errors that they answer."""
-        for worker, message in zip(self.workers, messages, strict=True):
-            worker.send(message, max(self._timeout, _START_SECONDS))
-        answers = [worker.receive() for worker in self.workers]
-        errors = [own if isinstance(own, BaseException) else None for own in answers]
-        raise_first([None, *errors], self.devices)
 
     def call(
         self,

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, TypeVar, cast, overload
 
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.arguments import Device
 from lockstep.nn.replicas.devices import as_device, as_devices, as_dim, check_kwargs, move
@@ -330,20 +331,38 @@ def _num_sequences(packed: PackedSequence) -> int:
 
 def _take(packed: PackedSequence, start: int, length: int, device: torch.device) -> PackedSequence:
     """``length`` sequences from ``start`` on, in the batch's own order, on ``device``."""
-    padded, lengths = pad_packed_sequence(packed)
-    own = slice(start, start + length)
-    return _to(pack_padded_sequence(padded[:, own], lengths[own], enforce_sorted=False), device)
+    return _pack(packed.data, _rows(packed)[:, start : start + length], device)
 
 
 def _join_packed(parts: Sequence[PackedSequence], device: torch.device) -> PackedSequence:
     """All sequences of all parts, in the parts' order, on ``device``."""
     if len(parts) == 1:
-        return _to(parts[0], device)
-    longest = max(len(part.batch_sizes) for part in parts)
-    padded = [pad_packed_sequence(_to(part, device), total_length=longest) for part in parts]
-    data, lengths = zip(*padded, strict=True)
-    return pack_padded_sequence(torch.cat(data, dim=1), torch.cat(lengths), enforce_sorted=False)
+        return parts[0].to(device)  # type: ignore[arg-type]  # torch gives one of the overloads
+    rows, num_rows = [], 0
+    for part in parts:
+        own = _rows(part)
+        rows.append(torch.where(own < 0, own, own + num_rows))
+        num_rows += len(part.data)
+    longest = max(map(len, rows))
+    below = [pad(own, (0, 0, 0, longest - len(own)), value=-1) for own in rows]
+    data = torch.cat([move(part.data, device) for part in parts])
+    return _pack(data, torch.cat(below, dim=1), device)
 
 
-def _to(packed: PackedSequence, device: torch.device) -> PackedSequence:
-    return packed.to(device, non_blocking=device.type != "cpu")  # type: ignore[call-overload]
+def _rows(packed: PackedSequence) -> torch.Tensor:
+    """The rows of ``packed.data``: a column for each sequence, -1 below its end."""
+    sizes = packed.batch_sizes
+    order = packed.unsorted_indices
+    places = torch.arange(_num_sequences(packed)) if order is None else order.cpu()
+    starts = sizes.cumsum(0) - sizes
+    # The longest come first: the sequences that have an element t are the sizes[t] first ones.
+    return torch.where(places < sizes[:, None], starts[:, None] + places, -1)
+
+
+def _pack(data: torch.Tensor, rows: torch.Tensor, device: torch.device) -> PackedSequence:
+    there = rows >= 0
+    order = there.sum(0).argsort(descending=True, stable=True)
+    rows, there = rows[:, order], there[:, order]
+    sizes = there.sum(1)
+    chosen = data.index_select(0, rows[there].to(data.device))
+    return PackedSequence(move(chosen, device), sizes[sizes > 0], order.to(device))

@@ -51,14 +51,12 @@ class Call(NamedTuple):
 class Worker:
     """A replica in its own process, on ``device``; its public methods are the caller's to request.
 
-    It has the caller's module, with the caller's parameters, and a replica of that.
+    It has a copy of the module, with the caller's parameters on ``home``, and a replica of that.
     """
 
-    def __init__(self, channel: Channel, device: torch.device) -> None:
+    def __init__(self, channel: Channel, home: torch.device, device: torch.device) -> None:
         self._channel = channel
-        self._device = device
-        self._parameters: list[torch.Tensor] = []
-        self._buffers: list[torch.Tensor] = []
+        self._home, self._device = home, device
         # Replicas in threads of this process may ask at the same time.
         self._asking = threading.Lock()
         set_caller(self._ask)
@@ -70,7 +68,7 @@ class Worker:
                 self._channel.answer(self._run_next)
 
     def _run_next(self) -> object:
-        request: Request = self._channel.receive([*self._parameters, *self._buffers])
+        request: Request = self._channel.receive()
         return getattr(self, request.function)(*request.arguments)
 
     def _ask(self, function: Callable[..., object], arguments: tuple[object, ...]) -> Any:
@@ -81,28 +79,10 @@ class Worker:
             raise answer.exception()
         return answer
 
-    def take_tensors(
-        self,
-        parameters: Sequence[torch.Tensor],
-        are_parameters: Sequence[bool],
-        buffers: list[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-    ) -> None:
-        """Take the tensors of the module that comes next.
-
-        ``parameters`` are the caller's own, of which ``are_parameters`` tells which are Parameters;
-        ``gradients`` is the caller's memory for :class:`LeftGradients`.
-        """
+    def take(self, module: nn.Module, gradients: Sequence[torch.Tensor]) -> None:
+        """Take the module; ``gradients`` is the caller's memory for :class:`LeftGradients`."""
         self._calls: dict[int, ReplicaCall] = {}
         self._gradients = LeftGradients(gradients)
-        self._parameters = [
-            nn.Parameter(own, requires_grad=False) if is_parameter else own
-            for own, is_parameter in zip(parameters, are_parameters, strict=True)
-        ]
-        self._buffers = buffers
-
-    def take_module(self, module: nn.Module) -> None:
-        """Take the module, which refers to the tensors that have come before."""
         self._module = module
         self._replica = LocalReplica(module, self._device, owns_buffers=False)
 
@@ -117,11 +97,12 @@ class Worker:
         for part, training in zip(self._module.modules(), call.training, strict=True):
             if part.training is not training:  # to look is much faster than to set
                 part.training = training
-        for parameter, trained in zip(self._parameters, call.trained, strict=True):
+        state = ModuleState.of(self._module)
+        for parameter, trained in zip(state.parameters, call.trained, strict=True):
             parameter.requires_grad_(trained)
-        torch.autograd.graph.increment_version([self._parameters[i] for i in call.parameters])
+        torch.autograd.graph.increment_version([state.parameters[i] for i in call.parameters])
         for index, value in call.buffers.items():
-            self._buffers[index].data = value
+            state.buffers[index].data = value
         self._replica.update(ModuleState.of(self._module))
         leaves = self._replica.leaves
         for index, leaf in enumerate(leaves):
@@ -162,8 +143,7 @@ class Worker:
             self._gradients.is_taking = False
             left, of_inputs = call.take_gradients()
             in_place = self._gradients.taken()
-        pairs = zip(self._parameters, left, strict=True)
-        others = {i: own.to(p.device) for i, (p, own) in enumerate(pairs) if own is not None}
+        others = {i: own.to(self._home) for i, own in enumerate(left) if own is not None}
         if not keep_graph:
             call.free_graph()
         return in_place, others, of_inputs
@@ -239,7 +219,7 @@ def main(
     threading.Thread(target=_end_with, args=(connection, caller), daemon=True).start()
     if device.type not in ("cpu", "meta"):
         torch.accelerator.set_device_index(device)
-    Worker(Channel(connection, [home, device], is_caller=False), device).serve()
+    Worker(Channel(connection, [home, device], is_caller=False), home, device).serve()
     # The caller counts who has memory of an accelerator: nothing is to be held at the end.
     set_caller(None)
     gc.collect()
