@@ -68,7 +68,8 @@ class Channel:
 
     Values are pickled, but for their tensors: these are copied to memory of the sender, on their
     device, that the receiver has mapped, and from there. It is the same for every message: after
-    one, wait for an answer. The errors of the caller's end, ``is_caller``, need no traceback.
+    one, wait for an answer. The errors of the caller's end, ``is_caller``, need no traceback. A
+    timeout of the connection holds for :meth:`send` and :meth:`receive`.
     """
 
     def __init__(
@@ -83,10 +84,6 @@ class Channel:
         self._is_caller = is_caller
         self._mine: dict[torch.device, SharedTensor] = {}
         self._theirs: dict[torch.device, torch.Tensor] = {}
-
-    def set_timeout(self, seconds: float) -> None:
-        """Let :meth:`send` and :meth:`receive` raise TimeoutError after that time."""
-        self._socket.settimeout(seconds)
 
     def close(self) -> None:
         """End the connection, also for processes that have inherited it."""
@@ -112,9 +109,7 @@ class Channel:
     def send(self, value: object) -> None:
         """Send ``value``, which can be pickled, or is packed already.
 
-        Raises:
-            OSError: If the other end is gone.
-            Exception: What pickling raises; then nothing was sent.
+        It raises OSError if the other end is gone. If pickling raises, nothing was sent.
         """
         packed = value if isinstance(value, Packed) else Packed(value)
         num_bytes = packed.layout.num_bytes
@@ -136,12 +131,9 @@ class Channel:
         self._socket.sendall(message.payload)
 
     def receive(self) -> Any:
-        """Return the next value.
+        """Return the next value, or raise EOFError if the other end is gone.
 
-        Raises:
-            EOFError: If the other end is gone.
-            SharedMemoryFull: If its memory can't be mapped; then the connection is closed.
-            Exception: What unpickling raises.
+        If its memory can't be mapped, the connection is closed.
         """
         header, descriptors = receive_message(self._socket, _HEADER.size, _MOST_DESCRIPTORS)
         if len(header) < _HEADER.size:

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from lockstep.nn.replicas.channel import SharedTensors, bytes_of
+from lockstep.nn.replicas.devices import move
 from lockstep.torch_private import _foreach_add_
 
 Gradients = list[torch.Tensor | None]
@@ -37,8 +38,8 @@ class LeftGradients:
         self._flags = bytes_of(flags)
 
     def take_from(self, index: int, leaf: torch.Tensor) -> None:
-        """Take the gradients of that leaf, which requires them, from now on."""
-        if self._leaves.get(index) is not leaf:
+        """Take the gradients of that leaf from now on."""
+        if leaf.requires_grad and self._leaves.get(index) is not leaf:
             self._leaves[index] = leaf
             leaf.register_post_accumulate_grad_hook(partial(self._take, index))
 
@@ -107,10 +108,9 @@ class GradientsElsewhere:
     def rest(
         self, number: int, are_in_place: bytes, others: dict[int, torch.Tensor]
     ) -> tuple[Gradients, Gradients]:
-        """The gradients still to be added of a process whose backward is over.
+        """The gradients of a process to add after its backward, and their further parts.
 
-        They are for each parameter the gradient, unless it has been added, and its further part.
-        The arguments are the process's number and results of ``Worker.backward``.
+        ``are_in_place`` and ``others`` are what ``Worker.backward`` has returned.
         """
         first: Gradients = []
         later: Gradients = []
@@ -129,7 +129,9 @@ def add_up(of_replicas: Sequence[Gradients], home: torch.device) -> Gradients:
     The sums are on the device ``home``. Only the first replica's gradients are written to, or
     become part of the result.
     """
-    total, *others = ([_at_home(own, home) for own in gradients] for gradients in of_replicas)
+    total, *others = (
+        [None if own is None else move(own, home) for own in gradients] for gradients in of_replicas
+    )
     for gradients in others:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, gradient in enumerate(gradients):
@@ -147,9 +149,3 @@ def add_up(of_replicas: Sequence[Gradients], home: torch.device) -> Gradients:
         if pairs:
             _foreach_add_(*map(list, zip(*pairs, strict=True)))
     return total
-
-
-def _at_home(gradient: torch.Tensor | None, home: torch.device) -> torch.Tensor | None:
-    if gradient is None or gradient.device == home:
-        return gradient
-    return gradient.to(home, non_blocking=home.type != "cpu")

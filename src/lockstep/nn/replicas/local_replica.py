@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.nn.replicas.gradients import Gradients
-from lockstep.nn.replicas.linked_embedding import leaf_as_linked, linked_embeddings_in
+from lockstep.nn.replicas.linked_embedding import LinkedEmbedding, linked_embeddings_in
 from lockstep.nn.replicas.module_copy import ModuleCopy, ModuleState, version_of
 from lockstep.nn.replicas.nested import map_tensors, tensors_in
 
@@ -31,22 +31,20 @@ class LocalReplica:
     replicas' buffers.
 
     Attributes:
+        parts: The module and its submodules.
         leaves: The replica's parameters.
         buffers: Its copies of the module's buffers, if it has them.
     """
 
     def __init__(self, original: nn.Module, device: torch.device, *, owns_buffers: bool) -> None:
         self.device = device
+        self.parts = [*original.modules()]
         self.leaves: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         self._copy = ModuleCopy(original)
         self.module = self._copy.module
         self._owns_buffers = owns_buffers
         self._copies: dict[int, _Leaf | _Buffer] = {}
-
-    def is_of(self, parts: Sequence[nn.Module]) -> bool:
-        """Whether the module's tree still consists of ``parts``."""
-        return self._copy.is_copy_of(parts)
 
     def update(self, state: ModuleState) -> None:
         """Bring the replica to the state of the module."""
@@ -79,8 +77,8 @@ class _Leaf:
         if not self._is_shared:
             there = there.to(device)
         if isinstance(original, nn.Parameter):
-            there = nn.Parameter(there, requires_grad=original.requires_grad)
-            there = leaf_as_linked(there) if is_linked else there
+            kind = LinkedEmbedding if is_linked else nn.Parameter
+            there = kind(there, requires_grad=original.requires_grad)
             there.__dict__.update(original.__dict__)
         self.tensor = there.requires_grad_(original.requires_grad)
 
@@ -119,8 +117,7 @@ class _Buffer:
 class ReplicaCall:
     """The call of one replica in this process: of ``call``, with ``arguments``.
 
-    ``leaves`` replace the module's parameters in it. ``owns_inputs`` tells that nobody else has the
-    tensors among the arguments.
+    ``leaves`` replace the module's parameters in it.
 
     Attributes:
         inputs: The tensors among the arguments that require a gradient.
@@ -133,8 +130,6 @@ class ReplicaCall:
         leaves: Sequence[torch.Tensor],
         call: Callable[..., Any],
         arguments: Arguments,
-        *,
-        owns_inputs: bool = False,
     ) -> None:
         self.device = device
         self.inputs = [x for x in tensors_in(arguments) if x.requires_grad]
@@ -146,23 +141,21 @@ class ReplicaCall:
         self._call = call
         self._arguments = arguments
         self._leaves = leaves
-        self._owns_inputs = owns_inputs
         self._input_leaves: list[torch.Tensor] = []  # these replace the inputs
 
     def forward(self) -> None:
         """Call the replica."""
-        # See Note [Leaves]. Shown by test_inputs_may_be_modified_in_place.
-        inputs = self.inputs[len(self._input_leaves) :]
-        copies = [x.detach() if self._owns_inputs else x.detach().clone() for x in inputs]
-        new_leaves = [x.requires_grad_() for x in copies]
-        self._input_leaves = [*self._input_leaves, *new_leaves]
-        mine = iter([_NoLeaf.apply(leaf) for leaf in new_leaves])  # type: ignore[no-untyped-call]
-        args, kwargs = map_tensors(
-            lambda t: next(mine) if t.requires_grad else t.data, self._arguments
-        )
+        args, kwargs = map_tensors(self._own, self._arguments)
         self.results = self._call(*args, **kwargs)
         self._outputs = tensors_in(self.results)
         self._arguments = ((), {})  # free their memory
+
+    def _own(self, argument: torch.Tensor) -> torch.Tensor:
+        if not argument.requires_grad:
+            return argument.data
+        self._input_leaves.append(argument.detach().requires_grad_())
+        # See Note [Leaves]. Shown by test_inputs_may_be_modified_in_place.
+        return self._input_leaves[-1].clone()
 
     def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
         """The outputs in which a backward begins, with their gradients."""
@@ -186,7 +179,7 @@ class ReplicaCall:
         """
         call = ReplicaCall(self.device, self._leaves, self._differentiate, ((d_outputs,), {}))
         call.inputs[:0] = self.inputs
-        call._input_leaves = self._input_leaves
+        call._input_leaves = [*self._input_leaves]
         return call
 
     def _differentiate(self, d_outputs: Gradients) -> Gradients:
@@ -196,10 +189,9 @@ class ReplicaCall:
         if not ends or not wanted:
             return [None] * len(leaves)
         outputs, given = zip(*ends, strict=True)
-        found = iter(
-            torch.autograd.grad(outputs, wanted, given, create_graph=True, allow_unused=True)
-        )
-        return [next(found) if leaf.requires_grad else None for leaf in leaves]
+        found = torch.autograd.grad(outputs, wanted, given, create_graph=True, allow_unused=True)
+        of_leaf = dict(zip(map(id, wanted), found, strict=True))
+        return [of_leaf.get(id(leaf)) for leaf in leaves]
 
     def free_graph(self) -> None:
         """Free the graph of those outputs in which the last backward began."""
@@ -214,18 +206,6 @@ class ReplicaCall:
         for leaf in leaves:
             leaf.grad = None
         return gradients[: len(self._leaves)], gradients[len(self._leaves) :]
-
-
-class _NoLeaf(torch.autograd.Function):
-    """The same tensor, but one that may be written to, as a leaf must not be."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
 
 
 def run_backward(ends: Ends, keep_graph: bool) -> None:

@@ -45,7 +45,8 @@ from lockstep.world import allocator_environment
 _START_SECONDS = 120.0
 # How long to wait for the exit code of a process that has closed its end.
 _PATIENCE_SECONDS = 2.0
-_MOST_BYTES = 1 << 16  # of the ids of all processes
+_END = b"\0"  # has the interpreter end that has forked all processes
+_MOST_BYTES = 1 << 16  # of their ids
 _MAIN = """\
 import json, sys
 sys.path[:], *arguments = json.loads(sys.argv.pop())
@@ -61,25 +62,14 @@ _NOTHING = ModuleSnapshot(ModuleState([], [], [], []))
 def _start_processes(
     num_threads: int, seats: Sequence[Sequence[object]]
 ) -> list[tuple[int, socket.socket]]:
-    """Start a process with ``num_threads`` intra-op threads for each of ``seats``, its arguments.
+    """Start a process for each of ``seats``; return their ids, and connections to them.
 
     They are forks of one new interpreter, which alone imports torch: that takes seconds.
-
-    Returns:
-        The id of each process, and a connection to it.
-
-    Raises:
-        ReplicaLost: If the interpreter ends, or takes too long.
     """
     with ExitStack() as after, ExitStack() as after_errors:
-        connection, its = map(after.enter_context, socket.socketpair())
-        theirs = [its]
-        connections = []
-        for _ in seats:
-            mine, other = socket.socketpair()
-            connections.append(after_errors.enter_context(mine))
-            theirs.append(after.enter_context(other))
-        numbers = [own.fileno() for own in theirs]
+        mine, theirs = zip(*(socket.socketpair() for _ in [None, *seats]), strict=True)
+        connection, *connections = map(after_errors.enter_context, mine)
+        numbers = [after.enter_context(own).fileno() for own in theirs]
         arguments = json.dumps([[*map(str, sys.path)], num_threads, os.getpid(), numbers, seats])
         interpreter = subprocess.Popen(
             [sys.executable, "-P", "-c", _MAIN, arguments],
@@ -88,21 +78,19 @@ def _start_processes(
             pass_fds=numbers,
             start_new_session=True,  # Ctrl-C is for the caller
         )
-        its.close()
+        after.close()
         after_errors.callback(interpreter.wait)
         after_errors.callback(interpreter.kill)
         connection.settimeout(_START_SECONDS)
         with _reporting_loss(1, interpreter, _START_SECONDS):
-            if not connection.recv(1):
+            if not (pids := connection.recv(_MOST_BYTES)):
                 raise EOFError
             with _adopting_orphans():
-                connection.sendall(b"\0")
-                answer = connection.recv(_MOST_BYTES)
+                connection.sendall(_END)
                 interpreter.wait(_START_SECONDS)
-            if not answer:
-                raise EOFError
         after_errors.pop_all()
-    return list(zip(json.loads(answer), connections, strict=True))
+    connection.close()
+    return list(zip(json.loads(pids), connections, strict=True))
 
 
 @contextmanager
@@ -161,29 +149,9 @@ class WorkerProcess:
         self.dropped: list[int] = []
         self.is_asked = False
         self._is_home = self.device == devices[0]
-        self._timeout = 0.0  # until it is set
-        self._channel = Channel(connection, [devices[0], self.device])
+        self.connection = connection
+        self.channel = Channel(connection, [devices[0], self.device])
         self._waiting = threading.Lock()
-        self.hang_up = self._channel.close
-
-    def send(self, packed: Packed, timeout: float) -> None:
-        """Send a message; wait at most ``timeout`` seconds for it to be read, and for answers."""
-        self._timeout = timeout
-        self._channel.set_timeout(timeout)
-        with _reporting_loss(self.index, self, timeout):
-            self.is_asked = True
-            self._channel.send(packed)
-
-    def receive(self) -> object:
-        """Answer the process's requests, in this thread; return its answer.
-
-        An error of the replica's own is returned; others are raised.
-        """
-        with _reporting_loss(self.index, self, self._timeout):
-            while isinstance(answer := self._channel.receive(), Request):
-                self._channel.answer(partial(answer.function, *answer.arguments))
-        self.is_asked = False
-        return answer.exception() if isinstance(answer, Error) else answer
 
     def versions_of(self, state: ModuleState) -> list[object]:
         """The versions that it has once it has been sent the state."""
@@ -217,7 +185,7 @@ def _end(workers: Sequence[WorkerProcess], owner: int) -> None:
     if owner != os.getpid():
         return  # this process was forked from theirs
     for worker in workers:
-        worker.hang_up()
+        worker.channel.close()
     for worker in workers:
         try:
             worker.wait(2 * GRACE_SECONDS)
@@ -286,10 +254,16 @@ class ReplicaProcesses:
                 for parameter, there in zip(parameters, places.here, strict=is_on_cpu):
                     parameter.data = there.copy_(parameter)
             for worker, message in zip(self.workers, messages, strict=True):
-                worker.send(message, max(self._timeout, _START_SECONDS))
-            answers = [worker.receive() for worker in self.workers]
-        errors = [own if isinstance(own, BaseException) else None for own in answers]
-        raise_first([None, *errors], self.devices)
+                self.send(worker, message, max(self._timeout, _START_SECONDS))
+            errors: list[BaseException | None] = [None] * len(self.devices)
+            for worker in self.workers:
+                try:
+                    self.receive(worker)
+                except Exception as error:
+                    if self._is_ended:
+                        raise
+                    errors[worker.index] = error
+        raise_first(errors, self.devices)
         for worker in self.workers:
             worker.versions = worker.versions_of(state)
         self._snapshot = ModuleSnapshot(state)
@@ -302,11 +276,7 @@ class ReplicaProcesses:
         *,
         returns_buffers: bool,
     ) -> list[RemoteCall]:
-        """Start a call of that method of as many replicas as there are arguments.
-
-        ``returns_buffers`` asks for the values of those of floating point afterwards.
-        """
-        self.check_alive()
+        """Start a call of that method of as many replicas as there are arguments."""
         number, count, modes = next(self._numbers), 1 + len(arguments), Modes.here()
         training = [part.training for part in state.parts]
         trained = [parameter.requires_grad for parameter in state.parameters]
@@ -339,18 +309,24 @@ class ReplicaProcesses:
             self.send(call.worker, packed)
         return calls
 
-    def send(self, worker: WorkerProcess, message: Packed) -> None:
-        """Send one process a message."""
+    def send(self, worker: WorkerProcess, message: Packed, timeout: float | None = None) -> None:
+        """Send one process a message; it and answers may take ``timeout`` seconds each."""
         self.check_alive()
-        worker.send(message, self._timeout)
+        timeout = timeout or self._timeout
+        worker.connection.settimeout(timeout)
+        with _reporting_loss(worker.index, worker, timeout):
+            worker.is_asked = True
+            worker.channel.send(message)
 
     def receive(self, worker: WorkerProcess) -> Any:
-        """The answer of a process, received in the thread that stands for its replica.
+        """Answer a process's requests, in the thread that stands for it; return its answer.
 
         An error that isn't the replica's own ends all processes.
         """
         try:
-            answer = worker.receive()
+            with _reporting_loss(worker.index, worker, worker.connection.gettimeout() or 0.0):
+                while isinstance(answer := worker.channel.receive(), Request):
+                    worker.channel.answer(partial(answer.function, *answer.arguments))
         except BaseException as lost:
             if self._lost is None:
                 self._lost = lost
@@ -359,8 +335,9 @@ class ReplicaProcesses:
             if replica is not None and replica.sums is not None:
                 replica.sums.fail(self._lost)
             raise
-        if isinstance(answer, BaseException):
-            raise answer
+        worker.is_asked = False
+        if isinstance(answer, Error):
+            raise answer.exception()
         return answer
 
     def check(self, error: BaseException | None) -> None:

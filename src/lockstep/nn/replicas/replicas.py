@@ -10,12 +10,12 @@ receives its results and answers its questions: so a sum over the replicas is on
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ from lockstep.nn.replicas.nested import map_tensors, tensors_in
 from lockstep.nn.replicas.processes import RemoteCall, ReplicaProcesses
 from lockstep.nn.replicas.worker_threads import WorkerThreads, nothing, raise_first
 from lockstep.torch_private import _get_current_graph_task_keep_graph
+
+Task = Callable[[], None]
 
 
 class Replicas:
@@ -75,7 +77,7 @@ class Replicas:
                 remote = self._processes.call(
                     state, method, arguments[1:], returns_buffers=self._averages_buffers
                 )
-            local = self._update_local(module, state)[: len(arguments)]
+            local = self._update_local(module, state, len(arguments))
             calls = [
                 ReplicaCall(replica.device, replica.leaves, getattr(replica.module, method), own)
                 for replica, own in zip(local, arguments, strict=False)
@@ -90,17 +92,20 @@ class Replicas:
                     _write_mean(buffer, values)
             return results
 
-    def _update_local(self, module: nn.Module, state: ModuleState) -> list[LocalReplica]:
-        """The replicas in threads: all, or the first alone."""
-        if not self._local or not self._local[0].is_of(state.parts):
+    def _update_local(
+        self, module: nn.Module, state: ModuleState, count: int
+    ) -> list[LocalReplica]:
+        """At most the first ``count`` of the replicas in threads, in the state of the module."""
+        if not self._local or self._local[0].parts != state.parts:
             devices = self._devices[:1] if self._processes is not None else self._devices
             self._local = [
                 LocalReplica(module, device, owns_buffers=not self._averages_buffers and not index)
                 for index, device in enumerate(devices)
             ]
-        for replica in self._local:
+        local = self._local[:count]
+        for replica in local:
             replica.update(state)
-        return self._local
+        return local
 
 
 def _write_mean(buffer: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
@@ -136,8 +141,8 @@ class _Call:
         # test_a_loss_and_its_gradient_in_one_backward.
         self._shares_graph = self.is_derivative
 
-    def forward(self) -> Sequence[tuple[torch.Tensor, bool]]:
-        """Call all; return the tensors in ``results``, and for each if it requires a gradient."""
+    def forward(self) -> list[torch.Tensor]:
+        """Call all; return the tensors in ``results``."""
         tasks = [call.forward for call in self.calls]
         if self.is_derivative:
             elsewhere = [call.forward for call in self.calls if call.device.type != "cpu"]
@@ -150,27 +155,23 @@ class _Call:
         else:
             tasks = [*map(self._on_devices, self.calls, tasks)]
             self._run(as_replicas(tasks, in_processes=self.processes is not None))
-        outputs = []
+        outputs: list[torch.Tensor] = []
         for call in self.calls:
             tensors = tensors_in(call.results)
             self.results.append(call.results)
             self.num_outputs.append(len(tensors))
-            outputs += [(tensor, tensor.requires_grad) for tensor in tensors]
+            outputs += tensors
             call.results = None
         return outputs
 
-    def _on_devices(
-        self, call: ReplicaCall | RemoteCall, task: Callable[[], None]
-    ) -> Callable[[], None]:
+    def _on_devices(self, call: ReplicaCall | RemoteCall, task: Task) -> Task:
         """``task`` on the call's device; that of a process may receive tensors of any."""
         is_remote = isinstance(call, RemoteCall)
         for device in {own.device for own in self.calls} if is_remote else (call.device,):
             task = on_device(device, task)
         return task
 
-    def _run(
-        self, tasks: Sequence[Callable[[], None]], meanwhile: Callable[[], None] = nothing
-    ) -> None:
+    def _run(self, tasks: Sequence[Task], meanwhile: Task = nothing) -> None:
         if self.processes is None:
             futures = self.workers.run(tasks, meanwhile)
         else:
@@ -191,7 +192,7 @@ class _Call:
                 self.processes.gradients.begin()
                 entered.enter_context(self.processes.in_use())
             try:
-                tasks: list[Callable[[], None]] = []
+                tasks: list[Task] = []
                 elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
                 for call, own in zip(self.calls, self._split(d_outputs), strict=True):
                     ends = call.start_backward(own, keep_graph=keep_graph)
@@ -217,7 +218,8 @@ class _Call:
                 # Also those of a backward that failed: the next one is not to have them.
                 taken += [call.take_gradients() for call in self.calls[len(taken) :]]
             if not keep_graph:
-                self._free_graphs()
+                for call in self.calls:
+                    call.free_graph()
             # With the lock: the next backward writes to the same memory.
             parts = [own[0] for own in taken] + [own[2] for own in taken if len(own) > 2]
             sums = add_up(parts, self.calls[0].device)
@@ -226,18 +228,18 @@ class _Call:
     def _split(self, d_outputs: Sequence[torch.Tensor | None]) -> list[Gradients]:
         """The gradients of each replica's outputs."""
         given = iter(d_outputs)
-        return [list(itertools.islice(given, count)) for count in self.num_outputs]
-
-    def _free_graphs(self) -> None:
-        for call in self.calls:
-            call.free_graph()
+        return [list(islice(given, count)) for count in self.num_outputs]
 
     def derivative(
         self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool
     ) -> Gradients:
         """The same, as gradients that have a backward themselves."""
         if self.processes is not None:
-            return self._derivative_of_processes(d_outputs, keep_graph=keep_graph)
+            gradients = self.backward(d_outputs, keep_graph=keep_graph)
+            # They depend on these, and so autograd reaches the refusal. Shown by
+            # test_a_second_derivative_of_processes_says_what_can_be_used_instead.
+            sources = (*self.parameters, *self.inputs, *d_outputs)
+            return [*_NotTwice.apply(len(gradients), *gradients, *sources)]  # type: ignore[no-untyped-call]
         calls = [
             call.derivative(own)
             for call, own in zip(self.calls, self._split(d_outputs), strict=True)
@@ -248,23 +250,13 @@ class _Call:
         with self.lock, self.workers.sharing():
             results = _with_backward(derivative)
         if not keep_graph:
-            self._free_graphs()
+            for call in self.calls:
+                call.free_graph()
         num = len(self.parameters)
         # What the first returns may be needed for its backward, and the sum is made in its place.
         first = [None if gradient is None else gradient.clone() for gradient in results[0][:num]]
         sums = add_up([first, *(own[:num] for own in results[1:])], self.calls[0].device)
         return [*sums, *(gradient for own in results for gradient in own[num:])]
-
-    def _derivative_of_processes(
-        self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool
-    ) -> Gradients:
-        gradients = self.backward(d_outputs, keep_graph=keep_graph)
-        there = [gradient for gradient in gradients if gradient is not None]
-        # They depend on these, and so autograd reaches the refusal. Shown by
-        # test_a_second_derivative_of_processes_says_what_can_be_used_instead.
-        sources = (*self.parameters, *self.inputs, *d_outputs)
-        refusing = iter(_NotTwice.apply(len(there), *there, *sources))  # type: ignore[no-untyped-call]
-        return [None if gradient is None else next(refusing) for gradient in gradients]
 
 
 def _with_backward(call: _Call) -> list[Any]:
@@ -273,7 +265,7 @@ def _with_backward(call: _Call) -> list[Any]:
     if torch.is_grad_enabled():
         tensors = _Replicas.apply(call, *call.parameters, *call.inputs)  # type: ignore[no-untyped-call]
     else:
-        tensors = [tensor for tensor, _ in call.forward()]
+        tensors = call.forward()
     mine = iter(tensors)
 
     def put_in(inner: torch.Tensor) -> torch.Tensor:
@@ -293,12 +285,12 @@ class _Replicas(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():  # which autograd has switched off
-            outputs = call.forward()
-        outputs = [(output.detach(), needs) for output, needs in outputs]
+            inner = call.forward()
+        outputs = tuple(output.detach() for output in inner)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(output for output, needs in outputs if not needs))
-        return tuple(output for output, _ in outputs)
+        ctx.mark_non_differentiable(*compress(outputs, [not own.requires_grad for own in inner]))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: torch.Tensor | None) -> tuple[Any, ...]:

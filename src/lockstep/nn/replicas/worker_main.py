@@ -87,11 +87,7 @@ class Worker:
         self._replica = LocalReplica(module, self._device, owns_buffers=False)
 
     def call(self, call: Call) -> tuple[Any, Gradients]:
-        """Call a method of the replica.
-
-        Returns:
-            Its results, and its buffers of floating point if they are asked for.
-        """
+        """Return a method's results, and the buffers of floating point if they are asked for."""
         for number in call.dropped:
             self._calls.pop(number, None)
         for part, training in zip(self._module.modules(), call.training, strict=True):
@@ -106,11 +102,10 @@ class Worker:
         self._replica.update(ModuleState.of(self._module))
         leaves = self._replica.leaves
         for index, leaf in enumerate(leaves):
-            if leaf.requires_grad:
-                self._gradients.take_from(index, leaf)
+            self._gradients.take_from(index, leaf)
         torch.set_default_dtype(call.modes.dtype)
         method = getattr(self._replica.module, call.method)
-        own = ReplicaCall(self._device, leaves, method, call.arguments, owns_inputs=True)
+        own = ReplicaCall(self._device, leaves, method, call.arguments)
         with call.modes.entered(), as_replica(call.replica):
             own.forward()
         if call.modes.grad:
@@ -122,11 +117,10 @@ class Worker:
     def backward(
         self, number: int, d_outputs: Gradients, keep_graph: bool
     ) -> tuple[bytes, dict[int, torch.Tensor], Gradients]:
-        """Run the backward of a call.
+        """Run the backward of a call, and return which parameters' gradients were left.
 
-        Returns:
-            For each parameter whether its gradient was left; by index the gradients that were not,
-            as they are sparse, and further parts of those that were; and those of the inputs.
+        Returned are also, by index, gradients that were not left, as they are sparse, and further
+        parts of those that were; and the gradients of the inputs.
         """
         call = self._calls.get(number)
         if call is None:
@@ -150,26 +144,23 @@ class Worker:
 
 
 def _fork_processes(connection: socket.socket, caller: int, numbers: Sequence[int]) -> int:
-    """Once the caller says so, fork a process for each descriptor; return in each its index."""
-    may_begin: bytes | bool = False
-    with contextlib.suppress(OSError):  # the caller has ended
-        connection.sendall(b"\0")
-        may_begin = _wait_for(connection, select.POLLIN, caller) and connection.recv(1)
+    """Fork a process for each descriptor, and return its index there; end when the caller says."""
     parent, pids = os.getpid(), []
-    for index in range(len(numbers) if may_begin else 0):
+    for index, number in enumerate(numbers):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are OpenBLAS's
             pid = os.fork()
         if not pid:
-            for other in {*numbers, connection.detach()} - {numbers[index]}:
+            for other in {*numbers, connection.detach()} - {number}:
                 os.close(other)
             os.setsid()
             while os.getppid() == parent:  # until the caller is
                 time.sleep(POLL_SECONDS)
             return index
         pids.append(pid)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the caller has ended
         connection.sendall(json.dumps(pids).encode())
+        _wait_for(connection, select.POLLIN, caller)
     os._exit(0)
 
 
@@ -194,13 +185,10 @@ def _end_with(connection: socket.socket, caller: int) -> None:
 def main(
     num_threads: int, caller: int, numbers: Sequence[int], seats: Sequence[Sequence[Any]]
 ) -> None:
-    """Fork the replicas' processes, and be one of them.
+    """Fork the replicas' processes, and be one of them, with ``num_threads`` intra-op threads.
 
-    Args:
-        num_threads: The number of intra-op threads of each.
-        caller: The caller's process id.
-        numbers: The descriptors of connections to the caller, the first one for all processes.
-        seats: The random seed, the module's device and the replica's for each process.
+    ``numbers`` are descriptors of connections to the process ``caller``, first one for all. In
+    ``seats`` each process has its random seed, the module's device and its own.
     """
     first, *others = numbers
     index = _fork_processes(socket.socket(fileno=first), caller, others)

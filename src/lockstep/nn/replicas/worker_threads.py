@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import functools
-import itertools
 import os
 import queue
-import re
 import threading
 import traceback
 import weakref
@@ -75,13 +73,11 @@ class WorkerThreads:
         any more then.
         """
         futures = [Future[T]() for _ in tasks]
-        own = [*tasks[:1], *map(as_this_thread, tasks[1:])]
-        mine, *others = map(partial, itertools.repeat(_fulfil), futures, own)
-        for tasks_of_one, task in zip(self._queues, others, strict=False):
-            tasks_of_one.put(task)
+        for tasks_of_one, future, task in zip(self._queues, futures[1:], tasks[1:], strict=False):
+            tasks_of_one.put(partial(_fulfil, future, as_this_thread(task)))
         pending = futures[1:]
         try:
-            mine()
+            _fulfil(futures[0], tasks[0])
             meanwhile()
             if interrupted is not None and is_interruption(futures[0].exception()):
                 pending = []
@@ -211,7 +207,6 @@ def as_this_thread(task: Callable[[], T]) -> Callable[[], T]:
 # The threads that OpenMP keeps for the next operation of a thread
 
 _SOFT = 1  # omp_pause_soft of OpenMP 5.0: what the program has set stays
-_OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 
 
 @contextmanager
@@ -224,7 +219,7 @@ def _few_threads(num_threads: int) -> Iterator[None]:
     pause, mine = _pause(), torch.get_num_threads()
     if pause is not None:
         pause(_SOFT)
-    # For this thread _few_threads, and as what threads to come begin with.
+    # For this thread, and as what threads to come begin with.
     torch.set_num_threads(num_threads)
     try:
         yield
@@ -234,12 +229,9 @@ def _few_threads(num_threads: int) -> Iterator[None]:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """The function of the OpenMP library that this process has loaded, if it is there."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    libraries = {line.split()[-1] for line in lines if _OPENMP.search(line)}
-    for name in (None, *sorted(libraries)):
+    """The function of the OpenMP library that torch computes with, if it is there."""
+    for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
         with suppress(OSError, AttributeError):
-            pause: Callable[[int], int] = ctypes.CDLL(name).omp_pause_resource_all
+            pause: Callable[[int], int] = ctypes.CDLL(library).omp_pause_resource_all
             return pause
     return None
