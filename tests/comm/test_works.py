@@ -107,7 +107,7 @@ def test_a_call_that_nobody_waits_for_keeps_no_rank_waiting(backend: str, then: 
             done.set()
         else:
             work = dist.all_reduce(tensor, group=group, async_op=True)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 15
             later = []
             while not done.wait(0.005):
                 assert time.monotonic() < deadline
@@ -323,7 +323,32 @@ def test_a_wait_ends_at_its_time_out(backend: str, how: str) -> None:
         try:
             with pytest.raises(CollectiveTimeout, match="Rank 1"):
                 call()
-            assert 0.09 < time.monotonic() - started < 5
+            assert 0.09 < time.monotonic() - started < 15
+        finally:
+            over.set()
+
+    run_on(backend, 2, body)
+
+
+@over_ours
+@pytest.mark.parametrize("call", ["a sum", "a message"])
+def test_a_wait_ends_at_its_time_out_while_another_thread_waits(backend: str, call: str) -> None:
+    """That thread has the limit of the group."""
+    over = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        if group.rank():
+            assert over.wait(20)
+            return
+        tensors = [torch.ones(3)]
+        work = group.allreduce(tensors) if call == "a sum" else group.recv(tensors, 1, 0)
+        work.get_future()
+        try:
+            while not work._deadline.left():
+                time.sleep(0.001)
+            error = "Rank 1 did not come" if call == "a sum" else "Nothing came to rank 0"
+            with pytest.raises(CollectiveTimeout, match=f"{error} .*within .*0.1 s"):
+                work.wait(timedelta(seconds=0.1))
         finally:
             over.set()
 

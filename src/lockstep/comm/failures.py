@@ -28,6 +28,8 @@ _PATIENCE_SECONDS = 2.0
 # The limit for the store, which may be stopped or gone.
 _LIMIT_SECONDS = 5.0
 _POLL_SECONDS = 0.02
+# The longest wait before a deadline is looked at again.
+LOOK_SECONDS = 0.1
 # The beginnings of errors of Gloo's, and of ours.
 _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
 # The tag of messages without a receive: sending one fails if the connection has ended.
@@ -37,14 +39,27 @@ _Failure = TypeVar("_Failure", bound=CollectiveFailed)
 
 
 class Deadline:
-    """A point in time, a number of seconds from now, which may be infinite."""
+    """A point in time, a number of ``seconds`` from now, which may be infinite.
+
+    Another thread may bring it forward; a wait for it notices that within :data:`LOOK_SECONDS`.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+        self.seconds = seconds
+        self.restart()
+
+    def restart(self) -> None:
+        """Be ``seconds`` from now."""
+        self._end = time.monotonic() + self.seconds
 
     def left(self) -> float:
         """Return the seconds left until the deadline; 0 after it."""
         return max(0.0, self._end - time.monotonic())
+
+    def bring_forward(self, earlier: Deadline) -> None:
+        """Be over when ``earlier`` is, if that is sooner."""
+        if earlier._end < self._end:
+            self.seconds, self._end = earlier.seconds, earlier._end
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -34,6 +34,7 @@ from lockstep.comm.arguments import (
 from lockstep.comm.base_group import BaseGroup
 from lockstep.comm.collectives import Collectives, reduction_for, sum_sparse
 from lockstep.comm.dynamo import uncompiled
+from lockstep.comm.failures import Deadline
 from lockstep.comm.transport import Signature, Transport
 from lockstep.comm.work import Run
 from lockstep.torch_private import AllgatherOptions
@@ -119,9 +120,9 @@ class SharedMemoryGroup(BaseGroup):
         if inputs:
             check_dtypes(signature.operation, [*inputs, *outputs])
 
-        def run(timeout: float) -> None:
+        def run(deadline: Deadline) -> None:
             flats, parts = list(map(flattened, outputs)), list(map(flattened, inputs))
-            call(self._collectives(self.transport, signature, timeout), flats, parts)
+            call(self._collectives(self.transport, signature, deadline), flats, parts)
             for flat, output in zip(flats, outputs, strict=True):
                 put_back(flat, output)
 
@@ -145,11 +146,11 @@ class SharedMemoryGroup(BaseGroup):
             runs = [partial(self._all_reduce_copies, tensors, opts.reduceOp)]
         return self._submit(tensors, opts, *runs)
 
-    def _all_reduce_copies(self, tensors: Tensors, op: dist.ReduceOp, timeout: float) -> None:
+    def _all_reduce_copies(self, tensors: Tensors, op: dist.ReduceOp, deadline: Deadline) -> None:
         """Read every tensor before any that overlaps it is written."""
         copies = [tensor.clone() for tensor in tensors]
         for copy in copies:
-            self._all_reduce(copy, op)(timeout)
+            self._all_reduce(copy, op)(deadline)
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.data.copy_(copy)
 
@@ -168,8 +169,8 @@ class SharedMemoryGroup(BaseGroup):
             )
         signature = Signature("sparse all_reduce", tensor.dtype, tensor.shape, op)
 
-        def run(timeout: float) -> None:
-            collectives = self._collectives(self.transport, signature, timeout)
+        def run(deadline: Deadline) -> None:
+            collectives = self._collectives(self.transport, signature, deadline)
 
             def all_gather(own: Tensor) -> list[Tensor]:
                 rows = own.new_empty(self._size, *own.shape)

@@ -25,6 +25,7 @@ from torch.distributed import Work
 
 from lockstep.comm.arguments import Tensors, flattened
 from lockstep.comm.collectives import Collectives, Reduction, pieces, reduction_for
+from lockstep.comm.failures import Deadline
 from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
 from lockstep.comm.shm.barrier import Fault
 from lockstep.comm.shm.transport import ShmTransport
@@ -154,8 +155,8 @@ class Network:
         signature = Signature("send", flat.dtype, flat.shape)
 
         # Gloo reads the message until it is taken, so the work keeps it.
-        def complete(seconds: float, message: Tensor = message) -> int:
-            self.finish(lambda: work, signature, seconds, [destination])
+        def complete(deadline: Deadline, message: Tensor = message) -> int:
+            self.finish(lambda: work, signature, deadline.seconds, [destination])
             return destination
 
         return MessageWork(complete, lambda: False, [], timeout)
@@ -172,8 +173,8 @@ class Network:
             work, sources = self.open().recv([message], source, tag), range(source, source + 1)
         signature = Signature("recv", tensor.dtype, (tensor.numel(),))
 
-        def complete(seconds: float) -> int:
-            self.finish(lambda: work, signature, seconds, sources)
+        def complete(deadline: Deadline) -> int:
+            self.finish(lambda: work, signature, deadline.seconds, sources)
             sender = int(work._source_rank()) if source is None else source
             _, num_bytes, dtype = HEADER.unpack(bytes(message[: HEADER.size].tolist()))
             contents = message[HEADER.size :][:num_bytes]
@@ -238,10 +239,11 @@ class HostsCollectives(Collectives):
 
     _transport: HostsTransport  # type: ignore[assignment]
 
-    def __init__(self, transport: HostsTransport, signature: Signature, timeout: float) -> None:
-        super().__init__(transport, signature, timeout)  # type: ignore[arg-type]
-        self._local = Collectives(transport.local, signature, timeout)
-        self._after_leader = Collectives(transport.local, signature, timeout + _PATIENCE_SECONDS)
+    def __init__(self, transport: HostsTransport, signature: Signature, deadline: Deadline) -> None:
+        super().__init__(transport, signature, deadline)  # type: ignore[arg-type]
+        self._local = Collectives(transport.local, signature, deadline)
+        later = Deadline(deadline.seconds + _PATIENCE_SECONDS)
+        self._after_leader = Collectives(transport.local, signature, later)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -381,9 +383,10 @@ class HostsCollectives(Collectives):
 
     def _run(self, network: Network, method: str, *arguments: Any) -> None:
         """Carry out a collective of Gloo's, whose last argument is its options."""
-        arguments[-1].timeout = timedelta(seconds=self._timeout)
+        seconds = self._deadline.seconds
+        arguments[-1].timeout = timedelta(seconds=seconds)
         start = partial(getattr(network.open(), method), *arguments)
-        network.finish(start, self._signature, self._timeout, range(network.size))
+        network.finish(start, self._signature, seconds, range(network.size))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

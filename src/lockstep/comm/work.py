@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.failures import without_traceback
+from lockstep.comm.failures import Deadline, without_traceback
 from lockstep.comm.threads.ranks import of_this_rank
 from lockstep.errors import CollectiveMismatch
 from lockstep.torch_private import _InferenceMode
@@ -50,8 +50,8 @@ _PATIENCE_SECONDS = 0.002
 _MAX_DROPPED = 16
 _MAX_DROPPED_BYTES = 4096
 
-# Carries out a call, or a part. The argument: the seconds for which each exchange may wait.
-Run = Callable[[float], None]
+# Carries out a call, or a part. The deadline is that of each of its waits for other ranks.
+Run = Callable[[Deadline], None]
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
@@ -73,6 +73,7 @@ class BaseWork(dist.Work):
     # that, which C++ sees too. Shown by test_torchs_ddp_is_told_of_a_lost_rank.
     _is_there: torch.futures.Future[None] | None = None
     _is_told = False
+    _deadline = Deadline(0)  # until it is carried out
 
     def __init__(self, results: Sequence[Tensor], timeout: timedelta) -> None:
         super().__init__()
@@ -88,21 +89,21 @@ class BaseWork(dist.Work):
         """Have another thread complete the operation, and the future with :meth:`_tell`."""
 
     @abstractmethod
-    def _carry_out(self, seconds: float) -> None:
-        """Do the operation, in which each exchange may wait up to ``seconds``."""
+    def _carry_out(self, deadline: Deadline) -> None:
+        """Do the operation, in which the deadline starts again with each wait."""
 
     def _failed(self, error: BaseException) -> None:
         """Handle an error of the operation, which is stored already."""
 
     def carry_out(self, timeout: timedelta | None) -> None:
         """Do the work; :meth:`_tell` is to follow, without the locks of the caller."""
-        limit = self._timeout
-        if timeout is not None and timedelta(0) < timeout < limit:
-            limit = timeout
+        self._deadline = Deadline(self._timeout.total_seconds())
+        if timeout is not None and timedelta(0) < timeout < self._timeout:
+            self._deadline = Deadline(timeout.total_seconds())
         try:
             # Results are written, and memory of others is read, whatever the thread's own mode.
             with _InferenceMode(True):
-                self._carry_out(limit.total_seconds())
+                self._carry_out(self._deadline)
         except Exception as error:
             self._error = error
             self._failed(error)
@@ -210,13 +211,13 @@ class GroupWork(BaseWork):
     def _hurry(self) -> None:
         self._queue.hurry()
 
-    def _carry_out(self, seconds: float) -> None:
+    def _carry_out(self, deadline: Deadline) -> None:
         runs, self._runs = self._runs, ()
         if (earlier := self._generation.error) is not None:
             self._was_skipped = True
             raise without_traceback(earlier)
         for run in runs:
-            run(seconds)
+            run(deadline)
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, CollectiveMismatch):
@@ -277,6 +278,7 @@ class WorkQueue:
         # Held while a call is carried out. Reentrant for calls of a signal handler.
         self._carrying_out = threading.RLock()
         self._runner: int | None = None  # the thread that is in the middle of a call
+        self._running: GroupWork | None = None
         self._thread: threading.Thread | None = None  # the queue's own
         self._thread_lock = threading.Lock()
         self._is_watched = False
@@ -317,12 +319,19 @@ class WorkQueue:
     def carry_out_until(self, work: GroupWork, timeout: timedelta | None = None) -> None:
         """Carry out the calls up to and including ``work``."""
         self._check_thread()
+        end = None
         while not work._is_done:
             # Another thread may be on a later call by then, which this one must not wait for: the
             # other ranks may come to that only after the next call of this thread.
             # Shown by test_a_call_that_nobody_waits_for_keeps_no_rank_waiting.
             if self._carrying_out.acquire(timeout=_PATIENCE_SECONDS):
                 self._carry_out_next(timeout, until=work)
+            elif timeout is not None and timeout > timedelta(0):
+                # That thread's limit need not be this one's.
+                end = end or Deadline(timeout.total_seconds())
+                running = self._running
+                if not end.left() and running is not None and not work._is_done:
+                    running._deadline.bring_forward(end)
 
     def carry_out_all(self) -> None:
         """Carry out all calls. Those of a group that was closed fail at once."""
@@ -347,9 +356,10 @@ class WorkQueue:
             if self._calls and not (until is not None and until._is_done):
                 call = self._calls.popleft()
                 self._runner = threading.get_ident()
+                self._running = call
                 call.carry_out(timeout)
         finally:
-            self._runner = None
+            self._runner = self._running = None
             self._carrying_out.release()
             # After the release: callbacks may wait for other calls, which another thread has to
             # carry out then. Shown by test_a_callback_may_wait_for_another_calls_future.

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from lockstep.comm.failures import Deadline, named
+from lockstep.comm.failures import LOOK_SECONDS, Deadline, named
 from lockstep.comm.transport import (
     FAILURES,
     FINGERPRINT_BYTES,
@@ -101,7 +101,7 @@ class SocketBarrier:
         self._yields_from = _POLLS_BEFORE_YIELDING if has_core_each else 0
 
     def exchange(
-        self, signature: Signature, address: int, timeout: float, others: dict[int, object]
+        self, signature: Signature, address: int, deadline: Deadline, others: dict[int, object]
     ) -> list[int]:
         """Tell all peers ``address``, and return every rank's, once all have made a call.
 
@@ -109,7 +109,7 @@ class SocketBarrier:
 
         Raises:
             PeerLost: If a rank is gone.
-            CollectiveTimeout: If one doesn't arrive within ``timeout`` seconds.
+            CollectiveTimeout: If one doesn't arrive before the deadline.
         """
         mine, words = encoded(signature)
         arrival = mine + _ADDRESS.pack(address) + words
@@ -137,14 +137,14 @@ class SocketBarrier:
                 addresses[peer] = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
                 break
         if len(addresses) < len(self._members):
-            self._sleep(signature, addresses, timeout, others)
+            self._sleep(signature, addresses, deadline, others)
         return [addresses[member] for member in self._members]
 
     def _sleep(
         self,
         signature: Signature,
         addresses: dict[int, int],
-        timeout: float,
+        deadline: Deadline,
         others: dict[int, object],
     ) -> None:
         """Wait, without using a core, until ``addresses`` has that of every peer."""
@@ -156,18 +156,19 @@ class SocketBarrier:
             # Of peers that have arrived only end-of-file matters: their messages are for later.
             poll.register(descriptor, 0 if peer in addresses else select.POLLIN)
         dead: list[int] = []
-        mine, deadline = encoded(signature)[0], Deadline(timeout)
-        is_short = False
+        mine, is_short, of_call = encoded(signature)[0], False, deadline
+        of_call.restart()
         while len(addresses) < len(self._members):
             if others and not is_short:
                 is_short, deadline = True, Deadline(min(deadline.left(), MISMATCH_SECONDS))
             left = deadline.left()
-            ready = wait_for(poll, left)
+            ready = wait_for(poll, min(left, LOOK_SECONDS))
             if not ready and not left:
                 if dead:
                     raise self._loss(signature, dead)
                 absent = sorted(set(self._members).difference(addresses))
-                raise signature.overdue(absent, timeout, "stopped, busy with something else")
+                causes = "stopped, busy with something else"
+                raise signature.overdue(absent, of_call.seconds, causes)
             for descriptor, _ in ready:
                 peer = peers[descriptor]
                 if peer in addresses:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.failures import Deadline
 from lockstep.comm.shm.barrier import Fault, SocketBarrier, farewell
 from lockstep.comm.shm.connect import connect
 from lockstep.comm.shm.mailbox import SocketMailbox
@@ -58,11 +59,11 @@ class ShmTransport(Transport):
         self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
 
     def _arrive(
-        self, signature: Signature, address: Address, timeout: float, others: dict[int, object]
+        self, signature: Signature, address: Address, deadline: Deadline, others: dict[int, object]
     ) -> Sequence[Address]:
         assert isinstance(address, int)
         try:
-            return self._barrier.exchange(signature, address, timeout, others)
+            return self._barrier.exchange(signature, address, deadline, others)
         except FAILURES:
             raise
         except BaseException as error:  # such as Ctrl-C

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.failures import Deadline, named
+from lockstep.comm.failures import LOOK_SECONDS, Deadline, named
 from lockstep.comm.messages import Mailbox, Message
 from lockstep.comm.threads.ranks import RankThreads, changed, rank_context
 from lockstep.comm.transport import MISMATCH_SECONDS, Address, Failure, Signature, Transport
@@ -95,11 +95,12 @@ class ThreadTransportState:
         rank: int,
         signature: Signature,
         address: Address,
-        timeout: float,
+        deadline: Deadline,
         others: dict[int, object],
     ) -> list[Address]:
         """As :meth:`Transport._arrive`, for ``rank``."""
-        deadline, is_short = Deadline(timeout), False
+        is_short, of_call = False, deadline
+        of_call.restart()
         with changed:
             arrivals = self._arrivals
             arrivals[rank] = signature, address
@@ -112,10 +113,10 @@ class ThreadTransportState:
                         self._arrivals = {}
                         changed.notify_all()
                     elif left := deadline.left():
-                        changed.wait(min(left, threading.TIMEOUT_MAX))
+                        changed.wait(min(left, LOOK_SECONDS))
                     else:
                         causes = "busy with something else"
-                        raise signature.overdue(self._absent(arrivals), timeout, causes)
+                        raise signature.overdue(self._absent(arrivals), of_call.seconds, causes)
             finally:
                 for peer, (call, _) in sorted(arrivals.items()):
                     if call != signature:
@@ -210,9 +211,9 @@ class ThreadTransport(Transport):
         rank_context().add(self)
 
     def _arrive(
-        self, signature: Signature, address: Address, timeout: float, others: dict[int, object]
+        self, signature: Signature, address: Address, deadline: Deadline, others: dict[int, object]
     ) -> Sequence[Address]:
-        return self._state.exchange(self.rank, signature, address, timeout, others)
+        return self._state.exchange(self.rank, signature, address, deadline, others)
 
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:
         """Return, as a flat tensor, the data that ``rank`` announced at ``address``."""

@@ -85,7 +85,7 @@ def _start_processes(
         with _reporting_loss(1, interpreter, _START_SECONDS):
             if not (pids := connection.recv(_MOST_BYTES)):
                 raise EOFError
-            with _adopting_orphans():
+            with adopting_orphans():
                 connection.sendall(_END)
                 interpreter.wait(_START_SECONDS)
         after_errors.pop_all()
@@ -94,7 +94,7 @@ def _start_processes(
 
 
 @contextmanager
-def _adopting_orphans() -> Iterator[None]:
+def adopting_orphans() -> Iterator[None]:
     """Be the parent of descendants whose own parent ends meanwhile, as forked processes' does."""
     prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
     with _adopting:
