@@ -123,8 +123,8 @@ class BaseWork(dist.Work):
             self._is_taken = True
         if not self._is_done:
             self._complete(timeout)
-        if (error := self.exception()) is not None:
-            raise error
+        if self._error is not None:
+            raise self.exception() or self._error
         return True
 
     def synchronize(self) -> None:

@@ -92,7 +92,7 @@ class SocketBarrier:
     ) -> None:
         self._rank = rank
         self._sockets = dict(sockets)
-        self._members = members
+        self._nowhere: dict[int, int | None] = dict.fromkeys(members)
         self._received = bytearray(_MESSAGE_BYTES)
         self._fingerprint = memoryview(self._received)[:FINGERPRINT_BYTES]
         # The faults of peers that have left.
@@ -119,7 +119,8 @@ class SocketBarrier:
             except OSError:
                 # The peer is gone. Its last message, read below, may tell why.
                 continue
-        addresses = {self._rank: address}
+        addresses = self._nowhere.copy()
+        addresses[self._rank] = address
         polls = 0
         for peer, connection in self._sockets.items():
             while polls < _POLLS:
@@ -136,14 +137,14 @@ class SocketBarrier:
                     others[peer] = self._other_call(signature, peer, count)
                 addresses[peer] = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
                 break
-        if len(addresses) < len(self._members):
+        if None in addresses.values():
             self._sleep(signature, addresses, timeout, others)
-        return [addresses[member] for member in self._members]
+        return list(addresses.values())  # type: ignore[arg-type]
 
     def _sleep(
         self,
         signature: Signature,
-        addresses: dict[int, int],
+        addresses: dict[int, int | None],
         timeout: float,
         others: dict[int, object],
     ) -> None:
@@ -154,11 +155,11 @@ class SocketBarrier:
             raise PeerLost("The group was closed meanwhile.", [self._rank], signature.operation)
         for descriptor, peer in peers.items():
             # Of peers that have arrived only end-of-file matters: their messages are for later.
-            poll.register(descriptor, 0 if peer in addresses else select.POLLIN)
+            poll.register(descriptor, select.POLLIN if addresses[peer] is None else 0)
         dead: list[int] = []
         mine, deadline = encoded(signature)[0], Deadline(timeout)
         is_short = False
-        while len(addresses) < len(self._members):
+        while absent := [member for member, address in addresses.items() if address is None]:
             if others and not is_short:
                 is_short, deadline = True, Deadline(min(deadline.left(), MISMATCH_SECONDS))
             left = deadline.left()
@@ -166,11 +167,12 @@ class SocketBarrier:
             if not ready and not left:
                 if dead:
                     raise self._loss(signature, dead)
-                absent = sorted(set(self._members).difference(addresses))
-                raise signature.overdue(absent, timeout, "stopped, busy with something else")
+                raise signature.overdue(
+                    sorted(absent), timeout, "stopped, busy with something else"
+                )
             for descriptor, _ in ready:
                 peer = peers[descriptor]
-                if peer in addresses:
+                if addresses[peer] is not None:
                     poll.unregister(descriptor)
                     if self._died(signature, peer):
                         dead.append(peer)

@@ -12,6 +12,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,7 @@ class ThreadTransportState:
         timeout: float,
         others: dict[int, object],
     ) -> list[Address]:
-        """As :meth:`Transport._arrive`, for ``rank``."""
+        """As :meth:`Transport.exchange`, but put other ranks' differing calls into ``others``."""
         deadline, is_short = Deadline(timeout), False
         with changed:
             arrivals = self._arrivals
@@ -204,15 +205,10 @@ class ThreadTransport(Transport):
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
         state.add(rank, torch.empty(2 * self.slot_bytes, dtype=torch.uint8, device="cpu"))
-        super().__init__(rank, state.members)
+        super().__init__(rank, state.members, partial(state.exchange, rank))
         self.mailbox = ThreadMailbox(state, rank)
         self._state = state
         rank_context().add(self)
-
-    def _arrive(
-        self, signature: Signature, address: Address, timeout: float, others: dict[int, object]
-    ) -> Sequence[Address]:
-        return self._state.exchange(self.rank, signature, address, timeout, others)
 
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:
         """Return, as a flat tensor, the data that ``rank`` announced at ``address``."""
