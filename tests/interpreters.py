@@ -35,7 +35,6 @@ from typing import Any, NamedTuple, NoReturn
 # The server's environment begins with this variable, and a fork writes its own over it, for those
 # who read /proc/PID/environ.
 _SPACE, _SPACE_BYTES = "LOCKSTEP_TESTS_SPACE", 1 << 16
-_PR_SET_CHILD_SUBREAPER = 36
 # Those of lockstep's own commands. What they say but the first is in the environment as well.
 _OPTIONS = ("-P", "-B")
 
@@ -71,7 +70,6 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._line, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock = threading.Lock()
         self._owner = os.getpid()
         environment = {_SPACE: "-" * _SPACE_BYTES, **os.environ}
         self._environment = environment
@@ -155,20 +153,18 @@ class ForkServer:
         return any(environment.get(name) != self._environment.get(name) for name in names)
 
     def _fork(self, start: _Start, descriptors: list[int]) -> int:
-        prctl = ctypes.CDLL(None).prctl
+        # Here, as the server runs this file as well.
+        from lockstep.nn.replicas.interpreter import adopting_orphans
+
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-        with self._lock:
-            # The server's child forks the process and ends, which makes it this one's child.
-            prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-            try:
-                with os.fdopen(os.memfd_create("start"), "w+b") as file:
-                    pickle.dump(tuple(start), file)
-                    file.flush()
-                    rights[2].append(file.fileno())
-                    self._line.sendmsg([b"start"], [rights])
-                    pid = int(self._line.recv(100) or 0)
-            finally:
-                prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        # The server's child forks the process and ends, which makes it this one's child. Replicas
+        # may be starting in another thread, and the kernel keeps one setting for all threads.
+        with adopting_orphans(), os.fdopen(os.memfd_create("start"), "w+b") as file:
+            pickle.dump(tuple(start), file)
+            file.flush()
+            rights[2].append(file.fileno())
+            self._line.sendmsg([b"start"], [rights])
+            pid = int(self._line.recv(100) or 0)
         if not pid:
             raise Interrupted("the process that forks interpreters has ended")
         return pid

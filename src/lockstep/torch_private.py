@@ -103,6 +103,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_current_context": "whether a forward runs where gradients are kept from the parameters",
     },
     "torch.distributed.rpc.api": {
+        "_init_rpc_states": "is replaced, to learn that there may be such contexts from now on",
         "_is_current_rpc_agent_set": "whether there may be such contexts in this program",
     },
     "torch.distributed.optim.apply_optimizer_in_backward": {

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.failures import Deadline
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.shm.connect import _Handshake
 from lockstep.comm.shm.memory import Segment, send_message
@@ -66,7 +67,9 @@ def die(team: ShmTransport) -> None:
 
 
 def meet_all(teams: list[ShmTransport], call: Signature = A, timeout: float = 5) -> list[object]:
-    return run_each(*(lambda team=team: team.exchange(call, 0, timeout) for team in teams))
+    return run_each(
+        *(lambda team=team: team.exchange(call, 0, Deadline(timeout)) for team in teams)
+    )
 
 
 # Who is let in.
@@ -232,7 +235,7 @@ def test_who_is_told_of_a_death_and_leaves_is_not_blamed_for_it():
 
 def test_what_a_rank_said_last_is_heard_although_it_left_without_reading():
     with joined(3) as teams, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(teams[0].exchange, A, 0, 20)
+        waiting = pool.submit(teams[0].exchange, A, 0, Deadline(20))
         time.sleep(0.1)
         # The kernel resets a line whose other end is closed with something unread.
         teams[1].break_off(PeerLost("Rank 2 is gone.", [2], "all_reduce"))
@@ -244,7 +247,7 @@ def test_what_a_rank_said_last_is_heard_although_it_left_without_reading():
 
 def test_a_death_is_told_while_a_third_rank_is_late():
     with joined(3) as teams, ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(team.exchange, A, 0, 20) for team in teams[:2]]
+        waiting = [pool.submit(team.exchange, A, 0, Deadline(20)) for team in teams[:2]]
         time.sleep(0.1)
         began = time.monotonic()
         # It had arrived, so nothing more is expected from it at this meeting.
@@ -258,20 +261,23 @@ def test_a_death_is_told_while_a_third_rank_is_late():
 
 def test_who_leaves_after_the_last_meeting_disturbs_nobody():
     with joined(3) as teams, ThreadPoolExecutor(2) as pool:
-        slow = pool.submit(teams[0].exchange, A, 0, 10)
+        slow = pool.submit(teams[0].exchange, A, 0, Deadline(10))
         # Rank 1's arrival, and its farewell, are there before rank 2's arrival.
         for line in teams[1]._barrier._sockets.values():
             line.send(encoded(A)[0] + bytes(8))
         teams[1].leave()
         time.sleep(0.5)
         assert not slow.done()
-        pool.submit(teams[2].exchange, A, 0, 10)
+        pool.submit(teams[2].exchange, A, 0, Deadline(10))
         assert slow.result() == [0, 0, 0]
 
 
 def test_everyone_is_told_of_a_mismatch_the_late_one_after_the_others_have_gone():
     with joined(3) as teams:
-        errors = run_each(lambda: teams[0].exchange(A, 0, 5), lambda: teams[1].exchange(B, 0, 5))
+        errors = run_each(
+            lambda: teams[0].exchange(A, 0, Deadline(5)),
+            lambda: teams[1].exchange(B, 0, Deadline(5)),
+        )
         teams[0].leave()
         teams[1].leave()
         errors += meet_all(teams[2:])
@@ -287,7 +293,7 @@ def test_a_rank_that_was_stopped_gets_no_wrong_sum():
         # Rank 1 is still to read that slot. Rank 0 goes on without it, and tries again.
         teams[0].stage(torch.float32, 3)[1].fill_(2)
         with pytest.raises(CollectiveTimeout, match="Rank 1 did not come"):
-            teams[0].exchange(A, 0, 0.1)
+            teams[0].exchange(A, 0, Deadline(0.1))
         with pytest.raises(CollectiveTimeout):
             teams[0].stage(torch.float32, 3)
         assert slot.tolist() == [1, 1, 1]
@@ -311,9 +317,9 @@ def test_an_interrupted_meeting_ends_the_group(monkeypatch: pytest.MonkeyPatch):
 
 def test_abort_ends_the_waits_of_all_threads_and_ranks():
     with joined(2) as teams, ThreadPoolExecutor(3) as pool:
-        meeting = pool.submit(teams[0].exchange, A, 0, 20)
+        meeting = pool.submit(teams[0].exchange, A, 0, Deadline(20))
         mailbox = teams[0].mailbox
-        receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
+        receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), Deadline(20))
         time.sleep(0.1)
         teams[0].abort()
         assert "has aborted" in str(meeting.exception(10))
@@ -326,9 +332,9 @@ def test_abort_ends_the_waits_of_all_threads_and_ranks():
 
 def test_leaving_ends_the_waits_of_other_threads():
     with joined(2) as teams, ThreadPoolExecutor(2) as pool:
-        meeting = pool.submit(teams[0].exchange, A, 0, 20)
+        meeting = pool.submit(teams[0].exchange, A, 0, Deadline(20))
         mailbox = teams[0].mailbox
-        receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
+        receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), Deadline(20))
         time.sleep(0.1)
         teams[0].leave()
         assert isinstance(meeting.exception(10), GroupClosed)
@@ -342,7 +348,7 @@ def test_two_threads_that_wait_for_letters_both_learn_that_their_senders_are_gon
     with joined(3) as teams, ThreadPoolExecutor(2) as pool:
         mailbox = teams[0].mailbox
         expected = [mailbox.expect(torch.empty(1), source, 0) for source in (1, 2)]
-        waiting = [pool.submit(mailbox.receive, each, 20) for each in expected]
+        waiting = [pool.submit(mailbox.receive, each, Deadline(20)) for each in expected]
         time.sleep(0.1)
         die(teams[2])
         errors = [each.exception(10) for each in waiting]
@@ -352,7 +358,7 @@ def test_two_threads_that_wait_for_letters_both_learn_that_their_senders_are_gon
 def test_a_rank_that_waits_for_a_survivors_letter_is_told_who_died():
     with joined(3) as teams, ThreadPoolExecutor(2) as pool:
         mailbox = teams[0].mailbox
-        waiting = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 20)
+        waiting = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), Deadline(20))
         die(teams[2])
         meet_all(teams[1:2])
         error = waiting.exception(10)
@@ -371,11 +377,11 @@ def test_letters_that_were_on_their_way_come_although_the_sender_leaves_or_dies(
         mailbox = teams[1].mailbox
         for value in range(40):
             tensor = torch.empty(200_000)
-            mailbox.receive(mailbox.expect(tensor, 0, 0), 5)
+            mailbox.receive(mailbox.expect(tensor, 0, 0), Deadline(5))
             assert tensor[-1] == value
         leaving.join()
         with pytest.raises(PeerLost, match="good order"):
-            mailbox.receive(mailbox.expect(torch.empty(1), 0, 0), 5)
+            mailbox.receive(mailbox.expect(torch.empty(1), 0, 0), Deadline(5))
 
 
 def test_many_threads_get_each_the_letter_that_is_for_it():
@@ -385,7 +391,7 @@ def test_many_threads_get_each_the_letter_that_is_for_it():
         def receive(source: int, tag: int) -> None:
             for _ in range(20):
                 tensor = torch.empty(2)
-                mailbox.receive(mailbox.expect(tensor, source, tag), 10)
+                mailbox.receive(mailbox.expect(tensor, source, tag), Deadline(10))
                 got.setdefault((source, tag), []).append(tensor.tolist())
 
         def send(source: int) -> None:
@@ -409,7 +415,7 @@ def test_a_letter_that_does_not_come_ends_the_group():
     with joined(2) as teams:
         mailbox = teams[0].mailbox
         with pytest.raises(CollectiveTimeout, match="rank 1 with tag 3") as caught:
-            mailbox.receive(mailbox.expect(torch.empty(1), 1, 3), 0.1)
+            mailbox.receive(mailbox.expect(torch.empty(1), 1, 3), Deadline(0.1))
         assert caught.value.ranks == (1,)
         (error,) = meet_all(teams[1:])
         assert isinstance(error, CollectiveTimeout)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from lockstep.comm.failures import Deadline
 from lockstep.errors import PeerLost
 from tests.comm.test_shm import A, die, join_all, joined, meet_all, run_each
 
@@ -19,7 +20,10 @@ def test_memory_that_nobody_uses_goes_back():
         before = taken()
         tensor = teams[0].empty(8 << 20)
         place = teams[0].find(tensor)
-        run_each(lambda: teams[0].exchange(A, place, 5), lambda: teams[1].exchange(A, 0, 5))
+        run_each(
+            lambda: teams[0].exchange(A, place, Deadline(5)),
+            lambda: teams[1].exchange(A, 0, Deadline(5)),
+        )
         other = teams[1].at(0, place, torch.uint8, 8 << 20)
         assert taken() == before + (8 << 20)
         del tensor
@@ -79,7 +83,8 @@ def test_what_was_sent_is_read_though_the_sender_went():
         tensors = [team.empty(16).fill_(7) for team in teams]
         places = [team.find(tensor) for team, tensor in zip(teams, tensors, strict=True)]
         run_each(
-            lambda: teams[0].exchange(A, places[0], 5), lambda: teams[1].exchange(A, places[1], 5)
+            lambda: teams[0].exchange(A, places[0], Deadline(5)),
+            lambda: teams[1].exchange(A, places[1], Deadline(5)),
         )
         die(teams[0])
         assert teams[1].at(0, places[0], torch.uint8, 16).tolist() == [7] * 16
@@ -105,11 +110,13 @@ def test_more_than_1024_descriptors_may_be_open():
     opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
     try:
         with joined(2) as teams, ThreadPoolExecutor(2) as pool:
-            waiting = pool.submit(teams[0].exchange, A, 0, 5)
+            waiting = pool.submit(teams[0].exchange, A, 0, Deadline(5))
             mailbox = teams[0].mailbox
-            receiving = pool.submit(mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), 5)
+            receiving = pool.submit(
+                mailbox.receive, mailbox.expect(torch.empty(1), 1, 0), Deadline(5)
+            )
             time.sleep(0.1)
-            assert teams[1].exchange(A, 0, 5) == [0, 0]
+            assert teams[1].exchange(A, 0, Deadline(5)) == [0, 0]
             assert waiting.result() == [0, 0]
             for _ in range(500):
                 teams[1].mailbox.send(torch.ones(1), 0, 0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lockstep.comm.backends import THREADS
+from lockstep.comm.failures import Deadline
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.threads.transport import ThreadTransport, ThreadTransportState
 from lockstep.comm.transport import Signature
@@ -106,7 +107,7 @@ def test_successive_meetings_dont_mix() -> None:
     def body(rank: int, room: ThreadTransportState, wrong: list[object]) -> None:
         for number in range(2000):
             mine = torch.tensor([rank, number])
-            places = room.exchange(rank, Signature("test", root=number), mine, LATER, {})
+            places = room.exchange(rank, Signature("test", root=number), mine, Deadline(LATER), {})
             seen = [place.tolist() for place in places]
             if seen != [[peer, number] for peer in range(room.size)]:
                 wrong.append((rank, number, seen))
@@ -321,7 +322,8 @@ def test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on() -> None:
     for team in teams:
         team.stage(torch.float32, 3)[1].fill_(1)
     both = [
-        threading.Thread(target=t.exchange, args=(Signature("barrier"), 0, LATER)) for t in teams
+        threading.Thread(target=t.exchange, args=(Signature("barrier"), 0, Deadline(LATER)))
+        for t in teams
     ]
     for thread in both:
         thread.start()
@@ -330,7 +332,7 @@ def test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on() -> None:
     # Rank 1 is still to read what rank 0 has staged. Rank 0 goes on without it, and tries again.
     teams[0].stage(torch.float32, 3)
     with pytest.raises(CollectiveTimeout):
-        teams[0].exchange(Signature("barrier"), 0, 0.1)
+        teams[0].exchange(Signature("barrier"), 0, Deadline(0.1))
     with pytest.raises(CollectiveTimeout):
         teams[0].stage(torch.float32, 3)
     assert teams[1].at(0, teams[1].slot_bytes, torch.float32, 3).tolist() == [1, 1, 1]
@@ -345,7 +347,7 @@ def test_a_forked_child_cannot_use_the_group() -> None:
     child = os.fork()
     if child == 0:
         try:
-            team.exchange(Signature("barrier"), 0, 1.0)
+            team.exchange(Signature("barrier"), 0, Deadline(1.0))
         except GroupClosed:
             os._exit(0)
         os._exit(1)

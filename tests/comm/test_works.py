@@ -331,6 +331,31 @@ def test_a_wait_ends_at_its_time_out(backend: str, how: str) -> None:
 
 
 @over_ours
+@pytest.mark.parametrize("call", ["a sum", "a message"])
+def test_a_wait_ends_at_its_time_out_while_another_thread_waits(backend: str, call: str) -> None:
+    """That thread has the limit of the group."""
+    over = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        if group.rank():
+            assert over.wait(20)
+            return
+        tensors = [torch.ones(3)]
+        work = group.allreduce(tensors) if call == "a sum" else group.recv(tensors, 1, 0)
+        work.get_future()
+        try:
+            while not work._deadline.left():
+                time.sleep(0.001)
+            error = "Rank 1 did not come" if call == "a sum" else "Nothing came to rank 0"
+            with pytest.raises(CollectiveTimeout, match=f"{error} .*within .*0.1 s"):
+                work.wait(timedelta(seconds=0.1))
+        finally:
+            over.set()
+
+    run_on(backend, 2, body)
+
+
+@over_ours
 def test_a_monitored_barrier_of_no_time_waits_for_nobody(backend: str) -> None:
     over = threading.Event()
 

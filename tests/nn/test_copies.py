@@ -42,9 +42,10 @@ def train(model: nn.Module, rank: int, num_steps: int = 2) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load]
-)
+COPIES = [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load]
+
+
+@pytest.mark.parametrize("copied", COPIES)
 def test_a_copy_that_is_trained_is_told_of_once(
     copied: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -72,3 +73,52 @@ def test_nothing_is_said_of_a_copy_that_is_not_trained(caplog: pytest.LogCapture
 
     run_ranks(2, body)
     assert "parallel" not in caplog.text
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_is_told_of_at_its_first_backward(
+    copied: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be stepped by hand."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        trained = copied(lockstep.parallelize(net(), process_group=group))
+        again = copied(trained)
+        if rank:
+            return  # ranks in threads are told once
+        trained(parts(2)[rank]).sum().backward()
+        assert SAID in caplog.text
+        caplog.clear()
+        trained(parts(2)[rank]).sum().backward()
+        again(parts(2)[rank]).sum().backward()
+
+    run_ranks(2, body)
+    assert "parallel" not in caplog.text
+
+
+class Circle(nn.Module):
+    """A part that has the whole, too."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+class SetLater(nn.Linear):
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__({})
+        self.__dict__.update(state)
+
+
+def test_models_that_are_copied_part_by_part() -> None:
+    def body(_: int, group: dist.ProcessGroup) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), SetLater(3, 3))
+        model[0].part = Circle(model[0])
+        lockstep.parallelize(model, process_group=group)
+        for copied in COPIES:
+            again = copied(model)
+            assert again[0].part.whole is again[0] is not model[0]
+            assert torch.equal(again(torch.ones(3)), model(torch.ones(3)))
+
+    run_ranks(2, body)

@@ -36,6 +36,7 @@ from lockstep.bench.plan import (
 )
 from lockstep.comm import (
     Collectives,
+    Deadline,
     SharedMemoryGroup,
     Signature,
     reduction_for,
@@ -204,7 +205,7 @@ def _passes(shared: torch.Tensor, shm: SharedMemoryGroup) -> Callable[[], None]:
     transport = shm.transport
     address = transport.find(shared)
     assert address is not None
-    addresses = transport.exchange(Signature("bound"), address, _TIMEOUT_SECONDS)
+    addresses = transport.exchange(Signature("bound"), address, Deadline(_TIMEOUT_SECONDS))
     buffers = [
         shared
         if rank == transport.rank
@@ -272,10 +273,10 @@ def _parts_of_all_reduce(
     reduction = reduction_for(dist.ReduceOp.SUM, tensor.dtype)
     signature = Signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
     address, slot = transport.stage(tensor.dtype, tensor.numel())
-    addresses = transport.exchange(signature, address, _TIMEOUT_SECONDS)
+    addresses = transport.exchange(signature, address, Deadline(_TIMEOUT_SECONDS))
 
     def algorithm() -> None:
-        Collectives(transport, signature, _TIMEOUT_SECONDS).all_reduce(tensor, reduction)
+        Collectives(transport, signature, Deadline(_TIMEOUT_SECONDS)).all_reduce(tensor, reduction)
 
     def copy() -> None:
         transport.stage(tensor.dtype, tensor.numel())
@@ -292,6 +293,6 @@ def _parts_of_all_reduce(
     return {
         "whole": partial(dist.all_reduce, tensor, group=shm),
         "group": lambda: shm.allreduce([tensor], options).wait(),
-        "meeting": partial(transport.exchange, signature, 0, _TIMEOUT_SECONDS),
+        "meeting": partial(transport.exchange, signature, 0, Deadline(_TIMEOUT_SECONDS)),
         **{name: torch.inference_mode()(part) for name, part in parts.items()},
     }

@@ -72,7 +72,7 @@ def operation(
             if tensor is not None and not tensor.is_cpu:
                 other = getattr(self._group_for(tensor.device.type), method.__name__)
                 return cast(Work, other(*args))
-            values = [getattr(opts, field) for field in given]
+            values = map(opts.__getattribute__, given)
             results, runs = method(self, *args[:count], *values)
             queue: WorkQueue = self._queue
             return queue.submit(runs, results, is_async=opts.asyncOp, timeout=opts.timeout)

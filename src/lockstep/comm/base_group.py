@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lockstep.comm.collectives import Collectives
 from lockstep.comm.dynamo import uncompiled
+from lockstep.comm.failures import Deadline
 from lockstep.comm.transport import Ranks, Signature
 from lockstep.comm.work import WorkQueue
 from lockstep.errors import BackendUnavailable
@@ -33,7 +34,7 @@ class BaseGroup(dist.ProcessGroup):
         backend: str,
         timeout: timedelta,
         store: dist.Store | None = None,
-        collectives: Callable[[Any, Signature, float], Collectives] = Collectives,
+        collectives: Callable[[Any, Signature, Deadline], Collectives] = Collectives,
     ) -> None:
         super().__init__(transport.rank, transport.size)  # type: ignore[call-arg]
         self.transport, self._collectives = transport, collectives

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.arguments import Tensors
+from lockstep.comm.failures import Deadline
 from lockstep.comm.transport import Address, Signature, Transport
 from lockstep.errors import CollectiveMismatch
 
@@ -148,12 +149,12 @@ class Collectives:
     with an equal :class:`Signature`; it returns when this rank's result is complete and its input
     may be reused. Data larger than a slot goes in pieces. See Note [Two slots] in transport.py.
 
-    All of them raise CollectiveFailed if the ranks don't make the same call in time: ``timeout`` is
-    the number of seconds for which a rank waits for the others in each exchange.
+    All of them raise CollectiveFailed if the ranks don't make the same call in time:
+    ``deadline`` starts again with each wait for the others.
     """
 
-    def __init__(self, transport: Transport, signature: Signature, timeout: float) -> None:
-        self._transport, self._signature, self._timeout = transport, signature, timeout
+    def __init__(self, transport: Transport, signature: Signature, deadline: Deadline) -> None:
+        self._transport, self._signature, self._deadline = transport, signature, deadline
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -167,7 +168,7 @@ class Collectives:
         if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
             own, slot = transport.stage(dtype, numel)
             slot.copy_(tensor)
-            addresses = transport.exchange(self._signature, own, self._timeout)
+            addresses = transport.exchange(self._signature, own, self._deadline)
             sources = [transport.at(r, each, dtype, numel) for r, each in enumerate(addresses)]
             reduction.into(tensor, sources)
             return
@@ -308,7 +309,7 @@ class Collectives:
         return [row[:size] for row in rows]
 
     def _exchange(self, address: Address = 0) -> Sequence[Address]:
-        return self._transport.exchange(self._signature, address, self._timeout)
+        return self._transport.exchange(self._signature, address, self._deadline)
 
     def _announce(self, parts: Tensors, address: Address | None = None) -> Sequence[Address]:
         """Exchange addresses; without one, stage ``parts``, one after the other."""

@@ -28,6 +28,8 @@ _PATIENCE_SECONDS = 2.0
 # The limit for the store, which may be stopped or gone.
 _LIMIT_SECONDS = 5.0
 _POLL_SECONDS = 0.02
+# The longest wait before a deadline is looked at again.
+LOOK_SECONDS = 0.1
 # The beginnings of errors of Gloo's, and of ours.
 _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
 # The tag of messages without a receive: sending one fails if the connection has ended.
@@ -37,19 +39,42 @@ _Failure = TypeVar("_Failure", bound=CollectiveFailed)
 
 
 class Deadline:
-    """A point in time, a number of seconds from now, which may be infinite."""
+    """A point in time, a number of ``seconds`` from now, which may be infinite.
+
+    Another thread may bring it forward; a wait for it notices that within :data:`LOOK_SECONDS`.
+    """
 
     def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self._end = time.monotonic() + seconds
+
+    def restart(self) -> None:
+        """Be ``seconds`` from now."""
+        self._end = time.monotonic() + self.seconds
 
     def left(self) -> float:
         """Return the seconds left until the deadline; 0 after it."""
         return max(0.0, self._end - time.monotonic())
 
+    def bring_forward(self, earlier: Deadline) -> None:
+        """Be over when ``earlier`` is, if that is sooner."""
+        if earlier._end < self._end:
+            self.seconds, self._end = earlier.seconds, earlier._end
+
 
 def named(ranks: Sequence[int]) -> str:
     """Return ``ranks`` as the subject of a sentence."""
     return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def loss(
+    ranks: Sequence[int], rank: int, operation: str, advice: str, how: str = "", call: str = ""
+) -> PeerLost:
+    """Return the error of ``rank``, which waited in ``call`` for ``ranks``, which are gone."""
+    is_gone, it = ("are gone", "them") if len(ranks) > 1 else ("is gone", "it")
+    waited = f"rank {rank} waited for {it} in {call or operation}"
+    text = f"{named(ranks)} {how or is_gone}; {waited}. {advice}"
+    return PeerLost(text, tuple(ranks), operation)
 
 
 def without_traceback(error: _Failure) -> _Failure:
@@ -94,13 +119,7 @@ def explained(group: ProcessGroup, operation: str, error: RuntimeError) -> Colle
     rank, said = global_rank(group, group.rank()), f"Torch says: {error}"
     names = [global_rank(group, each) for each in gone or late or []]
     if gone:
-        are, them = ("are", "them") if len(names) > 1 else ("is", "it")
-        return PeerLost(
-            f"{named(names)} {are} gone; rank {rank} waited for {them} in {operation}. What was "
-            f"written there last tells why. {said}",
-            names,
-            operation,
-        )
+        return loss(names, rank, operation, f"What was written there last tells why. {said}")
     if late is not None:
         return CollectiveTimeout(
             f"{named(names) if names else 'Not every rank'} did{' not' if names else ''} come to "

@@ -34,6 +34,7 @@ from lockstep.comm.arguments import (
 from lockstep.comm.base_group import BaseGroup
 from lockstep.comm.collectives import Collectives, reduction_for, sum_sparse
 from lockstep.comm.dynamo import uncompiled
+from lockstep.comm.failures import Deadline
 from lockstep.comm.transport import Signature, Transport
 from lockstep.comm.work import Run
 from lockstep.torch_private import AllgatherOptions
@@ -108,10 +109,10 @@ class SharedMemoryGroup(BaseGroup):
         if inputs:
             check_dtypes(signature.operation, [*inputs, *outputs])
 
-        def run(timeout: float) -> None:
+        def run(deadline: Deadline) -> None:
             flats = [flattened(output) for output in outputs]
             parts = [flattened(part) for part in inputs]
-            collective(self._collectives(self.transport, signature, timeout), flats, parts)
+            collective(self._collectives(self.transport, signature, deadline), flats, parts)
             for flat, output in zip(flats, outputs, strict=True):
                 put_back(flat, output)
 
@@ -135,11 +136,11 @@ class SharedMemoryGroup(BaseGroup):
             runs = [partial(self._all_reduce_copies, tensors, op)]
         return tensors, runs
 
-    def _all_reduce_copies(self, tensors: Tensors, op: dist.ReduceOp, timeout: float) -> None:
+    def _all_reduce_copies(self, tensors: Tensors, op: dist.ReduceOp, deadline: Deadline) -> None:
         """Read every tensor before any that overlaps it is written."""
         copies = [tensor.clone() for tensor in tensors]
         for copy in copies:
-            self._all_reduce(copy, op)(timeout)
+            self._all_reduce(copy, op)(deadline)
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.data.copy_(copy)
 
@@ -149,9 +150,9 @@ class SharedMemoryGroup(BaseGroup):
             return self._all_reduce_sparse(tensor, reduction.name)
         signature = Signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
 
-        def run(timeout: float) -> None:  # as _run() does, for the most frequent operation
+        def run(deadline: Deadline) -> None:  # as _run() does, for the most frequent operation
             flat = flattened(tensor)
-            self._collectives(self.transport, signature, timeout).all_reduce(flat, reduction)
+            self._collectives(self.transport, signature, deadline).all_reduce(flat, reduction)
             put_back(flat, tensor)
 
         return run
@@ -164,8 +165,8 @@ class SharedMemoryGroup(BaseGroup):
             )
         signature = Signature("sparse all_reduce", tensor.dtype, tensor.shape, op)
 
-        def run(timeout: float) -> None:
-            collectives = self._collectives(self.transport, signature, timeout)
+        def run(deadline: Deadline) -> None:
+            collectives = self._collectives(self.transport, signature, deadline)
 
             def all_gather(own: Tensor) -> list[Tensor]:
                 rows = own.new_empty(self._size, *own.shape)

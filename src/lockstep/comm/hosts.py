@@ -25,6 +25,7 @@ from torch.distributed import Work
 
 from lockstep.comm.arguments import Tensors, flattened
 from lockstep.comm.collectives import Collectives, Reduction, pieces, reduction_for
+from lockstep.comm.failures import Deadline
 from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
 from lockstep.comm.shm.barrier import Fault
 from lockstep.comm.shm.transport import ShmTransport
@@ -143,19 +144,16 @@ class Network:
         self.gloo: Any = dist.ProcessGroupGloo(own_store, self.rank, self.size, timeout=limit)
 
     def start_send(self, tensor: Tensor, destination: int, tag: int, timeout: timedelta) -> Work:
-        """Start sending ``tensor``, which may be written to again at once.
-
-        Gloo takes the message when the other side expects it.
-        """
+        """Start sending a copy of ``tensor``, which Gloo does when the receiver expects it."""
         flat = flattened(tensor)
         header = torch.frombuffer(bytearray(header_of(flat, tag)), dtype=torch.uint8)
-        message = torch.cat([header, flat.view(torch.uint8)])
+        message = torch.cat([header, _bytes(flat)])
         work = self.open().send([message], destination, tag)
         signature = Signature("send", flat.dtype, flat.shape)
 
         # Gloo reads the message until it is taken, so the work keeps it.
-        def complete(seconds: float, message: Tensor = message) -> int:
-            self.finish(lambda: work, signature, seconds, [destination])
+        def complete(deadline: Deadline, message: Tensor = message) -> int:
+            self.finish(lambda: work, signature, deadline.seconds, [destination])
             return destination
 
         return MessageWork(complete, lambda: False, [], timeout)
@@ -172,13 +170,12 @@ class Network:
             work, sources = self.open().recv([message], source, tag), range(source, source + 1)
         signature = Signature("recv", tensor.dtype, (tensor.numel(),))
 
-        def complete(seconds: float) -> int:
-            self.finish(lambda: work, signature, seconds, sources)
+        def complete(deadline: Deadline) -> int:
+            self.finish(lambda: work, signature, deadline.seconds, sources)
             sender = int(work._source_rank()) if source is None else source
             _, num_bytes, dtype = HEADER.unpack(bytes(message[: HEADER.size].tolist()))
-            contents = message[HEADER.size :][:num_bytes]
-            received = Message(sender, tag, dtype.rstrip(b"\0").decode(), contents)
-            received.copy_to(tensor, self.ranks[sender], "recv")
+            contents, dtype = message[HEADER.size :][:num_bytes], dtype.rstrip(b"\0").decode()
+            Message(sender, tag, dtype, contents).copy_to(tensor, self.ranks[sender], "recv")
             return sender
 
         return MessageWork(complete, work.is_completed, [tensor], timeout)
@@ -198,20 +195,18 @@ class Network:
             if (told := self._told_fault()) is not None:
                 raise told.error(signature.operation) from error
             names = [self.ranks[rank] for rank in ranks if rank != self.rank]
-            said, operation = f"Gloo says: {error}", signature.operation
-            if "timed out" in str(error).lower():
-                raise CollectiveTimeout(
-                    f"Not all of the ranks {names}, on other hosts, came to {signature} within "
-                    f"{timeout:g} s. See what they do there. {said}",
-                    names,
-                    operation,
-                ) from error
-            raise PeerLost(
+            kind: type[CollectiveFailed] = PeerLost
+            text = (
                 f"One of the ranks {names}, on other hosts, was lost in {signature}: what it wrote "
-                f"last tells why. {said}",
-                names,
-                operation,
-            ) from error
+                "last tells why."
+            )
+            if "timed out" in str(error).lower():
+                kind = CollectiveTimeout
+                text = (
+                    f"Not all of the ranks {names}, on other hosts, came to {signature} within "
+                    f"{timeout:g} s. See what they do there."
+                )
+            raise kind(f"{text} Gloo says: {error}", names, signature.operation) from error
 
     def tell(self, error: CollectiveFailed) -> None:
         """Tell all ranks the error that broke the group, unless one was told already."""
@@ -238,10 +233,11 @@ class HostsCollectives(Collectives):
 
     _transport: HostsTransport  # type: ignore[assignment]
 
-    def __init__(self, transport: HostsTransport, signature: Signature, timeout: float) -> None:
-        super().__init__(transport, signature, timeout)  # type: ignore[arg-type]
-        self._local = Collectives(transport.local, signature, timeout)
-        self._after_leader = Collectives(transport.local, signature, timeout + _PATIENCE_SECONDS)
+    def __init__(self, transport: HostsTransport, signature: Signature, deadline: Deadline) -> None:
+        super().__init__(transport, signature, deadline)  # type: ignore[arg-type]
+        self._local = Collectives(transport.local, signature, deadline)
+        later = Deadline(deadline.seconds + _PATIENCE_SECONDS)
+        self._after_leader = Collectives(transport.local, signature, later)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -305,10 +301,9 @@ class HostsCollectives(Collectives):
         transport, numel = self._transport, tensor.numel()
         # Gloo gathers equal sizes: as many rows for each host as the largest host has ranks.
         most = max(map(len, transport.hosts))
-        block = tensor.new_empty(most, numel)
         everything = tensor.new_empty(len(transport.hosts), most, numel)
-        own_rows = list(block[: transport.local.size]) if transport.leaders is not None else []
-        self._local.gather(own_rows, tensor)
+        block = tensor.new_empty(most, numel)
+        self._local.gather(list(block[: transport.local.size]) if transport.leaders else [], tensor)
         if leaders := self._leaders():
             everything = self._all_gather(leaders, block.view(-1)).view_as(everything)
         self._after_leader.broadcast(everything.view(-1), 0)
@@ -376,14 +371,14 @@ class HostsCollectives(Collectives):
         sizes = [[n * received.element_size() for n in each] for each in lengths]
         options = dist.AllToAllOptions()
         self._run(network, "alltoall_base", _bytes(received), _bytes(outgoing), *sizes, options)
-        parts: Tensors = received.split(list(incoming))
-        return parts
+        return list(received.split(list(incoming)))
 
     def _run(self, network: Network, method: str, *arguments: Any) -> None:
         """Carry out a collective of Gloo's, whose last argument is its options."""
-        arguments[-1].timeout = timedelta(seconds=self._timeout)
+        seconds = self._deadline.seconds
+        arguments[-1].timeout = timedelta(seconds=seconds)
         start = partial(getattr(network.open(), method), *arguments)
-        network.finish(start, self._signature, self._timeout, range(network.size))
+        network.finish(start, self._signature, seconds, range(network.size))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

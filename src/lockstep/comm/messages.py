@@ -17,8 +17,8 @@ from torch.distributed import Work
 
 from lockstep.comm.arguments import flattened, put_back
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.failures import Deadline
-from lockstep.comm.work import BaseWork, start_thread
+from lockstep.comm.failures import LOOK_SECONDS, Deadline
+from lockstep.comm.work import NEVER, BaseWork, start_thread
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
 
 # The header of a message between processes: tag, number of bytes, dtype. Its size is a multiple of
@@ -66,13 +66,13 @@ def header_of(tensor: Tensor, tag: int) -> bytes:
 class MessageWork(BaseWork):
     """A send or receive that has been started; ``wait()`` completes it.
 
-    ``finish`` waits up to a number of seconds for the other rank, and returns that rank;
+    ``finish`` waits for the other rank up to a deadline, and returns that rank;
     ``is_ready`` returns whether it would return at once. ``timeout`` is the default of ``wait()``.
     """
 
     def __init__(
         self,
-        finish: Callable[[float], int],
+        finish: Callable[[Deadline], int],
         is_ready: Callable[[], bool],
         tensors: list[Tensor],
         timeout: timedelta,
@@ -81,16 +81,20 @@ class MessageWork(BaseWork):
         self._finish, self._is_ready = finish, is_ready
         self._rank: int
 
-    def _carry_out(self, seconds: float) -> None:
-        self._rank = self._finish(seconds)
+    def _carry_out(self, deadline: Deadline) -> None:
+        self._rank = self._finish(deadline)
         del self._finish  # and with it the memory of the message
 
-    def _complete(self, timeout: timedelta | None) -> None:
-        with self._lock:
+    def _complete(self, end: Deadline) -> None:
+        if not self._lock.acquire(timeout=min(end.seconds, threading.TIMEOUT_MAX)):
+            self._deadline.bring_forward(end)  # another thread completes it
+            self._lock.acquire()
+        try:
             if not self._is_done:
-                if timeout is not None and timeout > timedelta(0):
-                    self._timeout = timeout
-                self.carry_out(None)
+                self._seconds = self._seconds if end is NEVER else end.seconds
+                self.carry_out(end)
+        finally:
+            self._lock.release()
 
     def is_completed(self) -> bool:
         """Whether the message was received or taken, or never will be."""
@@ -98,7 +102,7 @@ class MessageWork(BaseWork):
             with suppress(Exception):  # a failure, too, completes it
                 if not self._is_ready():
                     return False
-            self._complete(None)
+            self._complete(NEVER)
         return True
 
     def source_rank(self) -> int:
@@ -110,7 +114,7 @@ class MessageWork(BaseWork):
 
     def _hurry(self) -> None:
         def complete() -> None:
-            self._complete(None)
+            self._complete(NEVER)
             self._tell()
 
         start_thread(complete, "lockstep-message")
@@ -170,7 +174,8 @@ class Mailbox(ABC):
     ) -> Work:
         """Receive the next message of ``source``, or of any rank, into ``tensor``."""
         expected = self.expect(tensor, source, tag)
-        finish, is_ready = partial(self.receive, expected), partial(self._collect, expected, 0)
+        finish = partial(self.receive, expected)
+        is_ready = partial(self._collect, expected, Deadline(0))
         return MessageWork(finish, is_ready, [tensor], timeout)
 
     def expect(self, tensor: Tensor, source: int | None, tag: int) -> Expected:
@@ -197,16 +202,16 @@ class Mailbox(ABC):
                 self._unclaimed.remove(message)
                 return
 
-    def receive(self, expected: Expected, timeout: float) -> int:
+    def receive(self, expected: Expected, deadline: Deadline) -> int:
         """Wait for its message, write it to its tensor, and return the sender.
 
         Raises:
             CollectiveMismatch: If the message is of another size or dtype.
-            CollectiveTimeout: If it doesn't arrive within ``timeout`` seconds.
+            CollectiveTimeout: If it doesn't arrive before the deadline.
             PeerLost: If its sender is gone.
         """
         try:
-            self._collect(expected, timeout)
+            self._collect(expected, deadline)
         finally:
             # Another thread may have delivered it since.
             with self._changed:
@@ -217,8 +222,8 @@ class Mailbox(ABC):
         operation = f"recv from {sender} with tag {expected.tag}"
         if message is None:
             text = (
-                f"Nothing came to rank {names[self._rank]} within {timeout:g} s in {operation}. "
-                "See what the sender does, and whether it sends with this tag."
+                f"Nothing came to rank {names[self._rank]} within {deadline.seconds:g} s in "
+                f"{operation}. See what the sender does, and whether it sends with this tag."
             )
             absent = [names[rank] for rank in self._sources(expected)]
             raise self._overdue(CollectiveTimeout(text, absent, "recv"))
@@ -229,9 +234,9 @@ class Mailbox(ABC):
         sources = range(len(self._members)) if expected.source is None else [expected.source]
         return [rank for rank in sources if rank != self._rank]
 
-    def _collect(self, expected: Expected, seconds: float) -> bool:
-        """Poll until its message has arrived; return whether it has within ``seconds``."""
-        deadline = Deadline(seconds)
+    def _collect(self, expected: Expected, deadline: Deadline) -> bool:
+        """Poll until its message has arrived; return whether it has before the deadline."""
+        sources = self._sources(expected)
         while True:
             left = deadline.left()
             with self._changed:
@@ -244,7 +249,7 @@ class Mailbox(ABC):
                     self._is_polled = True
             if not is_polled:
                 try:
-                    self._poll(left if self._sources(expected) else min(left, _SELF_CHECK_SECONDS))
+                    self._poll(min(left, LOOK_SECONDS if sources else _SELF_CHECK_SECONDS))
                 finally:
                     with self._changed:
                         self._is_polled = False

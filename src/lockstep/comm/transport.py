@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.comm.failures import named, without_traceback
+from lockstep.comm.failures import Deadline, named, without_traceback
 from lockstep.comm.messages import Mailbox
 from lockstep.errors import (
     CollectiveFailed,
@@ -74,10 +74,10 @@ class Signature(NamedTuple):
             self.operation,
         )
 
-    def overdue(self, ranks: Sequence[int], timeout: float, causes: str) -> CollectiveTimeout:
+    def overdue(self, ranks: Sequence[int], seconds: float, causes: str) -> CollectiveTimeout:
         """Return the error of ``ranks`` that didn't come in time; ``causes`` lists likely ones."""
         return CollectiveTimeout(
-            f"{named(ranks)} did not come to {self} within the timeout of {timeout:g} s: "
+            f"{named(ranks)} did not come to {self} within the timeout of {seconds:g} s: "
             f"{causes}, or ended without it. See what it does there.",
             tuple(ranks),
             self.operation,
@@ -92,7 +92,7 @@ def encoded(signature: Signature) -> tuple[bytes, bytes]:
 
 
 # Does what Transport.exchange() does, but puts other ranks' calls that differ into a dictionary.
-_Arrive = Callable[[Signature, Any, float, dict[int, object]], Sequence[Address]]
+_Arrive = Callable[[Signature, Any, Deadline, dict[int, object]], Sequence[Address]]
 
 
 class Ranks(ABC):
@@ -225,14 +225,16 @@ class Transport(Ranks):
         address = self._turn * self.slot_bytes
         return address, self.at(self.rank, address, dtype, numel)
 
-    def exchange(self, signature: Signature, address: Address, timeout: float) -> Sequence[Address]:
+    def exchange(
+        self, signature: Signature, address: Address, deadline: Deadline
+    ) -> Sequence[Address]:
         """Wait until every rank has made the same call; return the addresses they announce.
 
         What a rank has written before, the others see afterwards.
 
         Raises:
             PeerLost: If a rank is gone.
-            CollectiveTimeout: If a rank doesn't come within ``timeout`` seconds.
+            CollectiveTimeout: If a rank doesn't come before the deadline.
             CollectiveMismatch: If a rank makes another call. If all ranks have made a call, all
                 of them raise it in this exchange, and the next one is as if it had not been.
         """
@@ -240,7 +242,7 @@ class Transport(Ranks):
             self.check_open()
         others: dict[int, object] = {}
         try:
-            addresses = self._arrive(signature, address, timeout, others)
+            addresses = self._arrive(signature, address, deadline, others)
         except FAILURES as error:
             failure = signature.mismatch(self._name, others) if others else error
             raise self.break_off(failure) from None

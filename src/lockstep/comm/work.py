@@ -21,6 +21,7 @@ go on call by call, the other ranks may have carried it out with a later call of
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from abc import abstractmethod
 from collections import deque
@@ -33,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.failures import without_traceback
+from lockstep.comm.failures import Deadline, without_traceback
 from lockstep.comm.threads.ranks import of_this_rank
 from lockstep.errors import CollectiveMismatch
 from lockstep.torch_private import _InferenceMode
@@ -50,8 +51,11 @@ _PATIENCE_SECONDS = 0.002
 _MAX_DROPPED = 16
 _MAX_DROPPED_BYTES = 4096
 
-# Carries out a call, or a part. The argument: the seconds for which each exchange may wait.
-Run = Callable[[float], None]
+# The end of a wait without a limit of its own.
+NEVER = Deadline(math.inf)
+
+# Carries out a call, or a part. The deadline is that of each of its waits for other ranks.
+Run = Callable[[Deadline], None]
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
@@ -73,36 +77,35 @@ class BaseWork(dist.Work):
     # that, which C++ sees too. Shown by test_torchs_ddp_is_told_of_a_lost_rank.
     _is_there: torch.futures.Future[None] | None = None
     _is_told = False
+    _deadline = Deadline(0)  # until it is carried out
 
     def __init__(self, results: Sequence[Tensor], timeout: timedelta) -> None:
         super().__init__()
-        self._results, self._timeout = list(results), timeout
+        self._results, self._seconds = list(results), timeout.total_seconds()
         self._lock = threading.Lock()
 
     @abstractmethod
-    def _complete(self, timeout: timedelta | None) -> None:
-        """Wait until the operation is done; errors are stored."""
+    def _complete(self, end: Deadline) -> None:
+        """Wait until the operation is done, which is an error after ``end``; errors are stored."""
 
     @abstractmethod
     def _hurry(self) -> None:
         """Have another thread complete the operation, and the future with :meth:`_tell`."""
 
     @abstractmethod
-    def _carry_out(self, seconds: float) -> None:
-        """Do the operation, in which each exchange may wait up to ``seconds``."""
+    def _carry_out(self, deadline: Deadline) -> None:
+        """Do the operation, in which the deadline starts again with each wait."""
 
     def _failed(self, error: BaseException) -> None:
         """Handle an error of the operation, which is stored already."""
 
-    def carry_out(self, timeout: timedelta | None) -> None:
+    def carry_out(self, end: Deadline) -> None:
         """Do the work; :meth:`_tell` is to follow, without the locks of the caller."""
-        limit = self._timeout
-        if timeout is not None and timedelta(0) < timeout < limit:
-            limit = timeout
+        self._deadline = Deadline(min(self._seconds, end.seconds))
         try:
             # Results are written, and memory of others is read, whatever the thread's own mode.
             with _InferenceMode(True):
-                self._carry_out(limit.total_seconds())
+                self._carry_out(self._deadline)
         except Exception as error:
             self._error = error
             self._failed(error)
@@ -122,7 +125,8 @@ class BaseWork(dist.Work):
         if timeout is None:  # C++ always gives one
             self._is_taken = True
         if not self._is_done:
-            self._complete(timeout)
+            seconds = 0.0 if timeout is None else timeout.total_seconds()
+            self._complete(Deadline(seconds) if seconds > 0 else NEVER)
         if self._error is not None:
             raise self.exception() or self._error
         return True
@@ -198,8 +202,9 @@ class GroupWork(BaseWork):
                 self._results = []
             self._queue.dropped.append(self)
 
-    def _complete(self, timeout: timedelta | None) -> None:
-        self._queue.carry_out_until(self, timeout)
+    def _complete(self, end: Deadline) -> None:
+        self._queue.check_thread()
+        self._queue.carry_out_until(self, end)
 
     def is_completed(self) -> bool:
         """Whether it was carried out, or failed."""
@@ -210,13 +215,13 @@ class GroupWork(BaseWork):
     def _hurry(self) -> None:
         self._queue.hurry()
 
-    def _carry_out(self, seconds: float) -> None:
+    def _carry_out(self, deadline: Deadline) -> None:
         runs, self._runs = self._runs, ()
         if (earlier := self._generation.error) is not None:
             self._was_skipped = True
             raise without_traceback(earlier)
         for run in runs:
-            run(seconds)
+            run(deadline)
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, CollectiveMismatch):
@@ -277,6 +282,7 @@ class WorkQueue:
         # Held while a call is carried out. Reentrant for calls of a signal handler.
         self._carrying_out = threading.RLock()
         self._runner: int | None = None  # the thread that is in the middle of a call
+        self._running: GroupWork | None = None
         self._thread: threading.Thread | None = None  # the queue's own
         self._thread_lock = threading.Lock()
         self._is_watched = False
@@ -297,7 +303,7 @@ class WorkQueue:
         if timeout is None or timeout < timedelta(0):
             timeout = self.timeout
         if not is_async:
-            self._check_thread()
+            self.check_thread()
         self.num_submitted = next(self._numbers)
         work = GroupWork(self, runs, results, timeout)
         self._calls.append(work)
@@ -314,15 +320,16 @@ class WorkQueue:
         if self.generation is generation and generation.error is not None:
             self.generation = Generation()
 
-    def carry_out_until(self, work: GroupWork, timeout: timedelta | None = None) -> None:
+    def carry_out_until(self, work: GroupWork, end: Deadline = NEVER) -> None:
         """Carry out the calls up to and including ``work``."""
-        self._check_thread()
         while not work._is_done:
             # Another thread may be on a later call by then, which this one must not wait for: the
             # other ranks may come to that only after the next call of this thread.
             # Shown by test_a_call_that_nobody_waits_for_keeps_no_rank_waiting.
-            if self._carrying_out.acquire(timeout=_PATIENCE_SECONDS):
-                self._carry_out_next(timeout, until=work)
+            if self._carrying_out.acquire(True, _PATIENCE_SECONDS):
+                self._carry_out_next(end, until=work)
+            elif not (end.left() or work._is_done) and (running := self._running) is not None:
+                running._deadline.bring_forward(end)  # that thread's limit need not be this one's
 
     def carry_out_all(self) -> None:
         """Carry out all calls. Those of a group that was closed fail at once."""
@@ -330,7 +337,8 @@ class WorkQueue:
             self._carrying_out.acquire()
             self._carry_out_next()
 
-    def _check_thread(self) -> None:
+    def check_thread(self) -> None:
+        """Raise RuntimeError in a thread that is in the middle of a call."""
         if self._runner == threading.get_ident():
             raise RuntimeError(
                 "A collective was called while this thread is in the middle of another one of the "
@@ -338,18 +346,17 @@ class WorkQueue:
                 "that between steps; or call it with async_op=True, and wait later."
             )
 
-    def _carry_out_next(
-        self, timeout: timedelta | None = None, until: GroupWork | None = None
-    ) -> None:
+    def _carry_out_next(self, end: Deadline = NEVER, until: GroupWork | None = None) -> None:
         """Carry out a call, unless ``until`` is done, with the lock held, and release the lock."""
         call: GroupWork | None = None
         try:
             if self._calls and not (until is not None and until._is_done):
                 call = self._calls.popleft()
                 self._runner = threading.get_ident()
-                call.carry_out(timeout)
+                self._running = call
+                call.carry_out(end)
         finally:
-            self._runner = None
+            self._runner = self._running = None
             self._carrying_out.release()
             # After the release: callbacks may wait for other calls, which another thread has to
             # carry out then. Shown by test_a_callback_may_wait_for_another_calls_future.

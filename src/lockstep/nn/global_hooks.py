@@ -1,7 +1,10 @@
-"""torch's global hooks: on changes of parallel models, and on the steps of optimizers.
+"""torch's global hooks: on changes and copies of parallel models, and on steps of optimizers.
 
 torch calls registration hooks when a parameter or a module is put into a module. They mark the
 engine of that model as stale, and it is refreshed before the next forward of any part of the model.
+
+``copy.deepcopy`` and ``pickle`` make plain models, as an EMA or a checkpoint wants. Both end in
+``Module.__setstate__``, which is replaced to watch the new models for a backward, and warn of it.
 
 Before an optimizer steps, a rank joins backwards in which it had no gradient: if its loss touches
 no parameter of a model, none of the model's hooks runs, and it doesn't know of the other ranks'
@@ -15,7 +18,8 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from traceback import walk_stack
 from typing import Any
 
@@ -60,6 +64,7 @@ def watch(engine: Engine) -> None:
         _hang(hooks.register_module_buffer_registration_hook, _registered)
         _hang(register_optimizer_step_pre_hook, _before_step)
         _watch_for_distributed_autograd()
+        nn.Module.__setstate__ = _set_state_of_copy  # type: ignore[method-assign]
         _num_changes += 1
         _names_by_form.setdefault(_form_of(engine.parameters), type(engine.module).__name__)
 
@@ -78,9 +83,19 @@ def _hang(register: Any, hook: Any) -> None:
 
 
 def _watch_for_distributed_autograd() -> None:
-    # Only with RPC, as such a hook takes time in every forward of every module.
-    rpc = sys.modules.get("torch.distributed.rpc.api")
-    if rpc is not None and rpc._is_current_rpc_agent_set():
+    # Only once RPC has begun, as such a hook takes time in every forward of every module.
+    rpc: Any = sys.modules.get("torch.distributed.rpc.api")
+    if rpc is None:
+        return
+    if rpc._is_current_rpc_agent_set():
+        _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
+    elif not isinstance(rpc._init_rpc_states, partial):
+        rpc._init_rpc_states = partial(_begin_rpc, rpc._init_rpc_states)
+
+
+def _begin_rpc(begin: Callable[[object], None], agent: object) -> None:
+    begin(agent)
+    with _lock:
         _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
 
 
@@ -161,6 +176,40 @@ def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
     )
 
 
+_set_state: Any = nn.Module.__setstate__
+
+
+@uncompiled
+def _set_state_of_copy(module: nn.Module, state: dict[str, Any]) -> None:
+    """In place of ``Module.__setstate__``: watch copies of parallel models for a backward."""
+    _set_state(module, state)
+    try:
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    except AttributeError:  # parts in a circle with this one have no state yet
+        return
+    form, handles = _form_of(parameters), list[RemovableHandle]()
+    if _names_by_form.get(form) is None:
+        return
+
+    def warn(parameter: torch.Tensor) -> None:
+        for handle in handles:
+            handle.remove()
+        if engines_with([parameter]):
+            return
+        with _lock:
+            name, _names_by_form[form] = _names_by_form.get(form), None
+        if name is not None:
+            _log.warning(
+                "This %s was copied or unpickled, has the same parameters as a parallel %s, and is "
+                "not parallel: each rank trains its own. Call lockstep.parallelize() on it. (This "
+                "is said once for a model.)",
+                type(module).__name__,
+                name,
+            )
+
+    handles += [each.register_post_accumulate_grad_hook(warn) for each in parameters]
+
+
 # By optimizer: the number of its parameters and _num_changes, after a change of which it may have
 # other engines; and its engines, with ``num_backwards`` when it last stepped.
 _stepped: weakref.WeakKeyDictionary[
@@ -172,17 +221,13 @@ _stepped: weakref.WeakKeyDictionary[
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # a closure, which runs the backward within the step
-    with _lock:
-        _watch_for_distributed_autograd()  # RPC may have begun by now
     known = sum(len(group["params"]) for group in optimizer.param_groups), _num_changes
     last_known, stepped = _stepped.get(optimizer, (None, weakref.WeakKeyDictionary()))
     if last_known != known:
-        engines = engines_with(_parameters_of(optimizer))
+        engines = engines_with(p for group in optimizer.param_groups for p in group["params"])
         numbers = {engine: stepped.get(engine, engine.num_backwards_stepped) for engine in engines}
         stepped = weakref.WeakKeyDictionary(numbers)
         _stepped[optimizer] = known, stepped
-        if not engines:
-            _warn_of_copy(optimizer)
         if _is_in_a_step():
             return  # of an optimizer that has others inside, whose own hook ran before
     for engine, num_backwards in list(stepped.items()):
@@ -197,30 +242,6 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         if engine.num_backwards == num_backwards:
             _take_part(engine)
         stepped[engine] = engine.num_backwards_stepped = engine.num_backwards
-
-
-def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _warn_of_copy(optimizer: Optimizer) -> None:
-    """Warn if ``optimizer`` seems to train a copy of a parallel model that isn't parallel.
-
-    ``copy.deepcopy`` and ``pickle`` make plain models, as an EMA or a checkpoint wants them.
-    """
-    form = _form_of(_parameters_of(optimizer))
-    with _lock:
-        name = _names_by_form.get(form)
-        if name is None:
-            return
-        _names_by_form[form] = None
-    _log.warning(
-        "This %s trains a model that has the same parameters as a parallel %s, and is not "
-        "parallel: each rank trains its own. If it is a copy (copy.deepcopy and pickle make "
-        "plain models), call lockstep.parallelize() on it. (This is said once for a model.)",
-        type(optimizer).__name__,
-        name,
-    )
 
 
 def _is_in_a_step() -> bool:

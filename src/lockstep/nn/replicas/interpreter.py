@@ -76,7 +76,7 @@ def start_processes(
         with reporting_loss(1, interpreter, START_SECONDS):
             if connection.recv(1) != _READY:
                 raise EOFError
-            with _adopting_orphans():
+            with adopting_orphans():
                 message = json.dumps(arguments).encode()
                 send_message(connection, message, [theirs.fileno() for _, theirs in pairs])
                 answer = connection.recv(_MOST_BYTES)
@@ -88,7 +88,7 @@ def start_processes(
 
 
 @contextmanager
-def _adopting_orphans() -> Iterator[None]:
+def adopting_orphans() -> Iterator[None]:
     """Be the parent of descendants whose own parent ends meanwhile, as forked processes' does."""
     prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
     with _adopting:
