@@ -110,7 +110,7 @@ def test_a_rank_that_does_not_come_is_named_over_gloo() -> None:
             assert (raised.value.ranks, raised.value.operation) == ((1,), "all_reduce")
         over.wait(20)
 
-    run_ranks(3, body, backend="gloo", group_timeout_seconds=1)
+    run_ranks(3, body, backend="gloo", group_timeout_seconds=3)
 
 
 def test_what_nobody_is_to_blame_for_is_said_to_have_failed() -> None:

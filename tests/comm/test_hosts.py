@@ -144,7 +144,7 @@ def test_a_lost_store_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch
         began = time.monotonic()
         with pytest.raises(PeerLost) as caught:
             group.allreduce([torch.ones(3)]).wait()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         return caught.value.ranks
 
     assert run_hosts([[0, 1], [2, 3]], body, seconds=20) == [None, (0,), (0,), (0,)]
@@ -225,7 +225,7 @@ def test_mismatch_is_told_to_every_rank_of_every_host(other: int) -> None:
             group.allreduce([tensor]).wait()
         return str(caught.value)
 
-    for text in run_hosts([[0, 1], [2]], body, seconds=5):
+    for text in run_hosts([[0, 1], [2]], body, seconds=20):
         assert "(2,)" in str(text)
         assert "(3,)" in str(text)
 

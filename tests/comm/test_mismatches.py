@@ -174,16 +174,22 @@ def test_a_mismatch_that_a_future_holds_breaks_the_group(backend: str, size: int
 def test_a_mismatch_that_not_all_ranks_have_come_to_breaks_the_group(
     backend: str, third: str
 ) -> None:
+    others_have_failed = threading.Barrier(3)
+
     def body(group: dist.ProcessGroup) -> None:
-        if group.rank() == 2:
-            time.sleep(0.5 if third == "leaves" else 2)
-            if third == "leaves":
-                return
-        for _ in range(2):
+        is_third = group.rank() == 2
+        if is_third and third == "leaves":
+            time.sleep(0.5)
+            return
+        if is_third:
+            others_have_failed.wait(20)
+        for number in range(2):
             with pytest.raises(CollectiveMismatch, match=r"called barrier\(\)"):
                 one_calls_another(group, 0)
+            if not is_third and not number and third == "is late":
+                others_have_failed.wait(20)
 
-    run_on(backend, 3, body, seconds=1)
+    run_on(backend, 3, body, seconds=3)
 
 
 @pytest.mark.parametrize("backend", OURS)

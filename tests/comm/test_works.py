@@ -107,7 +107,7 @@ def test_a_call_that_nobody_waits_for_keeps_no_rank_waiting(backend: str, then: 
             done.set()
         else:
             work = dist.all_reduce(tensor, group=group, async_op=True)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 15
             later = []
             while not done.wait(0.005):
                 assert time.monotonic() < deadline
@@ -323,7 +323,7 @@ def test_a_wait_ends_at_its_time_out(backend: str, how: str) -> None:
         try:
             with pytest.raises(CollectiveTimeout, match="Rank 1"):
                 call()
-            assert 0.09 < time.monotonic() - started < 5
+            assert 0.09 < time.monotonic() - started < 15
         finally:
             over.set()
 

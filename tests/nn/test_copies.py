@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -120,5 +122,17 @@ def test_models_that_are_copied_part_by_part() -> None:
             again = copied(model)
             assert again[0].part.whole is again[0] is not model[0]
             assert torch.equal(again(torch.ones(3)), model(torch.ones(3)))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_that_nobody_has_is_gone(copied: Callable[[nn.Module], nn.Module]) -> None:
+    def body(_: int, group: dist.ProcessGroup) -> None:
+        copy_of_it = copied(lockstep.parallelize(net(), process_group=group))
+        parameter = weakref.ref(copy_of_it.first.weight)
+        del copy_of_it
+        gc.collect()
+        assert parameter() is None
 
     run_ranks(2, body)

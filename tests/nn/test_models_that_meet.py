@@ -159,7 +159,7 @@ def test_ranks_have_the_gradients_of_one_process(
         for own, theirs in zip(found, expected, strict=True):
             assert_close(own, theirs)
 
-    run_ranks(2, body, group_timeout_seconds=5)
+    run_ranks(2, body)
 
 
 def test_a_model_is_reached_through_any_of_its_parameters() -> None:

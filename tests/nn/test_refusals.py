@@ -242,7 +242,7 @@ def test_a_rank_that_is_gone_is_an_error_that_names_the_gradients(
             with pytest.raises(errors.CollectiveFailed, match=said):
                 model(parts(2)[0]).sum().backward()
 
-    run_ranks(2, body, group_timeout_seconds=1, backend=backend)
+    run_ranks(2, body, group_timeout_seconds=4, backend=backend)
 
 
 @pytest.mark.parametrize("parallel", [wrapped, in_place, lambda m, _: lockstep.no_sync(m)])

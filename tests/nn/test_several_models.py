@@ -239,7 +239,7 @@ def test_a_copys_state_may_be_assigned_on_one_rank_alone() -> None:
         else:
             model(parts(2)[rank], 0)
 
-    run_ranks(2, body, group_timeout_seconds=3)
+    run_ranks(2, body)
 
 
 @BOTH

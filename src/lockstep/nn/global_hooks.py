@@ -179,7 +179,8 @@ def _set_state_of_copy(module: nn.Module, state: dict[str, Any]) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     except AttributeError:  # parts in a circle with this one have no state yet
         return
-    form, handles = _form_of(parameters), list[RemovableHandle]()
+    # Of the module only its name: the garbage collector doesn't see through a parameter's hooks.
+    form, kind, handles = _form_of(parameters), type(module).__name__, list[RemovableHandle]()
     if _names_by_form.get(form) is None:
         return
 
@@ -195,7 +196,7 @@ def _set_state_of_copy(module: nn.Module, state: dict[str, Any]) -> None:
                 "This %s was copied or unpickled, has the same parameters as a parallel %s, and is "
                 "not parallel: each rank trains its own. Call lockstep.parallelize() on it. (This "
                 "is said once for a model.)",
-                type(module).__name__,
+                kind,
                 name,
             )
 
