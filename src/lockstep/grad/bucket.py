@@ -170,11 +170,6 @@ class Bucket:
         """The gradients, as one tensor of one dimension."""
         return self._gradients[: self._numel]
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of its gradients."""
-        return self._numel * self._buffer.element_size()
-
     def reset(self) -> None:
         """Drop the state of a backward: it is over."""
         self._work: Pending | None = None

@@ -122,7 +122,7 @@ class Reducer:
     @property
     def bucket_bytes(self) -> Sequence[int]:
         """The size of each bucket's gradients, in bytes."""
-        return [bucket.num_bytes for bucket in self._buckets]
+        return [bucket.gradients.nbytes for bucket in self._buckets]
 
     @property
     def unused(self) -> Sequence[str]:

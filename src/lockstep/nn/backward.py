@@ -61,6 +61,10 @@ class BackwardSync:
     then on if it has been in one backward with another. Those that any rank reaches begin on all,
     launch in the order of their numbers, and end together, when the outermost backward is over.
     Shown by test_ranks_may_reach_different_models_in_one_backward.
+
+    A backward begins with its first gradient, or on a rank that has none, when it takes part in
+    one of the others. If it isn't over when autograd drops its callback, it has failed; then it is
+    finished with the other ranks before anything else is communicated.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
