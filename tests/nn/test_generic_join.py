@@ -92,6 +92,25 @@ def test_two_models(wrap: type[nn.Module]) -> None:
     assert_all_are(launch(body), by_hand(lengths) + by_hand(lengths, optimizer_of=momentum))
 
 
+def test_two_models_each_with_a_sharded_optimizer() -> None:
+    """A rank that is through takes part in the first one's step before the second's backward."""
+    lengths = (2, 4)
+
+    def body(world: lockstep.World) -> list[torch.Tensor]:
+        models = [wrapped(OurDDP), wrapped(OurDDP)]
+        optimizers = [sharded(model) for model in models]
+        pairs = list(zip(models, optimizers, strict=True))
+        with Join([each for pair in pairs for each in pair]):
+            for batch in batches(lengths)[world.rank]:
+                for model, optimizer in pairs:
+                    optimizer.zero_grad()
+                    model(batch).square().mean().backward()
+                    optimizer.step()
+        return [p.detach() for model in models for p in model.parameters()]
+
+    assert_all_are(launch(body), by_hand(lengths, optimizer_of=momentum) * 2)
+
+
 @WRAPPERS
 def test_no_join_where_it_is_not_enabled(wrap: type[nn.Module]) -> None:
     def body(world: lockstep.World) -> list[torch.Tensor]:

@@ -143,12 +143,12 @@ class _JoinedModels(UnevenLoop):
             self.call(Step.NOTHING, self.mask(over))
         self._num_backwards = now
 
-    def follow_iteration(self) -> None:
-        """Take part until the others are through with the iteration."""
-        while not self._done.issuperset(self._members):
+    def follow_iteration(self, engines: Sequence[Engine]) -> None:
+        """Take part until the others are through with that model's part of the iteration."""
+        while not self._done.issuperset(engines):
             if self.follow_step() is Step.THROUGH:
                 break
-        self._done.clear()
+        self._done.difference_update(engines)
 
 
 def _joined(group: dist.ProcessGroup) -> _JoinedModels | None:
@@ -164,35 +164,38 @@ def _of_several_ranks(engines: Sequence[Engine]) -> list[Engine]:
 class DDPJoinHook(JoinHook):
     """The methods that torch's Join context calls on a rank that is through.
 
-    The wrapper ``model`` joins along with those of the same group that have joined before, of which
-    the first one's hook takes part for all.
+    The wrapper ``model`` joins along with those of the same group that have joined before. What
+    else has joined may have its turn between them, such as a sharded optimizer that steps.
     """
 
     def __init__(
         self, model: Joinable, engines: Sequence[Engine], *, divide_by_active: bool
     ) -> None:
         super().__init__()
-        self._model = model
+        self._model, self._engines = model, _of_several_ranks(engines)
         self._models: _JoinedModels | None = None
-        if engines := _of_several_ranks(engines):
+        self._is_first = False
+        if self._engines:
             group = model.join_process_group
             models = _joined(group)
             # It has joined before if an earlier context was left with an error.
-            if models is None or engines in models.models:
+            self._is_first = models is None or self._engines in models.models
+            if models is None or self._is_first:
                 set_join_state(group, None)
-                self._models = _JoinedModels(engines, group, divide_by_active=divide_by_active)
-                self._models.__enter__()
+                models = _JoinedModels(self._engines, group, divide_by_active=divide_by_active)
+                models.__enter__()
             else:
-                models.add_model(engines)
+                models.add_model(self._engines)
+            self._models = models
 
     def main_hook(self) -> None:
         """Take part in an iteration of the ranks that are not through."""
         if self._models is not None:
-            self._models.follow_iteration()
+            self._models.follow_iteration(self._engines)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All are through: take the last model."""
-        if self._models is not None:
+        if self._models is not None and self._is_first:
             self._models.close()
             self._models.take_last_model()
         _leave_join(self._model)
