@@ -10,7 +10,6 @@ import os
 import threading
 import uuid
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -46,8 +45,10 @@ class ThreadTransportState:
         self.size = size
         self.members = list(members or range(size))
         self.slots: dict[int, Tensor] = {}
-        # By receiver, the messages that its mailbox hasn't taken yet.
-        self.messages: dict[int, deque[Message]] = {rank: deque() for rank in range(size)}
+        # Weak, as a mailbox refers to the others by this.
+        self.mailboxes: weakref.WeakValueDictionary[int, ThreadMailbox] = (
+            weakref.WeakValueDictionary()
+        )
         # The ranks that take no further part, each with an error for all to raise, or with what
         # follows its name in errors. The later ranks may have ended because of the first.
         self.gone: dict[int, str | Failure] = {}
@@ -55,8 +56,8 @@ class ThreadTransportState:
         # doesn't disturb one that hasn't woken from the last.
         self._arrivals: Arrivals = {}
 
-    def add(self, rank: int, slots: Tensor) -> None:
-        """Add ``rank``, which is the current thread, with its slots.
+    def add(self, rank: int, slots: Tensor, mailbox: ThreadMailbox) -> None:
+        """Add ``rank``, which is the current thread.
 
         Raises:
             ValueError: If there is no such rank, or it has joined.
@@ -68,7 +69,7 @@ class ThreadTransportState:
                     f"Rank {rank} can't join a group of {self.size}: {taken}. Number the ranks "
                     f"from 0 to {self.size - 1}, each once."
                 )
-            self.slots[rank] = slots
+            self.slots[rank], self.mailboxes[rank] = slots, mailbox
             changed.notify_all()
 
     def wait_for_all(self, rank: int, timeout: float, launch: RankThreads) -> None:
@@ -149,11 +150,12 @@ class ThreadTransportState:
 
 
 class ThreadMailbox(Mailbox):
-    """The mailbox of a rank that is a thread."""
+    """The mailbox of a rank that is a thread. The senders put messages into it themselves."""
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
         super().__init__(rank, state.members)
-        self._changed = changed
+        self._changed, self._ended = changed, state.gone
+        self._is_polled = True  # no thread polls: each change is notified of
         self._state = state
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> None:
@@ -162,19 +164,8 @@ class ThreadMailbox(Mailbox):
         with changed:
             if destination in self._state.gone:
                 raise self._lost(destination, f"send to rank {self._members[destination]}")
-            self._state.messages[destination].append(message)
-            changed.notify_all()
-
-    def _poll(self, seconds: float) -> None:
-        messages, gone = self._state.messages[self._rank], self._state.gone
-        with changed:
-            changed.wait_for(
-                lambda: messages or self._is_closed or len(gone) > len(self._ended),
-                min(seconds, threading.TIMEOUT_MAX),
-            )
-            while messages:
-                self._deliver(messages.popleft())
-            self._ended = dict.fromkeys(gone, True)
+            if (receiver := self._state.mailboxes.get(destination)) is not None:
+                receiver._deliver(message)
 
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:
         return self._state.loss(rank, self._rank, operation, operation)
@@ -196,10 +187,9 @@ class ThreadTransport(Transport):
     )
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
-        state.add(rank, torch.empty(2 * self.slot_bytes, dtype=torch.uint8, device="cpu"))
+        self._state, self.mailbox = state, ThreadMailbox(state, rank)
+        state.add(rank, self.empty(2 * self.slot_bytes), self.mailbox)
         super().__init__(rank, state.members, partial(state.exchange, rank))
-        self.mailbox = ThreadMailbox(state, rank)
-        self._state = state
         rank_context().add(self)
 
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:
