@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-from lockstep.comm.arguments import without_repeats
+from lockstep.comm.arguments import flattened, without_repeats
 from lockstep.comm.collectives import sum_sparse
 from lockstep.comm.failures import explained
 from lockstep.errors import CollectiveFailed, LockstepError, SharedMemoryFull
@@ -160,7 +160,8 @@ class TensorBroadcast:
         self._group, self._source = group, source
         self._transfers: list[tuple[list[Tensor], Tensor, Pending]] = []
         for chunk in _chunks(tensors):
-            wire = torch.cat([_bytes_of(tensor) for tensor in chunk])
+            flats = [flattened(without_repeats(tensor.detach())) for tensor in chunk]
+            wire = torch.cat([flat.view(torch.uint8) for flat in flats])
             start = partial(group.broadcast, [wire], options)
             self._transfers.append((chunk, wire, Pending(group, "broadcast", start)))
 
@@ -192,11 +193,6 @@ class TensorBroadcast:
 def broadcast_tensors(group: ProcessGroup, tensors: Iterable[Tensor], source: int = 0) -> None:
     """Copy equally shaped ``tensors`` from rank ``source`` to all. All must call it; it blocks."""
     TensorBroadcast(group, tensors, source).finish()
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    plain = without_repeats(tensor.detach()).resolve_conj().resolve_neg()
-    return plain.contiguous().view(-1).view(torch.uint8)
 
 
 def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -6,7 +6,7 @@ import itertools
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,11 +24,6 @@ from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTime
 # The header of a message between processes: tag, number of bytes, dtype. Its size is a multiple of
 # every element's size, so the contents that follow are aligned.
 HEADER = struct.Struct("<qq32s")
-
-# The interval at which a thread checks its own sources while another thread polls for both.
-_CHECK_SECONDS = 0.2
-# The polling interval for messages of this rank to itself, which end no transport's wait.
-_SELF_CHECK_SECONDS = 0.01
 
 
 @dataclass(eq=False)
@@ -146,16 +141,16 @@ class Mailbox(ABC):
         self._is_polled = False
         self._is_closed = False
         # The ranks that send nothing more, whose messages have all been delivered. A receive from
-        # any rank goes on waiting for the others if the value is True.
-        self._ended: dict[int, bool] = {}
+        # any rank goes on waiting for the others if the value is true.
+        self._ended: Mapping[int, object] = {}
 
     @abstractmethod
     def send(self, tensor: Tensor, destination: int, tag: int) -> None:
         """Send a flat tensor; when this returns, it may be written to again."""
 
-    @abstractmethod
     def _poll(self, seconds: float) -> None:
         """Wait for messages, or ranks that end; deliver those and put these into ``_ended``."""
+        raise NotImplementedError
 
     @abstractmethod
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:
@@ -243,13 +238,14 @@ class Mailbox(ABC):
                 if expected.message is not None:
                     return True
                 self._check_sources(expected)
-                if is_polled := self._is_polled:
-                    self._changed.wait(min(left, _CHECK_SECONDS))
+                # This rank's messages to itself end no transport's wait.
+                if is_polled := self._is_polled or not sources:
+                    self._changed.wait(min(left, LOOK_SECONDS))
                 else:
                     self._is_polled = True
             if not is_polled:
                 try:
-                    self._poll(min(left, LOOK_SECONDS if sources else _SELF_CHECK_SECONDS))
+                    self._poll(min(left, LOOK_SECONDS))
                 finally:
                     with self._changed:
                         self._is_polled = False

@@ -114,6 +114,7 @@ class SocketMailbox(Mailbox):
     def __init__(self, transport: Transport, sockets: Mapping[int, socket.socket]) -> None:
         super().__init__(transport.rank, transport.members)
         self._transport = transport
+        self._ended: dict[int, bool] = {}
         self._sockets = dict(sockets)
         self._faults: dict[int, Fault] = {}
         self._outgoing: dict[int, _MessageFile] = {}

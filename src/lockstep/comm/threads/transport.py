@@ -10,7 +10,6 @@ import os
 import threading
 import uuid
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -46,19 +45,19 @@ class ThreadTransportState:
         self.size = size
         self.members = list(members or range(size))
         self.slots: dict[int, Tensor] = {}
-        # By receiver, the messages that its mailbox hasn't taken yet.
-        self.messages: dict[int, deque[Message]] = {rank: deque() for rank in range(size)}
-        # The ranks that take no further part, with what follows their name in errors, in the order
-        # of their ends: the later ones may have ended because of the first.
-        self.gone: dict[int, str] = {}
+        # Weak, as a mailbox refers to the others by this.
+        self.mailboxes: weakref.WeakValueDictionary[int, ThreadMailbox] = (
+            weakref.WeakValueDictionary()
+        )
+        # The ranks that take no further part, each with an error for all to raise, or with what
+        # follows its name in errors. The later ranks may have ended because of the first.
+        self.gone: dict[int, str | Failure] = {}
         # The exchange in progress; a new object for each, so that a rank in the next exchange
         # doesn't disturb one that hasn't woken from the last.
         self._arrivals: Arrivals = {}
-        # An error for all to raise, and the rank that has reported it.
-        self._failure: tuple[Failure, int] | None = None
 
-    def add(self, rank: int, slots: Tensor) -> None:
-        """Add ``rank``, which is the current thread, with its slots.
+    def add(self, rank: int, slots: Tensor, mailbox: ThreadMailbox) -> None:
+        """Add ``rank``, which is the current thread.
 
         Raises:
             ValueError: If there is no such rank, or it has joined.
@@ -70,7 +69,7 @@ class ThreadTransportState:
                     f"Rank {rank} can't join a group of {self.size}: {taken}. Number the ranks "
                     f"from 0 to {self.size - 1}, each once."
                 )
-            self.slots[rank] = slots
+            self.slots[rank], self.mailboxes[rank] = slots, mailbox
             changed.notify_all()
 
     def wait_for_all(self, rank: int, timeout: float, launch: RankThreads) -> None:
@@ -126,28 +125,24 @@ class ThreadTransportState:
     def _check(self, rank: int, signature: Signature, arrivals: Arrivals) -> None:
         """Raise the error that keeps an exchange from being completed, if there is one."""
         operation = signature.operation
-        if self._failure is not None:
-            error, reporter = self._failure
-            raise type(error)(f"{error} (Rank {reporter} said so.)", error.ranks, operation)
+        for peer, how in self.gone.items():
+            if isinstance(how, Failure):
+                text = f"{how} (Rank {self.members[peer]} said so.)"
+                raise type(how)(text, how.ranks, operation)
         for peer in self.gone:
             if peer not in arrivals:
                 raise self.loss(peer, rank, str(signature), operation)
 
-    def break_off(self, error: Failure, reporter: int) -> None:
-        """Have all ranks raise ``error`` from now on, unless they raise another already."""
-        with changed:
-            self._failure = self._failure or (error, reporter)
-            changed.notify_all()
-
-    def lose(self, rank: int, how: str) -> None:
-        """Take ``rank`` for gone; ``how`` follows its name in errors."""
+    def lose(self, rank: int, how: str | Failure) -> None:
+        """Take ``rank`` for gone, because of an error for all to raise, or as ``how`` says."""
         with changed:
             self.gone.setdefault(rank, how)
             changed.notify_all()
 
     def loss(self, peer: int, rank: int, waited_in: str, operation: str) -> PeerLost:
         """Return the error of ``rank``, which waited for ``peer``, which is gone."""
-        how, advice = self.gone[peer].split(". ", 1)
+        gone = self.gone[peer]
+        how, advice = (gone if isinstance(gone, str) else _ABORTED).split(". ", 1)
         return loss([self.members[peer]], self.members[rank], operation, advice, how, waited_in)
 
     def _absent(self, present: Iterable[int]) -> list[int]:
@@ -155,11 +150,12 @@ class ThreadTransportState:
 
 
 class ThreadMailbox(Mailbox):
-    """The mailbox of a rank that is a thread."""
+    """The mailbox of a rank that is a thread. The senders put messages into it themselves."""
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
         super().__init__(rank, state.members)
-        self._changed = changed
+        self._changed, self._ended = changed, state.gone
+        self._is_polled = True  # no thread polls: each change is notified of
         self._state = state
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> None:
@@ -168,19 +164,8 @@ class ThreadMailbox(Mailbox):
         with changed:
             if destination in self._state.gone:
                 raise self._lost(destination, f"send to rank {self._members[destination]}")
-            self._state.messages[destination].append(message)
-            changed.notify_all()
-
-    def _poll(self, seconds: float) -> None:
-        messages, gone = self._state.messages[self._rank], self._state.gone
-        with changed:
-            changed.wait_for(
-                lambda: messages or self._is_closed or len(gone) > len(self._ended),
-                min(seconds, threading.TIMEOUT_MAX),
-            )
-            while messages:
-                self._deliver(messages.popleft())
-            self._ended = dict.fromkeys(gone, True)
+            if (receiver := self._state.mailboxes.get(destination)) is not None:
+                receiver._deliver(message)
 
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:
         return self._state.loss(rank, self._rank, operation, operation)
@@ -202,10 +187,9 @@ class ThreadTransport(Transport):
     )
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
-        state.add(rank, torch.empty(2 * self.slot_bytes, dtype=torch.uint8, device="cpu"))
+        self._state, self.mailbox = state, ThreadMailbox(state, rank)
+        state.add(rank, self.empty(2 * self.slot_bytes), self.mailbox)
         super().__init__(rank, state.members, partial(state.exchange, rank))
-        self.mailbox = ThreadMailbox(state, rank)
-        self._state = state
         rank_context().add(self)
 
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:
@@ -223,8 +207,7 @@ class ThreadTransport(Transport):
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def _report(self, failure: Failure) -> None:
-        self._state.break_off(failure, self._name)
-        self.die(_ABORTED)
+        self.die(failure)
 
     def leave(self) -> None:
         """Tell the others that this rank takes no further part."""
@@ -232,8 +215,8 @@ class ThreadTransport(Transport):
             self.die(_LEFT)
             self._is_closed = self._is_broken = True
 
-    def die(self, how: str) -> None:
-        """Have the others lose this rank, unless it has left; errors say ``how``."""
+    def die(self, how: str | Failure) -> None:
+        """Have the others lose this rank, unless it has left; errors say ``how``, or are it."""
         if self._is_in():
             self._state.lose(self.rank, how)
             self.mailbox.close()
