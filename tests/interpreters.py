@@ -154,7 +154,7 @@ class ForkServer:
 
     def _fork(self, start: _Start, descriptors: list[int]) -> int:
         # Here, as the server runs this file as well.
-        from lockstep.nn.replicas.interpreter import adopting_orphans
+        from lockstep.nn.replicas.processes import adopting_orphans
 
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
         # The server's child forks the process and ends, which makes it this one's child. Replicas

@@ -17,7 +17,7 @@ class Process:
 
     def __init__(self, elsewhere: GradientsElsewhere, number: int) -> None:
         self.parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-        self.left = LeftGradients(elsewhere.places[number].here, *elsewhere.flags[number].here)
+        self.left = LeftGradients(elsewhere.shared[number].here)
         for index, parameter in enumerate(self.parameters):
             self.left.take_from(index, parameter)
         self.left.is_taking = True
@@ -34,7 +34,7 @@ class Process:
 
 def team() -> tuple[GradientsElsewhere, list[Process]]:
     """The caller's end for two processes, and theirs."""
-    elsewhere = GradientsElsewhere([torch.zeros(2) for _ in range(3)], torch.device("cpu"), 2)
+    elsewhere = GradientsElsewhere([torch.zeros(2) for _ in range(3)], 2)
     processes = [Process(elsewhere, number) for number in range(2)]
     elsewhere.close()
     return elsewhere, processes
@@ -48,7 +48,7 @@ def total(elsewhere: GradientsElsewhere, mine: Gradients, processes: list[Proces
     """The sum when all are through."""
     rests = [elsewhere.rest(number, *one.over()) for number, one in enumerate(processes)]
     parts = [first for first, _ in rests] + [later for _, later in rests]
-    return add_up([mine, *parts], [torch.device("cpu")] * 3)
+    return add_up([mine, *parts], torch.device("cpu"))
 
 
 def test_what_is_there_is_added_once() -> None:

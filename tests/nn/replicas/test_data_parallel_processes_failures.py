@@ -94,14 +94,14 @@ def test_a_call_before_the_module_was_changed_has_no_backward_any_more() -> None
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no room for messages of more than 150 KB of tensors from the caller."""
-    memory = channel.SharedMemory
+    memory = channel.shared_memory
 
     def refuse(num_bytes: int, device: torch.device) -> object:
         if num_bytes > 300_000:  # a message takes twice its size
             raise SharedMemoryFull("No room.")
         return memory(num_bytes, device)
 
-    monkeypatch.setattr(channel, "SharedMemory", refuse)
+    monkeypatch.setattr(channel, "shared_memory", refuse)
 
 
 @pytest.mark.usefixtures("little_memory")

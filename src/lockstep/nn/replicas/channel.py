@@ -1,13 +1,12 @@
 """Values and requests between two processes; tensors go through memory that both have mapped.
 
-That memory is a segment on the CPU, and elsewhere goes by the device's handle. ``SharedTensors``
-and ``TensorByHandle`` arrive as the tensors that they stand for, in the same memory.
+That memory is a segment on the CPU, and elsewhere goes by the device's handle. A ``SharedTensor``
+and a ``SharedPart`` arrive as the tensors that they stand for, in the same memory.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import io
 import math
 import os
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 from lockstep.comm import Segment, map_segment, receive_message, send_message, shut_down
@@ -29,8 +29,6 @@ from lockstep.nn.replicas.group import is_one, mark_as_one
 _HEADER = struct.Struct("<Q")  # the length of the message
 _MOST_DESCRIPTORS = 8
 _ALIGNMENT_BYTES = 64
-
-Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Request(NamedTuple):
@@ -70,7 +68,8 @@ class Channel:
 
     Values are pickled, but for their tensors: these are copied to memory of the sender, on their
     device, that the receiver has mapped, and from there. It is the same for every message: after
-    one, wait for an answer. The errors of the caller's end, ``is_caller``, need no traceback.
+    one, wait for an answer. The errors of the caller's end, ``is_caller``, need no traceback. A
+    timeout of the connection holds for :meth:`send` and :meth:`receive`.
     """
 
     def __init__(
@@ -83,12 +82,8 @@ class Channel:
         self._socket = connection
         self._devices = set(devices)
         self._is_caller = is_caller
-        self._mine: dict[torch.device, SharedMemory] = {}
+        self._mine: dict[torch.device, SharedTensor] = {}
         self._theirs: dict[torch.device, torch.Tensor] = {}
-
-    def set_timeout(self, seconds: float) -> None:
-        """Let :meth:`send` and :meth:`receive` raise TimeoutError after that time."""
-        self._socket.settimeout(seconds)
 
     def close(self) -> None:
         """End the connection, also for processes that have inherited it."""
@@ -114,120 +109,123 @@ class Channel:
     def send(self, value: object) -> None:
         """Send ``value``, which can be pickled, or is packed already.
 
-        Raises:
-            OSError: If the other end is gone.
-            Exception: What pickling raises; then nothing was sent.
+        It raises OSError if the other end is gone. If pickling raises, nothing was sent.
         """
         packed = value if isinstance(value, Packed) else Packed(value)
-        spans, num_bytes = spans_of(packed.tensors)
+        num_bytes = packed.layout.num_bytes
         new = {
-            device: SharedMemory(2 * count, device)
+            device: shared_memory(2 * count, device)
             for device, count in num_bytes.items()
             if device not in self._mine or count > len(self._mine[device].here)
         }
         memories = self._mine | new
-        for tensor, span in zip(packed.tensors, spans, strict=True):
+        for tensor, span in packed.tensors:
             tensor_at(memories[span.device].here, span).copy_(tensor.detach())
         _settle({*self._devices, *num_bytes, *self._theirs})
-        # A segment goes as a descriptor.
-        handles = {d: None if own.segment else reduce_tensor(own.here) for d, own in new.items()}
-        segments = [own.segment for own in new.values() if own.segment] + packed.segments
-        message = pickle.dumps((handles, spans, packed.payload))
-        header = _HEADER.pack(len(message))
-        send_message(self._socket, header, [segment.descriptor for segment in segments])
+        message = Packed((new, packed.payload), segments=packed.segments)
+        header = _HEADER.pack(len(message.payload))
+        send_message(self._socket, header, [each.descriptor for each in message.segments])
         self._mine = memories
         for memory in new.values():
             memory.close()
-        self._socket.sendall(message)
+        self._socket.sendall(message.payload)
 
-    def receive(self, known: Sequence[torch.Tensor] = ()) -> Any:
-        """Return the next value; ``known`` are the tensors that it may refer to, by index.
+    def receive(self) -> Any:
+        """Return the next value, or raise EOFError if the other end is gone.
 
-        Raises:
-            EOFError: If the other end is gone.
-            SharedMemoryFull: If its memory can't be mapped; then the connection is closed.
-            Exception: What unpickling raises.
+        If its memory can't be mapped, the connection is closed.
         """
         header, descriptors = receive_message(self._socket, _HEADER.size, _MOST_DESCRIPTORS)
         if len(header) < _HEADER.size:
             raise EOFError
+        (length,) = _HEADER.unpack(header)
+        message, memory = bytearray(), []
         try:
-            handles, spans, payload = pickle.loads(self._read(*_HEADER.unpack(header)))
-            memory = []
+            while len(message) < length:
+                part = self._socket.recv(min(length - len(message), 1 << 20))
+                if not part:
+                    raise EOFError
+                message += part
             while descriptors:
                 memory.append(map_segment(descriptors.pop(0)))
-            for device, handle in handles.items():
-                rebuild, arguments = handle or (memory.pop, (0,))
-                self._theirs[device] = rebuild(*arguments)
+            new, payload = _Unpickler(message, memory, {}).load()
         except BaseException:
             # The sender believes that this end has that memory.
             self.close()
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
-        here = [tensor_at(self._theirs[span.device], span) for span in spans]
-        return _Unpickler(payload, here=here, memory=memory, known=known).load()
-
-    def _read(self, length: int) -> bytes:
-        parts = []
-        while length:
-            part = self._socket.recv(min(length, 1 << 20))
-            if not part:
-                raise EOFError
-            parts.append(part)
-            length -= len(part)
-        return b"".join(parts)
+        self._theirs |= new
+        return _Unpickler(payload, memory, self._theirs).load()
 
 
 class Packed(cloudpickle.Pickler):  # type: ignore[misc]
     """A value, pickled without its tensors and segments, which are kept beside.
 
-    ``known`` has, by its ``id()``, the index of each tensor that the other end knows.
+    ``known`` has, by its ``id()``, each tensor that arrives as one however often it is referred to,
+    with what stands for a parameter in shared memory. ``segments`` are those that the same message
+    has anyway.
     """
 
-    def __init__(self, value: object, known: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        value: object,
+        known: Mapping[int, Shared] | None = None,
+        segments: Iterable[Segment] = (),
+    ) -> None:
         file = io.BytesIO()
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-        self.segments: list[Segment] = []
+        self.tensors: list[tuple[torch.Tensor, Span]] = []
+        self.layout = Layout()
+        self.segments = [*segments]
         self._known = known or {}
         self.dump(value)
         self.payload = file.getvalue()
 
-    def persistent_id(self, value: object) -> tuple[str, object] | None:  # noqa: D102 - pickle's
-        if isinstance(value, TensorByHandle) and (segment := value.segment) is not None:
-            if segment not in self.segments:
-                self.segments.append(segment)
-            return "memory", self.segments.index(segment)
+    def persistent_id(self, value: object) -> object:  # noqa: D102 - pickle's
+        if isinstance(value, SharedTensor) and value.segment is not None:
+            if value.segment not in self.segments:
+                self.segments.append(value.segment)
+            return self.segments.index(value.segment)
         if not isinstance(value, torch.Tensor):
             return None
-        if id(value) in self._known:
-            return "known", self._known[id(value)]
+        number = id(value) if id(value) in self._known else None
+        if (shared := self._known.get(id(value))) is not None:
+            return number, shared, isinstance(value, nn.Parameter), value.requires_grad, False
         if value.layout is not torch.strided:
             return None
-        self.tensors.append(value)
-        return "here", (len(self.tensors) - 1, value.requires_grad, is_one(value))
+        span = self.layout.add(value)
+        self.tensors.append((value, span))
+        return number, span, False, value.requires_grad, is_one(value)
 
 
 class _Unpickler(pickle.Unpickler):
     """Inserts tensors and segments again."""
 
-    def __init__(self, payload: bytes, **tensors: Any) -> None:
+    def __init__(
+        self,
+        payload: bytes | bytearray,
+        segments: Sequence[torch.Tensor],
+        memories: Mapping[torch.device, torch.Tensor],
+    ) -> None:
         super().__init__(io.BytesIO(payload))
-        self._tensors = tensors
+        self._segments, self._memories = segments, memories
+        self._known: dict[int, torch.Tensor] = {}
 
-    def persistent_load(self, key: tuple[str, Any]) -> torch.Tensor:
-        kind, which = key
-        found: torch.Tensor
-        if kind != "here":
-            found = self._tensors[kind][which]
-            return found
-        index, requires_grad, is_one_of_all = which
-        # The next message will lie where this one does.
-        found = self._tensors[kind][index].clone().requires_grad_(requires_grad)
+    def persistent_load(self, key: Any) -> torch.Tensor:
+        if isinstance(key, int):
+            return self._segments[key]
+        number, found, is_parameter, requires_grad, is_one_of_all = key
+        if number in self._known:
+            return self._known[number]
+        if isinstance(found, Span):  # the next message will lie where this one does
+            found = tensor_at(self._memories[found.device], found).clone()
+        tensor: torch.Tensor = nn.Parameter(found) if is_parameter else found
         if is_one_of_all:
-            mark_as_one(found)
-        return found
+            mark_as_one(tensor)
+        if number is not None:
+            self._known[number] = tensor
+        return tensor.requires_grad_(requires_grad)
 
 
 def _settle(devices: Iterable[torch.device]) -> None:
@@ -236,6 +234,65 @@ def _settle(devices: Iterable[torch.device]) -> None:
     for device in devices:
         if accelerator is not None and device.type == accelerator.type:
             torch.accelerator.synchronize(device)
+
+
+class SharedTensor:
+    """A tensor, ``here``: in a segment of its own, or of an accelerator, in whatever memory.
+
+    No further process can map a segment once this object is gone or closed.
+    """
+
+    def __init__(self, here: torch.Tensor, segment: Segment | None = None) -> None:
+        self.here, self.segment = here.detach(), segment
+        if segment is not None:
+            weakref.finalize(self, segment.close)
+
+    def close(self) -> None:
+        """Let no further process map the segment."""
+        if self.segment is not None:
+            self.segment.close()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        reduced: tuple[Callable[..., Any], tuple[Any, ...]] = reduce_tensor(self.here)
+        return reduced
+
+
+def shared_memory(num_bytes: int, device: torch.device) -> SharedTensor:
+    """New bytes on ``device``."""
+    if device.type != "cpu":
+        return SharedTensor(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+    segment, here = Segment.create(num_bytes)
+    return SharedTensor(here, segment)
+
+
+class SharedPart(NamedTuple):
+    """A tensor in shared memory, as which it arrives."""
+
+    memory: SharedTensor
+    span: Span
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return tensor_at, (self.memory, self.span)
+
+
+Shared = SharedTensor | SharedPart | None
+
+
+class SharedTensors:
+    """Tensors, ``here``, in shared memory of their devices, like given ones."""
+
+    def __init__(self, like: Iterable[torch.Tensor]) -> None:
+        layout = Layout()
+        spans = [layout.add(tensor) for tensor in like]
+        with torch.inference_mode(False):  # its tensors could not be trained
+            self._memory = {d: shared_memory(count, d) for d, count in layout.num_bytes.items()}
+            self.parts = [SharedPart(self._memory[span.device], span) for span in spans]
+            self.here = [tensor_at(part.memory.here, part.span) for part in self.parts]
+
+    def close(self) -> None:
+        """Let no further process map them."""
+        for memory in self._memory.values():
+            memory.close()
 
 
 class Span(NamedTuple):
@@ -248,82 +305,20 @@ class Span(NamedTuple):
     stride: tuple[int, ...]
 
 
-class TensorByHandle:
-    """A tensor, ``here``, of an accelerator, in whatever memory."""
+class Layout:
+    """Consecutive spans for tensors on each device, and the bytes that they take there."""
 
-    segment: Segment | None = None
+    def __init__(self) -> None:
+        self.num_bytes: dict[torch.device, int] = {}
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.here = tensor.detach()
-
-    def __reduce__(self) -> Reduced:
-        reduced: Reduced = reduce_tensor(self.here)
-        return reduced
-
-
-class SharedMemory(TensorByHandle):
-    """Bytes on a device, which no further process can map once this object is gone or closed."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        if device.type == "cpu":
-            self.segment, self.here = Segment.create(num_bytes)
-            weakref.finalize(self, self.segment.close)
-        else:
-            super().__init__(torch.empty(num_bytes, dtype=torch.uint8, device=device))
-
-    def close(self) -> None:
-        """Let no further process map it."""
-        if self.segment is not None:
-            self.segment.close()
-
-
-class SharedTensors:
-    """Tensors in shared memory, like given ones; they arrive as a list."""
-
-    def __init__(self, like: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._spans, num_bytes = spans_of(like)
-        self._memory = SharedMemory(sum(num_bytes.values()), device)
-
-    def close(self) -> None:
-        """Let no further process map them."""
-        self._memory.close()
-
-    @functools.cached_property
-    def here(self) -> list[torch.Tensor]:
-        """The tensors."""
-        return _tensors_at(self._memory.here, self._spans)
-
-    def __reduce__(self) -> Reduced:
-        return _tensors_at, (self._memory, self._spans)
-
-
-def share(parameters: Sequence[torch.Tensor]) -> object:
-    """An object that arrives as a list of ``parameters``; on the CPU these move to such memory."""
-    if not all(parameter.device.type == "cpu" for parameter in parameters):
-        return [TensorByHandle(parameter) for parameter in parameters]
-    shared = SharedTensors(parameters, torch.device("cpu"))
-    # Tensors of inference mode could not be trained.
-    with torch.inference_mode(False), torch.no_grad():
-        for parameter, there in zip(parameters, shared.here, strict=True):
-            parameter.data = there.copy_(parameter)
-    return shared
-
-
-def spans_of(tensors: Sequence[torch.Tensor]) -> tuple[list[Span], dict[torch.device, int]]:
-    """Consecutive spans for ``tensors`` on each device, and the bytes that they take there.
-
-    Strides are those of the tensors, if these have no gaps.
-    """
-    spans: list[Span] = []
-    ends: dict[torch.device, int] = {}
-    for tensor in tensors:
-        device, start = tensor.device, ends.get(tensor.device, 0)
+    def add(self, tensor: torch.Tensor) -> Span:
+        """The span for a tensor, whose strides are its own if these have no gaps."""
+        start = self.num_bytes.get(tensor.device, 0)
+        size = -(-tensor.numel() * tensor.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.num_bytes[tensor.device] = start + size
         # Not by an empty tensor on meta: for one, torch imports a library for algebra.
         stride = (tensor if tensor.is_contiguous() else torch.empty_like(tensor)).stride()
-        spans.append(Span(device, tensor.dtype, start, tuple(tensor.shape), stride))
-        num_bytes = tensor.numel() * tensor.itemsize
-        ends[device] = start + -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return spans, ends
+        return Span(tensor.device, tensor.dtype, start, tuple(tensor.shape), stride)
 
 
 def tensor_at(memory: torch.Tensor, span: Span) -> torch.Tensor:
@@ -336,10 +331,6 @@ def tensor_at(memory: torch.Tensor, span: Span) -> torch.Tensor:
     if count := math.prod(shape):
         flat = torch.frombuffer(bytes_of(memory), dtype=dtype, count=count, offset=start)
     return flat.as_strided(shape, stride)
-
-
-def _tensors_at(memory: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
-    return [tensor_at(memory, span) for span in spans]
 
 
 def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_uint8]:

@@ -30,7 +30,7 @@ from lockstep.nn.wrapper import Wrapper
 # More threads compete for the interpreter more than they compute.
 _MOST_THREADS = 4
 # The devices on which processes can share memory; meta has none to share.
-_SHARED_BY_PROCESSES = ("cpu", "cuda", "meta")
+_SHARED_BY_PROCESSES = {"cpu", "cuda", "meta"}
 _TIMEOUT = timedelta(minutes=10)
 
 
@@ -45,24 +45,23 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         loss = criterion(model(x), y)   # or model.middle(x): any method that is given tensors
         loss.backward()
 
-    It is a subclass of torch's, none of whose code runs, and its attributes are those of torch's.
-    A subclass of it may override :meth:`scatter`, :meth:`replicate`, :meth:`parallel_apply` and
-    :meth:`gather`, as one of torch's may; if it does so with one of the two in the middle, replicas
-    are made anew in each call, and their backwards run in one thread.
+    It is a subclass of torch's, none of whose code runs, with the attributes of torch's. Its own
+    subclasses may override :meth:`scatter`, :meth:`replicate`, :meth:`parallel_apply` and
+    :meth:`gather`; with one of the two in the middle overridden, replicas are made anew in each
+    call, and their backwards run in one thread.
 
     It may be around a part of a model, and inside of another one. ``state_dict()`` is that of the
     module, without ``module.`` before its keys; both kinds are loaded.
 
-    Replicas are made once. Those on the module's own device share its parameters; others get those
-    that have changed (which torch has to know: a write to ``parameter.data`` of an accelerator is
-    not noticed on the others). What the first replica does to buffers stays. What any does to
-    attributes (``self.count += 1``) is lost, as each has its own, which are the module's before
-    every call; so is a buffer that is assigned anew. Hooks of the module run in each replica.
-    Random numbers, of dropout say, are drawn by all threads from one generator, in no fixed order:
-    ``torch.utils.checkpoint`` can't restore what was drawn, so a checkpoint with dropout in it
-    needs replicas in processes. What :func:`torch.autograd.graph.saved_tensors_hooks` does to
-    tensors, it does to those of the first replica. Gradients can be differentiated again; those
-    that come from replicas in processes say that they can't.
+    Replicas are made once. Those on the module's device share its parameters; others get those that
+    have changed (a write to ``parameter.data`` of an accelerator isn't noticed). What the first
+    replica does to buffers stays. What replicas do to attributes (``self.count += 1``) is lost, as
+    these are the module's before every call; so is a buffer that is assigned anew. Hooks of the
+    module run in each replica. Random numbers are drawn by all threads from one generator, in no
+    fixed order: ``torch.utils.checkpoint`` can't restore them, so a checkpoint with dropout in it
+    needs replicas in processes. Hooks of :func:`torch.autograd.graph.saved_tensors_hooks` are
+    called for the first replica's tensors. Gradients can be differentiated again, unless replicas
+    are in processes, which raises an error.
 
     Args:
         module: What is replicated. Its parameters and buffers are on the first device.
@@ -74,16 +73,15 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         output_device: Where outputs are joined; by default on the first device. -1 is the CPU. An
             index is ignored where ``device_ids`` are.
         dim: The dimension of inputs that is cut, and of outputs that is joined.
-        workers: What each replica but the first, which runs in the caller's thread, runs in:
+        workers: Where replicas run, but for the first, which runs in the caller's thread:
             ``"threads"``, or ``"processes"`` of their own, on CPUs or CUDA devices, where no other
             replica holds up Python's interpreter. They start with the first call, which moves
-            parameters on the CPU to memory that all share, and end with this object. The module
-            and its inputs must be such that they can be pickled; an attribute that is changed in
-            place, other than by its length, is not noticed. Of processes in processes, the inner
-            ones are threads. Each takes memory for a copy of all gradients, and on a GPU for a CUDA
-            context of its own.
-        buffers: ``"first"`` keeps what the first replica does to them, ``"mean"`` the mean over
-            all replicas, of those of floating point.
+            parameters on the CPU to shared memory, and end with this object. The module and its
+            inputs must be picklable; an attribute that is changed in place, other than in its
+            length, isn't noticed. Inside of such a process replicas are threads. Each process takes
+            memory for all gradients, and on a GPU for a CUDA context.
+        buffers: ``"first"`` keeps the first replica's changes, ``"mean"`` the mean over all
+            replicas, of buffers of floating point.
         timeout: How long to wait for a replica in a process to do its part of a call or of a
             backward; 10 minutes by default. Then all of them are ended, and
             :class:`~lockstep.errors.ReplicaLost` names it. Their start may take two minutes anyway.
@@ -122,20 +120,17 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         if buffers not in ("first", "mean"):
             raise ValueError(f"buffers is {buffers!r}, but only 'first' and 'mean' are known.")
         self.device_ids = devices_for(device_ids)
-        if workers == "processes" and any(
-            d.type not in _SHARED_BY_PROCESSES for d in self._devices
-        ):
+        kinds = {device.type for device in self._devices}
+        if workers == "processes" and not kinds <= _SHARED_BY_PROCESSES:
             raise ValueError(
                 "Replicas in processes compute on the CPU or on CUDA devices. For others, use "
                 "workers='threads'."
             )
-        home = self._devices[0]
-        self.module = module
-        self.dim = as_dim(dim)
+        self.module, self.dim = module, as_dim(dim)
         self.workers, self.buffer_policy, self._timeout = workers, buffers, timeout
+        self.src_device_obj = home = self._devices[0]
         target = _target(output_device, device_ids, home)
         self.output_device = -1 if output_device == -1 else _as_torch_says(target)
-        self.src_device_obj = home
         if len(self._devices) == 1:
             module.to(home)
         self._is_ready = True
@@ -158,9 +153,8 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
     def __getattr__(self, name: str) -> Any:
         """What this doesn't have is the module's; methods are called in all replicas."""
         value = super().__getattr__(name)
-        is_method = inspect.ismethod(value) and value.__self__ is self.__dict__["_modules"].get(
-            "module"
-        )
+        module = self.__dict__["_modules"].get("module")
+        is_method = inspect.ismethod(value) and value.__self__ is module
         return partial(self._call_method, name) if is_method else value
 
     @uncompiled
@@ -171,18 +165,18 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
 
     @uncompiled
     def _call(self, name: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_alone = len(self._devices) == 1
+        method, is_alone = getattr(self.module, name), len(self._devices) == 1
         if is_alone and self._devices[0].type == "cpu" and not self._overrides("scatter"):
-            return getattr(self.module, name)(*inputs, **kwargs)
+            return method(*inputs, **kwargs)
         parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
         if not parts and not kwargs_parts:
             parts, kwargs_parts = ((),), ({},)
         if is_alone:
-            return getattr(self.module, name)(*parts[0], **kwargs_parts[0])
+            return method(*parts[0], **kwargs_parts[0])
         if self._overrides("replicate", "parallel_apply"):
             outputs = self._call_new_replicas(name, parts, kwargs_parts)
         elif len(parts) == 1:
-            outputs = [getattr(self.module, name)(*parts[0], **kwargs_parts[0])]
+            outputs = [method(*parts[0], **kwargs_parts[0])]
         else:
             if self._replicas is None:
                 in_threads = self.workers == "threads" or is_beside_processes()

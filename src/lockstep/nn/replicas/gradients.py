@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from lockstep.nn.replicas.channel import SharedTensors, bytes_of
+from lockstep.nn.replicas.devices import move
 from lockstep.torch_private import _foreach_add_
 
 Gradients = list[torch.Tensor | None]
@@ -25,20 +26,20 @@ Gradients = list[torch.Tensor | None]
 class LeftGradients:
     """The gradients that a replica leaves, in its own process.
 
-    ``places`` are the caller's memory for the gradient of each parameter, and ``flags`` a byte for
-    each, also there, set when the gradient has been left.
+    ``shared`` is the caller's memory: a tensor for the gradient of each parameter, and one with a
+    byte for each, the flag that is set when the gradient has been left.
     """
 
-    def __init__(self, places: Sequence[torch.Tensor], flags: torch.Tensor) -> None:
+    def __init__(self, shared: Sequence[torch.Tensor]) -> None:
         # Gradients that come are the caller's, and not of a backward that the module runs itself.
         self.is_taking = False
-        self._places = places
+        *self._places, flags = shared
         self._leaves: dict[int, torch.Tensor] = {}
         self._flags = bytes_of(flags)
 
     def take_from(self, index: int, leaf: torch.Tensor) -> None:
-        """Take the gradients of that leaf, which requires them, from now on."""
-        if self._leaves.get(index) is not leaf:
+        """Take the gradients of that leaf from now on."""
+        if leaf.requires_grad and self._leaves.get(index) is not leaf:
             self._leaves[index] = leaf
             leaf.register_post_accumulate_grad_hook(partial(self._take, index))
 
@@ -60,24 +61,24 @@ class LeftGradients:
 
 
 class GradientsElsewhere:
-    """The gradients on ``device`` that ``count`` processes leave, in the caller's process."""
+    """The gradients that ``count`` processes leave, in the caller's process.
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], device: torch.device, count: int
-    ) -> None:
-        num = len(parameters)
-        self.places = [SharedTensors(parameters, device) for _ in range(count)]
-        flags = torch.empty(num, dtype=torch.uint8)
-        self.flags = [SharedTensors([flags], flags.device) for _ in range(count)]
-        self._flags = [bytes_of(own.here[0]) for own in self.flags]
+    ``shared`` is for each process the memory that its :class:`LeftGradients` takes.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], count: int) -> None:
+        flags = torch.empty(len(parameters), dtype=torch.uint8, device="cpu")
+        self.shared = [SharedTensors([*parameters, flags]) for _ in range(count)]
+        self._flags = [bytes_of(own.here[-1]) for own in self.shared]
         # For each parameter the number of processes whose gradient has been added.
-        self._num_added = bytearray(num)
+        self._num_added = bytearray(len(parameters))
         # Other processors may see a flag before the gradient.
-        self._can_see = device.type == "cpu" and platform.machine() in ("x86_64", "AMD64")
+        is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        self._can_see = is_on_cpu and platform.machine() in ("x86_64", "AMD64")
 
     def close(self) -> None:
         """Let no further process map this memory."""
-        for own in [*self.places, *self.flags]:
+        for own in self.shared:
             own.close()
 
     def begin(self) -> None:
@@ -91,73 +92,60 @@ class GradientsElsewhere:
         is_any = self._can_see
         while is_any:
             is_any = False
-            for number, places in enumerate(self.places):
-                indices = self._next_of(number, total)
-                if indices:
-                    sums = [gradient for index in indices if (gradient := total[index]) is not None]
-                    _foreach_add_(sums, [places.here[index] for index in indices])
+            for number, own in enumerate(self.shared):
+                sums, parts = [], []
+                for index, is_there in enumerate(bytes(self._flags[number])):
+                    if is_there and self._num_added[index] == number:
+                        so_far = total[index]
+                        if so_far is not None and so_far.layout is torch.strided:
+                            self._num_added[index] += 1
+                            sums.append(so_far)
+                            parts.append(own.here[index])
+                if sums:
+                    _foreach_add_(sums, parts)
                     is_any = True
-
-    def _next_of(self, number: int, total: Gradients) -> list[int]:
-        """The gradients of that process that can be added now; they count as added."""
-        indices = []
-        for index, is_there in enumerate(bytes(self._flags[number])):
-            if is_there and self._num_added[index] == number:
-                so_far = total[index]
-                if so_far is not None and so_far.layout is torch.strided:
-                    self._num_added[index] += 1
-                    indices.append(index)
-        return indices
 
     def rest(
         self, number: int, are_in_place: bytes, others: dict[int, torch.Tensor]
     ) -> tuple[Gradients, Gradients]:
-        """The gradients still to be added of a process whose backward is over.
+        """The gradients of a process to add after its backward, and their further parts.
 
-        They are for each parameter the gradient, unless it has been added, and its further part.
-        The arguments are the process's number and results of ``Worker.backward``.
+        ``are_in_place`` and ``others`` are what ``Worker.backward`` has returned.
         """
         first: Gradients = []
         later: Gradients = []
         for index, is_in_place in enumerate(are_in_place):
-            is_to_add = is_in_place and self._num_added[index] <= number
             more = others.get(index)
-            place = self.places[number].here[index] if is_to_add else None
+            is_to_add = is_in_place and self._num_added[index] <= number
+            place = self.shared[number].here[index] if is_to_add else None
             first.append(place if is_in_place else more)
             later.append(more if is_in_place else None)
         return first, later
 
 
-def add_up(of_replicas: Sequence[Gradients], homes: Sequence[torch.device]) -> Gradients:
+def add_up(of_replicas: Sequence[Gradients], home: torch.device) -> Gradients:
     """Add up each parameter's gradients in the order of the replicas, so that bits don't vary.
 
-    Each sum is on its device of ``homes``. Only the first replica's gradients are written to, or
+    The sums are on the device ``home``. Only the first replica's gradients are written to, or
     become part of the result.
     """
-    first, *others = of_replicas
-    total = [_at_home(g, home) for g, home in zip(first, homes, strict=True)]
+    total, *others = (
+        [None if own is None else move(own, home) for own in gradients] for gradients in of_replicas
+    )
     for gradients in others:
-        sums: list[torch.Tensor] = []
-        more: list[torch.Tensor] = []
-        for index, (own, home) in enumerate(zip(gradients, homes, strict=True)):
-            so_far, gradient = total[index], _at_home(own, home)
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, gradient in enumerate(gradients):
+            so_far = total[index]
             if gradient is None:
                 continue
             if so_far is None:
                 total[index] = gradient.clone()
             elif so_far.layout is gradient.layout is torch.strided:
-                sums.append(so_far)
-                more.append(gradient)
+                pairs.append((so_far, gradient))
             elif so_far.is_sparse and not gradient.is_sparse:  # torch adds sparse to dense only
                 total[index] = gradient + so_far
             else:
                 total[index] = so_far + gradient
-        if sums:
-            _foreach_add_(sums, more)
+        if pairs:
+            _foreach_add_(*map(list, zip(*pairs, strict=True)))
     return total
-
-
-def _at_home(gradient: torch.Tensor | None, home: torch.device) -> torch.Tensor | None:
-    if gradient is None or gradient.device == home:
-        return gradient
-    return gradient.to(home, non_blocking=home.type != "cpu")

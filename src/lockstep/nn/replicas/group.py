@@ -6,7 +6,7 @@ import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from torch import nn
 from lockstep.arguments import Device
 from lockstep.nn.replicas.devices import as_device, check_kwargs, on_device
 from lockstep.nn.replicas.nested import leaves
-from lockstep.nn.replicas.worker_threads import WorkerThreads, is_interruption, values_of
+from lockstep.nn.replicas.worker_threads import WorkerThreads, is_interruption, raise_first
 
 T = TypeVar("T")
 
@@ -70,25 +70,20 @@ class ReplicaSums:
         self._around = _replica.get()
         self._num_present = count
         self._lock = threading.Lock()
+        self._error: BaseException | None = None
         # The sum whose parts, by the number of the replica, have not all come.
         self._parts: dict[int, torch.Tensor] = {}
         self._finish: Finish | None = None
         self._total = Future[torch.Tensor]()
-        self._error: BaseException | None = None
 
     def add_up(self, index: int, own: torch.Tensor, finish: Finish | None) -> torch.Tensor:
         """The sum of all replicas' tensors: see :meth:`Replica.add_up`."""
         if finish is not None and self._around is not None:
             finish = partial(self._around.add_up, finish=finish)
-        try:
-            with self._lock:
-                self._parts[index], self._finish, total = own, finish, self._total
-            self._finish_if_complete()
-            return total.result()
-        except BaseException as error:
-            if is_interruption(error):  # of this thread
-                self.fail(error)
-            raise
+        with self._lock:
+            self._parts[index], self._finish, total = own, finish, self._total
+        self._finish_if_complete()
+        return total.result()
 
     def leave(self) -> None:
         """Wait no longer for one of the replicas."""
@@ -105,9 +100,9 @@ class ReplicaSums:
     def _finish_if_complete(self) -> None:
         with self._lock:
             parts, total, error = self._parts, self._total, self._error
-            finish = self._finish
             if not parts or (error is None and len(parts) < self._num_present):
                 return
+            finish = self._finish
             self._parts, self._total = {}, Future()
         # Without the lock: a sum over ranks waits for them.
         try:
@@ -174,9 +169,10 @@ def parallel_apply(
             one it was and where, and others on those that failed as well.
     """
     called, inputs = _listed(modules, "modules"), _listed(inputs, "inputs")
-    kwargs = [{}] * len(called) if kwargs_tup is None else _listed(kwargs_tup, "kwargs_tup")
-    given = [None] * len(called) if devices is None else _listed(devices, "devices")
-    counts = (len(called), len(inputs), len(kwargs), len(given))
+    count = len(called)
+    kwargs = [{}] * count if kwargs_tup is None else _listed(kwargs_tup, "kwargs_tup")
+    given = [None] * count if devices is None else _listed(devices, "devices")
+    counts = (count, len(inputs), len(kwargs), len(given))
     if len(set(counts)) > 1:
         raise ValueError(
             "There must be as many modules as inputs, kwargs_tup and devices, and there are "
@@ -187,26 +183,23 @@ def parallel_apply(
             raise TypeError(f"modules[{index}] is {reprlib.repr(module)}; give a torch.nn.Module.")
     for index, each in enumerate(kwargs):
         check_kwargs(each, f"kwargs_tup[{index}]")
-    kwargs = [each or {} for each in kwargs]
-    arguments = [tuple(x) if isinstance(x, tuple | list) else (x,) for x in inputs]
-    where = [
-        _device_of_first_tensor((args, kw))
-        if device is None
-        else as_device(device, f"devices[{index}]")
-        for index, (device, args, kw) in enumerate(zip(given, arguments, kwargs, strict=True))
-    ]
-    tasks = [
-        on_device(device, partial(module, *args, **kw))
-        for module, args, kw, device in zip(called, arguments, kwargs, where, strict=True)
-    ]
+    tasks, where = [], []
+    for index, (module, x, kw, device) in enumerate(
+        zip(called, inputs, kwargs, given, strict=True)
+    ):
+        args, kw = tuple(x) if isinstance(x, tuple | list) else (x,), kw or {}
+        if device is None:
+            where.append(_device_of_first_tensor((args, kw)))
+        else:
+            where.append(as_device(device, f"devices[{index}]"))
+        tasks.append(on_device(where[-1], partial(module, *args, **kw)))
     if len(tasks) < 2:
         return [task() for task in tasks]
     workers = WorkerThreads(len(tasks))
-    try:
-        with workers.sharing():
-            return values_of(workers.run(as_replicas(tasks)), where)
-    finally:
-        workers.close()
+    with closing(workers), workers.sharing():
+        futures = workers.run(as_replicas(tasks))
+    raise_first([own.exception() for own in futures], where)
+    return [own.result() for own in futures]
 
 
 def _listed(values: Iterable[T], name: str) -> Sequence[T]:

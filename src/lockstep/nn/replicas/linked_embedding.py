@@ -2,7 +2,7 @@
 
 ``max_norm`` scales the rows that are looked up, in place: replicas that share a weight must not do
 so while others read it. ``scale_grad_by_freq`` divides a row's gradient by the number of its
-lookups in the whole batch. In replicas such a weight is of a class that sees to both.
+lookups in the whole batch. In replicas such a weight is a :class:`LinkedEmbedding`.
 """
 
 from __future__ import annotations
@@ -51,22 +51,9 @@ def linked_embeddings_in(parts: Sequence[nn.Module]) -> set[int]:
     }
 
 
-def _identity(counts: torch.Tensor) -> torch.Tensor:
-    return counts
-
-
-def leaf_as_linked(leaf: torch.Tensor) -> torch.Tensor:
-    """A linked embedding that is a leaf and shares the memory of ``leaf``."""
-    weight: torch.Tensor = torch.Tensor._make_subclass(
-        LinkedEmbedding, leaf.detach(), leaf.requires_grad
-    )
-    return weight
-
-
 def as_linked(parameter: torch.Tensor) -> torch.Tensor:
     """A linked embedding through which gradients flow back to ``parameter``."""
-    linked: torch.Tensor = _AsLinkedEmbedding.apply(parameter)  # type: ignore[no-untyped-call]
-    return linked
+    return _AsLinkedEmbedding.apply(parameter)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _AsLinkedEmbedding(torch.autograd.Function):
@@ -89,21 +76,18 @@ def _look_up(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = _LOOKUPS[func].bind(*args, **kwargs)
     call.apply_defaults()
     given, replica = call.arguments, this_replica()
-    weight, max_norm, by_frequency = (
-        given[name] for name in ("weight", "max_norm", "scale_grad_by_freq")
-    )
-    if max_norm is None and not by_frequency:
+    weight, max_norm = given["weight"], given["max_norm"]
+    if max_norm is None and not given["scale_grad_by_freq"]:
         return func(*args, **kwargs)
     counts = torch.bincount(given["input"].reshape(-1), minlength=len(weight))
     if replica is not None:
-        counts = replica.add_up(counts, _identity)
+        counts = replica.add_up(counts, torch.clone)
     if max_norm is not None:
-        rows = counts.nonzero().flatten()
-        renorm = torch.embedding_renorm_
-        scale_rows = partial(renorm, weight.detach(), rows, max_norm, given["norm_type"])
+        arguments = weight.detach(), counts.nonzero().flatten(), max_norm, given["norm_type"]
+        scale_rows = partial(torch.embedding_renorm_, *arguments)
         # No replica may read a row, or save the weight for its backward, before.
         scale_rows() if replica is None else _once_per_device(replica, weight.device, scale_rows)
-    if by_frequency:
+    if given["scale_grad_by_freq"]:
         weight = _DividedByCounts.apply(weight, counts)  # type: ignore[no-untyped-call]
     given |= {"weight": weight, "max_norm": None, "scale_grad_by_freq": False}
     return func(*call.args, **call.kwargs)
@@ -111,12 +95,11 @@ def _look_up(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _once_per_device(replica: Replica, device: torch.device, do: Callable[[], object]) -> None:
     """Let the first replica on each device ``do`` something, while all others wait."""
-    kind = 1 + zlib.crc32(str(device).encode())
     kinds = torch.zeros(replica.count, dtype=torch.long)
-    kinds[replica.index] = kind
-    on_this_device = replica.add_up(kinds).eq(kind)
+    kinds[replica.index] = kind = 1 + zlib.crc32(str(device).encode())
+    first = replica.add_up(kinds).tolist().index(kind)
     try:
-        if int(on_this_device.int().argmax()) == replica.index:
+        if first == replica.index:
             do()
     finally:
         replica.add_up(torch.zeros(0))

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lockstep.nn.replicas.gradients import Gradients
-from lockstep.nn.replicas.linked_embedding import leaf_as_linked, linked_embeddings_in
+from lockstep.nn.replicas.linked_embedding import LinkedEmbedding, linked_embeddings_in
 from lockstep.nn.replicas.module_copy import ModuleCopy, ModuleState, version_of
-from lockstep.nn.replicas.nested import map_tensors
+from lockstep.nn.replicas.nested import map_tensors, tensors_in
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 Ends = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -29,45 +29,41 @@ class LocalReplica:
     A replica that ``owns_buffers`` has the module's own, so that changes to them stay. Another has
     copies, and what it saves for its backward isn't written to when the module gets the mean of all
     replicas' buffers.
+
+    Attributes:
+        parts: The module and its submodules.
+        leaves: The replica's parameters.
+        buffers: Its copies of the module's buffers, if it has them.
     """
 
     def __init__(self, original: nn.Module, device: torch.device, *, owns_buffers: bool) -> None:
         self.device = device
+        self.parts = [*original.modules()]
         self.leaves: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
         self._copy = ModuleCopy(original)
         self.module = self._copy.module
         self._owns_buffers = owns_buffers
-        self._leaf_of: dict[int, _Leaf] = {}
-        self._buffer_of: dict[int, _Buffer] = {}
-
-    def is_of(self, parts: Sequence[nn.Module]) -> bool:
-        """Whether the module's tree still consists of ``parts``."""
-        return self._copy.is_copy_of(parts)
+        self._copies: dict[int, _Leaf | _Buffer] = {}
 
     def update(self, state: ModuleState) -> None:
         """Bring the replica to the state of the module."""
-        leaves, self._leaf_of = self._leaf_of, {}
+        earlier, self._copies = self._copies, {}
         linked = linked_embeddings_in(state.parts)
-        for parameter in state.parameters:
-            leaf = leaves.get(id(parameter))
-            if leaf is None or not leaf.is_current(parameter):
-                leaf = _Leaf(parameter, self.device, is_linked=id(parameter) in linked)
-            self._leaf_of[id(parameter)] = leaf
-        self.leaves = [leaf.tensor for leaf in self._leaf_of.values()]
+        for own in state.parameters:
+            copy = earlier.get(id(own))
+            if not isinstance(copy, _Leaf) or not copy.is_current(own):
+                copy = _Leaf(own, self.device, is_linked=id(own) in linked)
+            self._copies[id(own)] = copy
+        self.leaves = [copy.tensor for copy in self._copies.values()]
         if not self._owns_buffers:
-            copies, self._buffer_of = self._buffer_of, {}
-            for buffer, version in zip(state.buffers, state.versions, strict=True):
-                copied = copies.get(id(buffer))
-                if copied is None or not copied.is_current(buffer, version):
-                    copied = _Buffer(buffer, version, self.device)
-                self._buffer_of[id(buffer)] = copied
-        tensors = {key: leaf.tensor for key, leaf in self._leaf_of.items()}
-        tensors |= {key: copied.tensor for key, copied in self._buffer_of.items()}
-        self._copy.update(tensors)
-
-    def copy_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The replica's copy of a buffer of the module."""
-        return self._buffer_of[id(buffer)].tensor
+            for own, version in zip(state.buffers, state.versions, strict=True):
+                copy = earlier.get(id(own))
+                if not isinstance(copy, _Buffer) or not copy.is_current(own, version):
+                    copy = _Buffer(own, version, self.device)
+                self._copies[id(own)] = copy
+            self.buffers = [self._copies[id(own)].tensor for own in state.buffers]
+        self._copy.update({key: copy.tensor for key, copy in self._copies.items()})
 
 
 class _Leaf:
@@ -81,8 +77,8 @@ class _Leaf:
         if not self._is_shared:
             there = there.to(device)
         if isinstance(original, nn.Parameter):
-            there = nn.Parameter(there, requires_grad=original.requires_grad)
-            there = leaf_as_linked(there) if is_linked else there
+            kind = LinkedEmbedding if is_linked else nn.Parameter
+            there = kind(there, requires_grad=original.requires_grad)
             there.__dict__.update(original.__dict__)
         self.tensor = there.requires_grad_(original.requires_grad)
 
@@ -91,11 +87,10 @@ class _Leaf:
         leaf = self.tensor
         if self._original is not original or leaf.requires_grad != original.requires_grad:
             return False
-        if self._is_shared:
-            is_there = leaf.shape == original.shape if leaf.is_meta else leaf.is_set_to(original)
-            return leaf.dtype == original.dtype and is_there
-        if leaf.shape != original.shape or leaf.dtype != original.dtype:
+        if leaf.dtype != original.dtype or leaf.shape != original.shape:
             return False
+        if self._is_shared:
+            return leaf.is_meta or leaf.is_set_to(original)
         if self._version != (version := version_of(original)):
             self._version = version
             with torch.no_grad():
@@ -119,27 +114,14 @@ class _Buffer:
         return is_same and self._own_version == version_of(self.tensor)
 
 
-def write_mean(buffer: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-    """Give ``buffer`` the mean of the replicas' values or, if that isn't floating point, the first.
-
-    A buffer that no replica has changed keeps its bits.
-    """
-    there = [value.to(buffer.device) for value in values]
-    # By value, as not all that writes to a tensor is counted by its version.
-    if not all(torch.equal(value, buffer) for value in there):
-        with torch.no_grad():
-            buffer.copy_(torch.stack(there).mean(0) if buffer.is_floating_point() else there[0])
-
-
 class ReplicaCall:
     """The call of one replica in this process: of ``call``, with ``arguments``.
 
-    ``leaves`` replace the module's parameters in it. ``owns_inputs`` tells that nobody else has the
-    tensors among the arguments.
+    ``leaves`` replace the module's parameters in it.
 
     Attributes:
         inputs: The tensors among the arguments that require a gradient.
-        outputs: All tensors among the results.
+        results: What the replica has returned.
     """
 
     def __init__(
@@ -148,42 +130,32 @@ class ReplicaCall:
         leaves: Sequence[torch.Tensor],
         call: Callable[..., Any],
         arguments: Arguments,
-        *,
-        owns_inputs: bool = False,
     ) -> None:
         self.device = device
-        self.inputs: list[torch.Tensor] = []
-        self.outputs: list[torch.Tensor] = []
-        self._results: Any = None
+        self.inputs = [x for x in tensors_in(arguments) if x.requires_grad]
+        self.results: Any = None
+        self._outputs: list[torch.Tensor] = []
         # The indices of outputs whose graph is freed, and of those in which a backward began last.
         self._freed: set[int] = set()
         self._begun: set[int] = set()
         self._call = call
         self._arguments = arguments
         self._leaves = leaves
-        self._owns_inputs = owns_inputs
         self._input_leaves: list[torch.Tensor] = []  # these replace the inputs
-        map_tensors(lambda t: self.inputs.append(t) if t.requires_grad else None, arguments)
 
     def forward(self) -> None:
         """Call the replica."""
-        # See Note [Leaves]. Shown by test_inputs_may_be_modified_in_place.
-        inputs = self.inputs[len(self._input_leaves) :]
-        copies = [x.detach() if self._owns_inputs else x.detach().clone() for x in inputs]
-        new_leaves = [x.requires_grad_() for x in copies]
-        self._input_leaves = [*self._input_leaves, *new_leaves]
-        mine = iter([_NoLeaf.apply(leaf) for leaf in new_leaves])  # type: ignore[no-untyped-call]
-        args, kwargs = map_tensors(
-            lambda t: next(mine) if t.requires_grad else t.data, self._arguments
-        )
-        self._results = self._call(*args, **kwargs)
-        map_tensors(self.outputs.append, self._results)
+        args, kwargs = map_tensors(self._own, self._arguments)
+        self.results = self._call(*args, **kwargs)
+        self._outputs = tensors_in(self.results)
         self._arguments = ((), {})  # free their memory
 
-    def take_results(self) -> tuple[Any, list[torch.Tensor]]:
-        """What the replica has returned, once, and the tensors in it."""
-        results, self._results = self._results, None
-        return results, self.outputs
+    def _own(self, argument: torch.Tensor) -> torch.Tensor:
+        if not argument.requires_grad:
+            return argument.data
+        self._input_leaves.append(argument.detach().requires_grad_())
+        # See Note [Leaves]. Shown by test_inputs_may_be_modified_in_place.
+        return self._input_leaves[-1].clone()
 
     def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
         """The outputs in which a backward begins, with their gradients."""
@@ -195,7 +167,7 @@ class ReplicaCall:
             )
         return [
             (output, gradient)
-            for output, gradient in zip(self.outputs, d_outputs, strict=True)
+            for output, gradient in zip(self._outputs, d_outputs, strict=True)
             if gradient is not None and output.requires_grad
         ]
 
@@ -207,7 +179,7 @@ class ReplicaCall:
         """
         call = ReplicaCall(self.device, self._leaves, self._differentiate, ((d_outputs,), {}))
         call.inputs[:0] = self.inputs
-        call._input_leaves = self._input_leaves
+        call._input_leaves = [*self._input_leaves]
         return call
 
     def _differentiate(self, d_outputs: Gradients) -> Gradients:
@@ -217,16 +189,15 @@ class ReplicaCall:
         if not ends or not wanted:
             return [None] * len(leaves)
         outputs, given = zip(*ends, strict=True)
-        found = iter(
-            torch.autograd.grad(outputs, wanted, given, create_graph=True, allow_unused=True)
-        )
-        return [next(found) if leaf.requires_grad else None for leaf in leaves]
+        found = torch.autograd.grad(outputs, wanted, given, create_graph=True, allow_unused=True)
+        of_leaf = dict(zip(map(id, wanted), found, strict=True))
+        return [of_leaf.get(id(leaf)) for leaf in leaves]
 
     def free_graph(self) -> None:
         """Free the graph of those outputs in which the last backward began."""
         self._freed |= self._begun
         for index in self._begun:
-            self.outputs[index] = self.outputs[index].detach()
+            self._outputs[index] = self._outputs[index].detach()
 
     def take_gradients(self) -> tuple[Gradients, Gradients]:
         """The gradients of the parameters and of the inputs; the leaves have none then."""
@@ -235,18 +206,6 @@ class ReplicaCall:
         for leaf in leaves:
             leaf.grad = None
         return gradients[: len(self._leaves)], gradients[len(self._leaves) :]
-
-
-class _NoLeaf(torch.autograd.Function):
-    """The same tensor, but one that may be written to, as a leaf must not be."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
 
 
 def run_backward(ends: Ends, keep_graph: bool) -> None:

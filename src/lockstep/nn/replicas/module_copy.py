@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MethodType
 from typing import NamedTuple, TypeVar, cast
 
@@ -36,10 +35,6 @@ class ModuleCopy:
         self._pairs = [(part, type(part).__new__(type(part))) for part in original.modules()]
         self._copies: dict[nn.Module | None, nn.Module] = dict(self._pairs)
         self.module = self._copies[original]
-
-    def is_copy_of(self, parts: Sequence[nn.Module]) -> bool:
-        """Whether the original's tree still consists of ``parts``."""
-        return [part for part, _ in self._pairs] == list(parts)
 
     def update(self, tensors: Mapping[int, torch.Tensor]) -> None:
         """Take the original's attributes, with ``tensors`` in place of its own, by their ``id()``.
@@ -86,11 +81,19 @@ class ModuleState(NamedTuple):
     def of(cls, module: nn.Module) -> ModuleState:
         """The state of ``module`` now."""
         parts = list(module.modules())
-        all_buffers = list(own_tensors(parts, "_buffers"))
-        trained = [buffer for buffer in all_buffers if buffer.requires_grad]
-        buffers = [buffer for buffer in all_buffers if not buffer.requires_grad]
-        parameters = [*own_tensors(parts, "_parameters"), *trained]
-        return cls(parts, parameters, buffers, versions_of(buffers, parts))
+        parameters, buffers = _own_tensors(parts, "_parameters"), _own_tensors(parts, "_buffers")
+        parameters += [buffer for buffer in buffers if buffer.requires_grad]
+        buffers = [buffer for buffer in buffers if not buffer.requires_grad]
+        # Statistics are written to without their version being counted. Shown by
+        # test_statistics_are_those_of_the_last_call.
+        counting = {
+            id(buffer)
+            for part in parts
+            if part.training and isinstance(part, _NormBase)
+            for buffer in part._buffers.values()
+        }
+        versions = [object() if id(own) in counting else version_of(own) for own in buffers]
+        return cls(parts, parameters, buffers, versions)
 
 
 class ModuleSnapshot:
@@ -100,7 +103,7 @@ class ModuleSnapshot:
     """
 
     def __init__(self, state: ModuleState) -> None:
-        self._objects, self._starts = _identity_of(state)
+        self._objects, self._identity = _identity_of(state)
         self._containers = [v for v in self._objects if isinstance(v, dict | list | set)]
         self.ignore_lengths()
 
@@ -110,45 +113,23 @@ class ModuleSnapshot:
 
     def is_current(self, state: ModuleState) -> bool:
         """Whether nothing but the values of tensors has changed."""
-        objects, starts = _identity_of(state)
-        return (
-            len(objects) == len(self._objects)
-            and all(map(operator.is_, objects, self._objects))
-            and starts == self._starts
-            and [*map(len, self._containers)] == self._lengths
-        )
+        is_same = _identity_of(state)[1] == self._identity
+        return is_same and [*map(len, self._containers)] == self._lengths
 
 
 def _identity_of(state: ModuleState) -> tuple[list[object], list[int]]:
-    """The objects that make up a module, and the addresses of its parameters."""
-    # Not the training mode, which is sent with each call.
-    attributes = [v for part in state.parts for v in (part.__dict__ | {"training": None}).values()]
+    """The objects that make up a module, and their ids and the addresses of its parameters."""
     parts, parameters, buffers, _ = state
-    starts = [parameter.data_ptr() for parameter in parameters]
-    return [*parts, None, *parameters, None, *buffers, None, *attributes], starts
+    # Not the training mode, which is sent with each call.
+    attributes = [v for part in parts for v in (part.__dict__ | {"training": None}).values()]
+    objects = [*parts, None, *parameters, None, *buffers, None, *attributes]
+    return objects, [*map(id, objects), *(parameter.data_ptr() for parameter in parameters)]
 
 
-def own_tensors(parts: Sequence[nn.Module], kind: str) -> Iterator[torch.Tensor]:
+def _own_tensors(parts: Sequence[nn.Module], kind: str) -> list[torch.Tensor]:
     """Each of the ``"_parameters"`` or ``"_buffers"`` of ``parts``, once."""
-    seen: set[int] = set()
-    for part in parts:
-        for tensor in part.__dict__[kind].values():
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
-
-
-def versions_of(buffers: Sequence[torch.Tensor], parts: Sequence[nn.Module]) -> list[object]:
-    """For each of the buffers of ``parts`` an object that differs once the buffer has changed."""
-    # Statistics are written to without their version being counted. Shown by
-    # test_statistics_are_those_of_the_last_call.
-    counting = {
-        id(buffer)
-        for part in parts
-        if part.training and isinstance(part, _NormBase)
-        for buffer in part._buffers.values()
-    }
-    return [object() if id(buffer) in counting else version_of(buffer) for buffer in buffers]
+    found = {id(own): own for part in parts for own in part.__dict__[kind].values()}
+    return [own for own in found.values() if own is not None]
 
 
 def version_of(tensor: torch.Tensor) -> object:
@@ -166,11 +147,10 @@ def check_home(tensors: Sequence[torch.Tensor], home: torch.device) -> None:
                 f"device_ids, and one of the module's tensors is on {tensor.device}. Move the "
                 f"module there: module.to({str(home)!r})."
             )
-    check_shapes(tensors)
+    _check_shapes(tensors)
 
 
-def check_shapes(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise RuntimeError if a tensor of a module has no shape yet."""
+def _check_shapes(tensors: Iterable[torch.Tensor]) -> None:
     if any(map(is_lazy, tensors)):
         raise RuntimeError(
             "A parameter has no shape yet. Run one forward of the bare module on a sample before "
@@ -181,10 +161,10 @@ def check_shapes(tensors: Iterable[torch.Tensor]) -> None:
 def replicate(network: Network, devices: Sequence[Device], detach: bool = False) -> list[Network]:
     """Return a replica of ``network`` for each of ``devices``.
 
-    A replica is of the same class and has the same attributes. Where it is on the device of a
-    parameter, it has that parameter itself, and elsewhere a copy through which gradients flow back
-    to it; so gradients of all replicas add up in ``network``. The first replica on the device of a
-    buffer has the buffer itself, so that what it does to it stays; all others have copies.
+    A replica is of the same class and has the same attributes. On the device of a parameter it has
+    that parameter itself, and elsewhere a copy through which gradients flow back; so gradients of
+    all replicas add up in ``network``. The first replica on the device of a buffer has the buffer
+    itself, so that its changes stay; all others have copies.
 
     Args:
         network: A module, on any devices.
@@ -202,9 +182,8 @@ def replicate(network: Network, devices: Sequence[Device], detach: bool = False)
     """
     check_module(network, "network")
     parts = list(network.modules())
-    parameters = list(own_tensors(parts, "_parameters"))
-    buffers = list(own_tensors(parts, "_buffers"))
-    check_shapes([*parameters, *buffers])
+    parameters, buffers = _own_tensors(parts, "_parameters"), _own_tensors(parts, "_buffers")
+    _check_shapes([*parameters, *buffers])
     replicas = []
     linked = linked_embeddings_in(parts)
     is_taken: set[int] = set()
@@ -212,8 +191,7 @@ def replicate(network: Network, devices: Sequence[Device], detach: bool = False)
         replica = ModuleCopy(network)
         tensors = {}
         for parameter in parameters:
-            there = parameter if parameter.device == device else parameter.to(device)
-            there = there.detach() if detach else there
+            there = parameter.to(device).detach() if detach else parameter.to(device)
             tensors[id(parameter)] = as_linked(there) if id(parameter) in linked else there
         for buffer in buffers:
             if buffer.device == device and id(buffer) not in is_taken:

@@ -2,44 +2,140 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import json
 import os
+import signal
 import socket
 import subprocess
+import sys
+import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.comm import Deadline
 from lockstep.errors import ReplicaLost
-from lockstep.nn.replicas.channel import Channel, Error, Packed, Request, share
+from lockstep.nn.replicas.channel import (
+    Channel,
+    Error,
+    Packed,
+    Request,
+    Shared,
+    SharedTensor,
+    SharedTensors,
+)
 from lockstep.nn.replicas.gradients import Gradients, GradientsElsewhere
 from lockstep.nn.replicas.group import Replica, num_replicas, this_replica
-from lockstep.nn.replicas.interpreter import (
-    START_SECONDS,
-    ForkedProcess,
-    reporting_loss,
-    start_processes,
-)
 from lockstep.nn.replicas.local_replica import Arguments, Ends
 from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, version_of
 from lockstep.nn.replicas.nested import tensors_in
-from lockstep.nn.replicas.worker_main import GRACE_SECONDS, Call
-from lockstep.nn.replicas.worker_threads import Modes, Outcome, is_interruption, values_of
+from lockstep.nn.replicas.worker_main import GRACE_SECONDS, POLL_SECONDS, Call
+from lockstep.nn.replicas.worker_threads import Modes, is_interruption, raise_first
+from lockstep.world import allocator_environment
 
+# How long processes may take to start, whatever the timeout.
+_START_SECONDS = 120.0
+# How long to wait for the exit code of a process that has closed its end.
+_PATIENCE_SECONDS = 2.0
+_END = b"\0"  # has the interpreter end that has forked all processes
+_MOST_BYTES = 1 << 16  # of their ids
+_MAIN = """\
+import json, sys
+sys.path[:], *arguments = json.loads(sys.argv.pop())
+from lockstep.nn.replicas.worker_main import main
+main(*arguments)
+"""
+# From <sys/prctl.h>.
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_adopting = threading.Lock()
 _NOTHING = ModuleSnapshot(ModuleState([], [], [], []))
 
 
-class WorkerProcess(ForkedProcess):
-    """The process of one replica, and the versions of the tensors that it has.
+def _start_processes(
+    num_threads: int, seats: Sequence[Sequence[object]]
+) -> list[tuple[int, socket.socket]]:
+    """Start a process for each of ``seats``; return their ids, and connections to them.
+
+    They are forks of one new interpreter, which alone imports torch: that takes seconds.
+    """
+    with ExitStack() as after, ExitStack() as after_errors:
+        mine, theirs = zip(*(socket.socketpair() for _ in [None, *seats]), strict=True)
+        connection, *connections = map(after_errors.enter_context, mine)
+        numbers = [after.enter_context(own).fileno() for own in theirs]
+        arguments = json.dumps([[*map(str, sys.path)], num_threads, os.getpid(), numbers, seats])
+        interpreter = subprocess.Popen(
+            [sys.executable, "-P", "-c", _MAIN, arguments],
+            stdin=subprocess.DEVNULL,
+            env={**allocator_environment(), **os.environ, "OMP_NUM_THREADS": str(num_threads)},
+            pass_fds=numbers,
+            start_new_session=True,  # Ctrl-C is for the caller
+        )
+        after.close()
+        after_errors.callback(interpreter.wait)
+        after_errors.callback(interpreter.kill)
+        connection.settimeout(_START_SECONDS)
+        with _reporting_loss(1, interpreter, _START_SECONDS):
+            if not (pids := connection.recv(_MOST_BYTES)):
+                raise EOFError
+            with adopting_orphans():
+                connection.sendall(_END)
+                interpreter.wait(_START_SECONDS)
+        after_errors.pop_all()
+    connection.close()
+    return list(zip(json.loads(pids), connections, strict=True))
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Be the parent of descendants whose own parent ends meanwhile, as forked processes' does."""
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    with _adopting:
+        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            yield
+        finally:
+            prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+@contextmanager
+def _reporting_loss(
+    index: int, process: subprocess.Popen[bytes] | WorkerProcess, timeout: float
+) -> Iterator[None]:
+    """Raise ReplicaLost for errors of the connection to the process of a replica."""
+    who = f"The process of replica {index} (pid {process.pid})"
+    try:
+        yield
+    except TimeoutError as error:
+        raise ReplicaLost(
+            f"{who} has not answered within {timeout:g} s: it was stopped, hangs, or takes longer. "
+            "It is ended now, and the next call starts new ones. If it needs more time, give "
+            "DataParallel a longer timeout."
+        ) from error
+    except (EOFError, OSError) as error:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE_SECONDS)
+        raise ReplicaLost(
+            f"{who} has ended, with exit code {process.returncode}. What it wrote may tell why; if "
+            "it is -9, it was killed, perhaps for want of memory. The next call starts new ones."
+        ) from error
+
+
+class WorkerProcess:
+    """The process of one replica, a child of this process, and what the caller knows of it.
 
     Attributes:
         index: The number of the replica.
         device: Its device.
+        versions: Those of the buffers that it has, and of the parameters, unless it shares them.
         dropped: The numbers of calls of which no backward will come; sent with the next call.
         is_asked: Whether it has been sent a request and hasn't been heard to answer.
     """
@@ -47,73 +143,55 @@ class WorkerProcess(ForkedProcess):
     def __init__(
         self, index: int, devices: Sequence[torch.device], pid: int, connection: socket.socket
     ) -> None:
-        super().__init__(pid)
-        self.index, self.device = index, devices[index]
+        self.index, self.device, self.pid = index, devices[index], pid
+        self.returncode: int | None = None
+        self.versions: list[object] = []
         self.dropped: list[int] = []
         self.is_asked = False
-        # Of the buffers, and of the parameters, unless it shares them.
-        self._versions: list[object] = []
         self._is_home = self.device == devices[0]
-        self._timeout = 0.0  # until it is set
-        self._channel = Channel(connection, [devices[0], self.device])
+        self.connection = connection
+        self.channel = Channel(connection, [devices[0], self.device])
+        self._waiting = threading.Lock()
 
-    def send(self, packed: Packed, timeout: float) -> None:
-        """Send a message; wait at most ``timeout`` seconds for it to be read, and for answers."""
-        self._timeout = timeout
-        self._channel.set_timeout(timeout)
-        with reporting_loss(self.index, self, timeout):
-            self.is_asked = True
-            self._channel.send(packed)
+    def versions_of(self, state: ModuleState) -> list[object]:
+        """The versions that it has once it has been sent the state."""
+        return [*state.versions, *map(version_of, () if self._is_home else state.parameters)]
 
-    def receive(self) -> Outcome[Any]:
-        """Answer the process's requests, in this thread; return its answer.
+    def wait(self, timeout: float) -> None:
+        """Wait for its end; raise TimeoutExpired if that takes longer."""
+        deadline = Deadline(timeout)
+        with self._waiting:
+            while self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:  # the program itself has waited for it
+                    pid, status = self.pid, 0
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+                elif deadline.left():
+                    time.sleep(POLL_SECONDS)
+                else:
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout)
 
-        Errors that aren't the replica's own are raised.
-        """
-        with reporting_loss(self.index, self, self._timeout):
-            while isinstance(answer := self._channel.receive(), Request):
-                self._channel.answer(partial(answer.function, *answer.arguments))
-        self.is_asked = False
-        is_error = isinstance(answer, Error)
-        return Outcome(None, answer.exception()) if is_error else Outcome(answer)
-
-    def will_have(self, state: ModuleState) -> tuple[list[int], list[int]]:
-        """Note that it is sent the state; return the indices of changed parameters and buffers."""
-        copied = [] if self._is_home else state.parameters
-        before, self._versions = self._versions, [*state.versions, *map(version_of, copied)]
-        pairs = enumerate(zip(before, self._versions, strict=False))
-        new, count = [i for i, (old, now) in pairs if old != now], len(state.buffers)
-        return [i - count for i in new if i >= count], [i for i in new if i < count]
-
-    def has_unknown_values(self) -> None:
-        """Note that it may have other values."""
-        self._versions = [None] * len(self._versions)
-
-    def has_changed(self, buffers: list[int]) -> None:
-        """Note that a call has changed buffers."""
-        for index in buffers:
-            self._versions[index] = None
-
-    def hang_up(self) -> None:
-        """Let it end, once it is idle or after a moment."""
-        self._channel.close()
-
-    def end(self) -> None:
-        """Wait until it has ended, or end it."""
-        try:
-            self.wait(2 * GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self.wait(START_SECONDS)
+    def kill(self) -> None:
+        """End it now."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def _end(workers: Sequence[WorkerProcess], owner: int) -> None:
+    """Let all end that are idle or come to their ends in a moment, and end the others."""
     if owner != os.getpid():
         return  # this process was forked from theirs
     for worker in workers:
-        worker.hang_up()
+        worker.channel.close()
     for worker in workers:
-        worker.end()
+        try:
+            worker.wait(2 * GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait(_START_SECONDS)
 
 
 class ReplicaProcesses:
@@ -128,12 +206,12 @@ class ReplicaProcesses:
         self._timeout = timeout
         self._numbers = itertools.count()
         self._snapshot = _NOTHING
-        self.gradients = GradientsElsewhere([], devices[0], 0)
+        self.gradients = GradientsElsewhere([], 0)
         self._lost: BaseException | None = None
         self._is_ended = False
         seed, (home, *others) = torch.initial_seed(), map(str, devices)
         seats = [((seed + i) % 2**63, home, other) for i, other in enumerate(others, start=1)]
-        started = start_processes(max(1, torch.get_num_threads() // len(devices)), seats)
+        started = _start_processes(max(1, torch.get_num_threads() // len(devices)), seats)
         self.workers = [WorkerProcess(i, devices, *pair) for i, pair in enumerate(started, start=1)]
         self._pid = os.getpid()
         self._end = weakref.finalize(self, _end, self.workers, self._pid)
@@ -156,34 +234,39 @@ class ReplicaProcesses:
         if self._snapshot.is_current(state):
             return
         parameters = state.parameters
-        known = {id(tensor): i for i, tensor in enumerate([*parameters, *state.buffers])}
-        try:
-            modules = [Packed(Request("take_module", (module,)), known) for _ in self.workers]
-        except Exception as error:  # pickling may raise anything
-            raise TypeError(
-                f"{type(module).__name__} can't be sent to other processes: {error}. Use "
-                "workers='threads', or leave out what can't be pickled."
-            ) from error
-        self._snapshot = _NOTHING  # until all is sent
-        are_parameters = [isinstance(parameter, nn.Parameter) for parameter in parameters]
-        shared = share(parameters)
-        self.gradients = GradientsElsewhere(parameters, self.devices[0], len(self.workers))
-        tensors = [
-            _request("take_tensors", shared, places, flags, are_parameters, state.buffers)
-            for places, flags in zip(self.gradients.places, self.gradients.flags, strict=True)
-        ]
-        with closing(self.gradients):
-            self._ask(tensors)
-            self._ask(modules)
+        gradients = GradientsElsewhere(parameters, len(self.workers))
+        is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        places = SharedTensors(parameters if is_on_cpu else ())
+        known: dict[int, Shared] = {id(buffer): None for buffer in state.buffers}
+        for number, parameter in enumerate(parameters):
+            known[id(parameter)] = places.parts[number] if is_on_cpu else SharedTensor(parameter)
+        with closing(gradients), closing(places):
+            try:
+                requests = [Request("take", (module, own.parts)) for own in gradients.shared]
+                messages = [Packed(request, known) for request in requests]
+            except Exception as error:  # pickling may raise anything
+                raise TypeError(
+                    f"{type(module).__name__} can't be sent to other processes: {error}. Use "
+                    "workers='threads', or leave out what can't be pickled."
+                ) from error
+            self._snapshot, self.gradients = _NOTHING, gradients  # until all is sent
+            with torch.no_grad():
+                for parameter, there in zip(parameters, places.here, strict=is_on_cpu):
+                    parameter.data = there.copy_(parameter)
+            for worker, message in zip(self.workers, messages, strict=True):
+                self.send(worker, message, max(self._timeout, _START_SECONDS))
+            errors: list[BaseException | None] = [None] * len(self.devices)
+            for worker in self.workers:
+                try:
+                    self.receive(worker)
+                except Exception as error:
+                    if self._is_ended:
+                        raise
+                    errors[worker.index] = error
+        raise_first(errors, self.devices)
         for worker in self.workers:
-            worker.will_have(state)
+            worker.versions = worker.versions_of(state)
         self._snapshot = ModuleSnapshot(state)
-
-    def _ask(self, messages: Sequence[Packed]) -> None:
-        """Send each process its message, and raise errors that they answer."""
-        for worker, message in zip(self.workers, messages, strict=True):
-            worker.send(message, max(self._timeout, START_SECONDS))
-        values_of([Outcome(), *(worker.receive() for worker in self.workers)], self.devices)
 
     def call(
         self,
@@ -193,32 +276,31 @@ class ReplicaProcesses:
         *,
         returns_buffers: bool,
     ) -> list[RemoteCall]:
-        """Start a call of that method of as many replicas as there are arguments.
-
-        ``returns_buffers`` asks for the values of those of floating point afterwards.
-        """
-        self.check_alive()
+        """Start a call of that method of as many replicas as there are arguments."""
         number, count, modes = next(self._numbers), 1 + len(arguments), Modes.here()
+        training = [part.training for part in state.parts]
+        trained = [parameter.requires_grad for parameter in state.parameters]
         calls, messages = [], []
         for worker, own in zip(self.workers, arguments, strict=False):
-            parameters, buffers = worker.will_have(state)
+            versions, num_buffers = worker.versions_of(state), len(state.buffers)
+            pairs = enumerate(zip(worker.versions, versions, strict=True))
+            changed = [i for i, (before, now) in pairs if before != now]
             message = Call(
                 number,
                 Replica(worker.index, count, num_replicas(), spans_processes=True, sums=None),
                 method,
                 own,
                 modes,
-                torch.get_default_dtype(),
-                [part.training for part in state.parts],
-                [parameter.requires_grad for parameter in state.parameters],
-                parameters,
-                {index: state.buffers[index] for index in buffers},
+                training,
+                trained,
+                [i - num_buffers for i in changed if i >= num_buffers],
+                {i: state.buffers[i] for i in changed if i < num_buffers},
                 worker.dropped[:],
                 returns_buffers,
             )
-            calls.append(RemoteCall(self, worker, message))
+            calls.append(RemoteCall(self, worker, message, versions))
             try:
-                messages.append(_request("call", message))
+                messages.append(Packed(Request("call", (message,))))
             except Exception as error:  # pickling may raise anything
                 raise TypeError(
                     f"An argument can't be sent to other processes: {error}."
@@ -227,18 +309,24 @@ class ReplicaProcesses:
             self.send(call.worker, packed)
         return calls
 
-    def send(self, worker: WorkerProcess, message: Packed) -> None:
-        """Send one process a message."""
+    def send(self, worker: WorkerProcess, message: Packed, timeout: float | None = None) -> None:
+        """Send one process a message; it and answers may take ``timeout`` seconds each."""
         self.check_alive()
-        worker.send(message, self._timeout)
+        timeout = timeout or self._timeout
+        worker.connection.settimeout(timeout)
+        with _reporting_loss(worker.index, worker, timeout):
+            worker.is_asked = True
+            worker.channel.send(message)
 
     def receive(self, worker: WorkerProcess) -> Any:
-        """The answer of a process, received in the thread that stands for its replica.
+        """Answer a process's requests, in the thread that stands for it; return its answer.
 
         An error that isn't the replica's own ends all processes.
         """
         try:
-            outcome = worker.receive()
+            with _reporting_loss(worker.index, worker, worker.connection.gettimeout() or 0.0):
+                while isinstance(answer := worker.channel.receive(), Request):
+                    worker.channel.answer(partial(answer.function, *answer.arguments))
         except BaseException as lost:
             if self._lost is None:
                 self._lost = lost
@@ -247,15 +335,16 @@ class ReplicaProcesses:
             if replica is not None and replica.sums is not None:
                 replica.sums.fail(self._lost)
             raise
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.value
+        worker.is_asked = False
+        if isinstance(answer, Error):
+            raise answer.exception()
+        return answer
 
-    def check(self, first: Outcome[Any]) -> None:
-        """Raise the interruption of the first replica's thread, or the loss of a process."""
+    def check(self, error: BaseException | None) -> None:
+        """Raise the first replica's ``error`` if it interrupts all, or the loss of a process."""
         # Not kept: its traceback may hold a tensor whose graph holds this object, a circle that no
         # garbage collector sees.
-        error, (lost, self._lost) = first.error, (self._lost, None)
+        lost, self._lost = self._lost, None
         if is_interruption(error):
             raise error
         if lost is not None:
@@ -274,10 +363,6 @@ class ReplicaProcesses:
         """Around a call or a backward: end all processes if one still owes an answer then."""
         try:
             yield
-        except BaseException:
-            for worker in self.workers:
-                worker.has_unknown_values()
-            raise
         finally:
             # The first replica fills the module's own containers: that doesn't change the module.
             self._snapshot.ignore_lengths()
@@ -287,45 +372,39 @@ class ReplicaProcesses:
                 self._end()
 
 
-def _request(method: str, *arguments: object) -> Packed:
-    return Packed(Request(method, arguments))
-
-
 class RemoteCall:
     """The call of a replica in another process, with the face of a ReplicaCall.
 
     Attributes:
-        buffers: By index those of floating point, as the call has left them, if they were asked
-            for.
+        buffers: Those of floating point, as the call has left them, if they were asked for.
     """
 
-    def __init__(self, processes: ReplicaProcesses, worker: WorkerProcess, call: Call) -> None:
+    def __init__(
+        self, processes: ReplicaProcesses, worker: WorkerProcess, call: Call, versions: list[object]
+    ) -> None:
         self.device = worker.device
         self.worker = worker
+        self.inputs = [x for x in tensors_in(call.arguments) if x.requires_grad]
+        self.results: Any = None
+        self.buffers: Gradients = []
         self._processes = processes
-        self._number, self._num_dropped = call.number, len(call.dropped)
-        self.buffers: dict[int, torch.Tensor] = {}
-        self._results: Any = None
+        self._number, self._num_dropped, self._versions = call.number, len(call.dropped), versions
         self._derived: tuple[Any, ...] = ()
         if call.modes.grad:
             weakref.finalize(self, worker.dropped.append, call.number).atexit = False
 
     def forward(self) -> None:
         """Receive the results."""
-        self._results, changed, self.buffers = self._processes.receive(self.worker)
+        self.results, self.buffers = self._processes.receive(self.worker)
         del self.worker.dropped[: self._num_dropped]
-        self.worker.has_changed(changed)
-
-    def take_results(self) -> tuple[Any, list[torch.Tensor]]:
-        """The results, once, and the tensors in them."""
-        results, self._results = self._results, None
-        return results, tensors_in(results)
+        self.worker.versions = self._versions
 
     def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
         """Let the process run its backward."""
         self._derived = ()
         own = [None if gradient is None else gradient.detach() for gradient in d_outputs]
-        self._processes.send(self.worker, _request("backward", self._number, own, keep_graph))
+        request = Request("backward", (self._number, own, keep_graph))
+        self._processes.send(self.worker, Packed(request))
         return ()
 
     def receive_gradients(self) -> None:

@@ -10,12 +10,12 @@ receives its results and answers its questions: so a sum over the replicas is on
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -32,13 +32,14 @@ from lockstep.nn.replicas.local_replica import (
     LocalReplica,
     ReplicaCall,
     run_backward,
-    write_mean,
 )
 from lockstep.nn.replicas.module_copy import ModuleState, check_home
 from lockstep.nn.replicas.nested import map_tensors, tensors_in
 from lockstep.nn.replicas.processes import RemoteCall, ReplicaProcesses
-from lockstep.nn.replicas.worker_threads import WorkerThreads, nothing, values_of
+from lockstep.nn.replicas.worker_threads import WorkerThreads, nothing, raise_first
 from lockstep.torch_private import _get_current_graph_task_keep_graph
+
+Task = Callable[[], None]
 
 
 class Replicas:
@@ -76,41 +77,47 @@ class Replicas:
                 remote = self._processes.call(
                     state, method, arguments[1:], returns_buffers=self._averages_buffers
                 )
-            local = self._local_calls(module, state, method, arguments)
-            inputs = [t for own in arguments for t in tensors_in(own) if t.requires_grad]
+            local = self._update_local(module, state, len(arguments))
+            calls = [
+                ReplicaCall(replica.device, replica.leaves, getattr(replica.module, method), own)
+                for replica, own in zip(local, arguments, strict=False)
+            ]
             call = _Call(
-                [*local, *remote],
-                state.parameters,
-                inputs,
-                self._workers,
-                self._lock,
-                self._processes,
+                [*calls, *remote], state.parameters, self._workers, self._lock, self._processes
             )
             results = _with_backward(call)
             if self._averages_buffers:
-                for index, buffer in enumerate(state.buffers):
-                    copies = [own.copy_of(buffer) for own in self._local[: len(arguments)]]
-                    theirs = [own.buffers[index] for own in remote if index in own.buffers]
-                    write_mean(buffer, [*copies, *theirs])
+                copies = zip(*(a.buffers for a in local), *(a.buffers for a in remote), strict=True)
+                for buffer, values in zip(state.buffers, copies, strict=True):
+                    _write_mean(buffer, values)
             return results
 
-    def _local_calls(
-        self, module: nn.Module, state: ModuleState, method: str, arguments: Sequence[Arguments]
-    ) -> list[ReplicaCall]:
-        """The calls of the replicas in threads: of all, or of the first alone."""
-        if not self._local or not self._local[0].is_of(state.parts):
+    def _update_local(
+        self, module: nn.Module, state: ModuleState, count: int
+    ) -> list[LocalReplica]:
+        """At most the first ``count`` of the replicas in threads, in the state of the module."""
+        if not self._local or self._local[0].parts != state.parts:
             devices = self._devices[:1] if self._processes is not None else self._devices
             self._local = [
                 LocalReplica(module, device, owns_buffers=not self._averages_buffers and not index)
                 for index, device in enumerate(devices)
             ]
-        local = self._local[: len(arguments)]
+        local = self._local[:count]
         for replica in local:
             replica.update(state)
-        return [
-            ReplicaCall(replica.device, replica.leaves, getattr(replica.module, method), own)
-            for replica, own in zip(local, arguments, strict=False)
-        ]
+        return local
+
+
+def _write_mean(buffer: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
+    """Give ``buffer`` the mean of the replicas' values or, if that isn't floating point, the first.
+
+    A buffer that no replica has changed keeps its bits.
+    """
+    there = [value.to(buffer.device) for value in values if value is not None]
+    # By value, as not all that writes to a tensor is counted by its version.
+    if not all(torch.equal(value, buffer) for value in there):
+        with torch.no_grad():
+            buffer.copy_(torch.stack(there).mean(0) if buffer.is_floating_point() else there[0])
 
 
 @dataclass(eq=False, repr=False)
@@ -119,53 +126,58 @@ class _Call:
 
     calls: Sequence[ReplicaCall | RemoteCall]
     parameters: list[torch.Tensor]
-    inputs: list[torch.Tensor]  # those that require a gradient
     workers: WorkerThreads
     lock: AbstractContextManager[bool]  # held while the replicas run
     processes: ReplicaProcesses | None = None  # of all replicas but the first, if they have any
+    is_derivative: bool = False  # the calls are backwards
     # The results of the replicas, with tensors that nobody else has, and the number of these.
     results: list[Any] = field(default_factory=list)
     num_outputs: list[int] = field(default_factory=list)
-    homes: Sequence[torch.device] = ()  # of the parameters in the forward
 
-    # The replicas' graphs are part of that of a derivative, and so not to be freed by a backward,
-    # but when nobody has them any more. Shown by test_a_loss_and_its_gradient_in_one_backward.
-    _shares_graph = False
+    def __post_init__(self) -> None:
+        self.inputs = [x for call in self.calls for x in call.inputs]
+        # The replicas' graphs are part of that of a derivative, and so not to be freed by a
+        # backward, but when nobody has them any more. Shown by
+        # test_a_loss_and_its_gradient_in_one_backward.
+        self._shares_graph = self.is_derivative
 
-    def forward(self) -> Sequence[tuple[torch.Tensor, bool]]:
-        """Call all; return the tensors in ``results``, and for each if it requires a gradient."""
-        self.homes = [parameter.device for parameter in self.parameters]
-        self._run_forwards()
-        outputs = []
+    def forward(self) -> list[torch.Tensor]:
+        """Call all; return the tensors in ``results``."""
+        tasks = [call.forward for call in self.calls]
+        if self.is_derivative:
+            elsewhere = [call.forward for call in self.calls if call.device.type != "cpu"]
+
+            def meanwhile() -> None:  # in this thread: see backward()
+                for task in elsewhere:
+                    task()
+
+            self._run([nothing if task in elsewhere else task for task in tasks], meanwhile)
+        else:
+            tasks = [*map(self._on_devices, self.calls, tasks)]
+            self._run(as_replicas(tasks, in_processes=self.processes is not None))
+        outputs: list[torch.Tensor] = []
         for call in self.calls:
-            results, tensors = call.take_results()
-            self.results.append(results)
+            tensors = tensors_in(call.results)
+            self.results.append(call.results)
             self.num_outputs.append(len(tensors))
-            outputs += [(tensor, tensor.requires_grad) for tensor in tensors]
+            outputs += tensors
+            call.results = None
         return outputs
 
-    def _run_forwards(self) -> None:
-        tasks = [self._on_devices(call, call.forward) for call in self.calls]
-        self._run(as_replicas(tasks, in_processes=self.processes is not None))
-
-    def _on_devices(
-        self, call: ReplicaCall | RemoteCall, task: Callable[[], None]
-    ) -> Callable[[], None]:
+    def _on_devices(self, call: ReplicaCall | RemoteCall, task: Task) -> Task:
         """``task`` on the call's device; that of a process may receive tensors of any."""
         is_remote = isinstance(call, RemoteCall)
         for device in {own.device for own in self.calls} if is_remote else (call.device,):
             task = on_device(device, task)
         return task
 
-    def _run(
-        self, tasks: Sequence[Callable[[], None]], meanwhile: Callable[[], None] = nothing
-    ) -> None:
+    def _run(self, tasks: Sequence[Task], meanwhile: Task = nothing) -> None:
         if self.processes is None:
-            outcomes = self.workers.run(tasks, meanwhile)
+            futures = self.workers.run(tasks, meanwhile)
         else:
-            outcomes = self.workers.run(tasks, meanwhile, interrupted=self.processes.kill)
-            self.processes.check(outcomes[0])
-        values_of(outcomes, [call.device for call in self.calls])
+            futures = self.workers.run(tasks, meanwhile, interrupted=self.processes.kill)
+            self.processes.check(futures[0].exception())
+        raise_first([own.exception() for own in futures], [call.device for call in self.calls])
 
     def backward(self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool) -> Gradients:
         """Run the backward of all; return the gradients of ``parameters`` and ``inputs``."""
@@ -180,20 +192,17 @@ class _Call:
                 self.processes.gradients.begin()
                 entered.enter_context(self.processes.in_use())
             try:
-                ends = [
-                    call.start_backward(own, keep_graph=keep_graph)
-                    for call, own in zip(self.calls, self._split(d_outputs), strict=True)
-                ]
-                tasks: list[Callable[[], None]] = []
+                tasks: list[Task] = []
                 elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
-                for call, own_ends in zip(self.calls, ends, strict=True):
+                for call, own in zip(self.calls, self._split(d_outputs), strict=True):
+                    ends = call.start_backward(own, keep_graph=keep_graph)
                     if isinstance(call, RemoteCall):
                         tasks.append(self._on_devices(call, call.receive_gradients))
                     elif call.device.type == "cpu" or self.processes is not None:
-                        tasks.append(partial(run_backward, own_ends, keeps))
+                        tasks.append(partial(run_backward, ends, keeps))
                     else:
                         tasks.append(nothing)
-                        elsewhere += own_ends
+                        elsewhere += ends
 
                 def meanwhile() -> None:
                     # Autograd has one thread for each accelerator, and this may be it: no worker
@@ -209,75 +218,45 @@ class _Call:
                 # Also those of a backward that failed: the next one is not to have them.
                 taken += [call.take_gradients() for call in self.calls[len(taken) :]]
             if not keep_graph:
-                self._free_graphs()
+                for call in self.calls:
+                    call.free_graph()
             # With the lock: the next backward writes to the same memory.
             parts = [own[0] for own in taken] + [own[2] for own in taken if len(own) > 2]
-            sums = add_up(parts, self.homes)
+            sums = add_up(parts, self.calls[0].device)
         return [*sums, *(gradient for own in taken for gradient in own[1])]
 
     def _split(self, d_outputs: Sequence[torch.Tensor | None]) -> list[Gradients]:
         """The gradients of each replica's outputs."""
         given = iter(d_outputs)
-        return [list(itertools.islice(given, count)) for count in self.num_outputs]
-
-    def _free_graphs(self) -> None:
-        for call in self.calls:
-            call.free_graph()
+        return [list(islice(given, count)) for count in self.num_outputs]
 
     def derivative(
         self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool
     ) -> Gradients:
         """The same, as gradients that have a backward themselves."""
         if self.processes is not None:
-            return self._derivative_of_processes(d_outputs, keep_graph=keep_graph)
+            gradients = self.backward(d_outputs, keep_graph=keep_graph)
+            # They depend on these, and so autograd reaches the refusal. Shown by
+            # test_a_second_derivative_of_processes_says_what_can_be_used_instead.
+            sources = (*self.parameters, *self.inputs, *d_outputs)
+            return [*_NotTwice.apply(len(gradients), *gradients, *sources)]  # type: ignore[no-untyped-call]
         calls = [
             call.derivative(own)
             for call, own in zip(self.calls, self._split(d_outputs), strict=True)
             if isinstance(call, ReplicaCall)
         ]
         self._shares_graph = True
-        inputs = [x for call in calls for x in call.inputs]
-        derivative = _Derivative(calls, self.parameters, inputs, self.workers, self.lock)
+        derivative = _Call(calls, self.parameters, self.workers, self.lock, is_derivative=True)
         with self.lock, self.workers.sharing():
             results = _with_backward(derivative)
         if not keep_graph:
-            self._free_graphs()
+            for call in self.calls:
+                call.free_graph()
         num = len(self.parameters)
         # What the first returns may be needed for its backward, and the sum is made in its place.
         first = [None if gradient is None else gradient.clone() for gradient in results[0][:num]]
-        sums = add_up([first, *(own[:num] for own in results[1:])], self.homes)
+        sums = add_up([first, *(own[:num] for own in results[1:])], self.calls[0].device)
         return [*sums, *(gradient for own in results for gradient in own[num:])]
-
-    def _derivative_of_processes(
-        self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool
-    ) -> Gradients:
-        gradients = self.backward(d_outputs, keep_graph=keep_graph)
-        there = [gradient for gradient in gradients if gradient is not None]
-        # They depend on these, and so autograd reaches the refusal. Shown by
-        # test_a_second_derivative_of_processes_says_what_can_be_used_instead.
-        sources = (*self.parameters, *self.inputs, *d_outputs)
-        refusing = iter(_NotTwice.apply(len(there), *there, *sources))  # type: ignore[no-untyped-call]
-        return [None if gradient is None else next(refusing) for gradient in gradients]
-
-
-class _Derivative(_Call):
-    """The backwards of all replicas in threads, as a call."""
-
-    _shares_graph = True
-
-    def _run_forwards(self) -> None:
-        tasks: list[Callable[[], None]] = []
-        elsewhere: list[Callable[[], None]] = []
-        for call in self.calls:
-            is_here = call.device.type == "cpu"
-            tasks.append(call.forward if is_here else nothing)
-            elsewhere += [] if is_here else [call.forward]
-
-        def meanwhile() -> None:  # in this thread: see _Call.backward
-            for run in elsewhere:
-                run()
-
-        self._run(tasks, meanwhile)
 
 
 def _with_backward(call: _Call) -> list[Any]:
@@ -286,7 +265,7 @@ def _with_backward(call: _Call) -> list[Any]:
     if torch.is_grad_enabled():
         tensors = _Replicas.apply(call, *call.parameters, *call.inputs)  # type: ignore[no-untyped-call]
     else:
-        tensors = [tensor for tensor, _ in call.forward()]
+        tensors = call.forward()
     mine = iter(tensors)
 
     def put_in(inner: torch.Tensor) -> torch.Tensor:
@@ -306,12 +285,12 @@ class _Replicas(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():  # which autograd has switched off
-            outputs = call.forward()
-        outputs = [(output.detach(), needs) for output, needs in outputs]
+            inner = call.forward()
+        outputs = tuple(output.detach() for output in inner)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(output for output, needs in outputs if not needs))
-        return tuple(output for output, _ in outputs)
+        ctx.mark_non_differentiable(*compress(outputs, [not own.requires_grad for own in inner]))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: torch.Tensor | None) -> tuple[Any, ...]:

@@ -85,9 +85,7 @@ def scatter_kwargs(
         Without any arguments there are no calls.
 
     Raises:
-        IndexError: If a tensor has dimensions, but not ``dim``.
-        TypeError: If ``dim`` is no whole number, or something isn't a device.
-        ValueError: If two tensors come in different numbers of parts, or there are no devices.
+        IndexError, TypeError, ValueError: As :func:`scatter`.
 
     Source: ``torch.nn.parallel.scatter_gather.scatter_kwargs``, which calls with ``()`` or ``{}``
     where the tensors of one of the two come in fewer parts.
@@ -108,23 +106,19 @@ def _scatter(
     cut = _Cut(as_devices(target_gpus, "target_gpus"), as_dim(dim))
     if not cut.devices:
         raise ValueError("There are no devices to scatter to. Name one, such as 'cpu', or several.")
-    return cast(list[dict[str, Any]], _parts(named, _num_parts(named, cut), cut))
-
-
-def _num_parts(inputs: object, cut: _Cut) -> int:
-    """The number of parts that each tensor is cut into; that of the devices if none can be cut."""
-    found = [(path, leaf) for path, leaf in leaves(inputs) if _is_cuttable(leaf)]
+    found = [(path, leaf) for path, leaf in leaves(named) if _is_cuttable(leaf)]
     counts = [len(_lengths(leaf, cut, path)) for path, leaf in found]
-    if len(set(counts)) <= 1:
-        return counts[0] if counts else len(cut.devices)
-    given = ", ".join(
-        f"{name_of(path)} of {_size_of(leaf)} in {count}"
-        for (path, leaf), count in zip(found, counts, strict=True)
-    )
-    raise ValueError(
-        f"For {len(cut.devices)} devices, along dim {cut.dim}, these come in different numbers of "
-        f"parts: {given}. Give all equally many rows; expand() one that is the same for all."
-    )
+    if len(set(counts)) > 1:
+        given = ", ".join(
+            f"{name_of(path)} of {_size_of(leaf)} in {count}"
+            for (path, leaf), count in zip(found, counts, strict=True)
+        )
+        raise ValueError(
+            f"For {len(cut.devices)} devices, along dim {cut.dim}, these come in different numbers "
+            f"of parts: {given}. Give all equally many rows; expand() one that is the same for all."
+        )
+    parts = _parts(named, counts[0] if counts else len(cut.devices), cut)
+    return cast(list[dict[str, Any]], parts)
 
 
 def _parts(value: object, count: int, cut: _Cut) -> list[object]:
@@ -134,9 +128,11 @@ def _parts(value: object, count: int, cut: _Cut) -> list[object]:
         return [move(value, device) for device in cut.devices[:count]]
     # Replicas run at once, and none may change another's list. But what torch takes for an object
     # is one to its users, who may ask whether it is theirs, unless there is something to cut.
-    known = isinstance(value, (tuple, list, dict))
     inside = children(value)
-    if inside is None or not (known or _holds_tensors(value)):
+    if inside is None or not (
+        isinstance(value, (tuple, list, dict))
+        or any(isinstance(leaf, (torch.Tensor, PackedSequence)) for _, leaf in leaves(value))
+    ):
         return [value] * count
     columns = [_parts(child, count, cut) for child in inside.values()]
     return [like(value, [column[i] for column in columns]) for i in range(count)]
@@ -171,10 +167,6 @@ def _lengths(leaf: torch.Tensor | PackedSequence, cut: _Cut, path: Path = ()) ->
         return [0] * len(cut.devices)
     size = -(-total // len(cut.devices))
     return [min(size, total - start) for start in range(0, total, size)]
-
-
-def _holds_tensors(value: object) -> bool:
-    return any(isinstance(leaf, (torch.Tensor, PackedSequence)) for _, leaf in leaves(value))
 
 
 def _is_cuttable(value: object) -> TypeGuard[torch.Tensor | PackedSequence]:
@@ -226,31 +218,27 @@ def gather(outputs: Sequence[_T], target_device: Device, dim: int = 0) -> _T:
     )
 
 
-def _gather_leaves(values: list[object], device: torch.device, dim: int, name: str) -> object:
-    """Join the replicas' values at one position, none of which is a container."""
+def _gather(values: list[object], device: torch.device, dim: int, path: Path) -> object:
+    """Join the replicas' values at one position."""
+    name = name_of(path)
+    inside = [held for value in values if (held := children(value)) is not None]
     tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
     sequences = [leaf for leaf in values if isinstance(leaf, PackedSequence)]
-    if len(tensors) == len(values):
+    if 0 < max(len(inside), len(tensors), len(sequences)) < len(values):
+        kinds = ", ".join(type(value).__name__ for value in values)
+        raise ValueError(f"Replicas give {name} of the types {kinds}. Return one type from each.")
+    if tensors:
         return _join(tensors, device, dim, name)
-    if len(sequences) == len(values):
+    if sequences:
         _check_shapes([sequence.data for sequence in sequences], 0, f"{name}.data")
         return _join_packed(sequences, device)
-    if tensors or sequences:
-        raise _different_kinds(values, name)
-    return values[0] if all(_equal(values[0], value) for value in values[1:]) else values
-
-
-def _gather(values: list[object], device: torch.device, dim: int, path: Path) -> object:
-    inside = [held for value in values if (held := children(value)) is not None]
     if not inside:
-        return _gather_leaves(values, device, dim, name_of(path))
-    if len(inside) < len(values):
-        raise _different_kinds(values, name_of(path))
+        return values[0] if all(_equal(values[0], value) for value in values[1:]) else values
     keys = [set(held) for held in inside]
     if differing := set.union(*keys) - set.intersection(*keys):
         sizes = ", ".join(str(len(held)) for held in inside)
         raise ValueError(
-            f"Replicas give {name_of(path)} of {sizes} elements, and not all have "
+            f"Replicas give {name} of {sizes} elements, and not all have "
             f"{', '.join(sorted(map(repr, differing)))}. Return the same ones from each."
         )
     joined = [
@@ -260,17 +248,15 @@ def _gather(values: list[object], device: torch.device, dim: int, path: Path) ->
 
 
 def _join(tensors: list[torch.Tensor], device: torch.device, dim: int, name: str) -> torch.Tensor:
-    if len(tensors) == 1:
-        moved_one = move(tensors[0], device)
-        if is_one(tensors[0]):
-            mark_as_one(moved_one)
-        return moved_one
-    moved = [move(tensor, device) for tensor in tensors]
+    one, *others = moved = [move(tensor, device) for tensor in tensors]
     if all(map(is_one, tensors)):
-        # Each of them gets its share of the gradient, and the value is not rounded once more.
-        one: torch.Tensor = _OneOfAll.apply(*moved)  # type: ignore[no-untyped-call]
-        if this_replica() is not None:
+        if others:
+            # Each of them gets its share of the gradient, and the value is not rounded once more.
+            one = _OneOfAll.apply(*moved)  # type: ignore[no-untyped-call]
+        if not others or this_replica() is not None:
             mark_as_one(one)  # all replicas around these have it, too
+        return one
+    if not others:
         return one
     if all(tensor.ndim == 0 for tensor in tensors):
         return torch.stack(moved)
@@ -302,11 +288,6 @@ def _check_shapes(tensors: list[torch.Tensor], dim: int, name: str) -> None:
             shape[dim] = 0
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{given}, but to be joined they may differ in dim {dim} alone.")
-
-
-def _different_kinds(values: list[object], name: str) -> ValueError:
-    kinds = ", ".join(type(value).__name__ for value in values)
-    return ValueError(f"Replicas give {name} of the types {kinds}. Return one type from each.")
 
 
 def _equal(one: object, other: object) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import select
 import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,15 +21,15 @@ from torch import nn
 from lockstep.errors import ReplicaLost
 from lockstep.nn.autograd import as_backward_of_replicas
 from lockstep.nn.replicas.channel import Channel, Error, Request
-from lockstep.nn.replicas.gradients import LeftGradients
+from lockstep.nn.replicas.gradients import Gradients, LeftGradients
 from lockstep.nn.replicas.group import Replica, as_replica, set_caller
-from lockstep.nn.replicas.interpreter import fork_processes, wait_for
-from lockstep.nn.replicas.local_replica import LocalReplica, ReplicaCall, run_backward
-from lockstep.nn.replicas.module_copy import ModuleState, versions_of
+from lockstep.nn.replicas.local_replica import Arguments, LocalReplica, ReplicaCall, run_backward
+from lockstep.nn.replicas.module_copy import ModuleState
 from lockstep.nn.replicas.worker_threads import Modes
 
 # How long a process that is hung up on may take to end: an idle one takes less.
 GRACE_SECONDS = 0.5
+POLL_SECONDS = 0.005
 
 
 class Call(NamedTuple):
@@ -36,9 +38,8 @@ class Call(NamedTuple):
     number: int  # by which its backward refers to it
     replica: Replica  # its sums are the caller's
     method: str
-    arguments: tuple[Any, Any]  # positional and by keyword
+    arguments: Arguments
     modes: Modes
-    default_dtype: torch.dtype
     training: list[bool]  # of each part of the module
     trained: list[bool]  # for each parameter whether it requires a gradient
     parameters: list[int]  # the indices of those that have changed, if the process has copies
@@ -48,16 +49,14 @@ class Call(NamedTuple):
 
 
 class Worker:
-    """A replica in its own process; its public methods are the caller's to request.
+    """A replica in its own process, on ``device``; its public methods are the caller's to request.
 
-    ``home`` is the device of the module, and ``device`` that of the replica.
+    It has a copy of the module, with the caller's parameters on ``home``, and a replica of that.
     """
 
     def __init__(self, channel: Channel, home: torch.device, device: torch.device) -> None:
         self._channel = channel
         self._home, self._device = home, device
-        self._parameters: list[torch.Tensor] = []
-        self._buffers: list[torch.Tensor] = []
         # Replicas in threads of this process may ask at the same time.
         self._asking = threading.Lock()
         set_caller(self._ask)
@@ -69,7 +68,7 @@ class Worker:
                 self._channel.answer(self._run_next)
 
     def _run_next(self) -> object:
-        request: Request = self._channel.receive([*self._parameters, *self._buffers])
+        request: Request = self._channel.receive()
         return getattr(self, request.function)(*request.arguments)
 
     def _ask(self, function: Callable[..., object], arguments: tuple[object, ...]) -> Any:
@@ -80,86 +79,48 @@ class Worker:
             raise answer.exception()
         return answer
 
-    def take_tensors(
-        self,
-        parameters: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        flags: Sequence[torch.Tensor],
-        are_parameters: Sequence[bool],
-        buffers: Sequence[torch.Tensor],
-    ) -> None:
-        """Take the tensors of the module that comes next.
-
-        ``parameters`` are the caller's own; ``gradients`` and ``flags`` are its memory for the
-        gradient of each, and for a byte for each; ``are_parameters`` tells which are Parameters.
-        """
+    def take(self, module: nn.Module, gradients: Sequence[torch.Tensor]) -> None:
+        """Take the module; ``gradients`` is the caller's memory for :class:`LeftGradients`."""
         self._calls: dict[int, ReplicaCall] = {}
-        self._originals = parameters
-        self._gradients = LeftGradients(gradients, *flags)
-        copies = [original.detach().to(self._device) for original in parameters]
-        # The module's parameters, which share the memory of the caller's or are copies of them.
-        self._parameters = [
-            nn.Parameter(own, requires_grad=False) if is_parameter else own
-            for own, is_parameter in zip(copies, are_parameters, strict=True)
-        ]
-        self._buffers = [buffer.to(self._device) for buffer in buffers]
-
-    def take_module(self, module: nn.Module) -> None:
-        """Take the module, which refers to the tensors that have come before."""
+        self._gradients = LeftGradients(gradients)
         self._module = module
-        self._replica = LocalReplica(module, self._device, owns_buffers=True)
+        self._replica = LocalReplica(module, self._device, owns_buffers=False)
 
-    def call(self, call: Call) -> tuple[Any, list[int], dict[int, torch.Tensor]]:
-        """Call a method of the replica.
-
-        Returns:
-            Its results, the indices of the buffers that have changed, and buffers by index.
-        """
+    def call(self, call: Call) -> tuple[Any, Gradients]:
+        """Return a method's results, and the buffers of floating point if they are asked for."""
         for number in call.dropped:
             self._calls.pop(number, None)
-        state = self._updated(call)
-        self._replica.update(state)
-        for index, leaf in enumerate(self._replica.leaves):
-            if leaf.requires_grad:
-                self._gradients.take_from(index, leaf)
-        torch.set_default_dtype(call.default_dtype)
+        for part, training in zip(self._module.modules(), call.training, strict=True):
+            if part.training is not training:  # to look is much faster than to set
+                part.training = training
+        state = ModuleState.of(self._module)
+        for parameter, trained in zip(state.parameters, call.trained, strict=True):
+            parameter.requires_grad_(trained)
+        torch.autograd.graph.increment_version([state.parameters[i] for i in call.parameters])
+        for index, value in call.buffers.items():
+            state.buffers[index].data = value
+        self._replica.update(ModuleState.of(self._module))
+        leaves = self._replica.leaves
+        for index, leaf in enumerate(leaves):
+            self._gradients.take_from(index, leaf)
+        torch.set_default_dtype(call.modes.dtype)
         method = getattr(self._replica.module, call.method)
-        own = ReplicaCall(
-            self._device, self._replica.leaves, method, call.arguments, owns_inputs=True
-        )
+        own = ReplicaCall(self._device, leaves, method, call.arguments)
         with call.modes.entered(), as_replica(call.replica):
             own.forward()
         if call.modes.grad:
             self._calls[call.number] = own
-        now = versions_of(state.buffers, state.parts)
-        changed = [i for i, version in enumerate(state.versions) if version != now[i]]
-        buffers = enumerate(state.buffers if call.returns_buffers else ())
-        returned = {i: buffer for i, buffer in buffers if buffer.is_floating_point()}
-        return own.take_results()[0], changed, returned
-
-    def _updated(self, call: Call) -> ModuleState:
-        """Bring the module to the state of the caller's."""
-        for part, training in zip(self._module.modules(), call.training, strict=True):
-            if part.training is not training:  # to look is much faster than to set
-                part.training = training
-        for parameter, trained in zip(self._parameters, call.trained, strict=True):
-            parameter.requires_grad_(trained)
-        with torch.no_grad():
-            for index in call.parameters:
-                self._parameters[index].copy_(self._originals[index])
-        buffers = ModuleState.of(self._module).buffers
-        for index, value in call.buffers.items():
-            buffers[index].data = value.to(self._device)
-        return ModuleState.of(self._module)
+        results, own.results = own.results, None
+        buffers = self._replica.buffers if call.returns_buffers else ()
+        return results, [buffer if buffer.is_floating_point() else None for buffer in buffers]
 
     def backward(
-        self, number: int, d_outputs: Sequence[torch.Tensor | None], keep_graph: bool
-    ) -> tuple[bytes, dict[int, torch.Tensor], list[torch.Tensor | None]]:
-        """Run the backward of a call.
+        self, number: int, d_outputs: Gradients, keep_graph: bool
+    ) -> tuple[bytes, dict[int, torch.Tensor], Gradients]:
+        """Run the backward of a call, and return which parameters' gradients were left.
 
-        Returns:
-            For each parameter whether its gradient was left; by index the gradients that were not,
-            as they are sparse, and further parts of those that were; and those of the inputs.
+        Returned are also, by index, gradients that were not left, as they are sparse, and further
+        parts of those that were; and the gradients of the inputs.
         """
         call = self._calls.get(number)
         if call is None:
@@ -167,7 +128,7 @@ class Worker:
                 "The module has changed since this call, other than in its values, and its graph "
                 "is gone. Run the backward before, or use workers='threads'."
             )
-        ends = call.start_backward(list(d_outputs), keep_graph=keep_graph)
+        ends = call.start_backward(d_outputs, keep_graph=keep_graph)
         try:
             self._gradients.is_taking = True
             with as_backward_of_replicas():
@@ -176,28 +137,62 @@ class Worker:
             self._gradients.is_taking = False
             left, of_inputs = call.take_gradients()
             in_place = self._gradients.taken()
-        others = {i: g.to(self._home) for i, g in enumerate(left) if g is not None}
+        others = {i: own.to(self._home) for i, own in enumerate(left) if own is not None}
         if not keep_graph:
             call.free_graph()
         return in_place, others, of_inputs
 
 
+def _fork_processes(connection: socket.socket, caller: int, numbers: Sequence[int]) -> int:
+    """Fork a process for each descriptor, and return its index there; end when the caller says."""
+    parent, pids = os.getpid(), []
+    for index, number in enumerate(numbers):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are OpenBLAS's
+            pid = os.fork()
+        if not pid:
+            for other in {*numbers, connection.detach()} - {number}:
+                os.close(other)
+            os.setsid()
+            while os.getppid() == parent:  # until the caller is
+                time.sleep(POLL_SECONDS)
+            return index
+        pids.append(pid)
+    with contextlib.suppress(OSError):  # the caller has ended
+        connection.sendall(json.dumps(pids).encode())
+        _wait_for(connection, select.POLLIN, caller)
+    os._exit(0)
+
+
+def _wait_for(connection: socket.socket, event: int, caller: int) -> bool:
+    """Wait for an event of a connection; return False if the caller has ended instead."""
+    poll = select.poll()
+    poll.register(connection, event)
+    # A child that the caller has forked may hold the other end.
+    while not poll.poll(1000):
+        if os.getppid() != caller:
+            return False
+    return True
+
+
 def _end_with(connection: socket.socket, caller: int) -> None:
     """Exit a moment after the caller has hung up or ended, even in mid-task."""
-    wait_for(connection, select.POLLRDHUP, caller)
+    _wait_for(connection, select.POLLRDHUP, caller)
     time.sleep(GRACE_SECONDS)
     os._exit(0)
 
 
-def main(arguments: list[str]) -> None:
-    """Fork the replicas' processes, and be one of them.
+def main(
+    num_threads: int, caller: int, numbers: Sequence[int], seats: Sequence[Sequence[Any]]
+) -> None:
+    """Fork the replicas' processes, and be one of them, with ``num_threads`` intra-op threads.
 
-    Args:
-        arguments: The number of intra-op threads, the descriptor of the connection to the caller,
-            and its process id.
+    ``numbers`` are descriptors of connections to the process ``caller``, first one for all. In
+    ``seats`` each process has its random seed, the module's device and its own.
     """
-    num_threads, descriptor, caller = map(int, arguments)
-    connection, (seed, *devices) = fork_processes(socket.socket(fileno=descriptor), caller)
+    first, *others = numbers
+    index = _fork_processes(socket.socket(fileno=first), caller, others)
+    connection, (seed, *devices) = socket.socket(fileno=others[index]), seats[index]
     home, device = map(torch.device, devices)
     if hasattr(os, "SCHED_BATCH"):
         # Otherwise the first that is sent a message takes the caller's core before the others have

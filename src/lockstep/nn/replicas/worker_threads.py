@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import functools
-import itertools
 import os
 import queue
-import re
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeGuard, TypeVar
+from typing import NamedTuple, TypeGuard, TypeVar
 
 import torch
 
@@ -26,14 +24,6 @@ from lockstep.torch_private import DeviceContext, _get_current_function_mode_sta
 
 T = TypeVar("T")
 Queue = queue.SimpleQueue[Callable[[], None] | None]
-
-
-@dataclass
-class Outcome(Generic[T]):
-    """What a task has returned or raised."""
-
-    value: T | None = None
-    error: BaseException | None = None
 
 
 def nothing() -> None:
@@ -75,59 +65,54 @@ class WorkerThreads:
         tasks: Sequence[Callable[[], T]],
         meanwhile: Callable[[], None] = nothing,
         interrupted: Callable[[], None] | None = None,
-    ) -> list[Outcome[T]]:
+    ) -> list[Future[T]]:
         """Run each task in a thread of its own, as the caller would, and wait for all of them.
 
         The caller's thread runs the first, and then ``meanwhile``. If the program is interrupted,
         ``interrupted`` is run instead of waiting for the other threads, which must not be needed
         any more then.
         """
-        outcomes: list[Outcome[T]] = [Outcome() for _ in tasks]
-        done = queue.SimpleQueue[None]()
-
-        def fill(outcome: Outcome[T], task: Callable[[], T]) -> None:
-            try:
-                outcome.value = task()
-            except BaseException as error:  # it is raised in the caller
-                outcome.error = error
-            finally:
-                done.put(None)
-
-        own = [as_this_thread(task) for task in tasks[1:]]
-        mine, *others = map(partial, itertools.repeat(fill), outcomes, [*tasks[:1], *own])
-        for tasks_of_one, task in zip(self._queues, others, strict=False):
-            tasks_of_one.put(task)
-        count = len(tasks)
+        futures = [Future[T]() for _ in tasks]
+        for tasks_of_one, future, task in zip(self._queues, futures[1:], tasks[1:], strict=False):
+            tasks_of_one.put(partial(_fulfil, future, as_this_thread(task)))
+        pending = futures[1:]
         try:
-            mine()
+            _fulfil(futures[0], tasks[0])
             meanwhile()
-            if interrupted is not None and is_interruption(outcomes[0].error):
-                count = 0
+            if interrupted is not None and is_interruption(futures[0].exception()):
+                pending = []
                 interrupted()
         finally:
-            _get_all(done, count, interrupted)
-        return outcomes
+            _wait_for(pending, interrupted)
+        return futures
 
 
-def _get_all(
-    done: queue.SimpleQueue[None], count: int, interrupted: Callable[[], None] | None
-) -> None:
-    """Wait until all tasks are done, Ctrl-C or not, unless ``interrupted`` makes that unnecessary.
+def _fulfil(future: Future[T], task: Callable[[], T]) -> None:
+    try:
+        future.set_result(task())
+    except BaseException as error:  # it is raised in the caller
+        if future.done():  # interrupted afterwards
+            raise
+        future.set_exception(error)
+
+
+def _wait_for(futures: Sequence[Future[T]], interrupted: Callable[[], None] | None) -> None:
+    """Wait for all, Ctrl-C or not, unless ``interrupted`` makes that unnecessary.
 
     The threads of unfinished tasks would write to the tensors of the next call.
     """
     interruption: BaseException | None = None
-    while count:
-        try:
-            done.get()
-            count -= 1
-        except BaseException as error:
-            if interrupted is not None:
-                interrupted()
-                raise
-            if not isinstance(error, KeyboardInterrupt):
-                raise
-            interruption = error
+    for future in futures:
+        while not future.done():
+            try:
+                future.exception()
+            except BaseException as error:
+                if interrupted is not None:
+                    interrupted()
+                    raise
+                if not isinstance(error, KeyboardInterrupt):
+                    raise
+                interruption = error
     if interruption is not None:
         raise interruption
 
@@ -154,12 +139,9 @@ def is_interruption(error: BaseException | None) -> TypeGuard[BaseException]:
     return error is not None and not isinstance(error, Exception)
 
 
-def values_of(outcomes: Sequence[Outcome[T]], devices: Sequence[object]) -> list[T]:
-    """The values that the replicas returned.
-
-    It raises the error of the first that failed, with a note that names it, and one for each other.
-    """
-    failed = [(i, one.error) for i, one in enumerate(outcomes) if one.error is not None]
+def raise_first(errors: Sequence[BaseException | None], devices: Sequence[object]) -> None:
+    """Raise the error of the first replica that failed, if any, with a note on each that did."""
+    failed = [(i, error) for i, error in enumerate(errors) if error is not None]
     if failed:
         first, error = failed[0]
         error.add_note(f"(raised in replica {first} on {devices[first]})")
@@ -167,7 +149,6 @@ def values_of(outcomes: Sequence[Outcome[T]], devices: Sequence[object]) -> list
             trace = "".join(traceback.format_exception(other)).rstrip()
             error.add_note(f"Replica {index} on {devices[index]} failed as well:\n{trace}")
         raise error
-    return [outcome.value for outcome in outcomes]  # type: ignore[misc]
 
 
 # What a task finds in another thread
@@ -178,6 +159,7 @@ class Modes(NamedTuple):
 
     grad: bool
     inference: bool
+    dtype: torch.dtype  # the default one, which all threads of a process share
     autocasts: dict[str, torch.dtype]
     keeps_casts: bool
     devices: list[torch.device]
@@ -191,6 +173,7 @@ class Modes(NamedTuple):
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
+            torch.get_default_dtype(),
             {k: torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)},
             torch.is_autocast_cache_enabled(),
             [mode.device for mode in modes if isinstance(mode, DeviceContext)],
@@ -211,10 +194,7 @@ class Modes(NamedTuple):
 
 
 def as_this_thread(task: Callable[[], T]) -> Callable[[], T]:
-    """Let another thread run ``task`` with the modes, context variables and rank of this one.
-
-    The default dtype is the same in all threads anyway.
-    """
+    """Let another thread run ``task`` with the modes, context variables and rank of this one."""
     modes, context = Modes.here(), contextvars.copy_context()
 
     def run() -> T:
@@ -227,7 +207,6 @@ def as_this_thread(task: Callable[[], T]) -> Callable[[], T]:
 # The threads that OpenMP keeps for the next operation of a thread
 
 _SOFT = 1  # omp_pause_soft of OpenMP 5.0: what the program has set stays
-_OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 
 
 @contextmanager
@@ -240,7 +219,7 @@ def _few_threads(num_threads: int) -> Iterator[None]:
     pause, mine = _pause(), torch.get_num_threads()
     if pause is not None:
         pause(_SOFT)
-    # For this thread _few_threads, and as what threads to come begin with.
+    # For this thread, and as what threads to come begin with.
     torch.set_num_threads(num_threads)
     try:
         yield
@@ -250,12 +229,9 @@ def _few_threads(num_threads: int) -> Iterator[None]:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """The function of the OpenMP library that this process has loaded, if it is there."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    libraries = {line.split()[-1] for line in lines if _OPENMP.search(line)}
-    for name in (None, *sorted(libraries)):
+    """The function of the OpenMP library that torch computes with, if it is there."""
+    for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
         with suppress(OSError, AttributeError):
-            pause: Callable[[int], int] = ctypes.CDLL(name).omp_pause_resource_all
+            pause: Callable[[int], int] = ctypes.CDLL(library).omp_pause_resource_all
             return pause
     return None
