@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -27,6 +29,14 @@ def until(condition: Callable[[], object], seconds: float = 60.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def free_port() -> int:
+    """A port that is free, and isn't one of those that the kernel gives out meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def up_to_thrice(test: Callable[..., None]) -> Callable[..., None]:

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.launcher.hosts import _outcome_of_peer
-from tests.launcher.bench import Bench, lines_of, until
+from tests.launcher.bench import Bench, free_port, lines_of, until
 
 pytestmark = pytest.mark.forks
 
@@ -33,13 +33,6 @@ ALL_REDUCE = """
     names = ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_RANK"]
     print([os.environ[name] for name in names], total.item(), flush=True)
     """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert isinstance(port, int)
-        return port
 
 
 def start_hosts(

@@ -24,6 +24,7 @@ from lockstep.world import Placement, Starter, rendezvous
 from lockstep.world import world as world_module
 from lockstep.world.rendezvous import interface_towards, meet, roll_call
 from lockstep.world.world import NCCL_AND_GLOO, RankContext, _place_on_host
+from tests.launcher.bench import free_port
 from tests.processes import Processes, processes
 
 SOON = timedelta(seconds=1)
@@ -57,11 +58,6 @@ def a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
     for file in files.values():
         os.close(file)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def torch_variables(monkeypatch, rank: int, world_size: int, port: int) -> None:

@@ -198,10 +198,7 @@ def machine_facts() -> dict[str, object]:
 
 
 def _from_proc(path: str, name: str) -> str:
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return ""
+    lines = Path(path).read_text().splitlines() if os.access(path, os.R_OK) else []
     values = (line.partition(":")[2] for line in lines if line.startswith(name))
     return next(values, "").strip()
 

@@ -346,22 +346,21 @@ def _measure_small_call(ranks: Ranks, shm: SharedMemoryGroup, rounds: int) -> Sm
         contenders = {name: (write, call) for name, call in calls.items()}
         seconds = take_turns(ranks, contenders, _SMALL_CALL_BYTES, rounds)
 
-    def difference(whole: str, *parts: str) -> list[float]:
-        columns = zip(seconds[whole], *(seconds[part] for part in parts), strict=True)
-        return [value - sum(rest) for value, *rest in columns]
+    def part(name: str, whole: str, *less: str, within: str = "") -> Part:
+        columns = zip(*(seconds[each] for each in (whole, *less)), strict=True)
+        return Part(name, [value - sum(rest) for value, *rest in columns], within)
 
     meeting = "meeting: all tell all that they are here, and wait until all are"
+    sockets = "its system calls: a send to, and a receive from, each"
+    rest = "the rest of the algorithm, and waiting for the slower rank"
     parts = [
-        Part("torch.distributed's all_reduce(), around the group", difference("whole", "group")),
-        Part("the group: options, queue, Work", difference("group", "algorithm")),
-        Part("copying the tensor to shared memory", seconds["copy"]),
-        Part(meeting, seconds["meeting"]),
-        Part("its system calls: a send to, and a receive from, each", seconds["sockets"], meeting),
-        Part("adding up", seconds["sum"]),
-        Part(
-            "the rest of the algorithm, and waiting for the slower rank",
-            difference("algorithm", "copy", "meeting", "sum"),
-        ),
+        part("torch.distributed's all_reduce(), around the group", "whole", "group"),
+        part("the group: options, queue, Work", "group", "algorithm"),
+        part("copying the tensor to shared memory", "copy"),
+        part(meeting, "meeting"),
+        part(sockets, "sockets", within=meeting),
+        part("adding up", "sum"),
+        part(rest, "algorithm", "copy", "meeting", "sum"),
     ]
     return SmallCall(ranks.size, _SMALL_CALL_BYTES, seconds["whole"], parts)
 

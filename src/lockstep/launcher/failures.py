@@ -33,9 +33,6 @@ _LOST_A_PEER = re.compile(
     re.IGNORECASE,
 )
 _MOST_RANKS_SHOWN = 16
-_OUT_OF_MEMORY = (
-    ". Where nobody sent that, it is how Linux ends a process when memory runs out; 'dmesg' tells"
-)
 # Lines to leave out of faulthandler's report: frames that started the program, and libraries.
 _NOISE = re.compile(r'  File "(<string>|.*/lockstep/launcher/\w+\.py)"|Extension modules: ')
 _PYTHON = os.path.dirname(os.__file__) + os.sep
@@ -106,7 +103,7 @@ class Outcome:
         raise RankFailed(
             message,
             rank=self.rank,
-            exit_code=self.exit_status if self.signal is None else None,
+            exit_code=None if self.signal else self.exit_status,
             signal=self.signal,
             traceback=self.traceback,
         )
@@ -149,17 +146,15 @@ def _message(
         for failure in others
         if failure.told and not failure.lost_a_peer and failure.told.error != own_error
     ]
-    return "\n".join([headline, *told[:_MOST_RANKS_SHOWN], *_evidence(culprit, full_traceback)])
-
-
-def _evidence(culprit: Failure, full_traceback: bool) -> list[str]:
     if culprit.told is not None and not full_traceback:
-        return ["", culprit.told.folded.rstrip("\n")]
-    if culprit.traceback is not None:
-        return ["", culprit.traceback.rstrip("\n")]
-    if culprit.last_words:
-        return ["", "It left no traceback. The last it wrote to stderr:", culprit.last_words]
-    return ["It left no traceback and wrote nothing to stderr."]
+        evidence = ["", culprit.told.folded.rstrip("\n")]
+    elif culprit.traceback is not None:
+        evidence = ["", culprit.traceback.rstrip("\n")]
+    elif culprit.last_words:
+        evidence = ["", "It left no traceback. The last it wrote to stderr:", culprit.last_words]
+    else:
+        evidence = ["It left no traceback and wrote nothing to stderr."]
+    return "\n".join([headline, *told[:_MOST_RANKS_SHOWN], *evidence])
 
 
 def signal_name(number: int) -> str:
@@ -171,9 +166,13 @@ def signal_name(number: int) -> str:
 
 
 def _how(failure: Failure) -> str:
+    if failure.signal == signals.SIGKILL:
+        return (
+            "it was ended by SIGKILL. Where nobody sent that, it is how Linux ends a process when "
+            "memory runs out; 'dmesg' tells"
+        )
     if failure.signal is not None:
-        ended = f"it was ended by {signal_name(failure.signal)}"
-        return ended + _OUT_OF_MEMORY if failure.signal == signals.SIGKILL else ended
+        return f"it was ended by {signal_name(failure.signal)}"
     if failure.without_result:
         return "it ended with exit code 0 before the function had returned"
     return f"exit code {failure.exit_code}"

@@ -214,13 +214,7 @@ def _outcome_of_peer(text: str) -> Outcome:
 
 
 def _hold_store(meeting: Meeting) -> dist.TCPStore | None:
-    """Hold the store open if that is this host's part, else return None.
-
-    It is that of host 0 or, of hosts without numbers, of the one that can bind the endpoint.
-
-    Raises:
-        LaunchError: If it is this host's part, but the endpoint can't be bound.
-    """
+    """Hold the store open on host 0 or, of hosts without numbers, the one that can bind there."""
     if meeting.host not in (0, None):
         return None
     where = (meeting.address, meeting.port)
@@ -244,14 +238,10 @@ def _hold_store(meeting: Meeting) -> dist.TCPStore | None:
 
 
 def _open_store(listener: socket.socket, address: str = "127.0.0.1") -> dist.TCPStore:
-    """A store that answers at ``listener``, which is bound; it has threads.
-
-    Without the socket it would bind a port of every interface.
-    """
-    port = listener.getsockname()[1]
+    """A store, which has threads, at this address alone; by itself it binds all interfaces."""
     return dist.TCPStore(
         address,
-        port,
+        listener.getsockname()[1],
         is_master=True,
         timeout=_STORE_TIMEOUT,
         wait_for_workers=False,
@@ -260,11 +250,7 @@ def _open_store(listener: socket.socket, address: str = "127.0.0.1") -> dist.TCP
 
 
 def _connect(meeting: Meeting, deadline: Deadline) -> dist.TCPStore:
-    """Connect to the store, which may not be there yet. Its client has no threads.
-
-    Raises:
-        LaunchError: If it doesn't answer until ``deadline``.
-    """
+    """Connect to the store, which may not be there yet. Its client has no threads."""
     where, timeout = (meeting.address, meeting.port), timedelta(seconds=_CONNECT_SECONDS)
     while True:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
 import sys
 from collections.abc import Sequence
@@ -80,7 +79,7 @@ def job_of(
     """The job that the options of ``lockstep run`` describe.
 
     Raises:
-        BadLaunch: If one of them makes no sense, or Python can't begin to run the program.
+        BadLaunch: If one of them makes no sense, or Python can't begin to run the script.
     """
     words = program[1:] if program[:1] == ["--"] else program
     if not words:
@@ -96,7 +95,13 @@ def job_of(
         num_ranks = check_num_ranks(nprocs)
     num_threads = check_num_threads(threads, num_ranks)
     num_hosts = whole_number(nnodes, "The number of hosts", "Leave --nnodes out to run on one.")
-    (_check_module if module else _check_script)(name)
+    if not module:  # ranks look for modules: Python may have to import a package for that
+        _check_script(name)
+    elif name.partition(".__main__")[0] == "lockstep":
+        raise BadLaunch(
+            "The module lockstep is this command itself, and can't be a program that it runs. Name "
+            "the module of your program."
+        )
     return Job(
         Program(name, tuple(argv), module),
         num_ranks,
@@ -239,28 +244,3 @@ def _check_script(name: str) -> None:
             f"{name} isn't a Python script: {error}. Nothing was started; lockstep runs "
             "Python only, and other programs are started from within a script."
         ) from error
-
-
-def _check_module(name: str) -> None:
-    if name.partition(".__main__")[0] == "lockstep":
-        raise BadLaunch(
-            "The module lockstep is this command itself, and can't be a program that it runs. Name "
-            "the module of your program."
-        )
-    # The ranks look up the rest of the name, for which Python has to import the package: threads
-    # that this starts must not run when ranks are forked.
-    top, *parts = name.split(".")
-    # The current directory comes first, as for python -m.
-    spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) if top else None
-    is_package = spec is not None and spec.submodule_search_locations is not None
-    if (spec is None and top not in sys.builtin_module_names) or (parts and not is_package):
-        raise BadLaunch(no_such_module(name))
-
-
-def no_such_module(name: str) -> str:
-    """The message for a module that doesn't exist."""
-    advice = f" To run a file, leave -m out: {name}" if name.endswith(".py") else ""
-    return (
-        f"There is no module named {name!r}; it was looked for in {os.getcwd()} and among the "
-        f"packages that {sys.executable} has installed.{advice}"
-    )

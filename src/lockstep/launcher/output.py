@@ -164,11 +164,7 @@ class Console:
 
 
 def open_log_files(directory: str | None, ranks: range) -> dict[int, int]:
-    """Create ``directory`` and a ``rank-R.log`` in it for each rank.
-
-    Returns:
-        Descriptors, not files: a rank closes them after the fork, and a file object that is
-        collected later would close an unrelated descriptor of the same number.
+    """Create ``directory`` and a ``rank-R.log`` in it for each rank; return their descriptors.
 
     Raises:
         BadLaunch: If the directory or a file can't be created.

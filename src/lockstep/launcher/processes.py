@@ -48,11 +48,7 @@ def reap(pid: int, *, wait: bool = True) -> None:
 
 
 def fork() -> int:
-    """``os.fork()`` without its warning of threads.
-
-    The only threads here are numpy's: OpenBLAS ends them before a fork, and starts new ones on
-    both sides when they are needed.
-    """
+    """``os.fork()`` without its warning of threads: of numpy's, which OpenBLAS ends before."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
@@ -66,10 +62,7 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
 
 
 def fill_standard_descriptors() -> None:
-    """Open /dev/null as stdin, stdout or stderr if it is closed, as by ``>&-``.
-
-    The next pipe would otherwise get its number, and be written to by mistake.
-    """
+    """Open /dev/null as a standard stream that is closed, or a pipe would get its number."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -93,10 +86,7 @@ def send_signal(target: int, number: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends.
-
-    So a process that a rank started remains a descendant, even in another session.
-    """
+    """Become the parent of orphaned descendants, so that they remain ones in any session."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -111,7 +101,7 @@ def children() -> list[int]:
     return [int(pid) for pid in listed.read_text().split()] if listed.exists() else []
 
 
-def sweep(spare: Collection[int]) -> None:
+def sweep(spare: set[int]) -> None:
     """End all descendants but ``spare`` and theirs: by SIGTERM, and after a while by SIGKILL."""
     for number, num_polls in ((signal.SIGTERM, 50), (signal.SIGKILL, 250)):
         asked: set[int] = set()
@@ -124,15 +114,15 @@ def sweep(spare: Collection[int]) -> None:
             time.sleep(_POLL_SECONDS)
 
 
-def _descendants(spare: Collection[int]) -> set[int]:
+def _descendants(spare: set[int]) -> set[int]:
     children_of: dict[int, list[int]] = {}
     for pid, parent, _ in _running_processes():
         children_of.setdefault(parent, []).append(pid)
     found: set[int] = set()
     parents = [os.getpid()]
     while parents:
-        below = [pid for pid in children_of.get(parents.pop(), []) if pid not in spare]
-        found.update(below)
+        below = {*children_of.get(parents.pop(), [])} - spare
+        found |= below
         parents += below
     return found
 

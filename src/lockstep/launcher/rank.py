@@ -27,7 +27,7 @@ from types import ModuleType
 
 from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.failures import Failure, failure_by, program_frames
-from lockstep.launcher.job import Job, Program, name_of, no_such_module
+from lockstep.launcher.job import Job, Program, name_of
 from lockstep.launcher.processes import end_with_parent
 
 LENGTH_BYTES = 8  # of the length of a report
@@ -165,8 +165,7 @@ def _call(pickled: bytes) -> bytes:
 def _pickle_main_by_value() -> None:
     """Let multiprocessing pickle classes and functions of ``__main__`` by value, as launch() does.
 
-    They are the caller's. This process's ``__main__`` doesn't have them, nor has that of a data
-    loader's worker, which would look for them by name.
+    They are the caller's: by name, a data loader's worker wouldn't find them in its ``__main__``.
     """
     from collections import ChainMap
     from multiprocessing import reduction
@@ -206,7 +205,11 @@ def _run_module(module: Program) -> None:
     sys.argv[:] = ["-m", *module.argv]  # as python has it while it looks for the module
     spec, name = _find(module.name), module.name
     if spec is None:
-        raise BadLaunch(no_such_module(name))
+        advice = f" To run a file, leave -m out: {name}" if name.endswith(".py") else ""
+        raise BadLaunch(
+            f"There is no module named {name!r}; it was looked for in {os.getcwd()} and among the "
+            f"packages that {sys.executable} has installed.{advice}"
+        )
     if spec.submodule_search_locations is not None:
         spec = _find(f"{name}.__main__")
         if spec is None:
@@ -225,8 +228,13 @@ def _run_module(module: Program) -> None:
 
 
 def _find(name: str) -> importlib.machinery.ModuleSpec | None:
+    top, *parts = name.split(".")
     try:
-        return importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(top)
+        # Of a module that is no package, Python would look for parts too, and run it for that.
+        if parts and spec is not None and spec.submodule_search_locations is None:
+            return None
+        return importlib.util.find_spec(name) if parts else spec
     except ModuleNotFoundError as error:
         # An import that fails inside the user's package is the user's traceback to see.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):

@@ -1,8 +1,7 @@
 """How a job gets to its supervisor: ``lockstep run`` becomes it, ``launch()`` has it as a child.
 
-The supervisor is a fresh interpreter: it imports nothing but torch and this package before it
-forks the ranks, so a program finds none of the command line's libraries imported, and no
-thread or lock of a caller's notebook.
+The supervisor is a fresh interpreter, which imports nothing but torch and this package: a program
+finds none of the command line's libraries imported, and no thread or lock of a caller's notebook.
 """
 
 from __future__ import annotations

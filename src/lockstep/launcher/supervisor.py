@@ -40,11 +40,9 @@ _LAST_WORDS_BYTES = 8192
 
 
 def main() -> int:
-    """Run the job that the command line tells of.
+    """Run the job that the command line tells of; in a rank, and only there, return its exit code.
 
-    Returns:
-        In a rank, and only there: its exit code. The caller exits with it, so that a rank ends
-        as any Python program does. The supervisor has nothing to wait for, and just ends.
+    The caller exits with it, so that a rank ends as any Python program does.
     """
     # Until there are ranks there is nothing to do but end, and no traceback to show.
     processes.handle_ending_signals(lambda number, frame: os._exit(128 + number))
@@ -188,11 +186,10 @@ class RankProcess:
 
 
 def _fork_ranks(job: Job, signal_mask: Collection[int]) -> list[RankProcess] | Callable[[], int]:
-    """Fork the ranks of this host, which wait until :meth:`RankProcess.begin`.
+    """Fork the ranks of this host, which wait until :meth:`RankProcess.begin`; return them.
 
-    It returns the ranks in the supervisor, and in each rank what to call there, once the stack is
-    back to where no ``finally`` of the supervisor's follows. ``signal_mask`` are the signals that a
-    rank blocks, once it has handlers of its own.
+    In a rank, return what to call there, once the stack is back to where no ``finally`` of the
+    supervisor's follows. ``signal_mask`` are the signals that a rank blocks, once it has handlers.
 
     Raises:
         LaunchError: If a limit on processes or descriptors is reached. None is left behind.
@@ -278,9 +275,7 @@ class _Watch:
                 failures, self._host.world_size, full_traceback=self._job.full_traceback
             )
         number = self._interrupted_by
-        if self._peer_failed:  # its host tells of it
-            return Outcome(0)
-        if number is None:
+        if self._peer_failed or number is None:  # the peer's host tells of it
             return Outcome(0, tuple(r.result for r in self._ranks if r.result is not None))
         if number == signal.SIGPIPE:  # as every program in a pipe that nobody reads from
             return Outcome(128 + number)
@@ -292,9 +287,10 @@ class _Watch:
 
     def _until_all_ended(self) -> None:
         while any(rank.is_running for rank in self._ranks):
-            now, left = time.monotonic(), None
+            left = None
             if self._escalation is not None:
                 self._note_exits()  # who has ended by itself isn't asked to
+                now = time.monotonic()
                 for number in self._escalation.take(now):
                     self._send(number)
                 left = self._escalation.seconds_left(now)
@@ -376,5 +372,5 @@ class _Watch:
         for _ in range(_MOST_DRAINS):
             if not self._serve(0.0):
                 break
-        told = {rank.rank: rank.failure.told for rank in self._ranks if rank.failure}
-        self._console.close({rank: words.full for rank, words in told.items() if words})
+        failures = (rank.failure for rank in self._ranks)
+        self._console.close({f.rank: f.told.full for f in failures if f and f.told})

@@ -144,8 +144,6 @@ def rank_environment(
     """The variables that ``lockstep run`` sets for one rank; :func:`detect` reverses it.
 
     They are those of torchrun, so that scripts written for it run unchanged, and two of our own.
-    ``TORCHELASTIC_USE_AGENT_STORE`` tells torch that no rank has to open the store at
-    ``place.master``, since the launcher holds it.
     """
     assert place.master is not None
     assert place.job_id is not None
@@ -160,7 +158,7 @@ def rank_environment(
         "GROUP_WORLD_SIZE": str(num_nodes),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank has to open the store at the port
         "TORCHELASTIC_RUN_ID": place.job_id,
         "OMP_NUM_THREADS": str(num_threads),
         **({} if place.store_path is None else {STORE: f"{port}:{place.store_path}"}),

@@ -96,21 +96,16 @@ def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str
 
 
 def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Hold the store open on this rank; on loopback, if that is where the ranks meet.
-
-    A TCPStore told 127.0.0.1 listens on every interface all the same, unless it is handed a
-    socket. Shown by test_store_on_loopback_listens_nowhere_else.
-    """
+    """Hold the store open on this rank; on loopback, if that is where the ranks meet."""
     options: dict[str, Any] = {"multi_tenant": True}
     try:
         if host == "localhost" or host.startswith("127."):
+            # Told 127.0.0.1, a TCPStore listens on every interface unless it is handed a socket.
             listener = socket.create_server((host, port), backlog=max(128, place.world_size))
             port = listener.getsockname()[1]
             options = {"master_listen_fd": listener.detach()}
-        size = place.world_size
-        return dist.TCPStore(
-            host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, **options
-        )
+        options |= {"is_master": True, "wait_for_workers": False, "timeout": timeout}
+        return dist.TCPStore(host, port, place.world_size, **options)
     except (OSError, RuntimeError) as error:
         raise RendezvousFailed(
             f"rank 0 could not open a store at {host}:{port} ({first_line(error)}). Choose "
