@@ -28,21 +28,13 @@ AskCaller = Callable[[Callable[..., object], tuple[object, ...]], object]
 
 @dataclass(frozen=True)
 class Replica:
-    """The replica that runs in a thread.
+    """The replica that runs in a thread."""
 
-    Attributes:
-        index: Its number among the replicas of its call.
-        count: The number of these.
-        num_around: The number of replicas of the caller, which may run in one itself.
-        spans_processes: Whether some of all these replicas are in other processes.
-        sums: Their sums; None if these are the caller's, which is another process.
-    """
-
-    index: int
-    count: int
-    num_around: int
-    spans_processes: bool
-    sums: ReplicaSums | None
+    index: int  # among the replicas of its call
+    count: int  # of these
+    num_around: int  # the number of replicas of the caller, which may run in one itself
+    spans_processes: bool  # whether some of all these replicas are in other processes
+    sums: ReplicaSums | None  # None if these are the caller's, which is another process
 
     def add_up(self, own: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
         """Return ``finish`` of the sum of all replicas' tensors, in the order of the replicas.
@@ -70,7 +62,8 @@ class ReplicaSums:
         self._around = _replica.get()
         self._num_present = count
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
+        # Raised by all current and later callers. Whoever sets it calls leave() next.
+        self.error: BaseException | None = None
         # The sum whose parts, by the number of the replica, have not all come.
         self._parts: dict[int, torch.Tensor] = {}
         self._finish: Finish | None = None
@@ -91,23 +84,16 @@ class ReplicaSums:
             self._num_present -= 1
         self._finish_if_complete()
 
-    def fail(self, error: BaseException) -> None:
-        """Make all current and later callers raise ``error``: the sum of all isn't known."""
-        with self._lock:
-            self._error = error
-        self._finish_if_complete()
-
     def _finish_if_complete(self) -> None:
         with self._lock:
-            parts, total, error = self._parts, self._total, self._error
-            if not parts or (error is None and len(parts) < self._num_present):
+            parts, total, finish = self._parts, self._total, self._finish
+            if not parts or (self.error is None and len(parts) < self._num_present):
                 return
-            finish = self._finish
             self._parts, self._total = {}, Future()
         # Without the lock: a sum over ranks waits for them.
         try:
-            if error is not None:
-                raise error
+            if self.error is not None:
+                raise self.error
             first, *others = (parts[index] for index in sorted(parts))
             sum_of_all = first.clone()
             for part in others:
@@ -130,7 +116,7 @@ def as_replicas(
                 return task()
         except BaseException as error:
             if is_interruption(error):
-                sums.fail(error)
+                sums.error = error
             raise
         finally:
             sums.leave()

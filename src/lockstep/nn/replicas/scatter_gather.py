@@ -224,7 +224,7 @@ def _gather(values: list[object], device: torch.device, dim: int, path: Path) ->
     inside = [held for value in values if (held := children(value)) is not None]
     tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
     sequences = [leaf for leaf in values if isinstance(leaf, PackedSequence)]
-    if 0 < max(map(len, (inside, tensors, sequences))) < len(values):
+    if 0 < max(len(inside), len(tensors), len(sequences)) < len(values):
         kinds = ", ".join(type(value).__name__ for value in values)
         raise ValueError(f"Replicas give {name} of the types {kinds}. Return one type from each.")
     if tensors:

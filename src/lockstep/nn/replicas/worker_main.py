@@ -146,7 +146,7 @@ class Worker:
 def _fork_processes(connection: socket.socket, caller: int, numbers: Sequence[int]) -> int:
     """Fork a process for each descriptor, and return its index there; end when the caller says."""
     parent, pids = os.getpid(), []
-    for index, number in enumerate(numbers):
+    for index, number in enumerate(numbers if os.getppid() == caller else ()):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are OpenBLAS's
             pid = os.fork()
