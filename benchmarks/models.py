@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.demo.training import ConvNet
+from lockstep.demo import ConvNet
 
 
 class Workload(NamedTuple):

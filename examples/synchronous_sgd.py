@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.data import batch_share, epoch_shares
-from lockstep.demo.datasets import load
+from lockstep.demo import load
 
 GLOBAL_BATCH_SIZE = 128  # over all ranks: training doesn't depend on their number
 

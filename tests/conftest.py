@@ -145,7 +145,7 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
 
 
-def _settle(now: Callable[[], set], before: set, seconds: float = 2.0) -> set:
+def _settle(now: Callable[[], set], before: set, seconds: float) -> set:
     """What there is more than before, once things that are just ending have had time to."""
     deadline = time.monotonic() + seconds
     while (more := now() - before) and time.monotonic() < deadline:
@@ -171,7 +171,11 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = {kind: look() for kind, look in watched.items()}
     environment = _environment()
     yield
-    more = {kind: _settle(look, before[kind]) for kind, look in watched.items()}
+    # Shared memory may be that of tests beside this one, for which not to wait long.
+    seconds = {"shared memory": 2.0}
+    more = {
+        kind: _settle(look, before[kind], seconds.get(kind, 20.0)) for kind, look in watched.items()
+    }
     more["shared memory"] = {name for name in more["shared memory"] if not _is_gone_or_others(name)}
     leaks = [f"{kind} {left}" for kind, left in more.items() if left]
     if changed := set(_environment().items()) ^ set(environment.items()):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lockstep.comm.backends import register_backends
 from tests.interpreters import forked
 
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 240
 _STACKS_SECONDS = 1.0
 
 

@@ -27,7 +27,7 @@ Backend = Literal["threads", "gloo"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 T = TypeVar("T")
 
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 120
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 

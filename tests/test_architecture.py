@@ -36,8 +36,8 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 19_410
-MAX_FILES = 93
+MAX_LINES = 18_800
+MAX_FILES = 87
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.

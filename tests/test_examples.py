@@ -27,7 +27,7 @@ START = pytest.mark.parametrize(
 
 def output_of(start: list[str], program: str, *options: str) -> str:
     run = subprocess.run(
-        [*start, str(EXAMPLES / program), *options], capture_output=True, text=True, timeout=100
+        [*start, str(EXAMPLES / program), *options], capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
     return run.stdout

@@ -16,8 +16,6 @@ from lockstep.errors import BadLaunch, LockstepError
 __all__ = ["main"]
 
 _LOCKSTEP = """\
-usage: lockstep [-h] [--version] COMMAND ...
-
 Synchronous data parallelism for PyTorch: one model, many devices, the same
 step.
 
@@ -26,16 +24,9 @@ step.
   bench   measure, on this machine, what training in step costs
 
 `lockstep run train.py` runs a script on all devices; `lockstep run --help`
-tells more.
-
-options:
-  -h, --help  Show this and end.
-  --version   Print it.
-"""
+tells more."""
 
 _RUN = """\
-usage: lockstep run [OPTIONS] SCRIPT [ARGS ...]
-
 Run a Python script on several ranks, and leave none behind.
 
 Each rank runs the script as `python SCRIPT ARGS` would. lockstep.init() gives
@@ -51,118 +42,43 @@ A module, with four threads for each rank:
   lockstep run -n 2 --threads 4 -m my_package.train
 
 Two machines with eight ranks each; the same on the other one, with --node-rank 1:
-  lockstep run --nnodes 2 --node-rank 0 --rdzv-endpoint first:29500 -n 8 train.py
-
-positional arguments:
-  SCRIPT [ARGS ...]     The script or, with -m, the module to run, and what to
-                        pass on to it.
-
-options:
-  -h, --help            Show this and end.
-  -m                    SCRIPT is the name of a module, as in `python -m`.
-  -n N, --nprocs N      How many ranks to start on this host; by default one
-                        for each GPU, or 2 where there is none.
-  --nproc-per-node N    The same, as torchrun calls it.
-  --threads T           How many threads each rank computes with; by default
-                        the cores, divided by the ranks.
-  --log-dir DIR         Keep each rank's output in DIR/rank-R.log as well.
-  --stdin RANK|none     Which rank reads the standard input of this command,
-                        for input() and breakpoint(); by default rank 0 if
-                        that is a terminal, and none if not.
-  --full-traceback      Show the frames of lockstep, torch and Python too when
-                        a rank fails.
-  --nnodes N            On how many hosts this command is given; by default 1.
-  --node-rank R         Which of them this is, from 0. Left out, the hosts
-                        settle it among themselves.
-  --rdzv-endpoint HOST:PORT
-                        Where the hosts meet: a free port of the first of
-                        them.
-  --rdzv-id ID          Tells jobs that meet there apart; by default lockstep.
-  --rdzv-timeout SECONDS
-                        How long hosts wait to meet; by default 300.
-"""
+  lockstep run --nnodes 2 --node-rank 0 --rdzv-endpoint first:29500 -n 8 train.py"""
 
 _DEMO = """\
-usage: lockstep demo [-h] [-n N] [--epochs E] [--seed SEED]
-                     [--data digits|mnist|FOLDER]
-
 Train a small network on handwritten digits, over several processes.
 
 Then show that nothing was lost by splitting: one more epoch, on all processes
-and in one, and the largest difference between the two sets of parameters.
-
-options:
-  -h, --help            Show this and end.
-  -n N, --nprocs N      How many processes train; by default 2.
-  --epochs E            How often to go through the training images; by
-                        default 15.
-  --seed SEED           What all that is random is drawn from; by default
-                        1234.
-  --data digits|mnist|FOLDER
-                        scikit-learn's 1,797 digits, which is the default;
-                        MNIST, downloaded by torchvision; or a folder with a
-                        sub-folder of PNG or JPEG images for each class.
-"""
+and in one, and the largest difference between the two sets of parameters."""
 
 _BENCH = """\
-usage: lockstep bench [-h]
-
 Measure, on this machine, what training in step costs.
 
-  collectives   collectives in shared memory beside Gloo's and MPI's
-
-options:
-  -h, --help  Show this and end.
-"""
+  collectives   collectives in shared memory beside Gloo's and MPI's"""
 
 _COLLECTIVES = """\
-usage: lockstep bench collectives [-h] [--ranks N] [--sizes SIZES]
-                                  [--rounds R] [--operation OP]
-                                  [--mpiexec COMMAND] [--json FILE]
-
 Compare collectives in shared memory with Gloo's and, if mpi4py is installed,
 MPI's.
 
-One set of processes, of one thread each, holds a Gloo and a shm group. The
-contenders take turns, round after round, so that whatever else the machine
-does happens to all of them. shm is measured with ordinary tensors and with
-tensors from `group.empty()`, which are reduced in place. MPI has processes of
-its own, and its turns after the others'.
+One set of processes, of one thread each, measures Gloo and shm, which take
+turns, round after round, so that whatever else the machine does happens to all
+of them. shm is measured with ordinary tensors and, in place, with tensors from
+`group.empty()`. MPI has processes of its own, and its turns after the others'.
+Shown are the median and the quartiles of the rounds, and of each round's ratio.
 
-What is timed: before each call every rank writes its whole tensor, as a
-backward pass does with gradients; that isn't counted. Above 64 KiB the ranks
-then meet, and a call takes from when the first rank begins until the last one
-is through; up to there, calls follow each other, and what the slowest rank
-spends in them counts. Shown are the median and the quartiles of the rounds.
-Ratios are formed in each round by itself.
+Before each call every rank writes its whole tensor, as a backward pass does
+with gradients; that isn't counted. Above 64 KiB the ranks then meet, and a call
+takes from when the first rank begins until the last one is through; up to
+there, calls follow each other, and what the slowest rank spends in them counts.
 
-The bound, from 1 MiB on, is measured beside the all-reduces: the passes over
-memory that an all-reduce in place makes, on all ranks at once but without any
-meeting. What it takes longer than that, meetings and Python take.
-
-Small calls cost what Python costs; the parts of such a call are listed below
-its table.
+The bound, from 1 MiB on, is the passes over memory that an all-reduce in place
+makes, on all ranks at once but without any meeting: what a call takes longer,
+meetings and Python take. The parts of a small call are listed below its table.
 
 All of it, which takes some minutes and, for 256 MiB on 4 ranks, 3 GiB of memory:
   lockstep bench collectives
 
 A quick look:
-  lockstep bench collectives --ranks 2 --sizes 1KiB,1MiB,16MiB --rounds 5
-
-options:
-  -h, --help         Show this and end.
-  --ranks N          How many processes take part; may be given several times.
-                     By default 2, then 4.
-  --sizes SIZES      Sizes of the tensor, as in 1KiB,16MiB; by default from
-                     1KiB to 256MiB.
-  --rounds R         How many turns each one has; by default 15.
-  --operation OP     all_reduce, which is the default, broadcast, all_gather
-                     or reduce_scatter; may be given several times. For the
-                     last two, sizes are those of all ranks' parts together.
-  --mpiexec COMMAND  What starts the ranks of MPI; by default mpiexec.
-  --json FILE        Write every round's figures to FILE as well; - prints
-                     them, and no tables.
-"""
+  lockstep bench collectives --ranks 2 --sizes 1KiB,1MiB,16MiB --rounds 5"""
 
 
 def main() -> None:
@@ -176,21 +92,29 @@ def main() -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose help is ``text``, and whose errors are BadLaunch.
+    """A parser whose errors are BadLaunch.
 
     ``act`` is called with the options that were given, and has the defaults of the others. It shows
     the help by default, for a command that only has subcommands.
     """
 
-    def __init__(self, prog: str, text: str, act: Callable[..., object] | None = None) -> None:
-        absent = argparse.SUPPRESS
-        super().__init__(prog=prog, allow_abbrev=False, add_help=False, argument_default=absent)
-        self.add_argument("-h", "--help", action="help")
+    def __init__(self, act: Callable[..., object] | None = None, **options: Any) -> None:
+        super().__init__(
+            **options,
+            allow_abbrev=False,
+            add_help=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.option("-h --help", "Show this and end.", action="help")
         self.set_defaults(act=act or self._show_help)
-        self._text = text
 
-    def format_help(self) -> str:
-        return self._text
+    def option(self, words: str, help_text: str, **how: Any) -> None:
+        """Add an option; ``words`` are its names and, if it takes a value, a name of that."""
+        names = [word for word in words.split() if word.startswith("-")]
+        for metavar in words.split()[len(names) :]:
+            how["metavar"] = metavar
+        self.add_argument(*names, help=help_text, **how)
 
     def error(self, message: str) -> NoReturn:
         raise BadLaunch(f"{message}. '{self.prog} --help' shows what can be given.")
@@ -209,32 +133,82 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("lockstep", _LOCKSTEP)
-    parser.add_argument("--version", action=_Version, nargs=0)
-    commands = parser.add_subparsers(prog="lockstep", metavar="COMMAND")
-    run = commands.add_parser("run", text=_RUN, act=_run)
+    usage = "lockstep [-h] [--version] COMMAND ..."
+    parser = _Parser(prog="lockstep", usage=usage, description=_LOCKSTEP)
+    parser.option("--version", "Print it.", action=_Version, nargs=0)
+    hidden = argparse.SUPPRESS
+    commands = parser.add_subparsers(prog="lockstep", metavar="COMMAND", help=hidden)
+    usage = "lockstep run [OPTIONS] SCRIPT [ARGS ...]"
+    run = commands.add_parser("run", usage=usage, description=_RUN, act=_run)
     # All from the script on, even if it looks like an option of ours.
-    run.add_argument("program", nargs=argparse.REMAINDER)
-    run.add_argument("-m", dest="module", action="store_true")
-    run.add_argument("-n", "--nprocs")
-    run.add_argument("--nproc-per-node", "--nproc_per_node", dest="nprocs")
-    run.add_argument("--full-traceback", action="store_true")
-    for name in ("--threads", "--log-dir", "--stdin", "--nnodes", "--node-rank"):
-        run.add_argument(name)
-    for name in ("--rdzv-endpoint", "--rdzv-id", "--rdzv-timeout"):
-        run.add_argument(name)
-    demo = commands.add_parser("demo", text=_DEMO, act=_demo)
-    demo.add_argument("-n", "--nprocs")
-    demo.add_argument("--epochs")
-    demo.add_argument("--seed", type=int)
-    demo.add_argument("--data")
-    bench = commands.add_parser("bench", text=_BENCH).add_subparsers(metavar="COMMAND")
-    collectives = bench.add_parser("collectives", text=_COLLECTIVES, act=_collectives)
-    collectives.add_argument("--ranks", action="append")
-    collectives.add_argument("--operation", action="append", dest="operations")
-    collectives.add_argument("--json", dest="json_to")
-    for name in ("--sizes", "--rounds", "--mpiexec"):
-        collectives.add_argument(name)
+    program = "The script or, with -m, the module to run, and what to pass on to it."
+    run.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT", help=program)
+    is_module = "SCRIPT is the name of a module, as in `python -m`."
+    run.option("-m", is_module, dest="module", action="store_true")
+    run.option(
+        "-n --nprocs N",
+        "How many ranks to start on this host; by default one for each GPU, or 2 where there is "
+        "none.",
+    )
+    run.option("--nproc-per-node N", "The same, as torchrun calls it.", dest="nprocs")
+    run.option("--nproc_per_node", hidden, dest="nprocs")
+    run.option(
+        "--threads T",
+        "How many threads each rank computes with; by default the cores, divided by the ranks.",
+    )
+    run.option("--log-dir DIR", "Keep each rank's output in DIR/rank-R.log as well.")
+    run.option(
+        "--stdin RANK|none",
+        "Which rank reads the standard input of this command, for input() and breakpoint(); by "
+        "default rank 0 if that is a terminal, and none if not.",
+    )
+    folded = "Show the frames of lockstep, torch and Python too when a rank fails."
+    run.option("--full-traceback", folded, action="store_true")
+    run.option("--nnodes N", "On how many hosts this command is given; by default 1.")
+    run.option(
+        "--node-rank R",
+        "Which of them this is, from 0. Left out, the hosts settle it among themselves.",
+    )
+    run.option(
+        "--rdzv-endpoint HOST:PORT", "Where the hosts meet: a free port of the first of them."
+    )
+    run.option("--rdzv-id ID", "Tells jobs that meet there apart; by default lockstep.")
+    run.option("--rdzv-timeout SECONDS", "How long hosts wait to meet; by default 300.")
+    demo = commands.add_parser("demo", description=_DEMO, act=_demo)
+    demo.option("-n --nprocs N", "How many processes train; by default 2.")
+    demo.option("--epochs E", "How often to go through the training images; by default 15.")
+    demo.option("--seed SEED", "What all that is random is drawn from; by default 1234.", type=int)
+    demo.option(
+        "--data digits|mnist|FOLDER",
+        "scikit-learn's 1,797 digits, which is the default; MNIST, downloaded by torchvision; or a "
+        "folder with a sub-folder of PNG or JPEG images for each class.",
+    )
+    bench = commands.add_parser("bench", usage="lockstep bench [-h] COMMAND", description=_BENCH)
+    benchmarks = bench.add_subparsers(prog="lockstep bench", metavar="COMMAND", help=hidden)
+    collectives = benchmarks.add_parser("collectives", description=_COLLECTIVES, act=_collectives)
+    collectives.option(
+        "--ranks N",
+        "How many processes take part; may be given several times. By default 2, then 4.",
+        action="append",
+    )
+    collectives.option(
+        "--sizes SIZES",
+        "Sizes of the tensor, as in 1KiB,16MiB; by default from 1KiB to 256MiB.",
+    )
+    collectives.option("--rounds R", "How many turns each one has; by default 15.")
+    collectives.option(
+        "--operation OP",
+        "all_reduce, which is the default, broadcast, all_gather or reduce_scatter; may be given "
+        "several times. For the last two, sizes are those of all ranks' parts together.",
+        action="append",
+        dest="operations",
+    )
+    collectives.option("--mpiexec COMMAND", "What starts the ranks of MPI; by default mpiexec.")
+    collectives.option(
+        "--json FILE",
+        "Write every round's figures to FILE as well; - prints them, and no tables.",
+        dest="json_to",
+    )
     return parser
 
 

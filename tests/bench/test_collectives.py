@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lockstep.bench import command
-from lockstep.bench.mpi import measure_with_mpi
-from lockstep.bench.plan import Plan
+from lockstep.bench.command import measure_with_mpi
+from lockstep.bench.measuring import Plan
 from lockstep.errors import BackendUnavailable, SharedMemoryFull
 
 pytestmark = pytest.mark.forks

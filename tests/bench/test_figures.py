@@ -8,23 +8,23 @@ import pytest
 from rich.console import Console
 
 from lockstep.bench.command import (
+    DEFAULT_SIZES,
     PLAIN_WIDTH,
+    check_operations,
     format_seconds,
+    parse_sizes,
     print_report,
     small_call_lines,
     with_mpi,
 )
-from lockstep.bench.plan import (
-    DEFAULT_SIZES,
+from lockstep.bench.measuring import (
     OPERATIONS,
     Case,
     Part,
     Report,
     SmallCall,
     Summary,
-    check_operations,
     format_size,
-    parse_sizes,
     summarize,
 )
 from lockstep.errors import BadLaunch

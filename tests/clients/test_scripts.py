@@ -40,7 +40,7 @@ def test_a_script_gives_what_one_process_gives(forks: Forks, name: str, tmp_path
         assert_same(results_in(tmp_path, 2), alone)
     command = [sys.executable, "-m", "lockstep", "run", "-n", "2", str(SCRIPTS / name)]
     run = subprocess.run(
-        [*command, "lockstep", str(tmp_path), "shm"], capture_output=True, text=True, timeout=60
+        [*command, "lockstep", str(tmp_path), "shm"], capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
     assert_same(results_in(tmp_path, 2), alone)

@@ -26,6 +26,6 @@ def test_what_happens_to_a_rank_is_told_to_the_others(scenario: str, trials: int
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -305,7 +305,7 @@ def test_an_interrupted_meeting_ends_the_group(monkeypatch: pytest.MonkeyPatch):
         def interrupted(*args: object) -> list[int]:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(teams[0]._barrier, "exchange", interrupted)
+        monkeypatch.setattr(teams[0], "_arrive", interrupted)
         group = SharedMemoryGroup(teams[0], "shm", timedelta(seconds=5))
         with pytest.raises(KeyboardInterrupt):
             group.barrier().wait()

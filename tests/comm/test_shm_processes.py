@@ -59,7 +59,7 @@ def run(folder: Path, body: str, size: int = 2, prefix: tuple[str, ...] = ()) ->
     """Run ``body`` on each rank, which all must end well without a word on stderr."""
     program = _PRELUDE + textwrap.dedent(body) + _POSTLUDE
     arguments = [sys.executable, "-c", program, str(folder), str(size)]
-    done = subprocess.run([*prefix, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*prefix, *arguments], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
 
 

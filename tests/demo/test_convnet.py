@@ -1,7 +1,7 @@
 import torch
 from torch.nn import functional as F
 
-from lockstep.demo.training import ConvNet
+from lockstep.demo import ConvNet
 
 
 def test_convnet_has_the_classic_parameters() -> None:

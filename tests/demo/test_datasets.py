@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.demo.datasets import Digits, load
+from lockstep.demo import Digits, load
 from lockstep.errors import MissingExtra
 
 

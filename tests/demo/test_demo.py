@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.demo import training
-from lockstep.demo.datasets import Digits
-from lockstep.demo.training import ConvNet, State, largest_difference, train_exactly
+from lockstep import demo as training
+from lockstep.demo import ConvNet, Digits, State, largest_difference, train_exactly
 from lockstep.world import Starter, World
 from tests.ranks import run_ranks
 

@@ -146,7 +146,7 @@ def test_run_shows_a_line_when_it_is_written(bench: Bench) -> None:
     assert run.stdout is not None
     assert run.stdout.readline() == "[rank 0] now\n"
     run.terminate()
-    assert run.wait(30) == 128 + 15
+    assert run.wait(60) == 128 + 15
 
 
 def test_run_ends_when_nobody_reads_its_output(bench: Bench) -> None:
@@ -156,7 +156,7 @@ def test_run_ends_when_nobody_reads_its_output(bench: Bench) -> None:
     run.stdout.readline()
     run.stdout.close()
     run.stdout = None
-    assert run.wait(30) == 128 + 13
+    assert run.wait(60) == 128 + 13
     assert run.stderr is not None
     assert "Traceback" not in run.stderr.read()
 
@@ -167,7 +167,7 @@ def test_run_is_ended_though_its_reader_has_stopped_reading(bench: Bench) -> Non
     assert run.stdout is not None
     run.stdout.readline()  # and no more: the pipe fills, and the launcher can't write
     run.terminate()
-    assert run.wait(30) == 128 + 15
+    assert run.wait(60) == 128 + 15
 
 
 def test_run_puts_both_streams_of_a_terminal_on_lines_of_their_own(bench: Bench) -> None:
@@ -186,7 +186,7 @@ def test_run_puts_both_streams_of_a_terminal_on_lines_of_their_own(bench: Bench)
     )
     ours, theirs = pty.openpty()
     run = bench.start("run", "-n", 2, script, stdout=theirs, stderr=theirs)
-    assert run.wait(30) == 0
+    assert run.wait(60) == 0
     os.close(theirs)
     shown = os.read(ours, 4096)
     os.close(ours)

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,8 +123,8 @@ def test_ended_launcher_of_one_host_ends_all(bench: Bench) -> None:
         assert run.stdout is not None
         assert "ready" in run.stdout.readline()
     runs[1].send_signal(signal.SIGINT)
-    assert runs[1].wait(30) == 130
-    assert runs[0].wait(30) != 0
+    assert runs[1].wait(60) == 130
+    assert runs[0].wait(60) != 0
     assert runs[0].stderr is not None
     assert "the launcher of host 1 was ended" in runs[0].stderr.read()
     assert bench.processes() == []
@@ -141,8 +140,8 @@ def test_killed_launcher_of_one_host_ends_all(bench: Bench, tmp_path: Path) -> N
         assert run.stdout is not None
         assert "ready" in run.stdout.readline()
     runs[0].kill()
-    assert until(lambda: not bench.processes(), 30)
-    assert runs[1].wait(30) != 0
+    assert until(lambda: not bench.processes())
+    assert runs[1].wait(60) != 0
     assert runs[1].stderr is not None
     assert "the host that keeps the store" in runs[1].stderr.read()
     assert list(temporary.iterdir()) == []
@@ -170,7 +169,7 @@ def test_nothing_that_is_read_at_the_endpoint_is_executed(bench: Bench) -> None:
     store.set("torch.rendezvous.lockstep", attack)
     for key in ("run", "size/0", "size/1", "failed", "failure/0"):
         store.set(f"lockstep/{key}", attack)
-    run = start_host(bench, "print('ran')", port, "--rdzv-timeout", 5)
+    run = start_host(bench, "print('ran')", port)
     out, err = run.communicate(timeout=60)
     assert (run.returncode, out) == (2, "")
     assert "each run a port of its own" in err
@@ -188,7 +187,7 @@ def test_strangers_at_the_endpoint_keep_nobody_waiting(bench: Bench) -> None:
             strangers.append(socket.create_connection(("127.0.0.1", port)))
         return bool(strangers)
 
-    assert until(listens, 60)
+    assert until(listens)
     for words in (b"GET / HTTP/1.1\r\n\r\n", bytes(100), b""):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(words)
@@ -213,7 +212,7 @@ def test_host_that_is_not_of_the_run_says_why(
 ) -> None:
     port = free_port()
     first = start_host(bench, "print('ran')", port, "--node-rank", 0)
-    assert until(lambda: is_open(port), 60)
+    assert until(lambda: is_open(port))
     stranger = start_host(bench, "print('ran')", port, *options)
     _, err = stranger.communicate(timeout=60)
     assert stranger.returncode == 2
@@ -243,11 +242,9 @@ def test_waiting_for_other_hosts_can_be_interrupted(bench: Bench) -> None:
     run = bench.start(
         "run", "--nnodes", 2, "--node-rank", 0, "--rdzv-endpoint", f"127.0.0.1:{port}", script
     )
-    assert until(lambda: is_open(port), 20)
-    asked_at = time.monotonic()
+    assert until(lambda: is_open(port))
     run.send_signal(signal.SIGINT)
-    assert run.wait(30) == 130
-    assert time.monotonic() - asked_at < 20
+    assert run.wait(60) == 130  # unasked, it would wait for 300 s
 
 
 def test_host_that_waits_in_vain_says_where(bench: Bench) -> None:

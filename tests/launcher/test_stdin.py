@@ -12,7 +12,7 @@ import termios
 
 import pytest
 
-from tests.launcher.bench import Bench, lines_of
+from tests.launcher.bench import Bench, lines_of, up_to_thrice
 
 pytestmark = pytest.mark.forks
 
@@ -46,7 +46,7 @@ class Terminal:
     def end(self) -> int:
         while self._read():
             pass
-        return self.run.wait(30)
+        return self.run.wait(60)
 
     def __enter__(self) -> Terminal:
         return self
@@ -108,6 +108,7 @@ def test_torchs_breakpoint_works_on_the_rank_with_the_terminal(bench: Bench) -> 
         assert terminal.shown.count("after") == 2
 
 
+@up_to_thrice
 def test_ctrl_c_interrupts_the_rank_with_the_terminal_once(bench: Bench) -> None:
     script = bench.script(
         """

@@ -135,12 +135,20 @@ def test_signal_name_of_one_without_a_name() -> None:
 def test_escalation_waits_to_judge_then_asks_then_kills() -> None:
     escalation = Escalation(after_failure(grace_seconds=3.0))
     assert escalation.take(10.0) == []
-    assert escalation.take(10.1) == []
-    assert escalation.take(10.2) == [signal.SIGTERM]
-    assert escalation.take(13.1) == []
-    assert escalation.take(13.2) == [signal.SIGKILL]
-    assert escalation.seconds_left(13.3) is not None
+    assert escalation.take(10.5) == []
+    assert escalation.take(10.9) == []
+    assert escalation.take(11.0) == [signal.SIGTERM]
+    assert escalation.take(13.9) == []
+    assert escalation.take(14.0) == [signal.SIGKILL]
+    assert escalation.seconds_left(14.1) is not None
     assert escalation.seconds_left(20.0) is None
+
+
+def test_escalation_of_a_launcher_that_stood_still_waits_again_to_judge() -> None:
+    escalation = Escalation(after_failure(grace_seconds=3.0))
+    assert escalation.take(10.0) == []
+    assert escalation.take(30.0) == []
+    assert escalation.take(30.5) == [signal.SIGTERM]
 
 
 def test_escalation_after_ctrl_c_lets_ranks_see_it_first() -> None:

@@ -65,7 +65,7 @@ def test_a_model_compiled_to_machine_code(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
 

@@ -408,4 +408,4 @@ def test_dynamo_is_not_imported() -> None:
         "import sys, lockstep, lockstep.nn, lockstep.comm.hosts;"
         "assert 'torch._dynamo' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -42,7 +42,7 @@ Tensors = Sequence[torch.Tensor | None]
 LEARNING_RATE = 0.02
 # What float32 rounds off, in the gradients of parameters of that dtype, and in values.
 SINGLE_TOLERANCE = 1e-5
-GROUP_TIMEOUT_SECONDS = 10
+GROUP_TIMEOUT_SECONDS = 30
 
 # How long a smaller plan is looked for when one fails: pytest ends a test after 120 seconds.
 PATIENCE_SECONDS = 30

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.grad.ready_state import num_facts
+from lockstep.grad.bucket import num_facts
 from lockstep.nn.parallel_state import engines_with
 from tests.nn.test_parallelize import BOTH, in_place, net, parts, wrapped
 from tests.ranks import BACKENDS, Backend, run_ranks

@@ -152,7 +152,7 @@ def results_of(folder: Path, line: str, backend: str) -> list[dict]:
         [*command, "--backend", backend, "--out", str(folder)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]

@@ -27,7 +27,7 @@ from lockstep.world.world import NCCL_AND_GLOO, RankContext, _place_on_host
 from tests.processes import Processes, processes
 
 SOON = timedelta(seconds=1)
-LATER = timedelta(seconds=30)
+LATER = timedelta(seconds=60)
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +266,7 @@ def test_a_store_that_is_not_there_is_named(monkeypatch) -> None:
     began = time.monotonic()
     with pytest.raises(errors.RendezvousFailed, match=f"127.0.0.1:{port} within 1 s"):
         lockstep.init(timeout=SOON)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 100  # by default it is ten minutes
 
 
 def test_a_host_that_is_not_there_is_named(monkeypatch) -> None:
@@ -292,7 +292,7 @@ def test_ranks_that_do_not_come_are_named(monkeypatch) -> None:
 def test_an_explicit_backend_that_fails_is_an_error(monkeypatch) -> None:
     torch_variables(monkeypatch, 0, 1, free_port())
     with pytest.raises(errors.BackendUnavailable, match="'nccl' can't be used on rank 0"):
-        lockstep.init(backend="nccl", timeout=SOON)
+        lockstep.init(backend="nccl", timeout=LATER)
     assert lockstep.init().process_group is not None  # and nothing of it is left
 
 
@@ -329,10 +329,14 @@ def test_without_shared_memory_it_says_why_and_goes_on_with_gloo(monkeypatch, ca
 
 def together(places: list[Placement], timeout: timedelta) -> list[object]:
     results: list[object] = [None] * len(places)
+    # Whoever comes comes at once, however slowly threads begin.
+    have_met = threading.Barrier(len(places), timeout=100)
+    ranks = {place.rank for place in places}
 
     def run(index: int) -> None:
         try:
-            store = meet(places[index], timeout)
+            store = meet(places[index], LATER if 0 in ranks else timeout)
+            have_met.wait()
             results[index] = list(roll_call(store, places[index], timeout, f"I am {index}"))
             if places[index].rank:
                 store.add("done", 1)
@@ -348,7 +352,7 @@ def together(places: list[Placement], timeout: timedelta) -> list[object]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(40)
+        thread.join(100)
     return results
 
 

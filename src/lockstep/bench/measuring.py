@@ -12,28 +12,18 @@ calls.
 from __future__ import annotations
 
 import socket
+import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from lockstep.bench.plan import (
-    BOUND,
-    GLOO,
-    IN_PLACE,
-    SHM,
-    Case,
-    Part,
-    Plan,
-    Report,
-    SmallCall,
-    format_size,
-)
 from lockstep.comm import (
     Collectives,
     Deadline,
@@ -44,6 +34,14 @@ from lockstep.comm import (
 )
 from lockstep.errors import SharedMemoryFull
 from lockstep.world import World
+
+OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+
+# The contenders. BOUND is a lower bound on the time of an all-reduce: its passes over memory.
+GLOO, SHM, IN_PLACE, MPI, BOUND = "gloo", "shm", "shm in place", "mpi", "bound"
+# Pairs whose times are compared, the slower one first.
+_RATIOS = ((GLOO, SHM), (GLOO, IN_PLACE), (MPI, IN_PLACE), (IN_PLACE, BOUND))
+UNITS = ("B", "KiB", "MiB", "GiB")
 
 _BACK_TO_BACK_BYTES = 64 * 1024
 _WARM_UP_CALLS = 3
@@ -58,6 +56,110 @@ _BLOCK_NUMEL = 64 * 1024
 
 _SMALL_CALL_BYTES = 1024
 _ARRIVAL_BYTES = 64  # about those of the message by which a rank says that it has arrived
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one set of ranks measures."""
+
+    operations: tuple[str, ...]
+    num_bytes: tuple[int, ...]  # the sizes of the tensor
+    rounds: int  # the number of turns of each contender
+
+
+class Summary(NamedTuple):
+    """The median and the quartiles of several values."""
+
+    median: float
+    low: float
+    high: float
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    """Return the median and the quartiles; of a single value, that value."""
+    if len(values) == 1:
+        return Summary(values[0], values[0], values[0])
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Summary(statistics.median(values), low, high)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The times of one operation, for one tensor size and one number of ranks."""
+
+    operation: str
+    num_ranks: int
+    num_bytes: int
+    seconds: dict[str, list[float]]  # by contender, per call in each round
+
+    def ratio(self, slow: str, fast: str) -> Summary | None:
+        """Summarize ``slow / fast`` of each round; None unless both were measured."""
+        if slow not in self.seconds or fast not in self.seconds:
+            return None
+        pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
+        return summarize([a / b for a, b in pairs])
+
+    def ratios(self) -> dict[str, Summary]:
+        """All ratios of which both times were measured, by name."""
+        ratios = {f"{slow} / {fast}": self.ratio(slow, fast) for slow, fast in _RATIOS}
+        return {name: ratio for name, ratio in ratios.items() if ratio}
+
+    def bandwidth(self) -> float | None:
+        """Bytes per second that all ranks together read and wrote while the bound was measured."""
+        if BOUND not in self.seconds:
+            return None
+        # Each rank reads its share from every rank's buffer, and writes it to every rank's buffer.
+        return 2 * self.num_ranks * self.num_bytes / summarize(self.seconds[BOUND]).median
+
+    def as_data(self) -> dict[str, object]:
+        """All times, and the figures that follow from them, for JSON."""
+        return asdict(self) | {
+            "summary": {name: summarize(times)._asdict() for name, times in self.seconds.items()},
+            "ratios": {name: ratio._asdict() for name, ratio in self.ratios().items()},
+            "bandwidth_bytes_per_second": self.bandwidth(),
+        }
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a small call: its seconds per call in each round."""
+
+    name: str
+    seconds: list[float]
+    within: str = ""  # the name of the part around it
+
+
+@dataclass(frozen=True)
+class SmallCall:
+    """The seconds per call in each round, of a call that moves few bytes, and of its parts."""
+
+    num_ranks: int
+    num_bytes: int
+    whole: list[float]
+    parts: list[Part]
+
+
+@dataclass
+class Report:
+    """Measurements: those of one set of ranks or, with facts of the machine, all of them."""
+
+    rounds: int
+    cases: list[Case] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # a line with the reason for each
+    small_calls: list[SmallCall] = field(default_factory=list)
+    mpi: str = ""  # the name and version of the MPI library
+    machine: dict[str, object] = field(default_factory=dict)
+
+    def as_data(self) -> dict[str, object]:
+        """All results, for JSON; times are in seconds."""
+        first = {"benchmark": "collectives", "dtype": "float32", "machine": self.machine}
+        return {**first, **asdict(self), "cases": [case.as_data() for case in self.cases]}
+
+
+def format_size(num_bytes: int) -> str:
+    """``65536`` as ``"64 KiB"``: in the largest unit that leaves a whole number."""
+    exponent = max(i for i in range(len(UNITS)) if num_bytes % 1024**i == 0)
+    return f"{num_bytes // 1024**exponent} {UNITS[exponent]}"
 
 
 # An implementation of an operation: a write to its buffer, which isn't timed, and the timed call.

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
-T = TypeVar("T")
+from lockstep.comm.work import Run, WorkQueue
 
 Tensors = Sequence[Tensor]
 TensorLists = Sequence[Sequence[Tensor]]
 
+
+# The results of an operation, and the functions that carry out its parts, one after the other.
+Call = tuple[Tensors, Sequence[Run]]
 
 # The fields of options that overloads take in their place, by the names and in the order of torch's
 # parameters.
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
 
-def operation(options: type, *parameters: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Let a method of a group be called by every overload of torch's groups.
+def operation(
+    options: type, *parameters: str
+) -> Callable[[Callable[..., Call]], Callable[..., Work]]:
+    """Make a method of a group, which returns a call, one that submits it, for all overloads.
 
     torch takes options, as in ``group.broadcast([tensor], opts)``, or in their place the fields
-    themselves, as in ``group.broadcast(tensor, 0, timeout=timeout)``. The method always gets
-    options. Calls with tensors on other devices go to the group for that device.
+    themselves, as in ``group.broadcast(tensor, 0, timeout=timeout)``. The method gets the root and
+    the reduction, if there are any. Calls with tensors on other devices go to the group for those.
 
     Args:
         options: The class of the options.
@@ -34,13 +40,14 @@ def operation(options: type, *parameters: str) -> Callable[[Callable[..., T]], C
     """
     count = len(parameters)
     fields = {name: field for name, field in _FIELDS.items() if hasattr(options, field)}
+    given = [field for field in fields.values() if field != "timeout"]
 
     def with_options(name: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         for aliases in parameters[len(args) :]:
-            given = [alias for alias in aliases.split("|") if alias in kwargs]
-            if not given:
-                raise TypeError(f"{name}() lacks the argument {aliases.split('|')[0]!r}.")
-            args.append(kwargs.pop(given[0]))
+            names = aliases.split("|")
+            if not (present := [alias for alias in names if alias in kwargs]):
+                raise TypeError(f"{name}() lacks the argument {names[0]!r}.")
+            args.append(kwargs.pop(present[0]))
         rest = args[count:]
         opts, values = kwargs.pop("opts", None), kwargs
         if opts is None:
@@ -56,41 +63,33 @@ def operation(options: type, *parameters: str) -> Callable[[Callable[..., T]], C
                 setattr(opts, fields[parameter], value)
         return (*args[:count], opts)
 
-    def decorate(method: Callable[..., T]) -> Callable[..., T]:
-        on_any_device = of_any_device(method)
-
+    def decorate(method: Callable[..., Call]) -> Callable[..., Work]:
         @wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> T:
+        def submit(self: Any, *args: Any, **kwargs: Any) -> Work:
             if kwargs or len(args) != count + 1 or not isinstance(args[count], options):
                 args = with_options(method.__name__, list(args), kwargs)
-            return on_any_device(self, *args)
+            tensor, opts = _first_tensor(args), args[count]
+            if tensor is not None and not tensor.is_cpu:
+                other = getattr(self._group_for(tensor.device.type), method.__name__)
+                return cast(Work, other(*args))
+            values = map(opts.__getattribute__, given)
+            results, runs = method(self, *args[:count], *values)
+            queue: WorkQueue = self._queue
+            return queue.submit(runs, results, is_async=opts.asyncOp, timeout=opts.timeout)
 
-        return call
+        return submit
 
     return decorate
 
 
-def of_any_device(method: Callable[..., T]) -> Callable[..., T]:
-    """Let a method of a group take tensors on other devices, to whose groups calls go."""
-
-    @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> T:
-        tensor = _first_tensor([*args, *kwargs.values()])
-        if tensor is None or tensor.is_cpu:
-            return method(self, *args, **kwargs)
-        other = getattr(self._group_for(tensor.device.type), method.__name__)
-        return cast(T, other(*args, **kwargs))
-
-    return call
-
-
-def _first_tensor(value: Any) -> Tensor | None:
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            if (tensor := _first_tensor(each)) is not None:
-                return tensor
-        return None
-    return value if isinstance(value, Tensor) else None
+def _first_tensor(values: Iterable[Any]) -> Tensor | None:
+    """Return the first tensor in nested lists, if there is one."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, (list, tuple)) and (found := _first_tensor(value)) is not None:
+            return found
+    return None
 
 
 def listed(tensors: Tensor | Tensors | TensorLists) -> list[Tensor]:

@@ -164,13 +164,17 @@ class Collectives:
         """Combine all ranks' tensors in rank order; every rank gets the result, in place."""
         if reduction.factor is not None:
             tensor.mul_(reduction.factor)
+        transport, numel, dtype = self._transport, tensor.numel(), tensor.dtype
         if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
-            reduction.into(tensor, self._everyone(self._announce([tensor]), tensor))
+            own, slot = transport.stage(dtype, numel)
+            slot.copy_(tensor)
+            addresses = transport.exchange(self._signature, own, self._deadline)
+            sources = [transport.at(r, each, dtype, numel) for r, each in enumerate(addresses)]
+            reduction.into(tensor, sources)
             return
         # Each rank combines its share of the elements for all; a second exchange ends it.
-        transport, numel = self._transport, tensor.numel()
         address = transport.find(tensor)
-        step = self._slot_numel(tensor.dtype)
+        step = self._slot_numel(dtype)
         addresses = self._announce([tensor[:step]], address)
         if not any(map(transport.is_staged, addresses)):
             step = numel

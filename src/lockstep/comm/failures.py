@@ -46,7 +46,7 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.restart()
+        self._end = time.monotonic() + seconds
 
     def restart(self) -> None:
         """Be ``seconds`` from now."""
@@ -65,6 +65,16 @@ class Deadline:
 def named(ranks: Sequence[int]) -> str:
     """Return ``ranks`` as the subject of a sentence."""
     return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def loss(
+    ranks: Sequence[int], rank: int, operation: str, advice: str, how: str = "", call: str = ""
+) -> PeerLost:
+    """Return the error of ``rank``, which waited in ``call`` for ``ranks``, which are gone."""
+    is_gone, it = ("are gone", "them") if len(ranks) > 1 else ("is gone", "it")
+    waited = f"rank {rank} waited for {it} in {call or operation}"
+    text = f"{named(ranks)} {how or is_gone}; {waited}. {advice}"
+    return PeerLost(text, tuple(ranks), operation)
 
 
 def without_traceback(error: _Failure) -> _Failure:
@@ -109,13 +119,7 @@ def explained(group: ProcessGroup, operation: str, error: RuntimeError) -> Colle
     rank, said = global_rank(group, group.rank()), f"Torch says: {error}"
     names = [global_rank(group, each) for each in gone or late or []]
     if gone:
-        are, them = ("are", "them") if len(names) > 1 else ("is", "it")
-        return PeerLost(
-            f"{named(names)} {are} gone; rank {rank} waited for {them} in {operation}. What was "
-            f"written there last tells why. {said}",
-            names,
-            operation,
-        )
+        return loss(names, rank, operation, f"What was written there last tells why. {said}")
     if late is not None:
         return CollectiveTimeout(
             f"{named(names) if names else 'Not every rank'} did{' not' if names else ''} come to "

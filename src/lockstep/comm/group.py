@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from lockstep.comm.arguments import (
+    Call,
     TensorLists,
     Tensors,
     check_count,
@@ -25,7 +26,6 @@ from lockstep.comm.arguments import (
     check_sizes,
     flattened,
     listed,
-    of_any_device,
     operation,
     overlap,
     put_back,
@@ -39,17 +39,8 @@ from lockstep.comm.transport import Signature, Transport
 from lockstep.comm.work import Run
 from lockstep.torch_private import AllgatherOptions
 
-# A collective on flat outputs and inputs.
-_Call = Callable[[Collectives, list[Tensor], list[Tensor]], None]
-
-
-class Options(Protocol):
-    """The options of the operations; each class of options has those that its operation needs."""
-
-    asyncOp: bool  # noqa: N815
-    timeout: timedelta
-    rootRank: int  # noqa: N815
-    reduceOp: dist.ReduceOp  # noqa: N815
+# Calls a collective, with flat outputs and inputs.
+_Collective = Callable[[Collectives, list[Tensor], list[Tensor]], None]
 
 
 @uncompiled
@@ -108,12 +99,10 @@ class SharedMemoryGroup(BaseGroup):
         """As :meth:`empty`."""
         return self.empty(size, dtype=dtype, device=device)
 
-    def _submit(self, results: Tensors, opts: Options, *runs: Run) -> Work:
-        """Submit a call that consists of ``runs``, one after the other."""
-        return self._queue.submit(runs, results, is_async=opts.asyncOp, timeout=opts.timeout)
-
-    def _run(self, signature: Signature, outputs: Tensors, inputs: Tensors, call: _Call) -> Run:
-        """Return a function that flattens the tensors, calls ``call``, and puts back."""
+    def _run(
+        self, signature: Signature, outputs: Tensors, inputs: Tensors, collective: _Collective
+    ) -> Run:
+        """Return a function that flattens the tensors, calls ``collective``, and puts back."""
         if signature.root is not None:
             to_or_from = "to" if signature.operation in ("reduce", "gather") else "from"
             check_rank(self._size, signature.root, f"{signature.operation} {to_or_from}")
@@ -121,8 +110,9 @@ class SharedMemoryGroup(BaseGroup):
             check_dtypes(signature.operation, [*inputs, *outputs])
 
         def run(deadline: Deadline) -> None:
-            flats, parts = list(map(flattened, outputs)), list(map(flattened, inputs))
-            call(self._collectives(self.transport, signature, deadline), flats, parts)
+            flats = [flattened(output) for output in outputs]
+            parts = [flattened(part) for part in inputs]
+            collective(self._collectives(self.transport, signature, deadline), flats, parts)
             for flat, output in zip(flats, outputs, strict=True):
                 put_back(flat, output)
 
@@ -131,20 +121,20 @@ class SharedMemoryGroup(BaseGroup):
     # One tensor, the same on all ranks.
 
     @operation(dist.AllreduceOptions, "tensors|tensor")
-    def allreduce(self, tensors: Tensors, opts: Options) -> Work:
+    def allreduce(self, tensors: Tensors, op: dist.ReduceOp) -> Call:
         """Combine the ranks' tensors; every rank gets the result."""
-        return self._all_reduce_each(listed(tensors), opts)
+        return self._all_reduce_each(listed(tensors), op)
 
     @operation(dist.AllreduceCoalescedOptions, "tensors")
-    def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> Work:
+    def allreduce_coalesced(self, tensors: Tensors, op: dist.ReduceOp) -> Call:
         """As :meth:`allreduce`, for each of ``tensors``."""
-        return self._all_reduce_each(tensors, opts)
+        return self._all_reduce_each(tensors, op)
 
-    def _all_reduce_each(self, tensors: Tensors, opts: Options) -> Work:
-        runs = [self._all_reduce(tensor, opts.reduceOp) for tensor in tensors]
+    def _all_reduce_each(self, tensors: Tensors, op: dist.ReduceOp) -> Call:
+        runs: list[Run] = [self._all_reduce(tensor, op) for tensor in tensors]
         if len(tensors) > 1 and overlap(tensors):
-            runs = [partial(self._all_reduce_copies, tensors, opts.reduceOp)]
-        return self._submit(tensors, opts, *runs)
+            runs = [partial(self._all_reduce_copies, tensors, op)]
+        return tensors, runs
 
     def _all_reduce_copies(self, tensors: Tensors, op: dist.ReduceOp, deadline: Deadline) -> None:
         """Read every tensor before any that overlaps it is written."""
@@ -159,7 +149,13 @@ class SharedMemoryGroup(BaseGroup):
         if tensor.layout is not torch.strided:
             return self._all_reduce_sparse(tensor, reduction.name)
         signature = Signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
-        return self._run(signature, [tensor], [], lambda c, o, _: c.all_reduce(o[0], reduction))
+
+        def run(deadline: Deadline) -> None:  # as _run() does, for the most frequent operation
+            flat = flattened(tensor)
+            self._collectives(self.transport, signature, deadline).all_reduce(flat, reduction)
+            put_back(flat, tensor)
+
+        return run
 
     def _all_reduce_sparse(self, tensor: Tensor, op: str) -> Run:
         if tensor.layout is not torch.sparse_coo or op not in ("SUM", "AVG"):
@@ -188,38 +184,32 @@ class SharedMemoryGroup(BaseGroup):
         return run
 
     @operation(dist.BroadcastOptions, "tensors|tensor")
-    def broadcast(self, tensors: Tensors, opts: Options) -> Work:
+    def broadcast(self, tensors: Tensors, root: int) -> Call:
         """Copy the root's tensor to every rank."""
-        root, outputs = opts.rootRank, listed(tensors)
-        runs = [
-            self._run(
-                Signature("broadcast", tensor.dtype, tensor.shape, root=root),
-                [tensor],
-                [],
-                lambda c, o, _: c.broadcast(o[0], root),
-            )
-            for tensor in outputs
+        outputs = listed(tensors)
+        signatures = [Signature("broadcast", each.dtype, each.shape, root=root) for each in outputs]
+        return outputs, [
+            self._run(signature, [output], [], lambda c, o, _: c.broadcast(o[0], root))
+            for signature, output in zip(signatures, outputs, strict=True)
         ]
-        return self._submit(outputs, opts, *runs)
 
     @operation(dist.ReduceOptions, "tensors|tensor")
-    def reduce(self, tensors: Tensors, opts: Options) -> Work:
+    def reduce(self, tensors: Tensors, root: int, op: dist.ReduceOp) -> Call:
         """Combine the ranks' tensors; the root gets the result."""
-        (tensor,), root = listed(tensors), opts.rootRank
-        reduction = reduction_for(opts.reduceOp, tensor.dtype)
+        (tensor,) = listed(tensors)
+        reduction = reduction_for(op, tensor.dtype)
         signature = Signature("reduce", tensor.dtype, tensor.shape, reduction.name, root)
         # Only the root's tensor is written to.
         outputs, inputs = ([tensor], []) if self._rank == root else ([], [tensor])
         run = self._run(
             signature, outputs, inputs, lambda c, o, i: c.reduce((o or i)[0], reduction, root)
         )
-        return self._submit([tensor], opts, run)
+        return [tensor], [run]
 
     @operation(dist.BarrierOptions)
-    def barrier(self, opts: Options) -> Work:
+    def barrier(self) -> Call:
         """Wait until every rank has called it."""
-        run = self._run(Signature("barrier"), [], [], lambda c, _, __: c.barrier())
-        return self._submit([], opts, run)
+        return [], [self._run(Signature("barrier"), [], [], lambda c, _, __: c.barrier())]
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -230,19 +220,18 @@ class SharedMemoryGroup(BaseGroup):
     # One tensor of each rank.
 
     @operation(AllgatherOptions, "output_tensors", "input_tensors|input_tensor")
-    def allgather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> Work:
+    def allgather(self, output_lists: TensorLists, inputs: Tensors) -> Call:
         """Copy every rank's tensor to every rank; they may differ in size."""
         outputs, (tensor,) = listed(output_lists), listed(inputs)
         check_count(self._size, outputs, "output tensors of all_gather")
-        return self._submit(outputs, opts, self._all_gather(outputs, tensor))
+        return outputs, [self._all_gather(outputs, tensor)]
 
     @operation(AllgatherOptions, "output_lists", "input_list")
-    def allgather_coalesced(self, outputs: TensorLists, inputs: Tensors, opts: Options) -> Work:
+    def allgather_coalesced(self, outputs: TensorLists, inputs: Tensors) -> Call:
         """As :meth:`allgather`, for each of ``inputs``; the j-th of rank i to ``outputs[i][j]``."""
         check_count(self._size, outputs, "lists of outputs of allgather_coalesced")
         columns = zip(*outputs, inputs, strict=True)
-        runs = [self._all_gather(column, tensor) for *column, tensor in columns]
-        return self._submit(listed(outputs), opts, *runs)
+        return listed(outputs), [self._all_gather(column, tensor) for *column, tensor in columns]
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor) -> Run:
         check_dtypes("all_gather", [tensor, *outputs])
@@ -253,22 +242,22 @@ class SharedMemoryGroup(BaseGroup):
         return self._run(signature, outputs, [tensor], lambda c, o, i: c.all_gather_uneven(o, i[0]))
 
     @operation(AllgatherOptions, "output", "input")
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Options) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor) -> Call:
         """Copy every rank's tensor, one after the other, to one tensor on every rank."""
-        return self.all_gather_single_coalesced([output], [input], opts)
+        return [output], [self._all_gather_single(output, input)]
 
     @operation(AllgatherOptions, "outputs", "inputs")
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors) -> Call:
         """As :meth:`all_gather_single`, for each of ``inputs``."""
-        runs = []
-        for output, tensor in zip(outputs, inputs, strict=True):
-            check_multiple(self._size, "all_gather_single", output, tensor)
-            signature = Signature("all_gather_single", tensor.dtype, (tensor.numel(),))
-            run = self._run(
-                signature, [output], [tensor], lambda c, o, i: c.all_gather(self._parts(o[0]), i[0])
-            )
-            runs.append(run)
-        return self._submit(outputs, opts, *runs)
+        pairs = zip(outputs, inputs, strict=True)
+        return outputs, [self._all_gather_single(output, tensor) for output, tensor in pairs]
+
+    def _all_gather_single(self, output: Tensor, tensor: Tensor) -> Run:
+        check_multiple(self._size, "all_gather_single", output, tensor)
+        signature = Signature("all_gather_single", tensor.dtype, (tensor.numel(),))
+        return self._run(
+            signature, [output], [tensor], lambda c, o, i: c.all_gather(self._parts(o[0]), i[0])
+        )
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -278,14 +267,14 @@ class SharedMemoryGroup(BaseGroup):
         return flat.split(len(flat) // self._size) if len(flat) else [flat] * self._size
 
     @operation(dist.GatherOptions, "output_tensors", "input_tensors|input_tensor")
-    def gather(self, output_lists: TensorLists, inputs: Tensors, opts: Options) -> Work:
+    def gather(self, output_lists: TensorLists, inputs: Tensors, root: int) -> Call:
         """Copy every rank's tensor to the root."""
-        (tensor,), root = listed(inputs), opts.rootRank
+        (tensor,) = listed(inputs)
         outputs = self._on_root(root, output_lists, "tensors to gather into, on the root,")
         signature = Signature("gather", tensor.dtype, tensor.shape, root=root)
         run = self._run(signature, outputs, [tensor], lambda c, o, i: c.gather(o, i[0]))
         check_sizes("gather", [tensor, *outputs])
-        return self._submit(outputs, opts, run)
+        return outputs, [run]
 
     def _on_root(self, root: int, given: TensorLists, what: str) -> list[Tensor]:
         """Return the tensors, one for each rank, that the root gives; other ranks give none."""
@@ -298,21 +287,21 @@ class SharedMemoryGroup(BaseGroup):
     # One tensor for each rank.
 
     @operation(dist.ScatterOptions, "output_tensors|output_tensor", "input_tensors")
-    def scatter(self, outputs: Tensors, input_lists: TensorLists, opts: Options) -> Work:
+    def scatter(self, outputs: Tensors, input_lists: TensorLists, root: int) -> Call:
         """Copy the i-th tensor of the root to rank i."""
-        (output,), root = listed(outputs), opts.rootRank
+        (output,) = listed(outputs)
         inputs = self._on_root(root, input_lists, "tensors to scatter, on the root,")
         signature = Signature("scatter", output.dtype, output.shape, root=root)
         run = self._run(signature, [output], inputs, lambda c, o, i: c.scatter(o[0], i, root))
         check_sizes("scatter", [output, *inputs])
-        return self._submit([output], opts, run)
+        return [output], [run]
 
     @operation(dist.ReduceScatterOptions, "output_tensors|output", "input_tensors|input")
-    def reduce_scatter(self, outputs: Tensors, inputs: TensorLists, opts: Options) -> Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: TensorLists, op: dist.ReduceOp) -> Call:
         """Combine the ranks' i-th tensors; rank i gets the result. Sizes may differ by i."""
         (output,), parts = listed(outputs), listed(inputs)
         check_count(self._size, parts, "input tensors of reduce_scatter")
-        return self._submit([output], opts, self._reduce_scatter(opts.reduceOp, output, parts))
+        return [output], [self._reduce_scatter(op, output, parts)]
 
     def _reduce_scatter(self, op: dist.ReduceOp, output: Tensor, inputs: Tensors) -> Run:
         own = inputs[self._rank]
@@ -329,21 +318,21 @@ class SharedMemoryGroup(BaseGroup):
         )
 
     @operation(dist.ReduceScatterOptions, "output|outputTensor", "input|inputTensor")
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Options) -> Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, op: dist.ReduceOp) -> Call:
         """Combine the i-th of equal parts of the ranks' tensors; rank i gets the result."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        return [output], [self._reduce_scatter_single(op, output, input)]
 
     @operation(dist.ReduceScatterOptions, "outputs", "inputs")
     def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Options
-    ) -> Work:
+        self, outputs: Tensors, inputs: Tensors, op: dist.ReduceOp
+    ) -> Call:
         """As :meth:`reduce_scatter_single`, for each of ``inputs``."""
-        runs = []
-        for output, tensor in zip(outputs, inputs, strict=True):
-            check_multiple(self._size, "reduce_scatter_single", tensor, output)
-            parts = self._parts(tensor.reshape(-1))
-            runs.append(self._reduce_scatter(opts.reduceOp, output, parts))
-        return self._submit(outputs, opts, *runs)
+        pairs = zip(outputs, inputs, strict=True)
+        return outputs, [self._reduce_scatter_single(op, *pair) for pair in pairs]
+
+    def _reduce_scatter_single(self, op: dist.ReduceOp, output: Tensor, tensor: Tensor) -> Run:
+        check_multiple(self._size, "reduce_scatter_single", tensor, output)
+        return self._reduce_scatter(op, output, self._parts(tensor.reshape(-1)))
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -351,59 +340,59 @@ class SharedMemoryGroup(BaseGroup):
     # From each rank to each.
 
     @operation(dist.AllToAllOptions, "output_tensors", "input_tensors")
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors) -> Call:
         """Copy rank i's j-th input to rank j's i-th output."""
         check_count(self._size, outputs, "output tensors of all_to_all")
         check_count(self._size, inputs, "input tensors of all_to_all")
         signature = Signature("all_to_all", inputs[0].dtype)
         run = self._run(signature, outputs, inputs, lambda c, o, i: c.all_to_all(o, i))
-        return self._submit(outputs, opts, run)
+        return outputs, [run]
 
     @operation(dist.AllToAllOptions, "output", "input", "output_split_sizes", "input_split_sizes")
     def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        opts: Options,
-    ) -> Work:
+        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
+    ) -> Call:
         """As :meth:`alltoall`, with parts of one tensor along its first dimension.
 
         Without split sizes the parts are equal.
         """
         outgoing = split_numels(self._size, "input", input, input_sizes)
         incoming = split_numels(self._size, "output", output, output_sizes)
-        run = self._run(
-            Signature("all_to_all_single", input.dtype),
-            [output],
-            [input],
-            lambda c, o, i: c.all_to_all(o[0].split(incoming), i[0].split(outgoing)),
-        )
-        return self._submit([output], opts, run)
+
+        def all_to_all(c: Collectives, o: list[Tensor], i: list[Tensor]) -> None:
+            c.all_to_all(o[0].split(incoming), i[0].split(outgoing))
+
+        signature = Signature("all_to_all_single", input.dtype)
+        return [output], [self._run(signature, [output], [input], all_to_all)]
 
     alltoall_base = all_to_all_single
 
     # From one rank to another.
 
-    @of_any_device
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
         """Send a tensor; it is copied at once and may be written to again."""
         (tensor,) = listed(tensors)
+        if not tensor.is_cpu:
+            return self._group_for(tensor.device.type).send([tensor], dst, tag)
         check_rank(self._size, dst, "send to")
         self.transport.check_open()
         return self.transport.mailbox.start_send(tensor, dst, tag, self._queue.timeout)
 
-    @of_any_device
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> Work:
         """Receive the next tensor that rank ``src`` sends with this tag."""
         (tensor,) = listed(tensors)
+        if not tensor.is_cpu:
+            other = self._group_for(tensor.device.type)
+            return (
+                other.recv_anysource([tensor], tag)
+                if src is None
+                else other.recv([tensor], src, tag)
+            )
         if src is not None:
             check_rank(self._size, src, "receive from")
         self.transport.check_open()
         return self.transport.mailbox.start_receive(tensor, src, tag, self._queue.timeout)
 
-    @of_any_device
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive the next tensor that any rank sends with this tag; the work names the sender."""
         return self.recv(tensors, None, tag)

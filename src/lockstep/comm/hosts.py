@@ -144,13 +144,10 @@ class Network:
         self.gloo: Any = dist.ProcessGroupGloo(own_store, self.rank, self.size, timeout=limit)
 
     def start_send(self, tensor: Tensor, destination: int, tag: int, timeout: timedelta) -> Work:
-        """Start sending ``tensor``, which may be written to again at once.
-
-        Gloo takes the message when the other side expects it.
-        """
+        """Start sending a copy of ``tensor``, which Gloo does when the receiver expects it."""
         flat = flattened(tensor)
         header = torch.frombuffer(bytearray(header_of(flat, tag)), dtype=torch.uint8)
-        message = torch.cat([header, flat.view(torch.uint8)])
+        message = torch.cat([header, _bytes(flat)])
         work = self.open().send([message], destination, tag)
         signature = Signature("send", flat.dtype, flat.shape)
 
@@ -177,9 +174,8 @@ class Network:
             self.finish(lambda: work, signature, deadline.seconds, sources)
             sender = int(work._source_rank()) if source is None else source
             _, num_bytes, dtype = HEADER.unpack(bytes(message[: HEADER.size].tolist()))
-            contents = message[HEADER.size :][:num_bytes]
-            received = Message(sender, tag, dtype.rstrip(b"\0").decode(), contents)
-            received.copy_to(tensor, self.ranks[sender], "recv")
+            contents, dtype = message[HEADER.size :][:num_bytes], dtype.rstrip(b"\0").decode()
+            Message(sender, tag, dtype, contents).copy_to(tensor, self.ranks[sender], "recv")
             return sender
 
         return MessageWork(complete, work.is_completed, [tensor], timeout)
@@ -199,20 +195,18 @@ class Network:
             if (told := self._told_fault()) is not None:
                 raise told.error(signature.operation) from error
             names = [self.ranks[rank] for rank in ranks if rank != self.rank]
-            said, operation = f"Gloo says: {error}", signature.operation
-            if "timed out" in str(error).lower():
-                raise CollectiveTimeout(
-                    f"Not all of the ranks {names}, on other hosts, came to {signature} within "
-                    f"{timeout:g} s. See what they do there. {said}",
-                    names,
-                    operation,
-                ) from error
-            raise PeerLost(
+            kind: type[CollectiveFailed] = PeerLost
+            text = (
                 f"One of the ranks {names}, on other hosts, was lost in {signature}: what it wrote "
-                f"last tells why. {said}",
-                names,
-                operation,
-            ) from error
+                "last tells why."
+            )
+            if "timed out" in str(error).lower():
+                kind = CollectiveTimeout
+                text = (
+                    f"Not all of the ranks {names}, on other hosts, came to {signature} within "
+                    f"{timeout:g} s. See what they do there."
+                )
+            raise kind(f"{text} Gloo says: {error}", names, signature.operation) from error
 
     def tell(self, error: CollectiveFailed) -> None:
         """Tell all ranks the error that broke the group, unless one was told already."""
@@ -307,10 +301,9 @@ class HostsCollectives(Collectives):
         transport, numel = self._transport, tensor.numel()
         # Gloo gathers equal sizes: as many rows for each host as the largest host has ranks.
         most = max(map(len, transport.hosts))
-        block = tensor.new_empty(most, numel)
         everything = tensor.new_empty(len(transport.hosts), most, numel)
-        own_rows = list(block[: transport.local.size]) if transport.leaders is not None else []
-        self._local.gather(own_rows, tensor)
+        block = tensor.new_empty(most, numel)
+        self._local.gather(list(block[: transport.local.size]) if transport.leaders else [], tensor)
         if leaders := self._leaders():
             everything = self._all_gather(leaders, block.view(-1)).view_as(everything)
         self._after_leader.broadcast(everything.view(-1), 0)
@@ -378,8 +371,7 @@ class HostsCollectives(Collectives):
         sizes = [[n * received.element_size() for n in each] for each in lengths]
         options = dist.AllToAllOptions()
         self._run(network, "alltoall_base", _bytes(received), _bytes(outgoing), *sizes, options)
-        parts: Tensors = received.split(list(incoming))
-        return parts
+        return list(received.split(list(incoming)))
 
     def _run(self, network: Network, method: str, *arguments: Any) -> None:
         """Carry out a collective of Gloo's, whose last argument is its options."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import struct
 import threading
 from abc import ABC, abstractmethod
@@ -19,7 +18,7 @@ from torch.distributed import Work
 from lockstep.comm.arguments import flattened, put_back
 from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.failures import LOOK_SECONDS, Deadline
-from lockstep.comm.work import BaseWork, start_thread
+from lockstep.comm.work import NEVER, BaseWork, start_thread
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
 
 # The header of a message between processes: tag, number of bytes, dtype. Its size is a multiple of
@@ -86,16 +85,14 @@ class MessageWork(BaseWork):
         self._rank = self._finish(deadline)
         del self._finish  # and with it the memory of the message
 
-    def _complete(self, timeout: timedelta | None) -> None:
-        limit = None if timeout is None or timeout <= timedelta(0) else timeout
-        end = Deadline(math.inf if limit is None else limit.total_seconds())
+    def _complete(self, end: Deadline) -> None:
         if not self._lock.acquire(timeout=min(end.seconds, threading.TIMEOUT_MAX)):
             self._deadline.bring_forward(end)  # another thread completes it
             self._lock.acquire()
         try:
             if not self._is_done:
-                self._timeout = limit or self._timeout
-                self.carry_out(None)
+                self._seconds = self._seconds if end is NEVER else end.seconds
+                self.carry_out(end)
         finally:
             self._lock.release()
 
@@ -105,7 +102,7 @@ class MessageWork(BaseWork):
             with suppress(Exception):  # a failure, too, completes it
                 if not self._is_ready():
                     return False
-            self._complete(None)
+            self._complete(NEVER)
         return True
 
     def source_rank(self) -> int:
@@ -117,7 +114,7 @@ class MessageWork(BaseWork):
 
     def _hurry(self) -> None:
         def complete() -> None:
-            self._complete(None)
+            self._complete(NEVER)
             self._tell()
 
         start_thread(complete, "lockstep-message")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +91,10 @@ def encoded(signature: Signature) -> tuple[bytes, bytes]:
     return blake2b(words, digest_size=FINGERPRINT_BYTES).digest(), words[:WORDS_BYTES]
 
 
+# Does what Transport.exchange() does, but puts other ranks' calls that differ into a dictionary.
+_Arrive = Callable[[Signature, Any, Deadline, dict[int, object]], Sequence[Address]]
+
+
 class Ranks(ABC):
     """The connected ranks of a group, seen from one of them.
 
@@ -167,9 +171,10 @@ class Transport(Ranks):
     # The error of using the group in a forked child, given the parent's process and the child's.
     _INHERITED: ClassVar[str]
 
-    def __init__(self, rank: int, members: Sequence[int]) -> None:
+    def __init__(self, rank: int, members: Sequence[int], arrive: _Arrive) -> None:
         self.rank, self.size = rank, len(members)
         self.members, self._name = members, members[rank]
+        self._arrive = arrive
         self._process = os.getpid()
         self._turn = 0
         self._failure: Failure | None = None
@@ -241,15 +246,13 @@ class Transport(Ranks):
         except FAILURES as error:
             failure = signature.mismatch(self._name, others) if others else error
             raise self.break_off(failure) from None
+        except BaseException as error:  # such as Ctrl-C
+            text = f"Rank {self._name} could not go on with {signature.operation}: {error!r}"
+            self.break_off(PeerLost(text, [self._name], signature.operation))
+            raise
         if others:
             raise signature.mismatch(self._name, others)
         return addresses
-
-    @abstractmethod
-    def _arrive(
-        self, signature: Signature, address: Address, deadline: Deadline, others: dict[int, object]
-    ) -> Sequence[Address]:
-        """As :meth:`exchange`, but put other ranks' calls that differ into ``others``."""
 
     @abstractmethod
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:

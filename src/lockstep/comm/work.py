@@ -21,6 +21,7 @@ go on call by call, the other ranks may have carried it out with a later call of
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from abc import abstractmethod
 from collections import deque
@@ -50,6 +51,9 @@ _PATIENCE_SECONDS = 0.002
 _MAX_DROPPED = 16
 _MAX_DROPPED_BYTES = 4096
 
+# The end of a wait without a limit of its own.
+NEVER = Deadline(math.inf)
+
 # Carries out a call, or a part. The deadline is that of each of its waits for other ranks.
 Run = Callable[[Deadline], None]
 
@@ -77,12 +81,12 @@ class BaseWork(dist.Work):
 
     def __init__(self, results: Sequence[Tensor], timeout: timedelta) -> None:
         super().__init__()
-        self._results, self._timeout = list(results), timeout
+        self._results, self._seconds = list(results), timeout.total_seconds()
         self._lock = threading.Lock()
 
     @abstractmethod
-    def _complete(self, timeout: timedelta | None) -> None:
-        """Wait until the operation is done; errors are stored."""
+    def _complete(self, end: Deadline) -> None:
+        """Wait until the operation is done, which is an error after ``end``; errors are stored."""
 
     @abstractmethod
     def _hurry(self) -> None:
@@ -95,11 +99,9 @@ class BaseWork(dist.Work):
     def _failed(self, error: BaseException) -> None:
         """Handle an error of the operation, which is stored already."""
 
-    def carry_out(self, timeout: timedelta | None) -> None:
+    def carry_out(self, end: Deadline) -> None:
         """Do the work; :meth:`_tell` is to follow, without the locks of the caller."""
-        self._deadline = Deadline(self._timeout.total_seconds())
-        if timeout is not None and timedelta(0) < timeout < self._timeout:
-            self._deadline = Deadline(timeout.total_seconds())
+        self._deadline = Deadline(min(self._seconds, end.seconds))
         try:
             # Results are written, and memory of others is read, whatever the thread's own mode.
             with _InferenceMode(True):
@@ -123,9 +125,10 @@ class BaseWork(dist.Work):
         if timeout is None:  # C++ always gives one
             self._is_taken = True
         if not self._is_done:
-            self._complete(timeout)
-        if (error := self.exception()) is not None:
-            raise error
+            seconds = 0.0 if timeout is None else timeout.total_seconds()
+            self._complete(Deadline(seconds) if seconds > 0 else NEVER)
+        if self._error is not None:
+            raise self.exception() or self._error
         return True
 
     def synchronize(self) -> None:
@@ -199,8 +202,9 @@ class GroupWork(BaseWork):
                 self._results = []
             self._queue.dropped.append(self)
 
-    def _complete(self, timeout: timedelta | None) -> None:
-        self._queue.carry_out_until(self, timeout)
+    def _complete(self, end: Deadline) -> None:
+        self._queue.check_thread()
+        self._queue.carry_out_until(self, end)
 
     def is_completed(self) -> bool:
         """Whether it was carried out, or failed."""
@@ -299,7 +303,7 @@ class WorkQueue:
         if timeout is None or timeout < timedelta(0):
             timeout = self.timeout
         if not is_async:
-            self._check_thread()
+            self.check_thread()
         self.num_submitted = next(self._numbers)
         work = GroupWork(self, runs, results, timeout)
         self._calls.append(work)
@@ -316,22 +320,16 @@ class WorkQueue:
         if self.generation is generation and generation.error is not None:
             self.generation = Generation()
 
-    def carry_out_until(self, work: GroupWork, timeout: timedelta | None = None) -> None:
+    def carry_out_until(self, work: GroupWork, end: Deadline = NEVER) -> None:
         """Carry out the calls up to and including ``work``."""
-        self._check_thread()
-        end = None
         while not work._is_done:
             # Another thread may be on a later call by then, which this one must not wait for: the
             # other ranks may come to that only after the next call of this thread.
             # Shown by test_a_call_that_nobody_waits_for_keeps_no_rank_waiting.
-            if self._carrying_out.acquire(timeout=_PATIENCE_SECONDS):
-                self._carry_out_next(timeout, until=work)
-            elif timeout is not None and timeout > timedelta(0):
-                # That thread's limit need not be this one's.
-                end = end or Deadline(timeout.total_seconds())
-                running = self._running
-                if not end.left() and running is not None and not work._is_done:
-                    running._deadline.bring_forward(end)
+            if self._carrying_out.acquire(True, _PATIENCE_SECONDS):
+                self._carry_out_next(end, until=work)
+            elif not (end.left() or work._is_done) and (running := self._running) is not None:
+                running._deadline.bring_forward(end)  # that thread's limit need not be this one's
 
     def carry_out_all(self) -> None:
         """Carry out all calls. Those of a group that was closed fail at once."""
@@ -339,7 +337,8 @@ class WorkQueue:
             self._carrying_out.acquire()
             self._carry_out_next()
 
-    def _check_thread(self) -> None:
+    def check_thread(self) -> None:
+        """Raise RuntimeError in a thread that is in the middle of a call."""
         if self._runner == threading.get_ident():
             raise RuntimeError(
                 "A collective was called while this thread is in the middle of another one of the "
@@ -347,9 +346,7 @@ class WorkQueue:
                 "that between steps; or call it with async_op=True, and wait later."
             )
 
-    def _carry_out_next(
-        self, timeout: timedelta | None = None, until: GroupWork | None = None
-    ) -> None:
+    def _carry_out_next(self, end: Deadline = NEVER, until: GroupWork | None = None) -> None:
         """Carry out a call, unless ``until`` is done, with the lock held, and release the lock."""
         call: GroupWork | None = None
         try:
@@ -357,7 +354,7 @@ class WorkQueue:
                 call = self._calls.popleft()
                 self._runner = threading.get_ident()
                 self._running = call
-                call.carry_out(timeout)
+                call.carry_out(end)
         finally:
             self._runner = self._running = None
             self._carrying_out.release()

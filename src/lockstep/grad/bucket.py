@@ -1,4 +1,4 @@
-"""Buckets: their assignment, the buffers that are all-reduced at once, and sparse gradients."""
+"""Buckets: their assignment, and the buffers of gradients that are all-reduced at once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Hashable, Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import Pending, can_average, start_all_reduce, sum_rows, zero_buffer
+from lockstep.comm import Pending, can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ParameterChanged
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer, view_like
-from lockstep.grad.diagnostics import raise_naming
-from lockstep.grad.ready_state import READY
+from lockstep.grad.diagnostics import naming
 from lockstep.torch_private import _foreach_copy_
 
 MIB = 1024 * 1024
@@ -27,7 +26,12 @@ _MIN_FIRST_BUCKETS = 4
 _LARGE_NUMEL = 16 * 1024
 # Smaller gradients are copied in chunks of this size.
 _CHUNK_NUMEL = 128 * 1024
-_READY = bytes([READY])
+# The state of a gradient in one backward: its bucket waits for it, or doesn't since the backward
+# won't compute it (it may come nevertheless), or it has come. Numbers and not an Enum, as each
+# gradient of each step passes here.
+AWAITED, UNUSED, READY = 0, 1, 2
+# The number of ranks on which the backward failed, and the sum of their numbers.
+_NUM_FAILURE_FACTS = 2
 # Mapped over gradients, which calls no Python function for each.
 _grad_of, _layout_of = operator.attrgetter("grad"), operator.attrgetter("layout")
 _pointer_of = torch.Tensor.data_ptr
@@ -84,6 +88,21 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return parameter.dtype if dtype is None else dtype
 
 
+def num_facts(num_parameters: int) -> int:
+    """Return the number of elements that the facts of a backward take behind the last bucket."""
+    return num_parameters + _NUM_FAILURE_FACTS
+
+
+def rows_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the gradient of ``parameter`` as a sparse tensor, of no rows if there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty(0, *parameter.shape[1:]).detach()
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach()
+
+
 class Bucket:
     """The gradients of some parameters, side by side in one buffer.
 
@@ -96,22 +115,11 @@ class Bucket:
         accumulated: For each, 1 if its gradient has grown since it was last reduced. The owner of
             this memory goes on writing to it.
         start: The number of gradients in the buckets before this one.
-        tail_size: The number of elements to reserve behind the gradients.
+        tail_size: The number of elements to reserve behind the gradients, for facts.
         buffers_from: The group to ask for memory that it reduces in place, if there is one.
         is_hooked: Whether a communication hook reduces it. The tail lies elsewhere then, since the
             hook may resize the buffer.
         like: A parameter with the bucket's dtype and device, if there are none in it.
-
-    Attributes:
-        start, stop: The positions of its first gradient, and of the next bucket's.
-        tail: The memory behind the gradients, for facts that travel with them.
-        num_missing: The number of gradients that this backward has yet to compute.
-        chunk: The number of gradients from which on :meth:`copy_ready` copies them.
-        copy_scale: The factor of gradients that are copied before the bucket is full; 1 if more may
-            be added to them.
-        has_left: Whether it was launched or skipped in this backward.
-        averages: Whether the group had better average it: scaling small gradients takes another
-            pass over the memory.
     """
 
     def __init__(
@@ -126,18 +134,22 @@ class Bucket:
         like: torch.Tensor | None = None,
     ) -> None:
         self.parameter_names = [name for name, _ in named]
-        self.accumulated = accumulated
+        self.accumulated, self.is_hooked = accumulated, is_hooked
+        # The positions of its first gradient, and of the next bucket's.
         self.start, self.stop = start, start + len(named)
         self._parameters = [parameter for _, parameter in named]
         sizes = [parameter.numel() for parameter in self._parameters]
-        numel = sum(sizes)
+        numel = self._numel = sum(sizes)
         self._is_large = numel >= _LARGE_NUMEL * len(sizes)
+        # The number of gradients from which on copy_ready() copies them.
         self.chunk = 1 if self._is_large else max(1, _CHUNK_NUMEL * len(sizes) // max(1, numel))
         first = self._parameters[0] if named or like is None else like
         dtype, device = gradient_dtype(first), first.device
         size = numel if is_hooked else numel + tail_size
+        # Whether the group had better average it: scaling small gradients takes another pass over
+        # the memory.
+        self.averages = False
         if buffers_from is None:
-            self.averages = False
             self._buffer = torch.zeros(size, dtype=dtype, device=device)
         else:
             self.averages = not self._is_large and can_average(buffers_from, device)
@@ -145,7 +157,6 @@ class Bucket:
         self._gradients, self.tail = self._buffer, self._buffer.new_zeros(tail_size)
         if not is_hooked:
             self._gradients, self.tail = self._buffer.split([numel, tail_size])
-        self._numel = numel
         self._offsets = [0, *itertools.accumulate(sizes)]
         self._views = [
             view_like(self._buffer, offset, parameter)
@@ -153,14 +164,6 @@ class Bucket:
         ]
         self._pointers = [view.data_ptr() for view in self._views]
         self.reset()
-
-    @property
-    def names(self) -> str:
-        """Its parameters, in words."""
-        names = self.parameter_names
-        if len(names) < 2:
-            return "".join(map(repr, names)) or "no parameter"
-        return f"{names[0]!r} to {names[-1]!r}"
 
     @property
     def gradients(self) -> torch.Tensor:
@@ -176,8 +179,12 @@ class Bucket:
         """Drop the state of a backward: it is over."""
         self._work: Pending | None = None
         self._hooked: torch.futures.Future[torch.Tensor] | None = None
+        # Whether it was launched or skipped in this backward.
         self.has_left = False
+        # The number of gradients that this backward has yet to compute.
         self.num_missing = len(self._parameters)
+        # How many gradients have been copied before the bucket is full, and their factor: 1 if more
+        # may be added to them.
         self._num_copied, self.copy_scale = 0, 1.0
 
     def copy_ready(self, states: bytearray) -> None:
@@ -185,7 +192,7 @@ class Bucket:
 
         They are still in the cores' caches then, and autograd's memory is free again earlier.
         """
-        missing = states[self.start + self._num_copied : self.stop].lstrip(_READY)
+        missing = states[self.start + self._num_copied : self.stop].lstrip(bytes([READY]))
         last = len(self._parameters) - len(missing)
         if last - self._num_copied >= self.chunk:
             self._copy(self._num_copied, last, self.copy_scale)
@@ -307,20 +314,16 @@ class Bucket:
             ) from error
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
-        """Start summing, or averaging, the gradients and the tail over the ranks."""
+        """Start summing, or averaging, gradients and tail over the ranks; the tail if hooked."""
         self.has_left = True
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        self._work = start_all_reduce(group, self._buffer, op)
+        self._work = start_all_reduce(group, self.tail if self.is_hooked else self._buffer, op)
 
     def launch_hook(self, hook: CommHook, index: int, *, is_last: bool) -> None:
         """Let ``hook`` reduce the gradients, but not the tail."""
         bucket = GradBucket(index, self._gradients, self._parameters, is_last=is_last)
         self._hooked = hook(bucket)
         self.has_left = True
-
-    def launch_tail(self, group: dist.ProcessGroup) -> None:
-        """Start summing the tail alone."""
-        self._work = start_all_reduce(group, self.tail)
 
     def is_hook_done(self) -> bool:
         """Whether no communication hook is running on it."""
@@ -330,10 +333,8 @@ class Bucket:
         """Wait for the communication hook, and take over its result."""
         if self._hooked is not None:
             hooked, self._hooked = self._hooked, None
-            try:
+            with naming(self.parameter_names, group):
                 reduced = reduced_buffer(hooked, self._numel)
-            except RuntimeError as error:
-                raise_naming(self.names, group, error)
             if reduced.data_ptr() != self._gradients.data_ptr():
                 self.gradients.copy_(reduced.view(-1))
 
@@ -342,42 +343,38 @@ class Bucket:
         self.finish_hook(group)
         if self._work is not None:
             work, self._work = self._work, None
-            try:
+            with naming(self.parameter_names, group):
                 work.wait()
-            except RuntimeError as error:
-                raise_naming(self.names, group, error)
+
+    def write_facts(self, accumulated: bytearray, failed_rank: int | None) -> None:
+        """Write which gradients this rank adds, or that its backward has failed: then none."""
+        used, failures = self.tail[:-_NUM_FAILURE_FACTS], self.tail[-_NUM_FAILURE_FACTS:]
+        failures.zero_()
+        if failed_rank is not None:
+            used.zero_()
+            failures.copy_(torch.tensor([1, failed_rank]))
+        elif all(accumulated):
+            used.fill_(1)
+        else:
+            used.copy_(torch.tensor(list(accumulated), dtype=used.dtype))
+
+    def used_by_any(self) -> list[float]:
+        """Return at each position more than 0 if any rank added a gradient. Waits for a GPU."""
+        used: list[float] = self.tail[:-_NUM_FAILURE_FACTS].tolist()
+        return used
+
+    def failed_ranks(self, divisor: int) -> tuple[int, int]:
+        """Return the number of ranks on which the backward failed, and their sum; 0, 0 on a GPU.
+
+        Reading it would wait for the GPU. There, a rank whose backward has failed sends NaN or, to
+        a communication hook, which may remember it, 0. The sums were divided by ``divisor``.
+        """
+        if self.tail.device.type != "cpu":
+            return 0, 0
+        facts = self.tail[-_NUM_FAILURE_FACTS:]
+        number, ranks = (facts.real if facts.is_complex() else facts).tolist()
+        return round(number * divisor), round(ranks * divisor)
 
 
 def _describe(tensor: torch.Tensor, dtype: torch.dtype) -> str:
     return f"{tuple(tensor.shape)} {str(dtype).removeprefix('torch.')} on {tensor.device}"
-
-
-def reduce_sparse(
-    parameter: torch.nn.Parameter,
-    group: dist.ProcessGroup,
-    scale: float,
-    hook: CommHook | None,
-    *,
-    index: int,
-    is_last: bool,
-) -> torch.Tensor:
-    """Return the sum over the ranks of the gradient of ``parameter``, each times ``scale``.
-
-    Only the rows that are present are sent. A gradient may be dense, as where the parameter is used
-    in another way too, and then so is the result, or None, and then the result is sparse. To a
-    communication hook it is the bucket ``index``, and isn't scaled. It blocks.
-    """
-    gradient, is_dense = parameter.grad, False
-    if gradient is None:
-        no_rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-        values = parameter.new_empty(0, *parameter.shape[1:]).detach()
-        gradient = torch.sparse_coo_tensor(no_rows, values, parameter.shape, check_invariants=False)
-    elif not gradient.is_sparse:
-        gradient, is_dense = gradient.to_sparse(1), True
-    gradient = gradient.detach()
-    if hook is None:
-        total = sum_rows(group, gradient.coalesce() * scale)
-    else:
-        bucket = GradBucket(index, gradient, [parameter], is_last=is_last)
-        total = reduced_buffer(hook(bucket), gradient.numel())
-    return total.to_dense() if is_dense else total

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -20,16 +21,22 @@ _NUM_SAME_BACKWARDS = 3
 _SAMPLE_NUMEL = 1024
 
 
-def raise_naming(names: str, group: dist.ProcessGroup, error: RuntimeError) -> NoReturn:
-    """Raise the ``error`` of a reduction, and if the group failed, say of which gradients."""
-    # Any other error is the communication hook's own.
-    if not is_from_group(error) and not isinstance(error, CollectiveFailed):
-        raise error
-    failed = explained(group, "all_reduce", error)
-    failed.add_note(f"This was the all-reduce of the gradients of {names}.")
-    if failed is error:
-        raise error
-    raise failed from error
+@contextmanager
+def naming(names: Sequence[str], group: dist.ProcessGroup) -> Iterator[None]:
+    """Let an error of ``group`` say that it was in the reduction of the gradients of ``names``."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Any other error is the communication hook's own.
+        if not is_from_group(error) and not isinstance(error, CollectiveFailed):
+            raise
+        failed = explained(group, "all_reduce", error)
+        ends = [*dict.fromkeys([*names[:1], *names[-1:]])]
+        described = " to ".join(map(repr, ends)) or "no parameter"
+        failed.add_note(f"This was the all-reduce of the gradients of {described}.")
+        if failed is error:
+            raise
+        raise failed from error
 
 
 def late_gradient(name: str) -> LateGradient:

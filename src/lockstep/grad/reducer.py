@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum, auto
 
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import broadcast_tensors, sum_rows
 from lockstep.errors import CollectiveFailed, CollectiveMismatch
-from lockstep.grad import ready_state
 from lockstep.grad.bucket import (
+    AWAITED,
     FIRST_BUCKET_BYTES,
+    READY,
+    UNUSED,
     Bucket,
     assign_buckets,
     gradient_dtype,
-    reduce_sparse,
+    num_facts,
+    rows_of,
 )
-from lockstep.grad.comm_hook import CommHook
-from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, raise_naming
-from lockstep.grad.ready_state import READY, UNUSED, ReadyState
+from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
+from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
 
 
 class Phase(Enum):
@@ -64,6 +68,7 @@ class Reducer:
 
     Attributes:
         scale: The factor of each rank's gradients in the sum.
+        comm_hook: The communication hook that replaces the all-reduce of buckets, if there is one.
         is_rearranged: Whether buckets have the order in which gradients came.
         copies_early: Whether gradients are copied before their bucket is full. They must not be if
             a backward inside of this one adds to them later, or they have a graph.
@@ -80,38 +85,33 @@ class Reducer:
         sparse: Collection[int] = (),
         is_kept: bool = True,
     ) -> None:
-        self.process_group = group
-        self._size = group.size()
+        self.process_group, self._size = group, group.size()
         self.scale = 1 / self._size
         self._named = list(named_parameters)
         self._cap_bytes, self._first_cap_bytes = cap_bytes, first_cap_bytes
         self._skip_unused, self._is_kept = skip_unused, is_kept
         self._skipped: set[int] = set()  # numbers of buckets, and of sparse gradients behind them
-        self._comm_hook: CommHook | None = None
+        self.comm_hook: CommHook | None = None
         self._log = GradientLog(is_on=is_kept and group.rank() == 0)
-        self._ready = ReadyState(self._named, sparse)
-        self._sparse = range(self._ready.num_dense, len(self._named))
         # Empty until the first backward: a copy that is never trained needs no memory for them.
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
-        # Of the last backward: parameters without a gradient, positions that any rank used, and the
-        # order in which its gradients came.
-        self._unused: list[tuple[str, torch.nn.Parameter]] = []
-        self._used_by_any: Iterable[float] = ()
+        # Of the last backward, the indices of parameters without a gradient and of those with one,
+        # in the order in which their gradients came, and at each position whether any rank has one.
+        self._unused: list[int] = []
         self._last_order: list[int] | None = None
-        self.is_rearranged = False
-        self._gets_gradients_twice = False
+        self._used_by_any: Iterable[float] = ()
+        self.is_rearranged = self._gets_gradients_twice = False
+        # By position, the order in which gradients come: the index of the parameter; and 1 if the
+        # gradient has grown since it was last reduced, in memory that buckets hold views of.
+        # Positions of sparse gradients, for which no bucket waits, are the last ones.
+        self._accumulated = bytearray(len(self._named))
+        # Reversed registration order is a good guess: backward ends where forward began.
+        dense = [index for index in reversed(range(len(self._named))) if index not in sparse]
+        self._order = [*dense, *sparse]
+        self._sparse = range(len(dense), len(self._named))
+        self._rearrange(dense)
         self.reset()
-
-    @property
-    def comm_hook(self) -> CommHook | None:
-        """The communication hook that replaces the all-reduce of buckets."""
-        return self._comm_hook
-
-    @comm_hook.setter
-    def comm_hook(self, hook: CommHook | None) -> None:
-        self._comm_hook = hook
-        self._buckets, self._bucket_at = [], []  # with a hook, they have other memory
 
     @property
     def buckets(self) -> Sequence[Sequence[str]]:
@@ -126,27 +126,27 @@ class Reducer:
     @property
     def unused(self) -> Sequence[str]:
         """The names of parameters that got no gradient in the last backward on this rank."""
-        return [name for name, _ in self._unused]
+        return [self._named[index][0] for index in self._unused]
 
     @property
     def unused_parameters(self) -> Sequence[torch.nn.Parameter]:
         """The same parameters themselves."""
-        return [parameter for _, parameter in self._unused]
+        return [self._named[index][1] for index in self._unused]
 
     @property
     def reduced(self) -> list[torch.nn.Parameter]:
         """Parameters that any rank used in the last backward, in the same order on every rank."""
-        return [*itertools.compress(self._ready.parameters, self._used_by_any)]
+        return [*itertools.compress(self._parameters, self._used_by_any)]
 
     @property
     def has_unreduced(self) -> bool:
         """Whether a gradient has grown since it was last reduced."""
-        grown = itertools.compress(self._ready.parameters, self._ready.accumulated)
+        grown = itertools.compress(self._parameters, self._accumulated)
         return any(parameter.grad is not None for parameter in grown)
 
     def is_unreduced(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient of ``parameter`` has grown since it was last reduced."""
-        return bool(self._ready.accumulated[self._ready.of[id(parameter)]])
+        return bool(self._accumulated[self._position_of[id(parameter)]])
 
     @property
     def _launches_early(self) -> bool:
@@ -154,19 +154,25 @@ class Reducer:
 
     def take_over(self, previous: Reducer) -> None:
         """Continue from the state of ``previous``, which had other parameters and some of these."""
-        self.scale, self._comm_hook = previous.scale, previous.comm_hook
+        self.scale, self.comm_hook = previous.scale, previous.comm_hook
         self._log = previous._log
         self._log.logs_unused = self._log.is_on
         self._gets_gradients_twice = previous._gets_gradients_twice
-        self._ready.take_over(previous._ready)
+        for position, parameter in enumerate(self._parameters):
+            if id(parameter) in previous._position_of:
+                self._accumulated[position] = previous.is_unreduced(parameter)
+            elif parameter.grad is not None:
+                self._accumulated[position] = 1
 
-    def reset(self) -> None:
-        """No backward runs any more."""
-        self.phase = Phase.IDLE
+    def reset(self, phase: Phase = Phase.IDLE) -> None:
+        """Drop the state of the last backward: in the next one, no gradient has come yet."""
+        self.phase = phase
         self.copies_early = False
-        self._ready.reset()
         self._launch_order: Sequence[Reducer] = ()  # not kept, as it holds this reducer
         self._next_launch = 0
+        self._states = bytearray(self._sparse.start) + bytes([UNUSED]) * len(self._sparse)
+        self._arrivals: list[int] = []  # indices of parameters whose gradients have come, in order
+        self._next_position = 0  # that of the next gradient, if they come in order
         self._reduced_sparse: dict[int, torch.Tensor | None] = {}  # None if it was not sent
         for bucket in self._buckets:
             bucket.reset()
@@ -183,16 +189,18 @@ class Reducer:
         """
         if self.phase is Phase.FAILED:
             self.finish()
-        self.phase = Phase.COLLECTING
-        self._launch_order = [self] if launch_order is None else launch_order
+        self.phase = Phase.COLLECTING  # also if there is no memory for buckets
         if self._last_order is not None and not self.is_rearranged:
-            order = self._ready.order_of_rank_0(self._last_order, self.process_group)
+            missing = sorted({*self._order} - {*self._last_order}, reverse=True)
+            order = torch.tensor([*self._last_order, *missing], device=self._parameters[0].device)
+            broadcast_tensors(self.process_group, [order])  # that of rank 0
             self.is_rearranged = True  # on every rank, as none of them has raised
-            self._arrange(order)
-        if not self._buckets:
-            self._arrange(self._ready.order)
-        self._ready.reset()
+            self._arrange(order.tolist())
+        if not self._buckets or self._buckets[0].is_hooked != bool(self.comm_hook):
+            self._arrange(self._order)
+        self.reset(Phase.COLLECTING)
         self.copies_early = copies_early
+        self._launch_order = [self] if launch_order is None else launch_order
         if copies_early and self._launches_early:  # in the first backward some may come twice
             for bucket in self._buckets:
                 bucket.copy_scale = self._scale_of(bucket)
@@ -203,22 +211,23 @@ class Reducer:
         self._buckets, self._bucket_at = [], []
         self._skipped.clear()
         parameters = [parameter for _, parameter in self._named]
+        sparse = {*self._order[self._sparse.start :]}
         groups = assign_buckets(
             [p.numel() * gradient_dtype(p).itemsize for p in parameters],
             [(gradient_dtype(p), p.device) for p in parameters],
-            [index for index in order if index not in self._ready.sparse],
+            [index for index in order if index not in sparse],
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
         ) or [[]]  # one for the facts at least
-        self._ready.rearrange(itertools.chain(*groups))
+        self._rearrange(itertools.chain(*groups))
         buckets: list[Bucket] = []
         for number, group in enumerate(groups, 1):
             start = buckets[-1].stop if buckets else 0
             bucket = Bucket(
                 [self._named[index] for index in group],
-                memoryview(self._ready.accumulated)[start : start + len(group)],
+                memoryview(self._accumulated)[start : start + len(group)],
                 start=start,
-                tail_size=ready_state.num_facts(len(parameters)) if number == len(groups) else 0,
+                tail_size=num_facts(len(parameters)) if number == len(groups) else 0,
                 buffers_from=self.process_group if self._is_kept and not self.comm_hook else None,
                 is_hooked=self.comm_hook is not None,
                 like=parameters[0],
@@ -227,20 +236,24 @@ class Reducer:
         self._buckets = buckets
         self._bucket_at = [bucket for bucket in buckets for _ in bucket.parameter_names]
 
+    def _rearrange(self, dense: Iterable[int]) -> None:
+        """Put the gradients that aren't sparse into the order ``dense``, by index."""
+        accumulated = dict(zip(self._order, self._accumulated, strict=True))
+        self._order[: self._sparse.start] = dense
+        self._accumulated[:] = bytes(accumulated[index] for index in self._order)
+        self._parameters = [self._named[index][1] for index in self._order]
+        self._position_of = {id(p): position for position, p in enumerate(self._parameters)}
+
     def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
         """This backward won't compute these gradients: buckets don't wait for them."""
-        for position in {self._ready.of[id(parameter)] for parameter in parameters}:
-            if position < self._ready.num_dense:
-                self._ready.states[position] = UNUSED
+        for position in {self._position_of[id(parameter)] for parameter in parameters}:
+            if position < self._sparse.start:
+                self._states[position] = UNUSED
                 self._bucket_at[position].num_missing -= 1
 
     def mark_accumulated(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` has grown, in a backward that doesn't reduce it."""
-        self._ready.accumulated[self._ready.of[id(parameter)]] = 1
-
-    def mark_late(self, parameter: torch.Tensor) -> None:
-        """The gradient of ``parameter`` has come before :meth:`begin` could be called."""
-        self._mark_unawaited(self._ready.of[id(parameter)])
+        self._accumulated[self._position_of[id(parameter)]] = 1
 
     def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
         """The gradients of ``parameters`` have come; buckets that are full are launched.
@@ -251,54 +264,59 @@ class Reducer:
             LateGradient: If a gradient has been sent already in this backward.
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
-        positions = self._ready.next_positions(parameters)
-        if positions is not None:
-            self._mark_awaited(positions)
+        first, last = self._next_position, self._next_position + len(parameters)
+        if (  # they are the next ones, and awaited, as most are
+            last <= self._sparse.start
+            and all(map(operator.is_, parameters, self._parameters[first:last]))
+            and not any(self._states[first:last])
+        ):
+            self._mark_awaited(first, last)
         else:
-            for position in [self._ready.of[id(parameter)] for parameter in parameters]:
-                if self._ready.states[position]:
-                    self._mark_unawaited(position)
+            for parameter in parameters:
+                position = self._position_of[id(parameter)]
+                if self._states[position] == AWAITED:
+                    self._mark_awaited(position, position + 1)
                 else:
-                    self._mark_awaited(range(position, position + 1))
+                    self.mark_unawaited(parameter)
         # If they come in order, it is the next bucket that will be full first, or the one behind.
-        threshold, num_filling = len(self._named), 0
-        for bucket in self._buckets[self._next_launch :]:
-            if bucket.num_missing:
-                most = bucket.chunk if self.copies_early else bucket.num_missing
-                threshold = min(threshold, bucket.num_missing, most)
-                num_filling += 1
-                if num_filling == 2:
-                    break
-        return threshold
+        filling = (bucket for bucket in self._buckets[self._next_launch :] if bucket.num_missing)
+        most = len(self._named)
+        for bucket in itertools.islice(filling, 2):
+            most = min(most, bucket.num_missing, bucket.chunk if self.copies_early else most)
+        return most
 
-    def _mark_awaited(self, positions: range) -> None:
-        self._ready.mark_ready(positions)
-        first, last = positions.start, positions.stop
+    def _mark_awaited(self, first: int, last: int) -> None:
+        """The gradients from position ``first`` to ``last`` have come."""
+        self._next_position = last
+        self._states[first:last] = bytes([READY]) * (last - first)
+        self._accumulated[first:last] = b"\1" * (last - first)
+        self._arrivals += self._order[first:last]
         while first < last:
             bucket = self._bucket_at[first]
             stop = min(last, bucket.stop)
             bucket.num_missing -= stop - first
             first = stop
             if self.copies_early and bucket.num_missing:
-                bucket.copy_ready(self._ready.states)
+                bucket.copy_ready(self._states)
             if not bucket.num_missing and self._launches_early:
                 for reducer in self._launch_order:
                     if not reducer.launch_full_buckets():
                         break
 
-    def _mark_unawaited(self, position: int) -> None:
-        """A gradient has come that no bucket waits for, as it may have come before."""
+    def mark_unawaited(self, parameter: torch.Tensor) -> None:
+        """A gradient has come for which no bucket waits, or before :meth:`begin`."""
+        position = self._position_of[id(parameter)]
         if position < len(self._bucket_at):
             bucket = self._bucket_at[position]
             if bucket.is_too_late_for(position - bucket.start):
                 self._gets_gradients_twice = True
-                raise late_gradient(self._ready.name(position))
-        if self._ready.states[position] == READY:
+                raise late_gradient(self._named[self._order[position]][0])
+        if self._states[position] == READY:
             self._gets_gradients_twice = True
         else:
-            self._ready.states[position] = READY
-            self._ready.accumulated[position] = 1
-            self._ready.indices.append(self._ready.order[position])
+            self._states[position] = READY
+            self._accumulated[position] = 1
+            self._arrivals.append(self._order[position])
 
     def give_up(self) -> None:
         """The backward has failed; gradients that were not launched stay, and are added to.
@@ -308,7 +326,7 @@ class Reducer:
         Shown by test_a_backward_that_fails_at_different_places_on_each_rank.
         """
         if self.phase is Phase.IDLE:
-            self._ready.reset()
+            self.reset()
             return
         self.phase = Phase.FAILED
         self._launch_order = ()
@@ -341,19 +359,28 @@ class Reducer:
             bucket.finish_hook(self.process_group)
         for index, position in enumerate(self._sparse, last):
             if position not in self._reduced_sparse:
-                self._reduced_sparse[position] = self._reduce_sparse(index, position)
+                name, _ = self._named[self._order[position]]
+                with naming([name], self.process_group):
+                    self._reduced_sparse[position] = self._reduce_sparse(index, position)
 
     def _reduce_sparse(self, index: int, position: int) -> torch.Tensor | None:
-        parameter, accumulated = self._ready.parameters[position], self._ready.accumulated
-        accumulated[position] *= parameter.grad is not None
-        if self._skips(index + len(self._bucket_at), bool(accumulated[position])):
+        """Return the sum of a gradient over the ranks, sparse unless it is dense here; or None.
+
+        To a communication hook it is the bucket ``index``, and isn't scaled.
+        """
+        parameter = self._parameters[position]
+        gradient = parameter.grad
+        self._accumulated[position] *= gradient is not None
+        if self._skips(index + len(self._bucket_at), bool(self._accumulated[position])):
             return None
-        is_last = not self._bucket_at and position == len(self._named) - 1
-        group, hook = self.process_group, self.comm_hook
-        try:
-            return reduce_sparse(parameter, group, self.scale, hook, index=index, is_last=is_last)
-        except RuntimeError as error:
-            raise_naming(repr(self._ready.name(position)), group, error)
+        rows = rows_of(parameter)
+        if self.comm_hook is None:
+            total = sum_rows(self.process_group, rows.coalesce() * self.scale)
+        else:
+            is_last = not self._bucket_at and position == len(self._named) - 1
+            bucket = GradBucket(index, rows, [parameter], is_last=is_last)
+            total = reduced_buffer(self.comm_hook(bucket), rows.numel())
+        return total if gradient is None or gradient.is_sparse else total.to_dense()
 
     def launch_last(self) -> None:
         """Launch the last bucket, with this rank's facts."""
@@ -377,11 +404,11 @@ class Reducer:
                 self.launch_last()
                 for bucket in self._buckets:
                     bucket.wait(self.process_group)
-                self._unused = [self._named[index] for index in self._ready.missing()]
+                self._unused = sorted({*self._order}.difference(self._arrivals))
                 if self.phase is not Phase.FAILED:
                     error = self._use_reduced()
-                    self._ready.accumulated[:] = bytes(len(self._named))
-            self._last_order = self._ready.indices
+                    self._accumulated[:] = bytes(len(self._named))
+            self._last_order = self._arrivals
         except CollectiveMismatch:
             self.give_up()
             raise
@@ -392,30 +419,28 @@ class Reducer:
     def _use_reduced(self) -> CollectiveFailed | None:
         """Make the mean the gradient of every parameter that any rank used."""
         last = self._buckets[-1]
-        divisor = self._size if self._averages(last) else 1
-        num_failed, ranks = ready_state.failed_ranks(last.tail, divisor)
+        num_failed, ranks = last.failed_ranks(self._size if self._averages(last) else 1)
         if num_failed:
             for bucket in self._buckets:
                 bucket.drop()
             for position in self._sparse:
-                self._ready.parameters[position].grad = None
+                self._parameters[position].grad = None
             return failed_elsewhere(num_failed, ranks, self.process_group)
-        accumulated = self._ready.accumulated
         # Reading the facts waits for a GPU. A rank that used everything need not.
         used: Sequence[int] = self._sparse
         self._used_by_any = itertools.repeat(1)
-        if not all(accumulated):
-            self._used_by_any = ready_state.used_by_any(last.tail)
-            used = list(itertools.compress(range(len(accumulated)), self._used_by_any))
-            if len(used) < len(accumulated) and self._log.logs_unused:
-                indices = {*self._ready.order} - {self._ready.order[at] for at in used}
-                self._log.unused([self._named[index][0] for index in sorted(indices)])
+        if not all(self._accumulated):
+            self._used_by_any = last.used_by_any()
+            used = [position for position, number in enumerate(self._used_by_any) if number]
+            if len(used) < len(self._named) and self._log.logs_unused:
+                unused = {*self._order} - {self._order[position] for position in used}
+                self._log.unused([self._named[index][0] for index in sorted(unused)])
         for position in used:
             if position in self._reduced_sparse:
                 reduced = self._reduced_sparse[position]
                 if reduced is not None:
-                    self._ready.parameters[position].grad = reduced
-            elif not accumulated[position]:
+                    self._parameters[position].grad = reduced
+            elif not self._accumulated[position]:
                 bucket = self._bucket_at[position]
                 bucket.use_as_grad(position - bucket.start)
         if self._log.compares:
@@ -433,7 +458,7 @@ class Reducer:
         if is_last:
             # All buckets are filled by now, so these facts are final.
             failed_rank = self.process_group.rank() if self.phase is Phase.FAILED else None
-            ready_state.write_facts(bucket.tail, self._ready.accumulated, failed_rank)
+            bucket.write_facts(self._accumulated, failed_rank)
         if self.comm_hook is None:
             bucket.launch(self.process_group, average=self._averages(bucket))
         else:
@@ -446,7 +471,7 @@ class Reducer:
                 bucket.launch_hook(self.comm_hook, number, is_last=is_last)
             if is_last:
                 bucket.finish_hook(self.process_group)
-                bucket.launch_tail(self.process_group)
+                bucket.launch(self.process_group)
         self._next_launch += 1
 
     def _skips(self, number: int, is_used: bool) -> bool:

@@ -38,8 +38,8 @@ _CONNECT_SECONDS = 5.0  # no signal is handled while the store connects
 _RETRY_SECONDS = 0.2
 _STORE_TIMEOUT = timedelta(seconds=60)
 _LISTEN_SECONDS = 0.25
-_LEAVE_SECONDS = 1.0
-_SETTLE_SECONDS = 6.0  # longer than the ranks of another host take to be ended
+_LEAVE_SECONDS = 20.0  # for other hosts to read the outcome, once all are done
+_SETTLE_SECONDS = 15.0  # longer than the ranks of another host take to be ended
 _POLL_SECONDS = 0.05
 
 
@@ -61,16 +61,17 @@ class Host:
     def __init__(self, job: Job) -> None:
         self.notice: int | None = None
         self._meeting = job.meeting
+        self._number, self._num_hosts = 0, 1
         if job.meeting is None:
-            first, group = self._alone(job.num_ranks), dict[str, str]()
+            first = self._alone(job.num_ranks)
         else:
-            first, group = self._meet(job.meeting, job.num_ranks)
+            first = self._meet(job.meeting, job.num_ranks)
         self.world_size = first.world_size
         self.ranks = range(first.rank, first.rank + job.num_ranks)
         self.environments = [
-            rank_environment(replace(first, rank=rank, local_rank=local_rank), job.num_threads)
-            | group
+            rank_environment(place, job.num_threads, self._number, self._num_hosts)
             for local_rank, rank in enumerate(self.ranks)
+            for place in [replace(first, rank=rank, local_rank=local_rank)]
         ]
 
     def _alone(self, size: int) -> Placement:
@@ -86,9 +87,9 @@ class Host:
         run_id = uuid.uuid4().hex
         return Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path)
 
-    def _meet(self, meeting: Meeting, size: int) -> tuple[Placement, dict[str, str]]:
-        """The placement of the first rank on this host of several, and variables for all."""
-        deadline = Deadline(meeting.timeout_seconds)
+    def _meet(self, meeting: Meeting, size: int) -> Placement:
+        """The placement of the first rank on this host of several."""
+        self._num_hosts, deadline = meeting.num_hosts, Deadline(meeting.timeout_seconds)
         self._held = _hold_store(meeting)
         self._store = dist.PrefixStore("lockstep", _connect(meeting, deadline))
         try:
@@ -105,14 +106,12 @@ class Host:
         self.notice, self._notifier = os.pipe()
         threading.Thread(target=self._listen, daemon=True).start()
         first, master = sum(sizes[: self._number]), (meeting.address, meeting.port)
-        place = Placement(Starter.LOCKSTEP, first, sum(sizes), 0, size, master, meeting.run_id)
-        number, num_hosts = str(self._number), str(meeting.num_hosts)
-        return place, {"GROUP_RANK": number, "GROUP_WORLD_SIZE": num_hosts}
+        return Placement(Starter.LOCKSTEP, first, sum(sizes), 0, size, master, meeting.run_id)
 
     def _take_number(self, meeting: Meeting) -> int:
         """The number of this host: the one that it was given, or the first that is free."""
-        given, where, num_hosts = meeting.host, meeting.endpoint, meeting.num_hosts
-        run = f"run {meeting.run_id!r} on {num_hosts} hosts"
+        given, where = meeting.host, meeting.endpoint
+        run = f"run {meeting.run_id!r} on {self._num_hosts} hosts"
         there = bytes(self._store.compare_set("run", "", run)).decode(errors="replace")
         if there != run:
             raise LaunchError(
@@ -120,12 +119,12 @@ class Host:
                 "same --nnodes and --rdzv-id on every host, and each run a port of its own."
             )
         # Without numbers, the host that holds the store is host 0.
-        free = range(0 if self._held is not None else 1, num_hosts)
+        free = range(0 if self._held is not None else 1, self._num_hosts)
         for host in free if given is None else [given]:
             if self._store.add(f"host/{host}", 1) == 1:
                 return host
         raise LaunchError(
-            f"There are {num_hosts} hosts at {where} without this one."
+            f"There are {self._num_hosts} hosts at {where} without this one."
             if given is None
             else f"There is a host {given} at {where} already. Give each host "
             "another --node-rank, or none of them any."
@@ -160,11 +159,11 @@ class Host:
         """
         if self._meeting is None:
             return outcome
-        failures, num_hosts = [outcome] if outcome.exit_status else [], self._meeting.num_hosts
+        failures = [outcome] if outcome.exit_status else []
         try:
             self._tell(outcome)
-            self._wait_for_others(num_hosts, interrupted)
-            for host in set(range(num_hosts)) - {self._number}:
+            all_done = self._wait_for_others(interrupted)
+            for host in set(range(self._num_hosts)) - {self._number}:
                 if self._store.check([f"failure/{host}"]):
                     told = self._store.get(f"failure/{host}").decode(errors="replace")
                     failures.append(_outcome_of_peer(told))
@@ -172,16 +171,13 @@ class Host:
             where = self._meeting.endpoint
             gone = Outcome(1, message=f"the host that keeps the store, at {where}, is gone.")
             return outcome if outcome.exit_status else gone
-        # The store ends with its host, which so leaves last.
         deadline = Deadline(_LEAVE_SECONDS)
-        with contextlib.suppress(RuntimeError):  # its host has waited long enough
-            self._store.add("left", 1)
-            while (
-                self._held is not None
-                and self._store.add("left", 0) < num_hosts
-                and deadline.left()
-            ):
+        with contextlib.suppress(RuntimeError):  # the store's host has waited long enough
+            num_left = self._store.add("left", 1)
+            # The store ends with its host, which so leaves last.
+            while self._held and all_done and num_left < self._num_hosts and deadline.left():
                 time.sleep(_POLL_SECONDS)
+                num_left = self._store.add("left", 0)
         by_blame = attrgetter("lost_a_peer", "at_seconds")
         ranks = [failure for failure in failures if failure.rank is not None]
         return min(ranks or failures, key=by_blame, default=outcome)
@@ -190,29 +186,29 @@ class Host:
         if outcome.exit_status:
             was_ended = f"the launcher of host {self._number} was ended."
             message = was_ended if outcome.rank is None else outcome.message
-            told = outcome.exit_status, message, outcome.rank, outcome.at_seconds
-            self._store.set(f"failure/{self._number}", json.dumps([*told, outcome.lost_a_peer]))
+            told = outcome.exit_status, outcome.at_seconds, outcome.lost_a_peer, outcome.rank
+            self._store.set(f"failure/{self._number}", json.dumps([*told, message]))
             self._store.set("failed", "")
         self._store.add("done", 1)
 
-    def _wait_for_others(self, num_hosts: int, interrupted: Callable[[], bool]) -> None:
+    def _wait_for_others(self, interrupted: Callable[[], bool]) -> bool:
+        """Wait until all hosts are done; return whether they are."""
         deadline = Deadline(math.inf)  # they may run for days, but not after a failure
-        while self._store.add("done", 0) < num_hosts and not interrupted() and deadline.left():
+        while self._store.add("done", 0) < self._num_hosts:
+            if interrupted() or not deadline.left():
+                return False
             if deadline.left() == math.inf and self._store.check(["failed"]):
                 deadline = Deadline(_SETTLE_SECONDS)
             time.sleep(_POLL_SECONDS)
+        return True
 
 
 def _outcome_of_peer(text: str) -> Outcome:
     try:
-        status, message, rank, at_seconds, lost_a_peer = json.loads(text)
-        return Outcome(
-            int(status),
-            message=str(message),
-            rank=None if rank is None else int(rank),
-            at_seconds=float(at_seconds),
-            lost_a_peer=bool(lost_a_peer),
-        )
+        status, at_seconds, lost_a_peer, rank, message = json.loads(text)
+        rank = None if rank is None else int(rank)
+        failed = Outcome(int(status), message=str(message), rank=rank, at_seconds=float(at_seconds))
+        return replace(failed, lost_a_peer=bool(lost_a_peer))
     except (ValueError, TypeError):
         return Outcome(1, message="another host failed, and told nothing that can be read.")
 

@@ -44,13 +44,6 @@ class Meeting(NamedTuple):
         return f"{self.address}:{self.port}"
 
 
-class Caller(NamedTuple):
-    """The process that called launch()."""
-
-    pid: int
-    socket: int  # descriptor that takes the outcome; end-of-file means that the caller has ended
-
-
 class Job(NamedTuple):
     """The parameters of a supervisor: the program, the ranks of its host, and their output."""
 
@@ -62,7 +55,9 @@ class Job(NamedTuple):
     meeting: Meeting | None = None  # None for one host
     stdin_rank: int | None = None  # the rank that reads the supervisor's standard input
     full_traceback: bool = False  # whether to show frames of lockstep and torch
-    caller: Caller | None = None  # the process to send the outcome to; if None, it is printed
+    # The descriptor of a socket to the process that called launch(), which takes the outcome;
+    # end-of-file means that it has ended. None: the outcome is printed.
+    caller: int | None = None
 
 
 def name_of(function: object) -> str:

@@ -19,9 +19,9 @@ MARK = "LOCKSTEP_SUPERVISOR"
 # Signals that end a launcher, and by default would leave its ranks running.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # How long the other ranks may take to report failures of their own, once one rank has failed.
-# Reports arrive within some 10 ms, but a death by signal, which may be the cause of them, is
+# Reports mostly arrive within 10 ms, but a death by signal, which may be the cause of them, is
 # known only when the kernel has torn the process down.
-JUDGING_SECONDS = 0.2
+_JUDGING_SECONDS = 1.0
 _GIVE_UP_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 _GOODBYE = b"."
@@ -111,12 +111,13 @@ def children() -> list[int]:
     return [int(pid) for pid in listed.read_text().split()] if listed.exists() else []
 
 
-def sweep(*, spare: Collection[int], grace_seconds: float) -> None:
+def sweep(spare: Collection[int]) -> None:
     """End all descendants but ``spare`` and theirs: by SIGTERM, and after a while by SIGKILL."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + grace_seconds
+    for number, num_polls in ((signal.SIGTERM, 50), (signal.SIGKILL, 250)):
         asked: set[int] = set()
-        while (left := _descendants(spare)) and time.monotonic() < deadline:
+        for _ in range(num_polls):  # no deadline, which may pass while the machine stands still
+            if not (left := _descendants(spare)):
+                return
             for pid in left - asked:
                 send_signal(pid, number)
             asked |= left
@@ -239,7 +240,9 @@ AT_ONCE: list[Action] = [(signal.SIGKILL, _GIVE_UP_SECONDS)]
 
 def after_failure(grace_seconds: float) -> list[Action]:
     """A rank has failed: wait for reports of the others, then end those."""
-    return [(None, JUDGING_SECONDS), *after_signal(signal.SIGTERM, grace_seconds)]
+    # In two parts: if this process stood still for the first, the second is left.
+    judging = [(None, _JUDGING_SECONDS / 2)] * 2
+    return [*judging, *after_signal(signal.SIGTERM, grace_seconds)]
 
 
 def after_signal(number: int, grace_seconds: float) -> list[Action]:

@@ -63,7 +63,7 @@ def run_rank(
     rank = int(environment["RANK"])
     reads_stdin = rank == job.stdin_rank
     if job.caller is not None:
-        os.close(job.caller.socket)
+        os.close(job.caller)
     _leave_supervisor(outputs, reads_stdin)
     os.environ.update(environment)
     import torch
@@ -77,12 +77,11 @@ def run_rank(
     # Not before: a signal would run the supervisor's handlers.
     signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
     failure, result = _run(job.program, rank, reads_stdin)
+    # Its length comes first, as a process of the rank's may hold the connection open.
+    report = pickle.dumps((failure, result))
     # If the supervisor was killed, the end of this rank is near.
     with contextlib.suppress(BrokenPipeError), connection:
-        if failure is not None or result is not None:
-            # Its length comes first, as a process of the rank's may hold the connection open.
-            report = pickle.dumps((failure, result))
-            connection.sendall(len(report).to_bytes(LENGTH_BYTES, "little") + report)
+        connection.sendall(len(report).to_bytes(LENGTH_BYTES, "little") + report)
     return 0 if failure is None else failure.exit_code
 
 

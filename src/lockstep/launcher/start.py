@@ -24,7 +24,7 @@ from typing import Literal, NoReturn, TextIO, TypeVar
 
 from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.failures import Outcome
-from lockstep.launcher.job import Caller, Job, check_num_ranks, check_num_threads, name_of
+from lockstep.launcher.job import Job, check_num_ranks, check_num_threads, name_of
 from lockstep.launcher.processes import MARK, fill_standard_descriptors, flush_standard_streams
 from lockstep.world import allocator_environment
 
@@ -198,7 +198,7 @@ def _run(job: Job) -> Outcome:
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            job = job._replace(caller=Caller(os.getpid(), theirs.fileno()))
+            job = job._replace(caller=theirs.fileno())
             descriptor, command, environment = _prepare(job)
             output = subprocess.PIPE if job.labelled else None
             try:

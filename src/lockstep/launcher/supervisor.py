@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
@@ -30,11 +30,13 @@ from lockstep.launcher.output import Console, open_log_files
 from lockstep.launcher.processes import AT_ONCE, Escalation, after_failure, after_signal
 from lockstep.launcher.rank import LENGTH_BYTES, run_rank
 
+if TYPE_CHECKING:  # it imports torch
+    from lockstep.launcher.hosts import Host
+
 _READ_BYTES = 1 << 16
 _GRACE_SECONDS = 3.0  # between SIGTERM to a rank and SIGKILL
-_DRAIN_SECONDS = 2.0
+_MOST_DRAINS = 100  # each empties a pipe
 _LAST_WORDS_BYTES = 8192
-_SWEEP_SECONDS = 1.0
 
 
 def main() -> int:
@@ -50,7 +52,7 @@ def main() -> int:
         job: Job = pickle.load(file)
     del sys.argv[1:]
     if job.caller is not None:
-        processes.end_with_parent(job.caller.pid, signal.SIGTERM)
+        processes.end_with_parent(os.getppid(), signal.SIGTERM)
     try:
         return _start(job)
     except LaunchError as error:
@@ -78,25 +80,21 @@ def _start(job: Job) -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         host = Host(job)
-        log_files = open_log_files(job.log_dir, host.ranks)
+        watch = _Watch(job, host, ranks, {*spare, guardian.pid})
+        watch.run()
     except LaunchError:
         _kill_ranks(ranks)
-        guardian.dismiss()
         raise
-    watch = _Watch(job, ranks, log_files, {*spare, guardian.pid})
-    try:
-        watch.run(host.environments, host.notice)
     finally:
         guardian.dismiss()
-    outcome = watch.outcome(host.world_size)
-    return _conclude(job, host.settle(outcome, watch.signals.is_pending))
+    return _conclude(job, host.settle(watch.outcome(), watch.signals.is_pending))
 
 
 def _conclude(job: Job, outcome: Outcome) -> NoReturn:
     """Send ``outcome`` to the caller or, on a command line, print its message; then end."""
     with contextlib.suppress(OSError):  # the caller, or the terminal, may be gone
         if job.caller is not None:
-            with open(job.caller.socket, "wb") as connection:
+            with open(job.caller, "wb") as connection:
                 pickle.dump(outcome, connection)
         elif outcome.message is not None:
             # A lone surrogate has no encoding, and is escaped as in Python's own tracebacks.
@@ -247,41 +245,38 @@ class _Watch:
     ``spare`` are children of this process that aren't to be ended with the ranks.
     """
 
-    def __init__(
-        self, job: Job, ranks: list[RankProcess], log_files: dict[int, int], spare: Collection[int]
-    ) -> None:
+    def __init__(self, job: Job, host: Host, ranks: list[RankProcess], spare: set[int]) -> None:
         self.signals = processes.SignalPipe()
-        self._job, self._ranks, self._spare = job, ranks, set(spare)
-        self._console = Console(log_files, self.signals)
+        self._job, self._host, self._ranks, self._spare = job, host, ranks, spare
+        self._console = Console(open_log_files(job.log_dir, host.ranks), self.signals)
         self._interrupted_by: int | None = None  # the signal that ended the launcher
         self._peer_failed = False  # whether the ranks of another host failed first
         self._escalation: Escalation | None = None  # None as long as all goes well
         self._selector = selectors.DefaultSelector()
         self._when_readable(self.signals.fileno(), self.signals.pull)
         if job.caller is not None:
-            self._when_readable(job.caller.socket, self._lose_caller)
+            self._when_readable(job.caller, self._lose_caller)
+        if host.notice is not None:
+            self._when_readable(host.notice, self._follow_peer)
         for rank in ranks:
             self._when_readable(rank.connection, rank.read_report)
             for destination, output in enumerate(rank.outputs, start=1):
                 self._when_readable(output, partial(self._copy, rank, output, destination))
 
-    def run(self, environments: Sequence[Mapping[str, str]], notice: int | None) -> None:
-        """Let the ranks begin, and watch them until all have ended. However it ends, they do.
-
-        ``notice`` becomes readable when another host has failed.
-        """
+    def run(self) -> None:
+        """Let the ranks begin, and watch them until all have ended. However it ends, they do."""
         try:
-            if notice is not None:
-                self._when_readable(notice, self._follow_peer)
-            for rank, environment in zip(self._ranks, environments, strict=True):
+            for rank, environment in zip(self._ranks, self._host.environments, strict=True):
                 rank.begin(environment)
             self._until_all_ended()
         finally:
             self._end_all()
 
-    def outcome(self, world_size: int) -> Outcome:
+    def outcome(self) -> Outcome:
         if failures := self._failures():
-            return failure_outcome(failures, world_size, full_traceback=self._job.full_traceback)
+            return failure_outcome(
+                failures, self._host.world_size, full_traceback=self._job.full_traceback
+            )
         number = self._interrupted_by
         if self._peer_failed:  # its host tells of it
             return Outcome(0)
@@ -299,6 +294,7 @@ class _Watch:
         while any(rank.is_running for rank in self._ranks):
             now, left = time.monotonic(), None
             if self._escalation is not None:
+                self._note_exits()  # who has ended by itself isn't asked to
                 for number in self._escalation.take(now):
                     self._send(number)
                 left = self._escalation.seconds_left(now)
@@ -370,15 +366,15 @@ class _Watch:
         for rank in self._ranks:
             if rank.is_running:
                 rank.send(signal.SIGKILL)
-        processes.sweep(spare=self._spare, grace_seconds=_SWEEP_SECONDS)
+        processes.sweep(self._spare)
         self._drain()
         for rank in self._ranks:
             processes.reap(rank.pid, wait=False)  # the kernel may hang in one that was killed
 
     def _drain(self) -> None:
         """Show the output left in the pipes, without waiting for processes that hold them open."""
-        deadline = time.monotonic() + _DRAIN_SECONDS
-        while time.monotonic() < deadline and self._serve(0.0):
-            pass
+        for _ in range(_MOST_DRAINS):
+            if not self._serve(0.0):
+                break
         told = {rank.rank: rank.failure.told for rank in self._ranks if rank.failure}
         self._console.close({rank: words.full for rank, words in told.items() if words})

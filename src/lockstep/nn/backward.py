@@ -35,14 +35,12 @@ class _Backward:
     generation: object = None
     # The copy of a model that got its number in it, if one did.
     new_copy: Engine | None = None
-    # The engines that reduce gradients in it, by number.
+    # The engines that have begun to reduce gradients in it, in the order in which they launch.
     engines: list[Engine] = field(default_factory=list)
-    # Those whose backwards it counts among, which begin one after the other.
-    counted: list[Engine] = field(default_factory=list)
-    # Whether ranks tell each other of late engines: those that nobody could foresee when it began,
-    # as they are inside of reentrant checkpoints. They reduce at its end.
+    # Engines that nobody could foresee when it began, as they are inside of reentrant checkpoints.
+    # They begin at its end. Whether ranks tell each other of theirs then.
+    late: set[Engine] = field(default_factory=set)
     tells_late: bool = False
-    late: list[Engine] = field(default_factory=list)
     # Under compiled autograd, which calls nothing at the end of a backward: the id() of parameters
     # whose gradients are yet to come. None otherwise.
     awaited: set[int] | None = None
@@ -74,7 +72,7 @@ class BackwardSync:
         # another one runs.
         self._lock = threading.RLock()
         # Weakly, as everything here, since engines hold the group.
-        self._engines: list[weakref.ref[Engine]] = []
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._num_engines = 0
         # The numbers of engines that have been in a backward, and in one with others. They are the
         # same on every rank, since ranks decide by them whether to ask each other.
@@ -109,7 +107,7 @@ class BackwardSync:
         alone get a number when they are trained.
         """
         engine = Engine(module, self._group, options, inner, self.gradient_ready)
-        self._engines.append(weakref.ref(engine))
+        self._engines.add(engine)
         engine.number = 0 if is_copy else self._next_number()
         return engine
 
@@ -119,7 +117,7 @@ class BackwardSync:
         if self._is_reducing(engine):
             self._drop_backward()
             self.finish_failed()
-        self._engines = [one for one in self._engines if one() is not engine]
+        self._engines.discard(engine)
         self._trained.add(engine.number)  # or ranks would always ask for it
 
     def _next_number(self) -> int:
@@ -128,9 +126,7 @@ class BackwardSync:
 
     def engines(self) -> list[Engine]:
         """Return the engines, by number; without copies that have not been trained."""
-        alive = [(reference, engine) for reference in self._engines if (engine := reference())]
-        self._engines = [reference for reference, _ in alive]
-        return sorted((engine for _, engine in alive if engine.number), key=_number)
+        return sorted((engine for engine in self._engines if engine.number), key=_number)
 
     def is_running(self) -> bool:
         """Whether a backward of this rank runs."""
@@ -149,21 +145,13 @@ class BackwardSync:
             engine.keep_gradient(parameter)
             return
         with self._lock:
-            is_begun = engine.reducer.phase is Phase.COLLECTING
-            backward = self._backward
-            if is_begun and (backward is None or _current_graph_task_id() != backward.task):
-                # A backward inside of a backward, as reentrant checkpoints have. Its gradients
-                # can't be foreseen: see reached().
-                engine.sees_nested_tasks = True
-                engine.reducer.copies_early = False
-                is_begun = False
-            is_begun = is_begun or self._join(engine)
+            is_begun = self._join(engine)
             # The engine may have refreshed, and have other parameters by now.
-            if engine.has({id(parameter)}):
+            if engine.has([parameter]):
                 if is_begun:
                     engine.mark_ready(parameter)
                 else:
-                    engine.reducer.mark_late(parameter)
+                    engine.reducer.mark_unawaited(parameter)
         backward = self._backward
         if backward is not None and backward.awaited:
             backward.awaited.discard(id(parameter))
@@ -172,17 +160,24 @@ class BackwardSync:
 
     def _join(self, engine: Engine) -> bool:
         """Return whether ``engine`` is in the backward that runs; if none does, begin it."""
-        if self._backward is not None and self._backward.task is None:
+        backward = self._backward
+        if engine.reducer.phase is Phase.COLLECTING:
+            if backward is not None and backward.task == _current_graph_task_id():
+                return True
+            # A backward inside of a backward, as reentrant checkpoints have. Its gradients can't
+            # be foreseen: see reached().
+            engine.sees_nested_tasks = True
+            engine.reducer.copies_early = False
+        if backward is not None and backward.task is None:
             self._backward = None  # of other ranks, in a join() that was left with an error
-        if self._backward is not None and self._backward.has_been_left():
+        elif backward is not None and backward.has_been_left():
             self._drop_backward()
         backward = self._backward or self._begin(engine)
         if engine in backward.engines:
             return True
-        if engine not in backward.late:
-            backward.late.append(engine)
-            # It is inside of a reentrant checkpoint, or it would have been seen.
-            engine.sees_nested_tasks = True
+        # It is inside of a reentrant checkpoint, or it would have been seen.
+        engine.sees_nested_tasks = True
+        backward.late.add(engine)
         return False
 
     def _begin(self, engine: Engine) -> _Backward:
@@ -199,7 +194,7 @@ class BackwardSync:
         if self._num_engines > 1:
             reached |= {one for one in self.engines() if one is not engine and one.is_any_reached()}
         try:
-            self._begin_together(backward, reached, asks=self._has_to_ask(reached))
+            self._begin_together(backward, reached)
         except CollectiveFailed as error:
             _advise(error, "beginning")
             raise
@@ -230,9 +225,8 @@ class BackwardSync:
     def _run_empty(self, engine: Engine) -> bool:
         """Take part in a backward in which any rank may reach ``engine``; False if none had one."""
         self.finish_failed()
-        asks = self._has_to_ask([engine])
         backward = _Backward(generation=self._generation)
-        self._begin_together(backward, [] if asks else [engine], asks=asks)
+        self._begin_together(backward, [engine])
         was_any = bool(backward.engines)
         self.end()
         return was_any
@@ -268,20 +262,19 @@ class BackwardSync:
         else:
             self._finish()
 
-    def _begin_together(
-        self, backward: _Backward, reached: Collection[Engine], *, asks: bool
-    ) -> None:
-        """Begin with all engines that any rank reaches, of which this rank has ``reached``."""
-        self._announce(Step.BEGIN, reached)
-        engines = set(reached)
+    def _begin_together(self, backward: _Backward, reached: Collection[Engine]) -> None:
+        """Begin with the engines that any rank reaches; ``backward`` may reach those given."""
+        asks = self._has_to_ask(reached)
+        engines = set() if asks and backward.task is None else set(reached)
+        self._announce(Step.BEGIN, engines)
         if asks:
             may_be_late = any(engine.sees_nested_tasks for engine in self.engines())
             try:
-                named, (backward.tells_late,) = self._on_any_rank(reached, may_be_late)
+                named, (backward.tells_late,) = self._on_any_rank(engines, may_be_late)
             except CollectiveMismatch:
                 self._forget(backward)
                 raise
-            engines.update(named)
+            engines |= named
         self._begin_all(backward, sorted(engines, key=_number))
 
     def _on_any_rank(
@@ -311,7 +304,6 @@ class BackwardSync:
 
     def _begin_all(self, backward: _Backward, engines: Sequence[Engine]) -> None:
         self._backward = backward
-        backward.engines = list(engines)
         # In join() the end is announced, and nothing may be launched before. And communication
         # hooks of two models must not interleave their collectives.
         waits = (
@@ -321,7 +313,7 @@ class BackwardSync:
         )
         try:
             for engine in engines:
-                self._refresh_if_changed(engine)
+                self.refresh(engine)
             launch_order = [] if waits else [engine.reducer for engine in engines]
             # Autograd has a thread for each accelerator.
             num_devices = len({device for engine in engines for device in engine.devices})
@@ -329,7 +321,7 @@ class BackwardSync:
             sees_graph = backward.task is not None and backward.enclosing is None
             for engine in engines:
                 task = backward.task if in_one_thread else None
-                backward.counted.append(engine)
+                backward.engines.append(engine)
                 engine.begin_backward(launch_order, task, sees_graph=sees_graph)
         except BaseException:
             self._drop_backward()
@@ -360,15 +352,15 @@ class BackwardSync:
         """The backward is over, or has failed."""
         backward, self._backward = self._backward, None
         if backward is not None:
-            for engine in [*backward.engines, *backward.late]:
+            for engine in {*backward.engines, *backward.late}:
                 engine.end_backward()
-            self._failed = _Backward(None, backward.generation, tells_late=backward.tells_late)
-            if backward.generation is not self._generation:
+            if backward.generation is not self._generation and backward is not self._failed:
                 self._forget(backward)
+            self._failed = _Backward(None, backward.generation, tells_late=backward.tells_late)
 
     def _forget(self, backward: _Backward) -> None:
         """No rank goes on with ``backward``, which the other ranks didn't run."""
-        for engine in backward.counted:
+        for engine in backward.engines:
             engine.num_backwards -= 1
         if backward.new_copy is not None:
             backward.new_copy.number = 0
@@ -390,8 +382,8 @@ class BackwardSync:
             for engine in failed:
                 engine.reducer.reset()
         elif failed:
+            self._failed.engines = failed
             self._backward = self._failed
-            self._backward.engines = failed
             self._finish()
 
     def refresh_stale(self) -> None:
@@ -403,12 +395,9 @@ class BackwardSync:
 
     def refresh(self, engine: Engine) -> None:
         """Let ``engine`` continue with the parameters that its module has now."""
-        self.finish_failed()
-        engine.refresh(in_backward=self.is_running())
-
-    def _refresh_if_changed(self, engine: Engine) -> None:
         if engine.has_changed():
-            self.refresh(engine)
+            self.finish_failed()
+            engine.refresh(in_backward=self.is_running())
 
     def end(self) -> None:
         """The backward is over: wait until everything has arrived.
@@ -435,17 +424,16 @@ class BackwardSync:
                 self._announce(Step.END, backward.engines)
                 for engine in backward.engines:
                     engine.reducer.launch_all_but_last()
-                late = set(backward.late)
                 if backward.tells_late:
-                    late |= self._on_any_rank(late)[0]
-                backward.late = sorted(late.difference(backward.engines), key=_number)
-                for engine in backward.late:
-                    self._refresh_if_changed(engine)
-                    backward.counted.append(engine)
+                    backward.late |= self._on_any_rank(backward.late)[0]
+                late = sorted(backward.late.difference(backward.engines), key=_number)
+                for engine in late:
+                    self.refresh(engine)
+                    backward.engines.append(engine)
                     engine.begin_backward([])
-                for engine in backward.late:
+                for engine in late:
                     engine.reducer.launch_all_but_last()
-                engines = [*backward.engines, *backward.late]
+                engines = backward.engines
                 for engine in engines:
                     engine.reducer.launch_last()
                 # Now rather than before the next forward: buffers travel with the last gradients,
@@ -462,7 +450,7 @@ class BackwardSync:
             raise
         finally:
             if backward.generation is self._generation:
-                numbers = {engine.number for engine in [*backward.engines, *backward.late]}
+                numbers = {engine.number for engine in {*backward.engines, *backward.late}}
                 self._trained |= numbers
                 if len(numbers) > 1:
                     self._trained_together |= numbers

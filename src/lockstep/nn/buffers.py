@@ -64,17 +64,8 @@ class _Slot(NamedTuple):
 class Buffers:
     """Keeps the buffers of one module equal on all ranks, each by its policy.
 
-    Attributes:
-        broadcast_buffers: As below; after a change :meth:`look` must be called.
-        source: The rank whose values are broadcast; 0 unless rank 0 has run out of data.
-        hook: Called instead, if it is set, with the buffers by name; it may return futures.
-
-    Args:
-        module: The module. After buffers were added to it, :meth:`look` must be called.
-        group: The ranks.
-        broadcast_buffers: Whether buffers follow rank 0's, or a policy for each name pattern.
-        leave_out: Modules whose buffers belong to another engine.
-        ignored: Names of buffers to leave alone.
+    Buffers of ``leave_out``, modules that have another engine, and those of the names ``ignored``
+    are left alone. After a change of the module's buffers or policies :meth:`look` must be called.
     """
 
     def __init__(
@@ -87,9 +78,10 @@ class Buffers:
         ignored: Iterable[str] = (),
     ) -> None:
         self.broadcast_buffers = broadcast_buffers
-        self._group = group
-        self._ignored = frozenset(ignored)
+        self._group, self._ignored = group, frozenset(ignored)
+        # The rank whose values are broadcast; 0 unless rank 0 has run out of data.
         self.source = 0
+        # Called with the buffers by name, instead of an exchange; it may return futures.
         self.hook: BufferHook | None = None
         # Found once: to search all modules costs a millisecond a step for a few hundred.
         self._slots: list[_Slot] = []
@@ -126,9 +118,7 @@ class Buffers:
         """Start to exchange the buffers that follow each backward or, if ``late``, the late ones.
 
         Every rank must call it, and then the function that it returns, which waits and writes
-        the new values.
-
-        A buffer that autograd may have saved for a later backward is not written: that backward
+        the new values: but not to a buffer that autograd may have saved for a later backward, which
         would compute with another value than its forward. It is written in the next exchange.
         Shown by test_a_buffer_that_autograd_has_saved_is_left_alone.
         """
@@ -156,10 +146,9 @@ class Buffers:
         return finish
 
     def _may_write(self, tensor: torch.Tensor) -> bool:
-        """Return whether no graph that autograd may still run backward has saved ``tensor``.
+        """Whether no graph that autograd may still run backward has saved ``tensor``.
 
-        Autograd doesn't tell, but other references have mostly been there from the start, and a
-        new one is most likely that of a graph.
+        Most other references have been there from the start: a new one is likely that of a graph.
         """
         num_references = _num_references(tensor)
         if num_references <= self._num_references.get(tensor, 1):
@@ -193,6 +182,6 @@ def _has_mean(tensor: torch.Tensor) -> bool:
 
 
 def _num_references(tensor: torch.Tensor) -> int:
-    """Return how many references ``tensor`` has: Python counts as one, as do a view and a graph."""
+    """The number of references to ``tensor``: Python counts as one, as do a view and a graph."""
     use_count: int = tensor._use_count()  # type: ignore[attr-defined]
     return use_count

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -15,22 +15,17 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
 from torch.futures import Future
 
 from lockstep.arguments import Device, check_flag, check_module, check_type, only_device, refusal
-from lockstep.comm import SingleRankGroup, broadcast_tensors
-from lockstep.grad import MIB, CommHook
+from lockstep.comm import SingleRankGroup, broadcast_tensors, mean_divisor
+from lockstep.grad import MIB, CommHook, GradBucket
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.global_hooks import mark_stale
 from lockstep.nn.join import DDPJoinHook, begin_joined_iteration
-from lockstep.nn.mixed_precision import (
-    MixedPrecision,
-    call_in_precision,
-    check_precision,
-    reducing_in,
-)
 from lockstep.nn.parallel_state import state_of
 from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, attach, check_bucket_cap, join, release
 from lockstep.nn.wrapper import Wrapper
@@ -52,6 +47,38 @@ _REDUCER = SimpleNamespace(
     _delay_all_reduce=lambda: None,
     _check_reducer_finalized=lambda: None,
 )
+
+
+@runtime_checkable
+class MixedPrecision(Protocol):
+    """The interface of torch's ``_MixedPrecision``; None leaves a dtype as it is.
+
+    Attributes:
+        param_dtype: Of parameters and floating-point inputs in forward.
+        reduce_dtype: Of gradients on their way between ranks.
+        buffer_dtype: Of floating-point buffers.
+    """
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+
+
+def _check_precision(precision: MixedPrecision | None) -> None:
+    wanted = "an object with a param_dtype, a reduce_dtype and a buffer_dtype"
+    check_type("mixed_precision", precision, MixedPrecision | None, wanted)
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(precision, name, None)
+        check_type(f"mixed_precision.{name}", dtype, torch.dtype | None, "a torch.dtype or None")
+
+
+def _reduce_in_dtype(
+    state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket
+) -> Future[torch.Tensor]:
+    """A communication hook that takes the mean over a group in a dtype."""
+    group, dtype = state
+    narrow = bucket.buffer().div(mean_divisor(group)).to(dtype)
+    return group.allreduce([narrow], dist.AllreduceOptions()).get_future()
 
 
 class DistributedDataParallel(
@@ -146,7 +173,7 @@ class DistributedDataParallel(
         check_module(module)
         check_flag("init_sync", init_sync)
         check_flag("skip_all_reduce_unused_params", skip_all_reduce_unused_params)
-        check_precision(mixed_precision)
+        _check_precision(mixed_precision)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce go together: give "
@@ -166,15 +193,15 @@ class DistributedDataParallel(
         self._input_device = only_device(module, device_ids, output_device)
         self.module = module
         self.device_ids = [self._input_device] if self._input_device else None
-        self.output_device = output_device
-        self.dim = dim
+        self.output_device, self.dim = output_device, dim
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.bucket_bytes_cap = int(bucket_cap_mb * MIB)
         self.mixed_precision = mixed_precision
-        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        self.parameters_to_ignore = frozenset(ignored)
+        self.parameters_to_ignore = frozenset(
+            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        )
         self._options = Options(
             bucket_cap_mb,
             policies,
@@ -196,25 +223,32 @@ class DistributedDataParallel(
             for buffer in filter(torch.is_floating_point, self.modules_buffers):
                 buffer.data = buffer.data.to(precision.buffer_dtype)
         if precision is not None and precision.reduce_dtype is not None and group is not None:
-            self._set_comm_hook(reducing_in(precision.reduce_dtype, group))
+            self._set_comm_hook(CommHook((group, precision.reduce_dtype), _reduce_in_dtype))
         self._is_ready = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the module's
         if self._join_config.enable:
             begin_joined_iteration(self, self._engines)
-        device, precision = self._input_device, self.mixed_precision
+        device = self._input_device
         if device is not None:
             arguments = (inputs, kwargs)
             inputs, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), arguments)
-        if precision is None or precision.param_dtype is None:
+        dtype = self.mixed_precision.param_dtype if self.mixed_precision is not None else None
+        if dtype is None:
             return self.module(*inputs, **kwargs)
         for engine in self._engines:
             if engine.is_stale:
                 # Before parameters are replaced by what they are cast to.
                 backward_sync_of(engine.process_group).refresh(engine)
-        return call_in_precision(
-            self.module, precision.param_dtype, self.parameters_to_ignore, inputs, kwargs
-        )
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        # Autograd records the casts, so the parameters get gradients of their own dtype.
+        named, ignored = self.module.named_parameters(), self.parameters_to_ignore
+        parameters = {name: cast(parameter) for name, parameter in named if name not in ignored}
+        inputs, kwargs = tree_map_only(torch.Tensor, cast, (inputs, kwargs))
+        return functional_call(self.module, parameters, inputs, kwargs)
 
     @property
     def _engines(self) -> list[Engine]:
@@ -269,7 +303,7 @@ class DistributedDataParallel(
         if not callable(hook):
             raise TypeError(f"The communication hook is {hook!r}, which can't be called.")
         if not self._engines:  # the rank is alone, but the hook wants its gradients
-            group = self.process_group or cast(dist.ProcessGroup, SingleRankGroup())
+            group: Any = self.process_group or SingleRankGroup()
             self._engines.append(backward_sync_of(group).new_engine(self.module, self._options))
         for engine in self._engines:
             if engine.reducer.comm_hook is not None:
@@ -293,24 +327,20 @@ class DistributedDataParallel(
         self.register_comm_hook(self.process_group, hook)
 
     def _register_buffer_comm_hook(
-        self,
-        state: Any,
-        hook: Callable[[Any, dict[str, torch.Tensor]], Any],
-        comm_hook_location: object = None,
+        self, state: Any, hook: Callable[[Any, Any], Any], comm_hook_location: object = None
     ) -> None:
-        """Let ``hook`` exchange buffers, when gradients are reduced, wherever torch would."""
+        # Buffers are exchanged when gradients are reduced, wherever torch would.
         if not callable(hook):
             raise TypeError(refusal("hook", hook, "a function of a state and a dict of buffers"))
         for engine in self._engines:
             engine.buffers.hook = functools.partial(hook, state)
 
-    def _default_broadcast_coalesced(
+    def _default_broadcast_coalesced(  # for a hook of buffers, which calls it
         self,
         bufs: Sequence[torch.Tensor] | None = None,
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """Broadcast buffers, for a hook that calls it."""
         if self.process_group is not None:
             buffers = self.modules_buffers if bufs is None else bufs
             broadcast_tensors(self.process_group, buffers, source=authoritative_rank)
@@ -420,6 +450,7 @@ class DistributedDataParallel(
             if engine.number:
                 mark_stale(engine)
             else:  # a copy, of which there may never be a forward
+                engine.is_stale = True
                 backward_sync_of(engine.process_group).refresh(engine)
         return moved
 
@@ -449,7 +480,6 @@ class DistributedDataParallel(
 
 
 def _group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the ranks that a mesh or a group names; by default all of ``lockstep.init()``."""
     if mesh is None:
         return group_or_all(group)
     check_type("device_mesh", mesh, DeviceMesh, "a DeviceMesh, as init_device_mesh() makes it")

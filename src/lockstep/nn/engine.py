@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.comm import any_rank, broadcast_tensors, uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
@@ -52,19 +54,6 @@ class Engine:
     hooks hold the engine weakly, since Python's garbage collector doesn't see through a
     parameter's hooks.
 
-    Attributes:
-        is_syncing: Whether backwards reduce gradients; without, they add up.
-        is_stale: Whether the module may have other parameters by now. Then it is refreshed before
-            the next forward or backward.
-        num_backwards: The number of backwards in which it has reduced gradients.
-        num_backwards_stepped: ``num_backwards`` at the last step of an optimizer of its parameters.
-        number: Its number among its group's engines, the same on every rank; 0 for a copy that has
-            not been trained yet.
-        parts: The module and all modules in it.
-        parameters: The parameters whose gradients it reduces.
-        sees_nested_tasks: Whether there have been backwards inside of backwards.
-        sums_in_backward: Whether its backwards have other collectives of the same group.
-
     ``inner`` modules have engines of their own. ``gradient_ready`` is called with the engine and a
     parameter when the first gradient of a backward has come.
     """
@@ -79,18 +68,30 @@ class Engine:
     ) -> None:
         self.process_group = group
         self.gradient_ready = gradient_ready
-        self.number = self.num_backwards = self.num_backwards_stepped = 0
-        self.is_syncing, self.is_stale, self.sees_nested_tasks = True, False, False
+        # Its number among its group's engines, the same on every rank; 0 for a copy that has not
+        # been trained yet.
+        self.number = 0
+        # The number of backwards in which it has reduced gradients: now, at the last step of any
+        # optimizer of its parameters, and at that of each.
+        self.num_backwards = self.num_backwards_stepped = 0
+        self.stepped_by: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        # Whether backwards reduce gradients; without, they add up.
+        self.is_syncing = True
+        # Whether the module may have other parameters by now. Then it is refreshed before the next
+        # forward or backward.
+        self.is_stale = False
+        # Whether there have been backwards inside of backwards.
+        self.sees_nested_tasks = False
         self.buffers = Buffers(
             module, group, options.broadcast_buffers, leave_out=inner, ignored=options.ignored
         )
+        # The module and all modules in it.
         self.parts: weakref.WeakSet[nn.Module] = weakref.WeakSet(module.modules())
         self._module = weakref.ref(module)
         self._inner = weakref.WeakSet(inner)
         self._options, self._cap_bytes = options, int(options.bucket_cap_mb * MIB)
         self._pending = _Pending()
         self._hooks: list[tuple[autograd.GradientHooks, autograd.Hook]] = []
-        self._hooks_of_others: list[dict[int, autograd.Hook]] = []
         self._take(module)
 
     @property
@@ -98,9 +99,9 @@ class Engine:
         """The module, if it still exists."""
         return self._module()
 
-    def has(self, ids: Collection[int]) -> bool:
-        """Return whether it reduces one of the parameters of these ``id()``."""
-        return not self._trained.keys().isdisjoint(ids)
+    def has(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return whether it reduces one of ``parameters``."""
+        return any(id(parameter) in self._trained for parameter in parameters)
 
     def _take(self, module: nn.Module, previous: Reducer | None = None) -> None:
         """Reduce the parameters that ``module`` has now, instead of those of ``previous``."""
@@ -114,6 +115,7 @@ class Engine:
             p for _, p in own if not p.requires_grad and (p.is_floating_point() or p.is_complex())
         ]
         self.devices = {parameter.device for parameter in self.parameters}
+        # Whether its backwards have other collectives of the same group.
         self.sums_in_backward = _sums_in_backward(module, self.process_group)
         self.reducer: Reducer = Reducer(
             [*self._trained.values()],
@@ -125,12 +127,10 @@ class Engine:
         if previous is not None:
             self.reducer.take_over(previous)
         self.detach()
-        me = weakref.ref(self)
-        hook = _gradient_hook(me, self._pending)
         # A parameter that is unfrozen isn't the reducer's yet, so its gradient must not be pending.
-        unfreeze_hook = _gradient_hook(me, _Pending())
-        self._hooks = [(autograd.hooks_of(parameter), hook) for parameter in self.parameters]
-        self._hooks += [(autograd.hooks_of(parameter), unfreeze_hook) for parameter in self._frozen]
+        for parameters, pending in (self.parameters, self._pending), (self._frozen, _Pending()):
+            hook = _gradient_hook(weakref.ref(self), pending)
+            self._hooks += [(autograd.hooks_of(parameter), hook) for parameter in parameters]
         for hooks, own_hook in self._hooks:
             hooks.hold_back(own_hook)
         self._hooks_of_others = [hooks.others for hooks, _ in self._hooks]
@@ -145,6 +145,10 @@ class Engine:
         for hooks, own in self._hooks:
             hooks.release(own)
         self._hooks, self._hooks_of_others = [], []
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients that its parameters have."""
+        return [p.grad for p in self.parameters if p.grad is not None]
 
     def call_hooks_of_others(self) -> None:
         """Call the hooks of others on parameters whose gradients have been reduced."""
@@ -291,16 +295,15 @@ class Engine:
         before = [*map(id, self.reducer.unused_parameters)]
         failed_elsewhere = self.reducer.finish()
         module = self.module
-        if module is None or before == [*map(id, self.reducer.unused_parameters)]:
-            return failed_elsewhere
-        for name, parameter in self._own_parameters(module):
-            if parameter.requires_grad and id(parameter) not in self._trained:
-                self.is_stale = True
-                raise ParameterChanged(
-                    f"{name!r} was put in its place without telling torch (say, in "
-                    "module._parameters, as moving a model to another device does), so its "
-                    "gradient was not reduced. Repeat the step: it is known from now on."
-                )
+        if module is not None and before != [*map(id, self.reducer.unused_parameters)]:
+            for name, parameter in self._own_parameters(module):
+                if parameter.requires_grad and id(parameter) not in self._trained:
+                    self.is_stale = True
+                    raise ParameterChanged(
+                        f"{name!r} was put in its place without telling torch (say, in "
+                        "module._parameters, as moving a model to another device does), so its "
+                        "gradient was not reduced. Repeat the step: it is known from now on."
+                    )
         return failed_elsewhere
 
     def end_backward(self) -> None:
@@ -338,6 +341,7 @@ def _sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
     return any((dist.group.WORLD if own is None else own) is group for own in groups)
 
 
+@dataclass
 class _Pending:
     """Gradients that have come, and that the reducer doesn't know of yet.
 
@@ -345,13 +349,12 @@ class _Pending:
     first gradient of a backward, which begins it, is never pending.
     """
 
-    def __init__(self) -> None:
-        # Autograd's task of the backward whose gradients may be pending.
-        self.task: int | None = None
-        # Empty between backwards, as the parameters' hooks hold this.
-        self.parameters: list[torch.Tensor] = []
-        # The number of pending gradients at which the reducer is told.
-        self.threshold = 1
+    # Autograd's task of the backward whose gradients may be pending.
+    task: int | None = None
+    # The number of pending gradients at which the reducer is told.
+    threshold: int = 1
+    # Empty between backwards, as the parameters' hooks hold this.
+    parameters: list[torch.Tensor] = field(default_factory=list)
 
 
 def _gradient_hook(engine: weakref.ref[Engine], pending: _Pending) -> autograd.Hook:
@@ -362,14 +365,9 @@ def _gradient_hook(engine: weakref.ref[Engine], pending: _Pending) -> autograd.H
     def gradient_ready(parameter: torch.Tensor) -> None:
         if pending.task == current_task():
             parameters.append(parameter)
-            if len(parameters) < pending.threshold:
-                return
-            alive = engine()
-            if alive is not None:
+            if len(parameters) >= pending.threshold and (alive := engine()) is not None:
                 alive.flush_pending()
-            return
-        alive = engine()
-        if alive is not None:
+        elif (alive := engine()) is not None:
             alive.gradient_ready(alive, parameter)
         else:
             hooks = autograd.hooks_of(parameter)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -46,8 +45,6 @@ _STEPS_IN = sys.modules[Optimizer.__module__].__file__
 
 # Ranks may be threads.
 _lock = threading.RLock()
-# How often an engine was watched or unwatched.
-_num_changes = 0
 # The global hooks that are hung, by the function that hangs them.
 _handles: dict[object, RemovableHandle] = {}
 # By the forms of their parameters, the class names of models that are or were parallel; None where
@@ -57,7 +54,6 @@ _names_by_form: dict[frozenset[tuple[object, int]], str | None] = {}
 
 def watch(engine: Engine) -> None:
     """Notice changes of the modules of ``engine``, and steps of their optimizers."""
-    global _num_changes
     with _lock:
         _hang(hooks.register_module_parameter_registration_hook, _registered)
         _hang(hooks.register_module_module_registration_hook, _registered)
@@ -65,16 +61,13 @@ def watch(engine: Engine) -> None:
         _hang(register_optimizer_step_pre_hook, _before_step)
         _watch_for_distributed_autograd()
         nn.Module.__setstate__ = _set_state_of_copy  # type: ignore[method-assign]
-        _num_changes += 1
         _names_by_form.setdefault(_form_of(engine.parameters), type(engine.module).__name__)
 
 
 def unwatch(engine: Engine) -> None:
-    """Ignore changes and steps of the modules of ``engine`` from now on."""
-    global _num_changes
+    """Warn no more of copies of the module of ``engine``."""
     with _lock:
         _names_by_form.pop(_form_of(engine.parameters), None)
-        _num_changes += 1
 
 
 def _hang(register: Any, hook: Any) -> None:
@@ -211,27 +204,17 @@ def _set_state_of_copy(module: nn.Module, state: dict[str, Any]) -> None:
     handles += [each.register_post_accumulate_grad_hook(warn) for each in parameters]
 
 
-# By optimizer: the number of its parameters and _num_changes, after a change of which it may have
-# other engines; and its engines, with ``num_backwards`` when it last stepped.
-_stepped: weakref.WeakKeyDictionary[
-    Optimizer, tuple[tuple[int, int], weakref.WeakKeyDictionary[Engine, int]]
-] = weakref.WeakKeyDictionary()
-
-
 @uncompiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # a closure, which runs the backward within the step
-    known = sum(len(group["params"]) for group in optimizer.param_groups), _num_changes
-    last_known, stepped = _stepped.get(optimizer, (None, weakref.WeakKeyDictionary()))
-    if last_known != known:
-        engines = engines_with(p for group in optimizer.param_groups for p in group["params"])
-        numbers = {engine: stepped.get(engine, engine.num_backwards_stepped) for engine in engines}
-        stepped = weakref.WeakKeyDictionary(numbers)
-        _stepped[optimizer] = known, stepped
-        if _is_in_a_step():
-            return  # of an optimizer that has others inside, whose own hook ran before
-    for engine, num_backwards in list(stepped.items()):
+    engines = engines_with([p for group in optimizer.param_groups for p in group["params"]])
+    new = [engine for engine in engines if optimizer not in engine.stepped_by]
+    for engine in new:
+        engine.stepped_by[optimizer] = engine.num_backwards_stepped
+    if new and _is_in_a_step():
+        return  # of an optimizer that has others inside, whose own hook ran before
+    for engine in engines:
         if backward_sync_of(engine.process_group).is_in_backward(engine):
             raise ModelError(
                 f"An optimizer, {type(optimizer).__name__}, steps inside of a backward of this "
@@ -240,9 +223,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
                 "register_post_accumulate_grad_hook(), which is called when the gradient is the "
                 "mean over the ranks."
             )
-        if engine.num_backwards == num_backwards:
+        if engine.num_backwards == engine.stepped_by[optimizer]:
             _take_part(engine)
-        stepped[engine] = engine.num_backwards_stepped = engine.num_backwards
+        engine.num_backwards_stepped = engine.num_backwards
+        engine.stepped_by[optimizer] = engine.num_backwards
 
 
 def _is_in_a_step() -> bool:
@@ -262,9 +246,9 @@ def _take_part(engine: Engine) -> None:
             "torch._dynamo.config.trace_autograd_ops makes backward() a part of compiled code, "
             "which calls no hooks of parameters, and so nothing is reduced. Leave it off."
         )
-    before = sum(parameter.grad is not None for parameter in engine.parameters)
+    num_gradients = len(engine.gradients())
     backward_sync_of(engine.process_group).take_part(engine)
-    if sum(parameter.grad is not None for parameter in engine.parameters) > before:
+    if len(engine.gradients()) > num_gradients:
         _log.warning(
             "No gradient came to this %s since the last step, while other ranks had some, which it "
             "has now too. What was done to gradients since backward(), such as clipping, was not "

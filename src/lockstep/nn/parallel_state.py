@@ -214,8 +214,8 @@ def all_engines() -> list[Engine]:
 
 def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
     """Return the engines of some of ``parameters``, in the order of their making."""
-    wanted = {id(parameter) for parameter in parameters}
-    return [engine for engine in all_engines() if engine.has(wanted)]
+    known = list(parameters)
+    return [engine for engine in all_engines() if engine.has(known)]
 
 
 # Replicas have their backwards at the same time.

@@ -196,8 +196,7 @@ class _OverAllRanks(TorchFunctionMode):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.group = group
-        self.num_calls = 0
+        self.group, self.num_calls = group, 0
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -281,6 +280,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_output: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
         input, weight, mean, variance, count = ctx.saved_tensors
+        needs = ctx.needs_input_grad
         # As if the statistics were constants. The gradients of weight and bias are this rank's
         # part, which is reduced as those of all parameters are.
         if input.numel():
@@ -289,7 +289,7 @@ class _Normalize(torch.autograd.Function):
             )
         else:
             d_input, d_weight, d_bias = map(torch.zeros_like, (input, mean, mean))
-        if ctx.needs_input_grad[0]:
+        if needs[0]:
             # How the loss, of all ranks, depends on the input through the statistics.
             backward_sync_of(ctx.group).begin_before_collective()
             sums = torch.stack([d_bias, d_weight]).double()
@@ -303,13 +303,9 @@ class _Normalize(torch.autograd.Function):
             wide = input.to(slope.dtype)
             line = torch.addcmul(offset.view(per_channel), slope.view(per_channel), wide)
             d_input.sub_(line.to(d_input.dtype))
-        needs = ctx.needs_input_grad
-        return (
-            d_input if needs[0] else None,
-            d_weight.to(weight.dtype) if needs[1] else None,
-            d_bias.to(weight.dtype) if needs[2] else None,
-            *[None] * 5,
-        )
+        d_weight = d_weight.to(weight.dtype) if needs[1] else None
+        d_bias = d_bias.to(weight.dtype) if needs[2] else None
+        return d_input if needs[0] else None, d_weight, d_bias, *[None] * 5
 
 
 def _statistics(

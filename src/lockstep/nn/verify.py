@@ -32,12 +32,9 @@ def check_same_model(
     The same model means the same names, shapes, dtypes, memory layouts and frozen parameters. All
     ranks must call it; it blocks. If nothing differs, it costs one all-reduce of 64 bytes.
 
-    Args:
-        module: This rank's model.
-        group: The ranks to compare.
-        options: Further values that the ranks must agree on, by name.
-        refusal: Why this rank can't go on, so that the other ranks learn that they can't either.
-        left_out: Names of parameters and buffers that may differ.
+    ``options`` are further values to agree on. With a ``refusal``, this rank's reason why it can't
+    go on, the other ranks learn that they can't either. Tensors of the names ``left_out`` may
+    differ.
 
     Raises:
         ModelMismatch: Naming the first difference with both sides, or another rank's refusal.

@@ -138,7 +138,9 @@ def _detect(environ: Mapping[str, str]) -> Placement:
     )
 
 
-def rank_environment(place: Placement, num_threads: int) -> dict[str, str]:
+def rank_environment(
+    place: Placement, num_threads: int, node: int = 0, num_nodes: int = 1
+) -> dict[str, str]:
     """The variables that ``lockstep run`` sets for one rank; :func:`detect` reverses it.
 
     They are those of torchrun, so that scripts written for it run unchanged, and two of our own.
@@ -154,7 +156,8 @@ def rank_environment(place: Placement, num_threads: int) -> dict[str, str]:
         "WORLD_SIZE": str(place.world_size),
         "LOCAL_RANK": str(place.local_rank),
         "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "GROUP_RANK": "0",
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(num_nodes),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",

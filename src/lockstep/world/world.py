@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -200,7 +200,7 @@ def choose_backend(device: torch.device) -> str:
 
 
 def _usable_device(place: Placement, local: tuple[int, int], wanted: _Wanted) -> torch.device:
-    """Return the device of this rank, which is the current one from now on."""
+    """Return the device of this rank, and make it the current one."""
     num_gpus = _num_cuda_devices()
     device = wanted.device or choose_device(*local, num_gpus, place.one_device_per_task)
     if device.type == "cuda":
@@ -226,9 +226,7 @@ def _check_backend(backend: str | None) -> None:
 def _check_same(world: World, wanted: _Wanted) -> None:
     backend, device, _ = wanted
     there = world.device
-    if device is not None and (
-        device.type != there.type or device.index not in (None, there.index)
-    ):
+    if device not in (None, there, torch.device(there.type)):
         raise ContradictoryInit(
             f"init(device={str(device)!r}) was called on rank {world.rank}, but this rank already "
             f"computes on {there}. Call init() once, with all you want of it."
@@ -256,7 +254,8 @@ def _join_threads(rank: RankContext, place: Placement, wanted: _Wanted) -> World
     if not dist.is_initialized():
         assert rank.store is not None
         store = dist.PrefixStore(rank.new_prefix(), rank.store)
-        _create_group(wanted.backend or THREADS, store, place, device, wanted.timeout)
+        wanted = wanted._replace(backend=wanted.backend or THREADS)
+        _create_group(place, device, wanted, store)
     return _world(place, device, (place.rank, place.world_size))
 
 
@@ -273,10 +272,7 @@ def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
     hosts = roll_call(store, place, wanted.timeout, note=socket.gethostname())
     local = _place_on_host(place, hosts)
     device = _usable_device(place, local, wanted)
-    if wanted.backend is None:
-        _create_default_group(store, place, device, wanted.timeout)
-    else:
-        _create_group(wanted.backend, store, place, device, wanted.timeout)
+    _create_group(place, device, wanted, store)
     atexit.register(_leave)
     return _world(place, device, local)
 
@@ -289,51 +285,48 @@ def _place_on_host(place: Placement, hosts: Sequence[str]) -> tuple[int, int]:
     return here.index(place.rank), len(here)
 
 
-def _create_default_group(
-    store: dist.Store, place: Placement, device: torch.device, timeout: timedelta
+def _create_group(
+    place: Placement, device: torch.device, wanted: _Wanted, store: dist.Store
 ) -> None:
-    """Create the group with the backend for ``device`` or, if that fails on any rank, with Gloo."""
+    """Create the group with the wanted backend.
+
+    By default it is the backend for ``device`` or, if that fails on any rank, Gloo.
+    """
+
+    def create(backend: str, store: dist.Store) -> None:
+        options: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
+        if "nccl" in backend and device.type == "cuda":
+            options["device_id"] = device  # NCCL connects now, so that it fails here if it does
+        try:
+            dist.init_process_group(backend, store=store, timeout=wanted.timeout, **options)
+        except (RuntimeError, ValueError, SharedMemoryFull) as error:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            raise BackendUnavailable(
+                f"The backend {backend!r} can't be used on rank {place.rank} with {device}: "
+                f"{first_line(error)} Leave 'backend' out to let lockstep choose."
+            ) from error
+
+    if wanted.backend is not None:
+        return create(wanted.backend, store)
     backend = choose_backend(device)
     if backend != GLOO:
         trouble = ""
         try:
-            _create_group(backend, dist.PrefixStore("first", store), place, device, timeout)
+            create(backend, dist.PrefixStore("first", store))
         except BackendUnavailable as error:
             trouble = f"on rank {place.rank}: {error}"
         # All ranks use the backend or none does: a rank that alone went on with Gloo would wait
         # there for ever. So all ranks look at the same list of errors.
-        notes = roll_call(dist.PrefixStore("went", store), place, timeout, note=trouble)
+        notes = roll_call(dist.PrefixStore("went", store), place, wanted.timeout, note=trouble)
         if not any(notes):
-            return
+            return None
         if place.rank == 0:
             first = next(filter(None, notes))
             _log.warning("%s can't be used, going on with Gloo. It said, %s", backend, first)
         if dist.is_initialized():
             dist.destroy_process_group()
-    _create_group(GLOO, dist.PrefixStore("gloo", store), place, device, timeout)
-
-
-def _create_group(
-    backend: str, store: dist.Store, place: Placement, device: torch.device, timeout: timedelta
-) -> None:
-    # With a device NCCL connects now, so that it fails here if it can't be used.
-    connect_now = device if "nccl" in backend and device.type == "cuda" else None
-    try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-            device_id=connect_now,
-        )
-    except (RuntimeError, ValueError, SharedMemoryFull) as error:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        raise BackendUnavailable(
-            f"The backend {backend!r} can't be used on rank {place.rank} with {device}: "
-            f"{first_line(error)} Leave 'backend' out to let lockstep choose."
-        ) from error
+    return create(GLOO, dist.PrefixStore("gloo", store))
 
 
 def _from_existing_group(wanted: _Wanted) -> World:

@@ -404,7 +404,7 @@ def test_nothing_is_left_of_a_program(end: str) -> None:
     """It is a script without a guard, and its classes are in ``__main__``."""
     before = set(psutil.pids())
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(end=end)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM.format(end=end)], capture_output=True, text=True, timeout=300
     )
     assert run.stdout == "[4.0, 4.0]\n", run.stderr
     deadline = time.monotonic() + 10
@@ -421,7 +421,7 @@ def test_nothing_is_left_of_a_program_that_ends_in_its_first_call() -> None:
         [sys.executable, "-c", PROGRAM.replace("model(", end, 1)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (run.returncode, run.stderr) == (-signal.SIGKILL, "")
     assert not [pid for pid in set(psutil.pids()) - before if is_replica(pid)]
@@ -431,7 +431,7 @@ def test_nothing_is_left_of_a_program_that_ends_in_its_first_call() -> None:
 def test_in_an_interactive_session() -> None:
     typed = PROGRAM.format(end="model = None")
     run = subprocess.run(
-        [sys.executable, "-iq"], input=typed, capture_output=True, text=True, timeout=60
+        [sys.executable, "-iq"], input=typed, capture_output=True, text=True, timeout=300
     )
     assert run.stdout == "[4.0, 4.0]\n", run.stderr
 

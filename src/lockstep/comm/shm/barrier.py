@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from lockstep.comm.failures import LOOK_SECONDS, Deadline, named
+from lockstep.comm.failures import LOOK_SECONDS, Deadline, loss
 from lockstep.comm.transport import (
     FAILURES,
     FINGERPRINT_BYTES,
@@ -92,7 +92,7 @@ class SocketBarrier:
     ) -> None:
         self._rank = rank
         self._sockets = dict(sockets)
-        self._members = members
+        self._nowhere: dict[int, int | None] = dict.fromkeys(members)
         self._received = bytearray(_MESSAGE_BYTES)
         self._fingerprint = memoryview(self._received)[:FINGERPRINT_BYTES]
         # The faults of peers that have left.
@@ -119,7 +119,8 @@ class SocketBarrier:
             except OSError:
                 # The peer is gone. Its last message, read below, may tell why.
                 continue
-        addresses = {self._rank: address}
+        addresses = self._nowhere.copy()
+        addresses[self._rank] = address
         polls = 0
         for peer, connection in self._sockets.items():
             while polls < _POLLS:
@@ -136,14 +137,14 @@ class SocketBarrier:
                     others[peer] = self._other_call(signature, peer, count)
                 addresses[peer] = _ADDRESS.unpack_from(self._received, FINGERPRINT_BYTES)[0]
                 break
-        if len(addresses) < len(self._members):
+        if None in addresses.values():
             self._sleep(signature, addresses, deadline, others)
-        return [addresses[member] for member in self._members]
+        return list(addresses.values())  # type: ignore[arg-type]
 
     def _sleep(
         self,
         signature: Signature,
-        addresses: dict[int, int],
+        addresses: dict[int, int | None],
         deadline: Deadline,
         others: dict[int, object],
     ) -> None:
@@ -154,28 +155,27 @@ class SocketBarrier:
             raise PeerLost("The group was closed meanwhile.", [self._rank], signature.operation)
         for descriptor, peer in peers.items():
             # Of peers that have arrived only end-of-file matters: their messages are for later.
-            poll.register(descriptor, 0 if peer in addresses else select.POLLIN)
+            poll.register(descriptor, select.POLLIN if addresses[peer] is None else 0)
         dead: list[int] = []
-        mine, is_short, of_call = encoded(signature)[0], False, deadline
-        of_call.restart()
-        while len(addresses) < len(self._members):
-            if others and not is_short:
-                is_short, deadline = True, Deadline(min(deadline.left(), MISMATCH_SECONDS))
+        mine = encoded(signature)[0]
+        deadline.restart()
+        while absent := [member for member, address in addresses.items() if address is None]:
+            if others:
+                deadline.bring_forward(Deadline(MISMATCH_SECONDS))
             left = deadline.left()
             ready = wait_for(poll, min(left, LOOK_SECONDS))
             if not ready and not left:
                 if dead:
                     raise self._loss(signature, dead)
-                absent = sorted(set(self._members).difference(addresses))
                 causes = "stopped, busy with something else"
-                raise signature.overdue(absent, of_call.seconds, causes)
+                raise signature.overdue(sorted(absent), deadline.seconds, causes)
             for descriptor, _ in ready:
                 peer = peers[descriptor]
-                if peer in addresses:
+                if addresses[peer] is not None:
                     poll.unregister(descriptor)
                     if self._died(signature, peer):
                         dead.append(peer)
-                        deadline = Deadline(min(deadline.left(), _LAST_COMER_SECONDS))
+                        deadline.bring_forward(Deadline(_LAST_COMER_SECONDS))
                     continue
                 count = self._read(peer)
                 if count < 0:
@@ -227,9 +227,8 @@ class SocketBarrier:
         raise self._loss(signature, [peer], self._farewells.get(peer))
 
     def _loss(self, signature: Signature, ranks: list[int], left: Fault | None = None) -> PeerLost:
-        return PeerLost(
-            loss_in_words(ranks, self._rank, str(signature), left), ranks, signature.operation
-        )
+        operation, advice = signature.operation, advice_after(left, ranks)
+        return loss(ranks, self._rank, operation, advice, call=str(signature))
 
     def announce(self, fault: Fault) -> None:
         """Send ``fault`` to every peer that isn't gone."""
@@ -247,19 +246,16 @@ def farewell(rank: int) -> Fault:
     return Fault("left", text, [rank])
 
 
-def loss_in_words(
-    ranks: Sequence[int], rank: int, operation: str, left: Fault | None = None
-) -> str:
-    """Return the text of an error of ``rank``: ``ranks`` are gone, and, if they left, why."""
-    is_gone, it, its = ("are", "them", "Their") if len(ranks) > 1 else ("is", "it", "Its")
-    text = f"{named(ranks)} {is_gone} gone; rank {rank} waited for {it} in {operation}. "
+def advice_after(left: Fault | None, ranks: Sequence[int]) -> str:
+    """Return the reason why ``ranks`` are gone, for an error; ``left``: their farewell."""
     if left is None:
-        return f"{text}{its} process ended or was killed: what it wrote last tells why."
+        its = "Their" if len(ranks) > 1 else "Its"
+        return f"{its} process ended or was killed: what it wrote last tells why."
     if left.text:
-        return f"{text}It ended with an exception: {left.text}"
+        return f"It ended with an exception: {left.text}"
     return (
-        f"{text}It left the group in good order: its program ended, or it called "
-        "destroy_process_group. Make all ranks take equally many steps, as with the parts of "
+        "It left the group in good order: its program ended, or it called destroy_process_group. "
+        "Make all ranks take equally many steps, as with the parts of "
         "lockstep.data.epoch_shares(), or put their loops into 'with lockstep.join(model):', and "
         "leave after the last step."
     )

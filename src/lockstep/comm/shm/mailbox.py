@@ -17,9 +17,9 @@ from contextlib import suppress
 
 import torch
 
-from lockstep.comm.failures import Deadline
+from lockstep.comm.failures import Deadline, loss
 from lockstep.comm.messages import HEADER, Mailbox, Message, header_of
-from lockstep.comm.shm.barrier import Fault, loss_in_words, wait_for
+from lockstep.comm.shm.barrier import Fault, advice_after, wait_for
 from lockstep.comm.shm.memory import (
     bytes_of,
     no_room,
@@ -238,10 +238,11 @@ class SocketMailbox(Mailbox):
         lost, fault = self._members[rank], self._faults.get(rank)
         if fault is not None and fault.kind != "left":
             return self._transport.break_off(fault.error(operation, lost))
-        text = loss_in_words([lost], self._members[self._rank], operation, fault)
+        advice = advice_after(fault, [lost])
         if fault is not None:
-            text += " What it has to send, it must send before."
-        return self._transport.break_off(PeerLost(text, [lost], operation))
+            advice += " What it has to send, it must send before."
+        error = loss([lost], self._members[self._rank], operation, advice)
+        return self._transport.break_off(error)
 
     def _overdue(self, error: CollectiveTimeout) -> CollectiveFailed:
         # The message may come yet, and would be taken for the answer to the next recv.

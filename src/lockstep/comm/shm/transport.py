@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.failures import Deadline
 from lockstep.comm.shm.barrier import Fault, SocketBarrier, farewell
 from lockstep.comm.shm.connect import connect
 from lockstep.comm.shm.mailbox import SocketMailbox
 from lockstep.comm.shm.memory import map_memory
-from lockstep.comm.transport import FAILURES, Address, Failure, Signature, Transport
-from lockstep.errors import PeerLost, SharedMemoryFull
+from lockstep.comm.transport import Address, Failure, Transport
+from lockstep.errors import SharedMemoryFull
 
 # The number of views that are kept, most of which map a peer's memory. A process may map 65,530.
 _MAX_VIEWS = 4096
@@ -50,26 +49,14 @@ class ShmTransport(Transport):
         members: Sequence[int] | None = None,
     ) -> None:
         members = list(members or range(size))
-        super().__init__(rank, members)
         self._segment, slots, self._peers = connect(store, rank, size, 2 * self.slot_bytes, timeout)
         sockets = {members[r]: self._peers[r].barrier for r in sorted(self._peers)}
-        self._barrier = SocketBarrier(self._name, sockets, members)
+        barrier = SocketBarrier(members[rank], sockets, members)
+        super().__init__(rank, members, barrier.exchange)
+        self._barrier = barrier
         self.mailbox = SocketMailbox(self, {r: peer.mailbox for r, peer in self._peers.items()})
         self._slots = {rank: slots, **{r: peer.slots for r, peer in self._peers.items()}}
         self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
-
-    def _arrive(
-        self, signature: Signature, address: Address, deadline: Deadline, others: dict[int, object]
-    ) -> Sequence[Address]:
-        assert isinstance(address, int)
-        try:
-            return self._barrier.exchange(signature, address, deadline, others)
-        except FAILURES:
-            raise
-        except BaseException as error:  # such as Ctrl-C
-            text = f"Rank {self._name} could not go on with {signature.operation}: {error!r}"
-            self.break_off(PeerLost(text, [self._name], signature.operation))
-            raise
 
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return, as a flat tensor, what ``rank`` announced to have at ``address``.

@@ -12,12 +12,13 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.failures import LOOK_SECONDS, Deadline, named
+from lockstep.comm.failures import LOOK_SECONDS, Deadline, loss, named
 from lockstep.comm.messages import Mailbox, Message
 from lockstep.comm.threads.ranks import RankThreads, changed, rank_context
 from lockstep.comm.transport import MISMATCH_SECONDS, Address, Failure, Signature, Transport
@@ -98,25 +99,24 @@ class ThreadTransportState:
         deadline: Deadline,
         others: dict[int, object],
     ) -> list[Address]:
-        """As :meth:`Transport._arrive`, for ``rank``."""
-        is_short, of_call = False, deadline
-        of_call.restart()
+        """As :meth:`Transport.exchange`, but put other ranks' differing calls into ``others``."""
+        deadline.restart()
         with changed:
             arrivals = self._arrivals
             arrivals[rank] = signature, address
             try:
                 while self._arrivals is arrivals:  # what fails later concerns the next exchange
                     self._check(rank, signature, arrivals)
-                    if not is_short and any(call != signature for call, _ in arrivals.values()):
-                        is_short, deadline = True, Deadline(min(deadline.left(), MISMATCH_SECONDS))
+                    if any(call != signature for call, _ in arrivals.values()):
+                        deadline.bring_forward(Deadline(MISMATCH_SECONDS))
                     if len(arrivals) == self.size:
                         self._arrivals = {}
                         changed.notify_all()
                     elif left := deadline.left():
                         changed.wait(min(left, LOOK_SECONDS))
                     else:
-                        causes = "busy with something else"
-                        raise signature.overdue(self._absent(arrivals), of_call.seconds, causes)
+                        absent, seconds = self._absent(arrivals), deadline.seconds
+                        raise signature.overdue(absent, seconds, "busy with something else")
             finally:
                 for peer, (call, _) in sorted(arrivals.items()):
                     if call != signature:
@@ -148,9 +148,7 @@ class ThreadTransportState:
     def loss(self, peer: int, rank: int, waited_in: str, operation: str) -> PeerLost:
         """Return the error of ``rank``, which waited for ``peer``, which is gone."""
         how, advice = self.gone[peer].split(". ", 1)
-        lost, name = self.members[peer], self.members[rank]
-        text = f"Rank {lost} {how}; rank {name} waited for it in {waited_in}. {advice}"
-        return PeerLost(text, [lost], operation)
+        return loss([self.members[peer]], self.members[rank], operation, advice, how, waited_in)
 
     def _absent(self, present: Iterable[int]) -> list[int]:
         return [self.members[rank] for rank in sorted(set(range(self.size)).difference(present))]
@@ -205,15 +203,10 @@ class ThreadTransport(Transport):
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
         state.add(rank, torch.empty(2 * self.slot_bytes, dtype=torch.uint8, device="cpu"))
-        super().__init__(rank, state.members)
+        super().__init__(rank, state.members, partial(state.exchange, rank))
         self.mailbox = ThreadMailbox(state, rank)
         self._state = state
         rank_context().add(self)
-
-    def _arrive(
-        self, signature: Signature, address: Address, deadline: Deadline, others: dict[int, object]
-    ) -> Sequence[Address]:
-        return self._state.exchange(self.rank, signature, address, deadline, others)
 
     def at(self, rank: int, address: Address, dtype: torch.dtype, numel: int) -> Tensor:
         """Return, as a flat tensor, the data that ``rank`` announced at ``address``."""
