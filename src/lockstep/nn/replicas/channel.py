@@ -160,9 +160,9 @@ class Channel:
 class Packed(cloudpickle.Pickler):  # type: ignore[misc]
     """A value, pickled without its tensors and segments, which are kept beside.
 
-    ``known`` has, by its ``id()``, each tensor that arrives as one however often it is referred to,
-    with what stands for a parameter in shared memory. ``segments`` are those that the same message
-    has anyway.
+    ``known`` has, by ``id()``, the tensors to which the value may refer several times, which arrive
+    as one tensor each; a parameter is replaced by its shared memory. ``segments`` are those of the
+    same message that come first.
     """
 
     def __init__(

@@ -40,10 +40,9 @@ class Replica:
         """Return ``finish`` of the sum of all replicas' tensors, in the order of the replicas.
 
         Args:
-            own: This replica's part, of the same shape and dtype on all, on any device.
-            finish: Continues a sum that is not over these replicas alone: first it is added up
-                over the replicas around them, too. Called once, in the process of the caller; it
-                can be pickled.
+            own: This replica's tensor, of the same shape and dtype on all, on any device.
+            finish: A picklable function that is called once, in the caller's process, with the sum
+                over these replicas and all replicas around them. Without it the sum is over these.
         """
         if self.sums is None:
             total = in_caller(_add_up_here, own, finish)
@@ -139,20 +138,20 @@ def parallel_apply(
     the default device and dtype, context variables, and each accelerator's current stream.
 
     Args:
-        modules: What to call.
-        inputs: For each the positional arguments, as a tuple or list, or else the only one.
-        kwargs_tup: For each the keyword arguments.
-        devices: For each the device to make the current one; by default that of the first tensor
-            among its inputs.
+        modules: The modules to call.
+        inputs: For each module its positional arguments, as a tuple or list, or its only argument.
+        kwargs_tup: For each module its keyword arguments.
+        devices: For each module the current device of its call; by default the device of the first
+            tensor among its inputs.
 
     Returns:
-        What each has returned.
+        The results of the modules.
 
     Raises:
-        TypeError: If an argument is no list, or what it has for a module can't be used.
-        ValueError: If there aren't as many of each, or a device isn't there.
-        BaseException: What the first replica that failed has raised, with a note that says which
-            one it was and where, and others on those that failed as well.
+        TypeError: If an argument is no list, or an element of it is of a wrong type.
+        ValueError: If the lists are of different lengths, or a device isn't there.
+        BaseException: The error of the first module that failed, with a note that names its number
+            and device, and a note for each other module that failed.
     """
     called, inputs = _listed(modules, "modules"), _listed(inputs, "inputs")
     count = len(called)

@@ -97,7 +97,7 @@ def _start_processes(devices: Sequence[torch.device]) -> list[WorkerProcess]:
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Be the parent of descendants whose own parent ends meanwhile, as forked processes' does."""
+    """Become the parent of descendants whose own parent ends meanwhile."""
     prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
     with _adopting:
         prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
