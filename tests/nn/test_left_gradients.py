@@ -36,7 +36,6 @@ def team() -> tuple[GradientsElsewhere, list[Process]]:
     """The caller's end for two processes, and theirs."""
     elsewhere = GradientsElsewhere([torch.zeros(2) for _ in range(3)], 2)
     processes = [Process(elsewhere, number) for number in range(2)]
-    elsewhere.close()
     return elsewhere, processes
 
 

@@ -126,8 +126,6 @@ class Channel:
         header = _HEADER.pack(len(message.payload))
         send_message(self._socket, header, [each.descriptor for each in message.segments])
         self._mine = memories
-        for memory in new.values():
-            memory.close()
         self._socket.sendall(message.payload)
 
     def receive(self) -> Any:
@@ -162,9 +160,9 @@ class Channel:
 class Packed(cloudpickle.Pickler):  # type: ignore[misc]
     """A value, pickled without its tensors and segments, which are kept beside.
 
-    ``known`` has, by its ``id()``, each tensor that arrives as one however often it is referred to,
-    with what stands for a parameter in shared memory. ``segments`` are those that the same message
-    has anyway.
+    ``known`` has, by ``id()``, the tensors to which the value may refer several times, which arrive
+    as one tensor each; a parameter is replaced by its shared memory. ``segments`` are those of the
+    same message that come first.
     """
 
     def __init__(
@@ -196,7 +194,8 @@ class Packed(cloudpickle.Pickler):  # type: ignore[misc]
             return None
         span = self.layout.add(value)
         self.tensors.append((value, span))
-        return number, span, False, value.requires_grad, is_one(value)
+        # A plain tuple, which is pickled much faster.
+        return number, tuple(span), False, value.requires_grad, is_one(value)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -218,9 +217,9 @@ class _Unpickler(pickle.Unpickler):
         number, found, is_parameter, requires_grad, is_one_of_all = key
         if number in self._known:
             return self._known[number]
-        if isinstance(found, Span):  # the next message will lie where this one does
-            found = tensor_at(self._memories[found.device], found).clone()
-        tensor: torch.Tensor = nn.Parameter(found) if is_parameter else found
+        if isinstance(found, tuple):  # the next message will lie where this one does
+            found = tensor_at(self._memories[found[0]], Span(*found)).clone()
+        tensor: torch.Tensor = nn.Parameter(found, requires_grad=False) if is_parameter else found
         if is_one_of_all:
             mark_as_one(tensor)
         if number is not None:
@@ -239,18 +238,13 @@ def _settle(devices: Iterable[torch.device]) -> None:
 class SharedTensor:
     """A tensor, ``here``: in a segment of its own, or of an accelerator, in whatever memory.
 
-    No further process can map a segment once this object is gone or closed.
+    The descriptor of a segment is closed with this object.
     """
 
     def __init__(self, here: torch.Tensor, segment: Segment | None = None) -> None:
         self.here, self.segment = here.detach(), segment
         if segment is not None:
             weakref.finalize(self, segment.close)
-
-    def close(self) -> None:
-        """Let no further process map the segment."""
-        if self.segment is not None:
-            self.segment.close()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         reduced: tuple[Callable[..., Any], tuple[Any, ...]] = reduce_tensor(self.here)
@@ -285,14 +279,9 @@ class SharedTensors:
         layout = Layout()
         spans = [layout.add(tensor) for tensor in like]
         with torch.inference_mode(False):  # its tensors could not be trained
-            self._memory = {d: shared_memory(count, d) for d, count in layout.num_bytes.items()}
-            self.parts = [SharedPart(self._memory[span.device], span) for span in spans]
+            memory = {d: shared_memory(count, d) for d, count in layout.num_bytes.items()}
+            self.parts = [SharedPart(memory[span.device], span) for span in spans]
             self.here = [tensor_at(part.memory.here, part.span) for part in self.parts]
-
-    def close(self) -> None:
-        """Let no further process map them."""
-        for memory in self._memory.values():
-            memory.close()
 
 
 class Span(NamedTuple):
@@ -310,15 +299,17 @@ class Layout:
 
     def __init__(self) -> None:
         self.num_bytes: dict[torch.device, int] = {}
+        self._devices: dict[torch.device, torch.device] = {}  # one object each is pickled once
 
     def add(self, tensor: torch.Tensor) -> Span:
         """The span for a tensor, whose strides are its own if these have no gaps."""
-        start = self.num_bytes.get(tensor.device, 0)
+        device = self._devices.setdefault(tensor.device, tensor.device)
+        start = self.num_bytes.get(device, 0)
         size = -(-tensor.numel() * tensor.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self.num_bytes[tensor.device] = start + size
+        self.num_bytes[device] = start + size
         # Not by an empty tensor on meta: for one, torch imports a library for algebra.
         stride = (tensor if tensor.is_contiguous() else torch.empty_like(tensor)).stride()
-        return Span(tensor.device, tensor.dtype, start, tuple(tensor.shape), stride)
+        return Span(device, tensor.dtype, start, tuple(tensor.shape), stride)
 
 
 def tensor_at(memory: torch.Tensor, span: Span) -> torch.Tensor:

@@ -137,7 +137,7 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
 
     @property  # type: ignore[override]  # torch's has indices alone
     def device_ids(self) -> list[int | torch.device]:
-        """Where replicas are, the module's first; others may be assigned."""
+        """The devices of the replicas, that of the module first; others may be assigned."""
         return [_as_torch_says(device) for device in self._devices]
 
     @device_ids.setter
@@ -151,7 +151,7 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         return self._call("__call__", inputs, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What this doesn't have is the module's; methods are called in all replicas."""
+        """Return the module's attribute; its methods are called in all replicas."""
         value = super().__getattr__(name)
         module = self.__dict__["_modules"].get("module")
         is_method = inspect.ismethod(value) and value.__self__ is module
@@ -234,17 +234,17 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
     ) -> list[Any]:
-        """What replicas return, as :func:`lockstep.parallel_apply` calls them."""
+        """The results of replicas, as :func:`lockstep.parallel_apply` calls them."""
         return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
     # Methods of a module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the module."""
+        """The state of the module."""
         return self.module.state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the replicas."""
+        """All attributes but the replicas."""
         return self.__dict__ | {"_replicas": None}
 
 
@@ -264,15 +264,13 @@ def data_parallel(
     CPU runs in one thread; those of :class:`DataParallel` run at the same time.
 
     Args:
-        module: What to call; it is on the first device.
+        module: The module to call; it is on the first device.
         inputs: Its positional arguments as a tuple, or the only one; None for none.
-        device_ids: The devices, as for :class:`DataParallel`.
-        output_device: Where outputs are joined; by default on the first device. -1 is the CPU.
-        dim: The dimension of inputs that is cut, and of outputs that is joined.
+        device_ids, output_device, dim: As for :class:`DataParallel`.
         module_kwargs: Its keyword arguments.
 
     Returns:
-        What ``module(*inputs, **module_kwargs)`` would return.
+        The result that ``module(*inputs, **module_kwargs)`` would have.
 
     Source: ``torch.nn.parallel.data_parallel``.
     """

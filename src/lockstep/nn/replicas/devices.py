@@ -16,12 +16,7 @@ T = TypeVar("T")
 
 
 def as_device(device: Device, name: str) -> torch.device:
-    """The device that an argument ``name`` means; an int is an accelerator's index, -1 the CPU.
-
-    Raises:
-        TypeError: If it is nothing that names a device.
-        ValueError: If there is no such device here.
-    """
+    """The device that an argument ``name`` means; an int is an accelerator's index, -1 the CPU."""
     if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
         raise TypeError(
             f"{name} is {reprlib.repr(device)}, which names no device. Give an accelerator's "
@@ -51,7 +46,7 @@ def as_device(device: Device, name: str) -> torch.device:
 
 
 def as_devices(devices: Iterable[Device], name: str) -> list[torch.device]:
-    """The devices that an argument ``name`` means; raises as :func:`as_device` does."""
+    """The devices that an argument ``name`` means."""
     if isinstance(devices, str | torch.Tensor) or not isinstance(devices, Iterable):
         raise TypeError(
             f"{name} is {reprlib.repr(devices)}; give a list of devices, as ['cpu', 'cpu'] or "

@@ -45,15 +45,13 @@ class LeftGradients:
 
     def _take(self, index: int, leaf: torch.Tensor) -> None:
         gradient = leaf.grad
-        if not self.is_taking or gradient is None or gradient.layout is not torch.strided:
-            return
         # With reentrant checkpoints it comes in parts. The caller may have added the first.
-        if self._flags[index]:
-            return
-        with torch.no_grad():
-            self._places[index].copy_(gradient)
-        self._flags[index] = 1
-        leaf.grad = None
+        can_take = self.is_taking and not self._flags[index]
+        if can_take and gradient is not None and gradient.layout is torch.strided:
+            with torch.no_grad():
+                self._places[index].copy_(gradient)
+            self._flags[index] = 1
+            leaf.grad = None
 
     def taken(self) -> bytes:
         """For each parameter whether a gradient was left in this backward."""
@@ -75,11 +73,6 @@ class GradientsElsewhere:
         # Other processors may see a flag before the gradient.
         is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
         self._can_see = is_on_cpu and platform.machine() in ("x86_64", "AMD64")
-
-    def close(self) -> None:
-        """Let no further process map this memory."""
-        for own in self.shared:
-            own.close()
 
     def begin(self) -> None:
         """Prepare for a backward."""

@@ -28,30 +28,21 @@ AskCaller = Callable[[Callable[..., object], tuple[object, ...]], object]
 
 @dataclass(frozen=True)
 class Replica:
-    """The replica that runs in a thread.
+    """The replica that runs in a thread."""
 
-    Attributes:
-        index: Its number among the replicas of its call.
-        count: The number of these.
-        num_around: The number of replicas of the caller, which may run in one itself.
-        spans_processes: Whether some of all these replicas are in other processes.
-        sums: Their sums; None if these are the caller's, which is another process.
-    """
-
-    index: int
-    count: int
-    num_around: int
-    spans_processes: bool
-    sums: ReplicaSums | None
+    index: int  # among the replicas of its call
+    count: int  # of these
+    num_around: int  # the number of replicas of the caller, which may run in one itself
+    spans_processes: bool  # whether some of all these replicas are in other processes
+    sums: ReplicaSums | None  # None if these are the caller's, which is another process
 
     def add_up(self, own: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
         """Return ``finish`` of the sum of all replicas' tensors, in the order of the replicas.
 
         Args:
-            own: This replica's part, of the same shape and dtype on all, on any device.
-            finish: Continues a sum that is not over these replicas alone: first it is added up
-                over the replicas around them, too. Called once, in the process of the caller; it
-                can be pickled.
+            own: This replica's tensor, of the same shape and dtype on all, on any device.
+            finish: A picklable function that is called once, in the caller's process, with the sum
+                over these replicas and all replicas around them. Without it the sum is over these.
         """
         if self.sums is None:
             total = in_caller(_add_up_here, own, finish)
@@ -70,7 +61,8 @@ class ReplicaSums:
         self._around = _replica.get()
         self._num_present = count
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
+        # Raised by all current and later callers. Whoever sets it calls leave() next.
+        self.error: BaseException | None = None
         # The sum whose parts, by the number of the replica, have not all come.
         self._parts: dict[int, torch.Tensor] = {}
         self._finish: Finish | None = None
@@ -91,23 +83,16 @@ class ReplicaSums:
             self._num_present -= 1
         self._finish_if_complete()
 
-    def fail(self, error: BaseException) -> None:
-        """Make all current and later callers raise ``error``: the sum of all isn't known."""
-        with self._lock:
-            self._error = error
-        self._finish_if_complete()
-
     def _finish_if_complete(self) -> None:
         with self._lock:
-            parts, total, error = self._parts, self._total, self._error
-            if not parts or (error is None and len(parts) < self._num_present):
+            parts, total, finish = self._parts, self._total, self._finish
+            if not parts or (self.error is None and len(parts) < self._num_present):
                 return
-            finish = self._finish
             self._parts, self._total = {}, Future()
         # Without the lock: a sum over ranks waits for them.
         try:
-            if error is not None:
-                raise error
+            if self.error is not None:
+                raise self.error
             first, *others = (parts[index] for index in sorted(parts))
             sum_of_all = first.clone()
             for part in others:
@@ -130,7 +115,7 @@ def as_replicas(
                 return task()
         except BaseException as error:
             if is_interruption(error):
-                sums.fail(error)
+                sums.error = error
             raise
         finally:
             sums.leave()
@@ -153,20 +138,20 @@ def parallel_apply(
     the default device and dtype, context variables, and each accelerator's current stream.
 
     Args:
-        modules: What to call.
-        inputs: For each the positional arguments, as a tuple or list, or else the only one.
-        kwargs_tup: For each the keyword arguments.
-        devices: For each the device to make the current one; by default that of the first tensor
-            among its inputs.
+        modules: The modules to call.
+        inputs: For each module its positional arguments, as a tuple or list, or its only argument.
+        kwargs_tup: For each module its keyword arguments.
+        devices: For each module the current device of its call; by default the device of the first
+            tensor among its inputs.
 
     Returns:
-        What each has returned.
+        The results of the modules.
 
     Raises:
-        TypeError: If an argument is no list, or what it has for a module can't be used.
-        ValueError: If there aren't as many of each, or a device isn't there.
-        BaseException: What the first replica that failed has raised, with a note that says which
-            one it was and where, and others on those that failed as well.
+        TypeError: If an argument is no list, or an element of it is of a wrong type.
+        ValueError: If the lists are of different lengths, or a device isn't there.
+        BaseException: The error of the first module that failed, with a note that names its number
+            and device, and a note for each other module that failed.
     """
     called, inputs = _listed(modules, "modules"), _listed(inputs, "inputs")
     count = len(called)

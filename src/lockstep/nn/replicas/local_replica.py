@@ -29,18 +29,13 @@ class LocalReplica:
     A replica that ``owns_buffers`` has the module's own, so that changes to them stay. Another has
     copies, and what it saves for its backward isn't written to when the module gets the mean of all
     replicas' buffers.
-
-    Attributes:
-        parts: The module and its submodules.
-        leaves: The replica's parameters.
-        buffers: Its copies of the module's buffers, if it has them.
     """
 
     def __init__(self, original: nn.Module, device: torch.device, *, owns_buffers: bool) -> None:
         self.device = device
         self.parts = [*original.modules()]
-        self.leaves: list[torch.Tensor] = []
-        self.buffers: list[torch.Tensor] = []
+        self.leaves: list[torch.Tensor] = []  # its parameters
+        self.buffers: list[torch.Tensor] = []  # copies of the module's, if it has them
         self._copy = ModuleCopy(original)
         self.module = self._copy.module
         self._owns_buffers = owns_buffers
@@ -117,11 +112,8 @@ class _Buffer:
 class ReplicaCall:
     """The call of one replica in this process: of ``call``, with ``arguments``.
 
-    ``leaves`` replace the module's parameters in it.
-
-    Attributes:
-        inputs: The tensors among the arguments that require a gradient.
-        results: What the replica has returned.
+    ``leaves`` replace the module's parameters in it, ``inputs`` are the tensors among the arguments
+    that require a gradient, and ``results`` is what the replica has returned.
     """
 
     def __init__(

@@ -63,19 +63,12 @@ class ModuleCopy:
 
 
 class ModuleState(NamedTuple):
-    """The submodules and tensors of a module at the time of a call.
+    """The submodules and tensors of a module at the time of a call."""
 
-    Attributes:
-        parts: It and its submodules.
-        parameters: Its parameters, and buffers that require a gradient.
-        buffers: All other buffers.
-        versions: For each buffer an object that differs once the buffer has changed.
-    """
-
-    parts: list[nn.Module]
-    parameters: list[torch.Tensor]
-    buffers: list[torch.Tensor]
-    versions: list[object]
+    parts: list[nn.Module]  # it and its submodules
+    parameters: list[torch.Tensor]  # and buffers that require a gradient
+    buffers: list[torch.Tensor]  # all others
+    versions: list[object]  # for each buffer an object that differs once the buffer has changed
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleState:

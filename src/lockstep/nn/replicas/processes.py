@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from lockstep.nn.replicas.local_replica import Arguments, Ends
 from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, version_of
 from lockstep.nn.replicas.nested import tensors_in
 from lockstep.nn.replicas.worker_main import GRACE_SECONDS, POLL_SECONDS, Call
-from lockstep.nn.replicas.worker_threads import Modes, is_interruption, raise_first
+from lockstep.nn.replicas.worker_threads import Modes, raise_first
 from lockstep.world import allocator_environment
 
 # How long processes may take to start, whatever the timeout.
@@ -59,13 +59,14 @@ _adopting = threading.Lock()
 _NOTHING = ModuleSnapshot(ModuleState([], [], [], []))
 
 
-def _start_processes(
-    num_threads: int, seats: Sequence[Sequence[object]]
-) -> list[tuple[int, socket.socket]]:
-    """Start a process for each of ``seats``; return their ids, and connections to them.
+def _start_processes(devices: Sequence[torch.device]) -> list[WorkerProcess]:
+    """Start a process for each of ``devices`` but the first.
 
     They are forks of one new interpreter, which alone imports torch: that takes seconds.
     """
+    num_threads = max(1, torch.get_num_threads() // len(devices))
+    seed, (home, *others) = torch.initial_seed(), map(str, devices)
+    seats = [((seed + i) % 2**63, home, other) for i, other in enumerate(others, start=1)]
     with ExitStack() as after, ExitStack() as after_errors:
         mine, theirs = zip(*(socket.socketpair() for _ in [None, *seats]), strict=True)
         connection, *connections = map(after_errors.enter_context, mine)
@@ -90,12 +91,13 @@ def _start_processes(
                 interpreter.wait(_START_SECONDS)
         after_errors.pop_all()
     connection.close()
-    return list(zip(json.loads(pids), connections, strict=True))
+    started = enumerate(zip(json.loads(pids), connections, strict=True), start=1)
+    return [WorkerProcess(i, devices, *pair) for i, pair in started]
 
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Be the parent of descendants whose own parent ends meanwhile, as forked processes' does."""
+    """Become the parent of descendants whose own parent ends meanwhile."""
     prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
     with _adopting:
         prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -130,24 +132,18 @@ def _reporting_loss(
 
 
 class WorkerProcess:
-    """The process of one replica, a child of this process, and what the caller knows of it.
-
-    Attributes:
-        index: The number of the replica.
-        device: Its device.
-        versions: Those of the buffers that it has, and of the parameters, unless it shares them.
-        dropped: The numbers of calls of which no backward will come; sent with the next call.
-        is_asked: Whether it has been sent a request and hasn't been heard to answer.
-    """
+    """The process of one replica, a child of this process, and what the caller knows of it."""
 
     def __init__(
         self, index: int, devices: Sequence[torch.device], pid: int, connection: socket.socket
     ) -> None:
         self.index, self.device, self.pid = index, devices[index], pid
         self.returncode: int | None = None
+        # Those of the buffers that it has, and of the parameters, unless it shares them.
         self.versions: list[object] = []
+        # The numbers of calls of which no backward will come; sent with the next call.
         self.dropped: list[int] = []
-        self.is_asked = False
+        self.is_asked = False  # whether it has been sent a request, and no answer was received
         self._is_home = self.device == devices[0]
         self.connection = connection
         self.channel = Channel(connection, [devices[0], self.device])
@@ -209,10 +205,7 @@ class ReplicaProcesses:
         self.gradients = GradientsElsewhere([], 0)
         self._lost: BaseException | None = None
         self._is_ended = False
-        seed, (home, *others) = torch.initial_seed(), map(str, devices)
-        seats = [((seed + i) % 2**63, home, other) for i, other in enumerate(others, start=1)]
-        started = _start_processes(max(1, torch.get_num_threads() // len(devices)), seats)
-        self.workers = [WorkerProcess(i, devices, *pair) for i, pair in enumerate(started, start=1)]
+        self.workers = _start_processes(devices)
         self._pid = os.getpid()
         self._end = weakref.finalize(self, _end, self.workers, self._pid)
 
@@ -240,41 +233,35 @@ class ReplicaProcesses:
         known: dict[int, Shared] = {id(buffer): None for buffer in state.buffers}
         for number, parameter in enumerate(parameters):
             known[id(parameter)] = places.parts[number] if is_on_cpu else SharedTensor(parameter)
-        with closing(gradients), closing(places):
+        try:
+            requests = [Request("take", (module, own.parts)) for own in gradients.shared]
+            messages = [Packed(request, known) for request in requests]
+        except Exception as error:  # pickling may raise anything
+            raise TypeError(
+                f"{type(module).__name__} can't be sent to other processes: {error}. Use "
+                "workers='threads', or leave out what can't be pickled."
+            ) from error
+        self._snapshot, self.gradients = _NOTHING, gradients  # until all is sent
+        with torch.no_grad():
+            for parameter, there in zip(parameters, places.here, strict=is_on_cpu):
+                parameter.data = there.copy_(parameter)
+        for worker, message in zip(self.workers, messages, strict=True):
+            self.send(worker, message, max(self._timeout, _START_SECONDS))
+        errors: list[BaseException | None] = [None] * len(self.devices)
+        for worker in self.workers:
             try:
-                requests = [Request("take", (module, own.parts)) for own in gradients.shared]
-                messages = [Packed(request, known) for request in requests]
-            except Exception as error:  # pickling may raise anything
-                raise TypeError(
-                    f"{type(module).__name__} can't be sent to other processes: {error}. Use "
-                    "workers='threads', or leave out what can't be pickled."
-                ) from error
-            self._snapshot, self.gradients = _NOTHING, gradients  # until all is sent
-            with torch.no_grad():
-                for parameter, there in zip(parameters, places.here, strict=is_on_cpu):
-                    parameter.data = there.copy_(parameter)
-            for worker, message in zip(self.workers, messages, strict=True):
-                self.send(worker, message, max(self._timeout, _START_SECONDS))
-            errors: list[BaseException | None] = [None] * len(self.devices)
-            for worker in self.workers:
-                try:
-                    self.receive(worker)
-                except Exception as error:
-                    if self._is_ended:
-                        raise
-                    errors[worker.index] = error
+                self.receive(worker)
+            except Exception as error:
+                if self._is_ended:
+                    raise
+                errors[worker.index] = error
         raise_first(errors, self.devices)
         for worker in self.workers:
             worker.versions = worker.versions_of(state)
         self._snapshot = ModuleSnapshot(state)
 
     def call(
-        self,
-        state: ModuleState,
-        method: str,
-        arguments: Sequence[Arguments],
-        *,
-        returns_buffers: bool,
+        self, state: ModuleState, method: str, arguments: Sequence[Arguments], returns_buffers: bool
     ) -> list[RemoteCall]:
         """Start a call of that method of as many replicas as there are arguments."""
         number, count, modes = next(self._numbers), 1 + len(arguments), Modes.here()
@@ -333,24 +320,19 @@ class ReplicaProcesses:
             self.kill()
             replica = this_replica()
             if replica is not None and replica.sums is not None:
-                replica.sums.fail(self._lost)
+                replica.sums.error = self._lost
             raise
         worker.is_asked = False
         if isinstance(answer, Error):
             raise answer.exception()
         return answer
 
-    def check(self, error: BaseException | None) -> None:
-        """Raise the first replica's ``error`` if it interrupts all, or the loss of a process."""
-        # Not kept: its traceback may hold a tensor whose graph holds this object, a circle that no
-        # garbage collector sees.
-        lost, self._lost = self._lost, None
-        if is_interruption(error):
-            raise error
-        if lost is not None:
-            if error is not None and error is not lost:
-                lost.add_note(f"Replica 0 failed as well: {error!r}")
-            raise lost
+    def check(self, first_error: BaseException | None) -> None:
+        """Raise the error of a process that was lost; ``first_error`` is the first replica's."""
+        if self._lost is not None:
+            if first_error is not None and first_error is not self._lost:
+                self._lost.add_note(f"Replica 0 failed as well: {first_error!r}")
+            raise self._lost
 
     def kill(self) -> None:
         """End all processes now."""
@@ -364,6 +346,9 @@ class ReplicaProcesses:
         try:
             yield
         finally:
+            # Its traceback may hold a tensor whose graph holds this object, a circle that no
+            # garbage collector sees.
+            self._lost = None
             # The first replica fills the module's own containers: that doesn't change the module.
             self._snapshot.ignore_lengths()
             # The next call would take the answer to this one for its own.
@@ -373,11 +358,7 @@ class ReplicaProcesses:
 
 
 class RemoteCall:
-    """The call of a replica in another process, with the face of a ReplicaCall.
-
-    Attributes:
-        buffers: Those of floating point, as the call has left them, if they were asked for.
-    """
+    """The call of a replica in another process, with the face of a ReplicaCall."""
 
     def __init__(
         self, processes: ReplicaProcesses, worker: WorkerProcess, call: Call, versions: list[object]
@@ -386,7 +367,7 @@ class RemoteCall:
         self.worker = worker
         self.inputs = [x for x in tensors_in(call.arguments) if x.requires_grad]
         self.results: Any = None
-        self.buffers: Gradients = []
+        self.buffers: Gradients = []  # those of floating point, if they were asked for
         self._processes = processes
         self._number, self._num_dropped, self._versions = call.number, len(call.dropped), versions
         self._derived: tuple[Any, ...] = ()

@@ -10,9 +10,8 @@ receives its results and answers its questions: so a sum over the replicas is on
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, islice
@@ -45,8 +44,8 @@ Task = Callable[[], None]
 class Replicas:
     """A module's replicas, the first in the caller's thread, the others in threads or processes.
 
-    The module is on the first of ``devices``. ``timeout`` is how many seconds to wait for a
-    replica's process, or None for threads.
+    The module is on the first of ``devices``. Without a ``timeout``, in seconds, of processes the
+    others are threads.
     """
 
     def __init__(
@@ -58,12 +57,10 @@ class Replicas:
         self._local: list[LocalReplica] = []
         self._processes: ReplicaProcesses | None = None
         self._workers = WorkerThreads(len(devices))
-        # Calls from several threads would change the replicas at the same time.
-        self._lock = threading.RLock()
 
     def call(self, module: nn.Module, method: str, arguments: Sequence[Arguments]) -> list[Any]:
         """Call that method of as many replicas as there are ``arguments``; return their results."""
-        with self._lock, ExitStack() as entered:
+        with self._workers.lock, ExitStack() as entered:
             state = ModuleState.of(module)
             check_home([*state.parameters, *state.buffers], self._devices[0])
             if self._timeout is not None:
@@ -74,17 +71,13 @@ class Replicas:
             entered.enter_context(self._workers.sharing())
             remote: list[RemoteCall] = []
             if self._processes is not None:
-                remote = self._processes.call(
-                    state, method, arguments[1:], returns_buffers=self._averages_buffers
-                )
+                remote = self._processes.call(state, method, arguments[1:], self._averages_buffers)
             local = self._update_local(module, state, len(arguments))
             calls = [
                 ReplicaCall(replica.device, replica.leaves, getattr(replica.module, method), own)
                 for replica, own in zip(local, arguments, strict=False)
             ]
-            call = _Call(
-                [*calls, *remote], state.parameters, self._workers, self._lock, self._processes
-            )
+            call = _Call([*calls, *remote], state.parameters, self._workers, self._processes)
             results = _with_backward(call)
             if self._averages_buffers:
                 copies = zip(*(a.buffers for a in local), *(a.buffers for a in remote), strict=True)
@@ -127,7 +120,6 @@ class _Call:
     calls: Sequence[ReplicaCall | RemoteCall]
     parameters: list[torch.Tensor]
     workers: WorkerThreads
-    lock: AbstractContextManager[bool]  # held while the replicas run
     processes: ReplicaProcesses | None = None  # of all replicas but the first, if they have any
     is_derivative: bool = False  # the calls are backwards
     # The results of the replicas, with tensors that nobody else has, and the number of these.
@@ -185,7 +177,7 @@ class _Call:
         taken: list[tuple[Gradients, ...]] = []
         keeps = keep_graph or self._shares_graph
         with ExitStack() as entered:
-            entered.enter_context(self.lock)
+            entered.enter_context(self.workers.lock)
             entered.enter_context(self.workers.sharing())
             if self.processes is not None:
                 self.processes.check_alive()
@@ -246,8 +238,8 @@ class _Call:
             if isinstance(call, ReplicaCall)
         ]
         self._shares_graph = True
-        derivative = _Call(calls, self.parameters, self.workers, self.lock, is_derivative=True)
-        with self.lock, self.workers.sharing():
+        derivative = _Call(calls, self.parameters, self.workers, is_derivative=True)
+        with self.workers.lock, self.workers.sharing():
             results = _with_backward(derivative)
         if not keep_graph:
             for call in self.calls:

@@ -144,9 +144,12 @@ class Worker:
 
 
 def _fork_processes(connection: socket.socket, caller: int, numbers: Sequence[int]) -> int:
-    """Fork a process for each descriptor, and return its index there; end when the caller says."""
+    """Fork a process for each descriptor; return its index in it, and end the parent.
+
+    The parent ends when the caller, which adopts its children then, says so.
+    """
     parent, pids = os.getpid(), []
-    for index, number in enumerate(numbers):
+    for index, number in enumerate(numbers if os.getppid() == caller else ()):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are OpenBLAS's
             pid = os.fork()

@@ -11,7 +11,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 from lockstep.comm import of_this_rank
 from lockstep.torch_private import DeviceContext, _get_current_function_mode_stack
 
+_SOFT = 1  # omp_pause_soft of OpenMP 5.0: what the program has set stays
 T = TypeVar("T")
 Queue = queue.SimpleQueue[Callable[[], None] | None]
 
@@ -40,6 +41,8 @@ class WorkerThreads:
         self._queues = [Queue() for _ in range(count - 1)]
         self._num_threads = 0
         self._pid = -1  # of the process in which they were started
+        # Held while tasks run: those of several callers would change what tasks share.
+        self.lock = threading.RLock()
         self.close = weakref.finalize(self, _end, self._queues)
 
     @contextmanager
@@ -57,8 +60,17 @@ class WorkerThreads:
             self._num_threads = each
             others: list[Callable[[], None]] = [partial(_set_num_threads, each)]
             self.run([nothing, *others * len(self._queues)])
-        with _few_threads(each):
+        # The threads of the last operation spin until the next one, for 20 ms in GNU's OpenMP, and
+        # would take cores from replicas. They are ended; the next operation starts new ones.
+        mine, pause = torch.get_num_threads(), _pause()
+        if pause is not None:
+            pause(_SOFT)
+        # For this thread, and as what threads to come begin with.
+        torch.set_num_threads(each)
+        try:
             yield
+        finally:
+            torch.set_num_threads(mine)
 
     def run(
         self,
@@ -75,15 +87,21 @@ class WorkerThreads:
         futures = [Future[T]() for _ in tasks]
         for tasks_of_one, future, task in zip(self._queues, futures[1:], tasks[1:], strict=False):
             tasks_of_one.put(partial(_fulfil, future, as_this_thread(task)))
-        pending = futures[1:]
         try:
             _fulfil(futures[0], tasks[0])
             meanwhile()
-            if interrupted is not None and is_interruption(futures[0].exception()):
-                pending = []
+            first_error = futures[0].exception()
+            if interrupted is not None and is_interruption(first_error):
+                raise first_error
+            wait(futures)
+        except BaseException as error:
+            if interrupted is not None and is_interruption(error):
                 interrupted()
-        finally:
-            _wait_for(pending, interrupted)
+            else:  # the threads of unfinished tasks would write to the tensors of the next call
+                while not all(own.done() for own in futures[1:]):
+                    with suppress(KeyboardInterrupt):
+                        wait(futures[1:])
+            raise
         return futures
 
 
@@ -94,27 +112,6 @@ def _fulfil(future: Future[T], task: Callable[[], T]) -> None:
         if future.done():  # interrupted afterwards
             raise
         future.set_exception(error)
-
-
-def _wait_for(futures: Sequence[Future[T]], interrupted: Callable[[], None] | None) -> None:
-    """Wait for all, Ctrl-C or not, unless ``interrupted`` makes that unnecessary.
-
-    The threads of unfinished tasks would write to the tensors of the next call.
-    """
-    interruption: BaseException | None = None
-    for future in futures:
-        while not future.done():
-            try:
-                future.exception()
-            except BaseException as error:
-                if interrupted is not None:
-                    interrupted()
-                    raise
-                if not isinstance(error, KeyboardInterrupt):
-                    raise
-                interruption = error
-    if interruption is not None:
-        raise interruption
 
 
 def _set_num_threads(count: int) -> None:
@@ -202,29 +199,6 @@ def as_this_thread(task: Callable[[], T]) -> Callable[[], T]:
             return context.run(task)
 
     return of_this_rank(run)
-
-
-# The threads that OpenMP keeps for the next operation of a thread
-
-_SOFT = 1  # omp_pause_soft of OpenMP 5.0: what the program has set stays
-
-
-@contextmanager
-def _few_threads(num_threads: int) -> Iterator[None]:
-    """Compute with ``num_threads`` intra-op threads, and leave the other cores to replicas.
-
-    The threads of the last operation spin until the next one, for 20 ms in GNU's OpenMP, and would
-    take cores from replicas. They are ended; the next operation starts new ones.
-    """
-    pause, mine = _pause(), torch.get_num_threads()
-    if pause is not None:
-        pause(_SOFT)
-    # For this thread, and as what threads to come begin with.
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(mine)
 
 
 @functools.cache
