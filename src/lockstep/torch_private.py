@@ -103,8 +103,8 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_current_context": "whether a forward runs where gradients are kept from the parameters",
     },
     "torch.distributed.rpc.api": {
-        "_init_rpc_states": "is replaced, to learn that there may be such contexts from now on",
-        "_is_current_rpc_agent_set": "whether there may be such contexts in this program",
+        "_init_rpc_states": "is replaced, to learn when there may be distributed backwards",
+        "_is_current_rpc_agent_set": "whether there may be distributed backwards in this program",
     },
     "torch.distributed.optim.apply_optimizer_in_backward": {
         "_in_backward_optimizers": "optimizers that torch lets step in a parameter's backward",

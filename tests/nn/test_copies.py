@@ -17,12 +17,12 @@ from torch import nn
 import lockstep
 from lockstep.nn import global_hooks
 from tests.nn.test_parallelize import net, parts
-from tests.ranks import run_ranks
+from tests.ranks import gloo_group, run_ranks
 
 
 @pytest.fixture(autouse=True)
 def nothing_has_been_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_hooks, "_names_by_form", {})
+    monkeypatch.setattr(global_hooks, "_groups_by_form", {})
 
 
 SAID = "has the same parameters as a parallel Net, and is not parallel"
@@ -134,5 +134,72 @@ def test_a_copy_that_nobody_has_is_gone(copied: Callable[[nn.Module], nn.Module]
         del copy_of_it
         gc.collect()
         assert parameter() is None
+
+    run_ranks(2, body)
+
+
+def test_a_copy_of_a_changed_model_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(net(), process_group=group)
+        model.more = nn.Linear(2, 2)
+        model.first.requires_grad_(False)
+        copied = copy.deepcopy(model)
+        if not rank:
+            copied(parts(2)[rank]).sum().backward()
+            assert SAID in caplog.text
+
+    run_ranks(2, body)
+
+
+def test_a_copy_is_told_of_after_a_wrapper_was_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = net()
+        first = lockstep.DistributedDataParallel(model, process_group=group)
+        second = lockstep.DistributedDataParallel(model, process_group=group)
+        copied = copy.deepcopy(model)
+        if not rank:
+            copied(parts(2)[rank]).sum().backward()
+            assert SAID in caplog.text
+        assert first.module is second.module
+
+    run_ranks(2, body)
+
+
+def test_nothing_is_said_of_copies_in_torchs_wrapper_or_after_the_group(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    copies: list[nn.Module] = []
+
+    def body(world: lockstep.World) -> None:
+        model = lockstep.parallelize(net())
+        copied = copy.deepcopy(model)
+        if world.rank:
+            copies.append(copied)
+            return
+        own = nn.parallel.DistributedDataParallel(
+            copied, process_group=gloo_group(dist.HashStore(), 0, 1, 20)
+        )
+        own(parts(2)[0]).sum().backward()
+
+    lockstep.launch(body, 2, ranks="threads")
+    gc.collect()
+    copies[0](parts(2)[0]).sum().backward()
+    assert "parallel" not in caplog.text
+
+
+class OddParameters(nn.Linear):
+    def parameters(self, recurse: object) -> object:
+        return super().parameters(recurse)
+
+
+@pytest.mark.parametrize("other", [nn.LazyLinear(3), OddParameters(3, 3)], ids=["lazy", "odd"])
+@pytest.mark.parametrize("copied", COPIES)
+def test_any_other_module_can_be_copied(
+    copied: Callable[[nn.Module], nn.Module], other: nn.Module
+) -> None:
+    def body(_: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(net(), process_group=group)
+        assert type(copied(other)) is type(other)
+        assert model.training
 
     run_ranks(2, body)

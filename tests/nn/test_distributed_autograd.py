@@ -2,64 +2,70 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging.handlers
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.errors import ModelError
+
+_models: list[nn.Module] = []
 
 
-def refused_in_a_context(world: lockstep.World, path: str) -> tuple[list[float], list[bool]]:
+def loss_there(x: torch.Tensor) -> torch.Tensor:
+    return _models[0](x).sum()
+
+
+def refused_backwards(
+    world: lockstep.World, path: str, begins: str
+) -> tuple[list[float], dict[str, bool]]:
     from torch.distributed import autograd, rpc
 
     warnings.simplefilter("ignore")  # of torch's own
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
-    rpc.init_rpc(f"rank{world.rank}", None, world.rank, world.world_size, options)
+    place = (f"rank{world.rank}", None, world.rank, world.world_size, options)
+    if begins == "before":
+        rpc.init_rpc(*place)
     model = lockstep.parallelize(nn.Sequential(nn.Linear(2, 1, bias=False)))
+    if begins == "after":
+        rpc.init_rpc(*place)
+    _models[:] = [model]
     x = torch.full((1, 2), 1.0 + world.rank)
-    refused = []
-    for method in (model, model[0]):
-        with autograd.context(), contextlib.suppress(ModelError):
-            refused.append(True)
-            method(x)
-            refused[-1] = False
-    with autograd.context(), torch.no_grad():
-        model(x)
+    other = f"rank{1 - world.rank}"
+    earlier = model(x).sum()
+    losses = {
+        "the model": lambda: model(x).sum(),
+        "a part": lambda: model[0](x).sum(),
+        "an expression": lambda: (model[0].weight * x).sum(),
+        "a forward before": lambda: earlier,
+        "a forward elsewhere": lambda: rpc.rpc_sync(other, loss_there, args=(x,)),
+    }
+    refused, said = {}, logging.handlers.MemoryHandler(100)
+    logging.getLogger("lockstep").addHandler(said)
+    for name, loss in losses.items():
+        with autograd.context() as context:
+            try:
+                autograd.backward(context, [loss()])
+                refused[name] = False
+            except RuntimeError as error:
+                texts = [str(error), *(record.getMessage() for record in said.buffer)]
+                refused[name] = any("keeps gradients to itself" in text for text in texts)
+                said.buffer.clear()
+    dist.barrier()
     model(x).sum().backward()
     rpc.shutdown()
     return model[0].weight.grad.flatten().tolist(), refused
 
 
 @pytest.mark.forks
-def test_distributed_autograd_is_refused(tmp_path: Path) -> None:
-    results = lockstep.launch(refused_in_a_context, 2, args=(str(tmp_path / "store"),))
-    assert results == [([1.5, 1.5], [True, True])] * 2
-
-
-def refused_once_rpc_has_begun(world: lockstep.World, path: str) -> bool:
-    from torch.distributed import autograd, rpc
-
-    warnings.simplefilter("ignore")  # of torch's own
-    model = lockstep.parallelize(nn.Linear(2, 1))
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
-    rpc.init_rpc(f"rank{world.rank}", None, world.rank, world.world_size, options)
-    x = torch.ones(1, 2)
-    refused = False
-    with autograd.context():
-        try:
-            model(x)
-        except ModelError:
-            refused = True
-    rpc.shutdown()
-    return refused
-
-
-@pytest.mark.long
-def test_it_is_refused_if_rpc_begins_later(tmp_path: Path) -> None:
-    path = str(tmp_path / "store")
-    assert lockstep.launch(refused_once_rpc_has_begun, 2, args=(path,)) == [True, True]
+@pytest.mark.parametrize("begins", ["before", pytest.param("after", marks=pytest.mark.long)])
+def test_distributed_autograd_is_refused(begins: str, tmp_path: Path) -> None:
+    """RPC begins before the model is parallel, or after."""
+    results = lockstep.launch(refused_backwards, 2, args=(str(tmp_path / "store"), begins))
+    for gradient, refused in results:
+        assert gradient == [1.5, 1.5]
+        assert all(refused.values()), refused

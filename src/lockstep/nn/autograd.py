@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,10 +17,19 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.comm import uncompiled
+from lockstep.errors import ModelError
 from lockstep.torch_private import (
     _current_autograd_node,
     _current_graph_task_id,
     _will_engine_execute_node,
+)
+
+_log = logging.getLogger(__name__)
+
+NOT_DISTRIBUTED = (
+    "A parallel %s runs in a context of torch.distributed.autograd, which keeps gradients to "
+    "itself, so that lockstep can't reduce them. Train it with loss.backward(), or wrap it in "
+    "torch.nn.parallel.DistributedDataParallel instead."
 )
 
 Hook = Callable[[torch.Tensor], object]
@@ -48,6 +58,31 @@ def reached(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def is_any_reached(leaves: Sequence[torch.Tensor]) -> bool:
     """Return whether the backward that is running will add to any of the gradients."""
     return bool(reached(leaves[:1]) or reached(leaves))
+
+
+def may_be_distributed() -> bool:
+    """Whether RPC runs, and so there may be backwards of ``torch.distributed.autograd``."""
+    rpc: Any = sys.modules.get("torch.distributed.rpc.api")
+    return rpc is not None and bool(rpc._is_current_rpc_agent_set())
+
+
+def refuse_distributed(parameter: torch.Tensor) -> object:
+    """Refuse distributed backwards that reach ``parameter`` for as long as the result is kept.
+
+    They capture its gradient instead of adding it, as ``autograd.grad()`` does, but call hooks of
+    the node. Of errors in these torch keeps no text.
+    """
+
+    def refuse(_: object) -> None:
+        if _current_graph_task_id() != -1 and not reached([parameter]):
+            _log.error(NOT_DISTRIBUTED, "model")
+            raise ModelError(NOT_DISTRIBUTED % "model")
+
+    with torch.enable_grad():
+        view: Any = parameter.expand_as(parameter)
+    node = view.grad_fn.next_functions[0][0]
+    node.register_prehook(refuse)
+    return node
 
 
 class _UsesAll(torch.autograd.Function):

@@ -92,6 +92,7 @@ class Engine:
         self._options, self._cap_bytes = options, int(options.bucket_cap_mb * MIB)
         self._pending = _Pending()
         self._hooks: list[tuple[autograd.GradientHooks, autograd.Hook]] = []
+        self._nodes: list[object] = []
         self._take(module)
 
     @property
@@ -129,6 +130,12 @@ class Engine:
         for hooks, own_hook in self._hooks:
             hooks.hold_back(own_hook)
         self._hooks_of_others = [hooks.others for hooks, _ in self._hooks]
+        if autograd.may_be_distributed():
+            self.refuse_distributed_autograd()
+
+    def refuse_distributed_autograd(self) -> None:
+        """Have backwards of ``torch.distributed.autograd`` raise: they call no other hooks."""
+        self._nodes = [*map(autograd.refuse_distributed, self.parameters)]
 
     def _own_parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         others = {id(p) for part in self._inner for p in part.parameters()}
@@ -139,7 +146,7 @@ class Engine:
         """Take all hooks off the parameters: gradients stay this rank's own."""
         for hooks, own in self._hooks:
             hooks.release(own)
-        self._hooks, self._hooks_of_others = [], []
+        self._hooks, self._hooks_of_others, self._nodes = [], [], []
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients that its parameters have."""

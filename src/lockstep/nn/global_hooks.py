@@ -16,13 +16,16 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from traceback import walk_stack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
@@ -31,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import uncompiled
 from lockstep.errors import AlreadyParallel, ModelError
+from lockstep.nn.autograd import NOT_DISTRIBUTED, may_be_distributed
 from lockstep.nn.backward import all_engines, backward_sync_of, engines_with
 from lockstep.nn.engine import Engine
 from lockstep.nn.wrapper import Wrapper
@@ -46,9 +50,8 @@ _STEPS_IN = sys.modules[Optimizer.__module__].__file__
 _lock = threading.RLock()
 # The global hooks that are hung, by the function that hangs them.
 _handles: dict[object, RemovableHandle] = {}
-# By the forms of their parameters, the class names of models that are or were parallel; None where
-# one has been asked for.
-_names_by_form: dict[frozenset[tuple[object, int]], str | None] = {}
+# By the forms of models that are or were parallel, their groups; None where a copy was warned of.
+_groups_by_form: dict[object, weakref.WeakSet[dist.ProcessGroup] | None] = {}
 
 
 def watch(engine: Engine) -> None:
@@ -58,15 +61,15 @@ def watch(engine: Engine) -> None:
         _hang(hooks.register_module_module_registration_hook, _registered)
         _hang(hooks.register_module_buffer_registration_hook, _registered)
         _hang(register_optimizer_step_pre_hook, _before_step)
-        _watch_for_distributed_autograd()
+        _watch_for_rpc()
         nn.Module.__setstate__ = _set_state_of_copy  # type: ignore[method-assign]
-        _names_by_form.setdefault(_form_of(engine.parameters), type(engine.module).__name__)
+        _know_form(_form_of(engine.module), engine)
 
 
 def unwatch(engine: Engine) -> None:
     """Warn no more of copies of the module of ``engine``."""
     with _lock:
-        _names_by_form.pop(_form_of(engine.parameters), None)
+        _groups_by_form.pop(_form_of(engine.module), None)
 
 
 def _hang(register: Any, hook: Any) -> None:
@@ -74,21 +77,20 @@ def _hang(register: Any, hook: Any) -> None:
         _handles[register, hook] = register(hook)
 
 
-def _watch_for_distributed_autograd() -> None:
-    # Only once RPC has begun, as such a hook takes time in every forward of every module.
+def _watch_for_rpc() -> None:
     rpc: Any = sys.modules.get("torch.distributed.rpc.api")
-    if rpc is None:
-        return
-    if rpc._is_current_rpc_agent_set():
-        _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
-    elif not isinstance(rpc._init_rpc_states, partial):
+    if rpc is not None and not isinstance(rpc._init_rpc_states, partial):
         rpc._init_rpc_states = partial(_begin_rpc, rpc._init_rpc_states)
+    if may_be_distributed():  # such a hook takes time in every forward of every module
+        _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
 
 
 def _begin_rpc(begin: Callable[[object], None], agent: object) -> None:
     begin(agent)
     with _lock:
-        _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
+        _watch_for_rpc()
+    for engine in all_engines():
+        engine.refuse_distributed_autograd()
 
 
 def mark_stale(engine: Engine) -> None:
@@ -96,10 +98,6 @@ def mark_stale(engine: Engine) -> None:
     with _lock:
         engine.is_stale = True
         _hang(hooks.register_module_forward_pre_hook, _refresh_stale)
-
-
-def _form_of(parameters: Iterable[torch.Tensor]) -> frozenset[tuple[object, int]]:
-    return frozenset(Counter((p.shape, p.dtype) for p in parameters if p.requires_grad).items())
 
 
 def _engines_of(module: nn.Module) -> list[Engine]:
@@ -112,6 +110,7 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
         return  # a buffer that was there before, as many forwards set them
     if isinstance(module, _TorchDDP) and not isinstance(module, Wrapper):
         _refuse_second_reduction(value)
+        _leave_to_torch(value)
     for engine in _engines_of(module):
         if isinstance(value, nn.Module):
             engine.parts.update(value.modules())
@@ -150,7 +149,7 @@ def _refresh_stale(module: nn.Module, _: object) -> None:
 def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
     """Refuse forwards of parallel models in a context of ``torch.distributed.autograd``.
 
-    Its backward calls no hook of a parameter, and can't be noticed; the forward can.
+    What doesn't come here is refused in the backward, whose errors lose their text.
     """
     if not torch.is_grad_enabled() or not _engines_of(module):
         return
@@ -160,12 +159,7 @@ def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
         autograd._current_context()
     except RuntimeError:
         return
-    raise ModelError(
-        f"A parallel {type(module).__name__} runs in a context of "
-        "torch.distributed.autograd, which keeps gradients to itself, so that lockstep "
-        "can't reduce them. Train it with loss.backward(), or wrap it in "
-        "torch.nn.parallel.DistributedDataParallel instead."
-    )
+    raise ModelError(NOT_DISTRIBUTED % type(module).__name__)
 
 
 _set_state: Any = nn.Module.__setstate__
@@ -175,32 +169,73 @@ _set_state: Any = nn.Module.__setstate__
 def _set_state_of_copy(module: nn.Module, state: dict[str, Any]) -> None:
     """In place of ``Module.__setstate__``: watch copies of parallel models for a backward."""
     _set_state(module, state)
-    try:
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    except AttributeError:  # parts in a circle with this one have no state yet
-        return
-    # Of the module only its name: the garbage collector doesn't see through a parameter's hooks.
-    form, kind, handles = _form_of(parameters), type(module).__name__, list[RemovableHandle]()
-    if _names_by_form.get(form) is None:
-        return
+    # Any module of the program comes here, in any state: parts that are in a circle with it may
+    # have none yet. Nothing of it may fail.
+    with suppress(Exception):
+        form = _form_of(module)
+        if form not in _groups_by_form:  # a parallel model may have changed
+            for engine in all_engines():
+                if type(engine.module) is type(module) and _form_of(engine.module) == form:
+                    _know_form(form, engine)
+        if _groups_by_form.get(form) is not None:
+            _CopyHook(form, type(module).__name__).hang(module)
 
-    def warn(parameter: torch.Tensor) -> None:
-        for handle in handles:
+
+def _know_form(form: object, engine: Engine) -> None:
+    groups = _groups_by_form.get(form) or weakref.WeakSet()
+    groups.add(engine.process_group)
+    _groups_by_form[form] = groups
+
+
+def _form_of(module: nn.Module | None) -> object:
+    parameters = [] if module is None else module.parameters()
+    return type(module), frozenset(Counter(parameter.shape for parameter in parameters).items())
+
+
+class _CopyHook:
+    """Warns in the first backward of a copy of a parallel model, unless it is parallel by then.
+
+    Of the model it has only the name: the garbage collector doesn't see through a parameter's
+    hooks.
+    """
+
+    def __init__(self, form: object, name: str) -> None:
+        self._form, self._name = form, name
+        self._handles: list[RemovableHandle] = []
+
+    def hang(self, module: nn.Module) -> None:
+        """Wait for a gradient of any parameter."""
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self))
+
+    def remove(self) -> None:
+        """Wait no longer."""
+        for handle in self._handles:
             handle.remove()
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.remove()
         if engines_with([parameter]):
             return
         with _lock:
-            name, _names_by_form[form] = _names_by_form.get(form), None
-        if name is not None:
+            groups, _groups_by_form[self._form] = _groups_by_form.get(self._form), None
+        if groups:
             _log.warning(
                 "This %s was copied or unpickled, has the same parameters as a parallel %s, and is "
                 "not parallel: each rank trains its own. Call lockstep.parallelize() on it. (This "
                 "is said once for a model.)",
-                kind,
-                name,
+                self._name,
+                self._name,
             )
 
-    handles += [each.register_post_accumulate_grad_hook(warn) for each in parameters]
+
+def _leave_to_torch(value: object) -> None:
+    """Don't warn of a copy that is put into torch's own wrapper."""
+    for parameter in value.parameters() if isinstance(value, nn.Module) else ():
+        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+            if isinstance(hook, _CopyHook):
+                hook.remove()
 
 
 @uncompiled
