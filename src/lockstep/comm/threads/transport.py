@@ -6,6 +6,7 @@ peers lose it, as they lose a process.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import uuid
@@ -99,6 +100,7 @@ class ThreadTransportState:
         others: dict[int, object],
     ) -> list[Address]:
         """As :meth:`Transport.exchange`, but put other ranks' differing calls into ``others``."""
+        sooner = Deadline(math.inf)
         deadline.restart()
         with changed:
             arrivals = self._arrivals
@@ -107,11 +109,11 @@ class ThreadTransportState:
                 while self._arrivals is arrivals:  # what fails later concerns the next exchange
                     self._check(rank, signature, arrivals)
                     if any(call != signature for call, _ in arrivals.values()):
-                        deadline.bring_forward(Deadline(MISMATCH_SECONDS))
+                        sooner.bring_forward(Deadline(MISMATCH_SECONDS))
                     if len(arrivals) == self.size:
                         self._arrivals = {}
                         changed.notify_all()
-                    elif left := deadline.left():
+                    elif left := min(deadline.left(), sooner.left()):
                         changed.wait(min(left, LOOK_SECONDS))
                     else:
                         absent, seconds = self._absent(arrivals), deadline.seconds
