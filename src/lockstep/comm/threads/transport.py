@@ -11,6 +11,7 @@ import os
 import threading
 import uuid
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -46,6 +47,8 @@ class ThreadTransportState:
         self.size = size
         self.members = list(members or range(size))
         self.slots: dict[int, Tensor] = {}
+        # By receiver, the messages that no receive has taken, also before its mailbox is there.
+        self.unclaimed: defaultdict[int, list[Message]] = defaultdict(list)
         # Weak, as a mailbox refers to the others by this.
         self.mailboxes: weakref.WeakValueDictionary[int, ThreadMailbox] = (
             weakref.WeakValueDictionary()
@@ -157,6 +160,7 @@ class ThreadMailbox(Mailbox):
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
         super().__init__(rank, state.members)
         self._changed, self._ended = changed, state.gone
+        self._unclaimed = state.unclaimed[rank]
         self._is_polled = True  # no thread polls: each change is notified of
         self._state = state
 
@@ -168,6 +172,8 @@ class ThreadMailbox(Mailbox):
                 raise self._lost(destination, f"send to rank {self._members[destination]}")
             if (receiver := self._state.mailboxes.get(destination)) is not None:
                 receiver._deliver(message)
+            else:
+                self._state.unclaimed[destination].append(message)
 
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:
         return self._state.loss(rank, self._rank, operation, operation)
