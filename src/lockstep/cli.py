@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from lockstep import launcher
@@ -59,20 +60,25 @@ _COLLECTIVES = """\
 Compare collectives in shared memory with Gloo's and, if mpi4py is installed,
 MPI's.
 
-One set of processes, of one thread each, measures Gloo and shm, which take
-turns, round after round, so that whatever else the machine does happens to all
-of them. shm is measured with ordinary tensors and, in place, with tensors from
-`group.empty()`. MPI has processes of its own, and its turns after the others'.
-Shown are the median and the quartiles of the rounds, and of each round's ratio.
+One set of processes, of one thread each, holds a Gloo and a shm group. The
+contenders take turns, round after round, so that whatever else the machine
+does happens to all of them. shm is measured with ordinary tensors and with
+tensors from `group.empty()`, which are reduced in place. MPI has processes of
+its own, and its turns after the others'.
 
-Before each call every rank writes its whole tensor, as a backward pass does
-with gradients; that isn't counted. Above 64 KiB the ranks then meet, and a call
-takes from when the first rank begins until the last one is through; up to
-there, calls follow each other, and what the slowest rank spends in them counts.
+What is timed: before each call every rank writes its whole tensor, as a
+backward pass does with gradients; that isn't counted. Above 64 KiB the ranks
+then meet, and a call takes from when the first rank begins until the last one
+is through; up to there, calls follow each other, and what the slowest rank
+spends in them counts. Shown are the median and the quartiles of the rounds.
+Ratios are formed in each round by itself.
 
-The bound, from 1 MiB on, is the passes over memory that an all-reduce in place
-makes, on all ranks at once but without any meeting: what a call takes longer,
-meetings and Python take. The parts of a small call are listed below its table.
+The bound, from 1 MiB on, is measured beside the all-reduces: the passes over
+memory that an all-reduce in place makes, on all ranks at once but without any
+meeting. What it takes longer than that, meetings and Python take.
+
+Small calls cost what Python costs; the parts of such a call are listed below
+its table.
 
 All of it, which takes some minutes and, for 256 MiB on 4 ranks, 3 GiB of memory:
   lockstep bench collectives
@@ -104,7 +110,7 @@ class _Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             add_help=False,
             argument_default=argparse.SUPPRESS,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=78),
         )
         self.option("-h --help", "Show this and end.", action="help")
         self.set_defaults(act=act or self._show_help)
@@ -142,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", usage=usage, description=_RUN, act=_run)
     # All from the script on, even if it looks like an option of ours.
     program = "The script or, with -m, the module to run, and what to pass on to it."
-    run.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT", help=program)
+    run.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS ...]", help=program)
     is_module = "SCRIPT is the name of a module, as in `python -m`."
     run.option("-m", is_module, dest="module", action="store_true")
     run.option(
@@ -183,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         "scikit-learn's 1,797 digits, which is the default; MNIST, downloaded by torchvision; or a "
         "folder with a sub-folder of PNG or JPEG images for each class.",
     )
-    bench = commands.add_parser("bench", usage="lockstep bench [-h] COMMAND", description=_BENCH)
+    bench = commands.add_parser("bench", usage="lockstep bench [-h]", description=_BENCH)
     benchmarks = bench.add_subparsers(prog="lockstep bench", metavar="COMMAND", help=hidden)
     collectives = benchmarks.add_parser("collectives", description=_COLLECTIVES, act=_collectives)
     collectives.option(

@@ -32,6 +32,16 @@ def test_launch_returns_results_in_the_order_of_ranks(bench: Bench) -> None:
     assert launch(add_up, nprocs=3, args=(1.0,)) == [(0, 6.0), (1, 6.0), (2, 6.0)]
 
 
+def test_launch_returns_the_result_of_the_rank_and_not_of_its_fork(bench: Bench) -> None:
+    def fork(world: World) -> str:
+        if (pid := os.fork()) == 0:
+            return "fork"
+        os.waitpid(pid, 0)
+        return "rank"
+
+    assert launch(fork, nprocs=1) == ["rank"]
+
+
 def test_launch_takes_closures_and_returns_big_tensors(bench: Bench) -> None:
     class Scale:  # known to this process only
         def __init__(self, factor: float) -> None:

@@ -134,7 +134,11 @@ def test_refusals(
     ("argv", "taught"),
     [
         (["--help"], ["run     run a Python script", "lockstep run train.py"]),
-        (["run", "-h"], ["lockstep run -n 2 train.py", "--nproc-per-node", "--stdin"]),
+        (
+            ["run", "-h"],
+            ["lockstep run -n 2 train.py", "--nproc-per-node", "--stdin"],
+        ),
+        (["run", "--help"], ["  SCRIPT [ARGS ...]  "]),
         (["demo", "--help"], ["--data", "1,797 digits"]),
         (["bench", "--help"], ["collectives"]),
         (["bench", "collectives", "--help"], ["--json", "A quick look:"]),
@@ -148,10 +152,14 @@ def test_help_teaches(
     taught: list[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lockstep", *argv])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
+    texts = set()
+    for columns in ("80", "60", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert caught.value.code == 0
+        texts.add(capsys.readouterr().out)
+    (shown,) = texts
     for words in taught:
         assert words in shown
 

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from lockstep.launcher import processes
 from tests.launcher.bench import Bench, until, up_to_thrice
 
 pytestmark = pytest.mark.forks
@@ -104,6 +106,36 @@ def test_closed_terminal_leaves_nothing(bench: Bench) -> None:
     os.close(ours)  # the kernel sends SIGHUP
     assert run.wait(60) == 128 + signal.SIGHUP
     assert bench.processes() == []
+
+
+@pytest.mark.parametrize("stall", [0.0, 60.0])
+@pytest.mark.parametrize("seconds_per_look", [0.0, 0.1])
+def test_what_ranks_left_behind_is_asked_to_end_before_it_is_killed(
+    monkeypatch: pytest.MonkeyPatch, seconds_per_look: float, stall: float
+) -> None:
+    """For a second, be /proc large or the machine standing still."""
+    clock = [0.0]
+    sent: list[tuple[int, int, float]] = []
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds + (stall if len(looks) == 1 else 0.0)
+
+    def look(spare: set[int]) -> set[int]:
+        clock[0] += seconds_per_look
+        looks.append(clock[0])
+        return {5}
+
+    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
+    monkeypatch.setattr(processes, "_descendants", look)
+    monkeypatch.setattr(
+        processes, "send_signal", lambda _, number: sent.append((number, len(looks), clock[0]))
+    )
+    processes.sweep(set())
+    (first, looks_before, asked_at), (last, looks_after, killed_at) = sent
+    assert (first, last) == (signal.SIGTERM, signal.SIGKILL)
+    assert looks_after - looks_before >= 25
+    assert 1.0 <= killed_at - asked_at <= 4.0 + stall
 
 
 @up_to_thrice

@@ -114,6 +114,25 @@ def test_ranks_are_killed_within_five_seconds() -> None:
     assert sum(seconds for _, seconds in before) < 5.0
 
 
+def test_a_forked_process_that_ends_well_does_not_hide_the_failure(bench: Bench) -> None:
+    """Its launcher stands still meanwhile, and then reads at once what it was sent."""
+    script = bench.script(
+        """
+        import os, signal, subprocess, sys
+        launcher = os.getppid()
+        subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -CONT {launcher}"])
+        os.kill(launcher, signal.SIGSTOP)
+        if os.fork() == 0:
+            sys.exit(0)
+        os.wait()
+        raise ValueError("the reason")
+        """
+    )
+    done = bench.run("run", "-n", 1, script)
+    assert done.returncode == 1
+    assert "ValueError: the reason" in done.stderr
+
+
 def test_what_a_rank_started_ends_with_a_run_that_went_well(bench: Bench) -> None:
     script = bench.script(
         """

@@ -11,13 +11,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from lockstep.launcher.hosts import _outcome_of_peer
+from lockstep.launcher import hosts
+from lockstep.launcher.failures import Outcome
+from lockstep.launcher.hosts import Host, _outcome_of_peer
+from lockstep.launcher.job import Meeting
 from tests.launcher.bench import Bench, free_port, lines_of, until
 
 pytestmark = pytest.mark.forks
@@ -220,6 +226,52 @@ def test_host_that_is_not_of_the_run_says_why(
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"exit_status": "x"}', "\udcff"])
 def test_failure_of_another_host_that_cannot_be_read_is_a_failure(text: str) -> None:
     assert _outcome_of_peer(text).exit_status == 1
+
+
+class DictStore(dict[str, Any]):
+    """A TCPStore of one process."""
+
+    def add(self, key: str, amount: int) -> int:
+        self[key] = self.get(key, 0) + amount
+        return int(self[key])
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def host_of_the_store(store: DictStore, num_hosts: int) -> Host:
+    host: Any = Host.__new__(Host)
+    host._meeting = Meeting(num_hosts, 0, "x", 1, "lockstep", 60)
+    host._number, host._num_hosts, host._store, host._held = 0, num_hosts, store, store
+    return host
+
+
+def test_host_of_the_store_lets_others_read_the_failure_if_one_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hosts, "_SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr(hosts, "_LEAVE_SECONDS", 2.0)
+    store = DictStore(done=1)  # host 1 is, and host 2 is gone
+    host = host_of_the_store(store, 3)
+    leaving = threading.Timer(0.5, store.add, ("left", 1))
+    leaving.start()
+    failure = Outcome(1, message="failed", rank=0)
+    assert host.settle(failure, lambda: False) == failure
+    assert store["left"] == 2
+    leaving.join()
+
+
+def test_waiting_for_other_hosts_to_leave_can_be_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hosts, "_LEAVE_SECONDS", 20.0)
+    began = time.monotonic()
+    store = DictStore(done=1)
+    host_of_the_store(store, 2).settle(Outcome(0), lambda: time.monotonic() > began + 0.5)
+    assert time.monotonic() - began < 10.0
 
 
 def test_hosts_without_numbers_get_all_of_them(bench: Bench) -> None:

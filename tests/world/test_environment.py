@@ -45,7 +45,10 @@ def test_nothing_started_it() -> None:
 def test_lockstep_run_is_read_back_as_it_was_written() -> None:
     written = rank_environment(RUN, num_threads=3)
     assert written["OMP_NUM_THREADS"] == "3"
+    assert "GROUP_WORLD_SIZE" not in written
     assert detect(written) == RUN
+    written = rank_environment(RUN, 3, node=1, num_nodes=2)
+    assert (written["GROUP_RANK"], written["GROUP_WORLD_SIZE"]) == ("1", "2")
 
 
 def test_the_store_of_lockstep_run_is_not_that_of_a_torchrun_inside_it() -> None:

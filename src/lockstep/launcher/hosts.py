@@ -38,8 +38,9 @@ _CONNECT_SECONDS = 5.0  # no signal is handled while the store connects
 _RETRY_SECONDS = 0.2
 _STORE_TIMEOUT = timedelta(seconds=60)
 _LISTEN_SECONDS = 0.25
-_LEAVE_SECONDS = 20.0  # for other hosts to read the outcome, once all are done
-_SETTLE_SECONDS = 15.0  # longer than the ranks of another host take to be ended
+_LEAVE_SECONDS = 3.0  # for other hosts to read the outcome
+_HASTY_LEAVE_SECONDS = 1.0  # the same, if this host is interrupted
+_SETTLE_SECONDS = 6.0  # longer than the ranks of another host take to be ended
 _POLL_SECONDS = 0.05
 
 
@@ -69,9 +70,13 @@ class Host:
         self.world_size = first.world_size
         self.ranks = range(first.rank, first.rank + job.num_ranks)
         self.environments = [
-            rank_environment(place, job.num_threads, self._number, self._num_hosts)
+            rank_environment(
+                replace(first, rank=rank, local_rank=local_rank),
+                job.num_threads,
+                self._number,
+                self._num_hosts,
+            )
             for local_rank, rank in enumerate(self.ranks)
-            for place in [replace(first, rank=rank, local_rank=local_rank)]
         ]
 
     def _alone(self, size: int) -> Placement:
@@ -162,7 +167,7 @@ class Host:
         failures = [outcome] if outcome.exit_status else []
         try:
             self._tell(outcome)
-            all_done = self._wait_for_others(interrupted)
+            self._wait_for_others(interrupted)
             for host in set(range(self._num_hosts)) - {self._number}:
                 if self._store.check([f"failure/{host}"]):
                     told = self._store.get(f"failure/{host}").decode(errors="replace")
@@ -171,16 +176,21 @@ class Host:
             where = self._meeting.endpoint
             gone = Outcome(1, message=f"the host that keeps the store, at {where}, is gone.")
             return outcome if outcome.exit_status else gone
-        deadline = Deadline(_LEAVE_SECONDS)
         with contextlib.suppress(RuntimeError):  # the store's host has waited long enough
-            num_left = self._store.add("left", 1)
-            # The store ends with its host, which so leaves last.
-            while self._held and all_done and num_left < self._num_hosts and deadline.left():
-                time.sleep(_POLL_SECONDS)
-                num_left = self._store.add("left", 0)
+            self._store.add("left", 1)
+            if self._held is not None:
+                self._leave_last(interrupted)
         by_blame = attrgetter("lost_a_peer", "at_seconds")
         ranks = [failure for failure in failures if failure.rank is not None]
         return min(ranks or failures, key=by_blame, default=outcome)
+
+    def _leave_last(self, interrupted: Callable[[], bool]) -> None:
+        """Wait until other hosts have left the store, which ends with this host."""
+        hasty, patient = Deadline(_HASTY_LEAVE_SECONDS), Deadline(_LEAVE_SECONDS)
+        while self._store.add("left", 0) < self._num_hosts and (
+            hasty.left() or (patient.left() and not interrupted())
+        ):
+            time.sleep(_POLL_SECONDS)
 
     def _tell(self, outcome: Outcome) -> None:
         if outcome.exit_status:
@@ -191,24 +201,27 @@ class Host:
             self._store.set("failed", "")
         self._store.add("done", 1)
 
-    def _wait_for_others(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait until all hosts are done; return whether they are."""
+    def _wait_for_others(self, interrupted: Callable[[], bool]) -> None:
+        """Wait until all hosts are done, or some seconds after a failure."""
         deadline = Deadline(math.inf)  # they may run for days, but not after a failure
-        while self._store.add("done", 0) < self._num_hosts:
-            if interrupted() or not deadline.left():
-                return False
+        while (
+            self._store.add("done", 0) < self._num_hosts and not interrupted() and deadline.left()
+        ):
             if deadline.left() == math.inf and self._store.check(["failed"]):
                 deadline = Deadline(_SETTLE_SECONDS)
             time.sleep(_POLL_SECONDS)
-        return True
 
 
 def _outcome_of_peer(text: str) -> Outcome:
     try:
         status, at_seconds, lost_a_peer, rank, message = json.loads(text)
-        rank = None if rank is None else int(rank)
-        failed = Outcome(int(status), message=str(message), rank=rank, at_seconds=float(at_seconds))
-        return replace(failed, lost_a_peer=bool(lost_a_peer))
+        return Outcome(
+            int(status),
+            message=str(message),
+            rank=None if rank is None else int(rank),
+            at_seconds=float(at_seconds),
+            lost_a_peer=bool(lost_a_peer),
+        )
     except (ValueError, TypeError):
         return Outcome(1, message="another host failed, and told nothing that can be read.")
 

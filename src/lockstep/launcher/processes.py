@@ -21,8 +21,10 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # How long the other ranks may take to report failures of their own, once one rank has failed.
 # Reports mostly arrive within 10 ms, but a death by signal, which may be the cause of them, is
 # known only when the kernel has torn the process down.
-_JUDGING_SECONDS = 1.0
+_JUDGING_SECONDS = 0.2
 _GIVE_UP_SECONDS = 5.0
+_SWEEP_SECONDS = 1.0
+_LEAST_SWEEP_POLLS = 25  # however late they come: the machine may stand still
 _POLL_SECONDS = 0.02
 _GOODBYE = b"."
 _PR_SET_PDEATHSIG = 1
@@ -103,11 +105,13 @@ def children() -> list[int]:
 
 def sweep(spare: set[int]) -> None:
     """End all descendants but ``spare`` and theirs: by SIGTERM, and after a while by SIGKILL."""
-    for number, num_polls in ((signal.SIGTERM, 50), (signal.SIGKILL, 250)):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         asked: set[int] = set()
-        for _ in range(num_polls):  # no deadline, which may pass while the machine stands still
+        num_polls, deadline = 0, time.monotonic() + _SWEEP_SECONDS
+        while num_polls < _LEAST_SWEEP_POLLS or time.monotonic() < deadline:
             if not (left := _descendants(spare)):
                 return
+            num_polls += 1
             for pid in left - asked:
                 send_signal(pid, number)
             asked |= left

@@ -76,12 +76,15 @@ def run_rank(
         numpy_random.seed()
     # Not before: a signal would run the supervisor's handlers.
     signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+    pid = os.getpid()
     failure, result = _run(job.program, rank, reads_stdin)
-    # Its length comes first, as a process of the rank's may hold the connection open.
-    report = pickle.dumps((failure, result))
     # If the supervisor was killed, the end of this rank is near.
     with contextlib.suppress(BrokenPipeError), connection:
-        connection.sendall(len(report).to_bytes(LENGTH_BYTES, "little") + report)
+        # A process that the program forked may come here too: it can fail the rank, no more.
+        if failure is not None or os.getpid() == pid:
+            # Its length comes first, as a process of the rank's may hold the connection open.
+            report = pickle.dumps((failure, result))
+            connection.sendall(len(report).to_bytes(LENGTH_BYTES, "little") + report)
     return 0 if failure is None else failure.exit_code
 
 

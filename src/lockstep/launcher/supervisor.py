@@ -167,8 +167,13 @@ class RankProcess:
             self.failure = Failure(self.rank, at_seconds, code or 1, without_result=not code)
 
     def read_report(self) -> bool:
-        """Read the available part of its report; tell whether no more comes."""
+        """Read the available reports, of it and its forks; tell whether no more comes."""
         while self.failure is None and self.result is None:
+            end = LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "little")
+            if len(self._received) >= end:
+                self.failure, self.result = pickle.loads(self._received[LENGTH_BYTES:end])
+                del self._received[:end]
+                continue
             try:
                 data = self.connection.recv(1 << 20)
             except BlockingIOError:
@@ -178,10 +183,6 @@ class RankProcess:
             if not data:
                 return True
             self._received += data
-            length = int.from_bytes(self._received[:LENGTH_BYTES], "little")
-            if len(self._received) >= LENGTH_BYTES + length:
-                self.failure, self.result = pickle.loads(self._received[LENGTH_BYTES:])
-                self._received.clear()
         return True
 
 

@@ -155,12 +155,12 @@ def rank_environment(
         "LOCAL_RANK": str(place.local_rank),
         "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "GROUP_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(num_nodes),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank has to open the store at the port
         "TORCHELASTIC_RUN_ID": place.job_id,
         "OMP_NUM_THREADS": str(num_threads),
+        **({} if num_nodes == 1 else {"GROUP_WORLD_SIZE": str(num_nodes)}),
         **({} if place.store_path is None else {STORE: f"{port}:{place.store_path}"}),
         **(gloo_environment() if place.on_one_host else {}),
     }
