@@ -353,3 +353,12 @@ def test_a_forked_child_cannot_use_the_group() -> None:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     team.leave()
+
+
+def test_a_message_may_come_before_its_receiver() -> None:
+    state = ThreadTransportState(2)
+    ThreadTransport(state, 0).mailbox.send(torch.ones(1), 1, 0)
+    tensor = torch.zeros(1)
+    mailbox = ThreadTransport(state, 1).mailbox
+    assert mailbox.receive(mailbox.expect(tensor, 0, 0), Deadline(1)) == 0
+    assert tensor.item() == 1

@@ -29,7 +29,7 @@ _PATIENCE_SECONDS = 2.0
 _LIMIT_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 # The longest wait before a deadline is looked at again.
-LOOK_SECONDS = 0.1
+LOOK_SECONDS = 0.5
 # The beginnings of errors of Gloo's, and of ours.
 _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
 # The tag of messages without a receive: sending one fails if the connection has ended.
@@ -55,6 +55,10 @@ class Deadline:
     def left(self) -> float:
         """Return the seconds left until the deadline; 0 after it."""
         return max(0.0, self._end - time.monotonic())
+
+    def passed(self) -> float:
+        """Return the seconds since the deadline; 0 before it."""
+        return max(0.0, time.monotonic() - self._end)
 
     def bring_forward(self, earlier: Deadline) -> None:
         """Be over when ``earlier`` is, if that is sooner."""

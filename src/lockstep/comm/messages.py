@@ -18,7 +18,7 @@ from torch.distributed import Work
 from lockstep.comm.arguments import flattened, put_back
 from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.failures import LOOK_SECONDS, Deadline
-from lockstep.comm.work import NEVER, BaseWork, start_thread
+from lockstep.comm.work import DEAF_SECONDS, NEVER, BaseWork, start_thread, unheard
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
 
 # The header of a message between processes: tag, number of bytes, dtype. Its size is a multiple of
@@ -81,15 +81,22 @@ class MessageWork(BaseWork):
         del self._finish  # and with it the memory of the message
 
     def _complete(self, end: Deadline) -> None:
-        if not self._lock.acquire(timeout=min(end.seconds, threading.TIMEOUT_MAX)):
-            self._deadline.bring_forward(end)  # another thread completes it
-            self._lock.acquire()
+        is_held = False
         try:
+            while not (
+                is_held := self._lock.acquire(
+                    timeout=min(end.left() or LOOK_SECONDS, threading.TIMEOUT_MAX)
+                )
+            ):
+                self._deadline.bring_forward(end)  # another thread completes it
+                if end.passed() > DEAF_SECONDS:
+                    raise unheard(end)
             if not self._is_done:
                 self._seconds = self._seconds if end is NEVER else end.seconds
                 self.carry_out(end)
         finally:
-            self._lock.release()
+            if is_held:
+                self._lock.release()
 
     def is_completed(self) -> bool:
         """Whether the message was received or taken, or never will be."""

@@ -36,7 +36,7 @@ from torch import Tensor
 from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.failures import Deadline, without_traceback
 from lockstep.comm.threads.ranks import of_this_rank
-from lockstep.errors import CollectiveMismatch
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout
 from lockstep.torch_private import _InferenceMode
 
 # The interval at which the queue's own thread looks for calls that it has seen before. Calls don't
@@ -46,6 +46,9 @@ _GRACE_SECONDS = 0.02
 _MAX_IDLE_LOOKS = 250
 # The interval at which a thread that waits for its call tries to carry it out itself.
 _PATIENCE_SECONDS = 0.002
+# How long after its deadline a wait goes on for another thread, which looks at it if it can: not if
+# it waits for Gloo.
+DEAF_SECONDS = 2.0
 # The number of works, and the size of their results, that are kept for torch's C++ after Python has
 # dropped them. See GroupWork.__del__.
 _MAX_DROPPED = 16
@@ -56,6 +59,16 @@ NEVER = Deadline(math.inf)
 
 # Carries out a call, or a part. The deadline is that of each of its waits for other ranks.
 Run = Callable[[Deadline], None]
+
+
+def unheard(end: Deadline) -> CollectiveTimeout:
+    """Return the error of a wait that ends although another thread goes on with the call."""
+    return CollectiveTimeout(
+        f"A call was not carried out within {end.seconds:g} s: another thread of this rank still "
+        "waits in it for other ranks. See what they do.",
+        (),
+        "wait",
+    )
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
@@ -328,8 +341,14 @@ class WorkQueue:
             # Shown by test_a_call_that_nobody_waits_for_keeps_no_rank_waiting.
             if self._carrying_out.acquire(True, _PATIENCE_SECONDS):
                 self._carry_out_next(end, until=work)
-            elif not (end.left() or work._is_done) and (running := self._running) is not None:
-                running._deadline.bring_forward(end)  # that thread's limit need not be this one's
+            elif not end.left():  # that thread's limit need not be this one's
+                running = self._running  # at most work, if that isn't done afterwards
+                if running is not None and not work._is_done:
+                    running._deadline.bring_forward(end)
+                    if end.passed() > DEAF_SECONDS:
+                        error = unheard(end)
+                        self.give_up(error)
+                        raise error
 
     def carry_out_all(self) -> None:
         """Carry out all calls. Those of a group that was closed fail at once."""

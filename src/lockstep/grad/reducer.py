@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, KeysView, Sequence
 from enum import Enum, auto
 
 import torch
@@ -58,11 +58,9 @@ class Reducer:
 
     Args:
         named_parameters: The parameters to reduce, in the same order on every rank of ``group``.
-        group: The process group.
-        cap_bytes: The size from which a bucket is full.
-        first_cap_bytes: The same for the first bucket.
+        cap_bytes: The size from which a bucket is full; the first one, ``first_cap_bytes``.
         skip_unused: Whether buckets are skipped of which no rank uses anything.
-        sparse: The indices of those ``named_parameters`` whose gradients are sparse.
+        sparse: The indices of ``named_parameters`` whose gradients are sparse.
         is_kept: Whether it reduces more than one backward. Then it logs unusual gradients, and its
             buckets have memory that the group reduces in place, which is scarce.
 
@@ -139,9 +137,10 @@ class Reducer:
         """Parameters that any rank used in the last backward, in the same order on every rank."""
         return [*itertools.compress(self._parameters, self._used_by_any)]
 
-    def __contains__(self, parameter: torch.Tensor) -> bool:
-        """Whether it reduces the gradient of ``parameter``."""
-        return id(parameter) in self._position_of
+    @property
+    def ids(self) -> KeysView[int]:
+        """The ``id()`` of each parameter."""
+        return self._position_of.keys()
 
     @property
     def has_unreduced(self) -> bool:
@@ -164,7 +163,7 @@ class Reducer:
         self._log.logs_unused = self._log.is_on
         self._gets_gradients_twice = previous._gets_gradients_twice
         for position, parameter in enumerate(self._parameters):
-            is_new = parameter not in previous
+            is_new = id(parameter) not in previous.ids
             has_grown = parameter.grad is not None if is_new else previous.is_unreduced(parameter)
             self._accumulated[position] = has_grown
 

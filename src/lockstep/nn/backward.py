@@ -38,9 +38,11 @@ class _Backward:
     new_copy: Engine | None = None
     # The engines that have begun to reduce gradients in it, in the order in which they launch.
     engines: list[Engine] = field(default_factory=list)
-    # Engines that nobody could foresee when it began, as they are inside of reentrant checkpoints.
-    # They begin at its end. Whether ranks tell each other of theirs then.
+    # The number of those that began in a backward that failed, and that this one finishes.
+    num_continued: int = 0
+    # Engines that begin at its end, as they are inside of reentrant checkpoints and so unforeseen.
     late: set[Engine] = field(default_factory=set)
+    # Whether ranks tell each other of late engines.
     tells_late: bool = False
     # Under compiled autograd, which calls nothing at the end of a backward: the id() of parameters
     # whose gradients are yet to come. None otherwise.
@@ -119,7 +121,8 @@ class BackwardSync:
         if self._is_reducing(engine):
             self._drop_backward()
             self.finish_failed()
-        self._engines.discard(engine)
+        with _lock:
+            self._engines.discard(engine)
         self._trained.add(engine.number)  # or ranks would always ask for it
 
     def _next_number(self) -> int:
@@ -128,7 +131,8 @@ class BackwardSync:
 
     def engines(self, *, copies: bool = False) -> list[Engine]:
         """Return the engines, by number; copies that have not been trained only with ``copies``."""
-        return sorted((one for one in self._engines if one.number or copies), key=_number)
+        with _lock:
+            return sorted((one for one in self._engines if one.number or copies), key=_number)
 
     def is_running(self) -> bool:
         """Whether a backward of this rank runs."""
@@ -149,7 +153,7 @@ class BackwardSync:
         with self._lock:
             is_begun = self._join(engine)
             # The engine may have refreshed, and have other parameters by now.
-            if parameter in engine.reducer:
+            if id(parameter) in engine.reducer.ids:
                 if is_begun:
                     engine.mark_ready(parameter)
                 else:
@@ -350,13 +354,13 @@ class BackwardSync:
         if backward is not None:
             for engine in {*backward.engines, *backward.late}:
                 engine.end_backward()
-            if backward.generation is not self._generation and backward is not self._failed:
+            if backward.generation is not self._generation:
                 self._forget(backward)
             self._failed = _Backward(None, backward.generation, tells_late=backward.tells_late)
 
     def _forget(self, backward: _Backward) -> None:
         """No rank goes on with ``backward``, which the other ranks didn't run."""
-        for engine in backward.engines:
+        for engine in backward.engines[backward.num_continued :]:
             engine.num_backwards -= 1
         if backward.new_copy is not None:
             backward.new_copy.number = 0
@@ -378,7 +382,7 @@ class BackwardSync:
             for engine in failed:
                 engine.reducer.reset()
         elif failed:
-            self._failed.engines = failed
+            self._failed.engines, self._failed.num_continued = failed, len(failed)
             self._backward = self._failed
             self._finish()
 
@@ -465,8 +469,8 @@ def _apply(engines: Collection[Engine], announcement: Announcement) -> None:
         engine.buffers.source = announcement.active[0]
 
 
-# Ranks may be threads, and a dictionary that another thread changes can't be iterated over.
-_lock = threading.Lock()
+# Ranks may be threads, and what another thread changes can't be iterated over.
+_lock = threading.RLock()
 # Weakly: a group that is gone takes its BackwardSync with it.
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, BackwardSync] = weakref.WeakKeyDictionary()
 
@@ -487,8 +491,8 @@ def all_engines() -> list[Engine]:
 
 def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
     """Return the engines of some of ``parameters``, as :func:`all_engines` does."""
-    wanted = list(parameters)
-    return [engine for engine in all_engines() if any(p in engine.reducer for p in wanted)]
+    wanted = {id(parameter) for parameter in parameters}
+    return [engine for engine in all_engines() if not engine.reducer.ids.isdisjoint(wanted)]
 
 
 def finish_failed(group: dist.ProcessGroup) -> None:

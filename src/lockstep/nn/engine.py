@@ -220,7 +220,7 @@ class Engine:
             raise
         except CollectiveFailed as error:
             self.is_stale = True
-            new = [name for name, p in own if p.requires_grad and p not in self.reducer]
+            new = [name for name, p in own if p.requires_grad and id(p) not in self.reducer.ids]
             gone = [name for name, p in self.reducer.named if id(p) not in trained]
             error.add_note(
                 "This rank wanted to compare its model with the others', as it has changed since "
@@ -296,7 +296,7 @@ class Engine:
         module = self.module
         if module is not None and before != [*map(id, self.reducer.unused_parameters)]:
             for name, parameter in self._own_parameters(module):
-                if parameter.requires_grad and parameter not in self.reducer:
+                if parameter.requires_grad and id(parameter) not in self.reducer.ids:
                     self.is_stale = True
                     raise ParameterChanged(
                         f"{name!r} was put in its place without telling torch (say, in "

@@ -56,13 +56,16 @@ _groups_by_form: dict[object, weakref.WeakSet[dist.ProcessGroup] | None] = {}
 
 def watch(engine: Engine) -> None:
     """Notice changes of the modules of ``engine``, and steps of their optimizers."""
+    global _set_state
     with _lock:
         _hang(hooks.register_module_parameter_registration_hook, _registered)
         _hang(hooks.register_module_module_registration_hook, _registered)
         _hang(hooks.register_module_buffer_registration_hook, _registered)
         _hang(register_optimizer_step_pre_hook, _before_step)
         _watch_for_rpc()
-        nn.Module.__setstate__ = _set_state_of_copy  # type: ignore[method-assign]
+        if _set_state is None:  # others may replace it later, too
+            _set_state = nn.Module.__setstate__
+            nn.Module.__setstate__ = _set_state_of_copy  # type: ignore[method-assign]
         _know_form(_form_of(engine.module), engine)
 
 
@@ -162,7 +165,8 @@ def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
     raise ModelError(NOT_DISTRIBUTED % type(module).__name__)
 
 
-_set_state: Any = nn.Module.__setstate__
+# torch's function, or whose was in its place, once ours is.
+_set_state: Any = None
 
 
 @uncompiled
@@ -214,12 +218,15 @@ class _CopyHook:
         for handle in self._handles:
             handle.remove()
 
+    @uncompiled
     def __call__(self, parameter: torch.Tensor) -> None:
+        """Warn."""
         self.remove()
         if engines_with([parameter]):
             return
         with _lock:
-            groups, _groups_by_form[self._form] = _groups_by_form.get(self._form), None
+            if groups := _groups_by_form.get(self._form):
+                _groups_by_form[self._form] = None
         if groups:
             _log.warning(
                 "This %s was copied or unpickled, has the same parameters as a parallel %s, and is "
@@ -242,7 +249,7 @@ def _leave_to_torch(value: object) -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # a closure, which runs the backward within the step
-    engines = engines_with([p for group in optimizer.param_groups for p in group["params"]])
+    engines = engines_with(p for group in optimizer.param_groups for p in group["params"])
     new = [engine for engine in engines if optimizer not in engine.stepped_by]
     for engine in new:
         engine.stepped_by[optimizer] = engine.num_backwards_stepped

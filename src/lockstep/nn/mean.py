@@ -51,6 +51,10 @@ def mean(
         loss = lockstep.mean(F.cross_entropy(model(x), y, reduction="none"))
         loss.backward()
 
+    ``torch.autograd.grad()`` of it gives what this rank's gradients are before they are averaged:
+    the number of ranks times too much for inputs. A gradient penalty differentiates the sum of this
+    rank's own values instead.
+
     Under :func:`lockstep.accumulate` the gradients are those of the mean over all micro-batches of
     the step, whatever their sizes.
 

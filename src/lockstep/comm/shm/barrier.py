@@ -7,6 +7,7 @@ visible (on every processor: these are system calls); end-of-file, that its proc
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import select
@@ -157,12 +158,12 @@ class SocketBarrier:
             # Of peers that have arrived only end-of-file matters: their messages are for later.
             poll.register(descriptor, select.POLLIN if addresses[peer] is None else 0)
         dead: list[int] = []
-        mine = encoded(signature)[0]
+        mine, sooner = encoded(signature)[0], Deadline(math.inf)
         deadline.restart()
         while absent := [member for member, address in addresses.items() if address is None]:
             if others:
-                deadline.bring_forward(Deadline(MISMATCH_SECONDS))
-            left = deadline.left()
+                sooner.bring_forward(Deadline(MISMATCH_SECONDS))
+            left = min(deadline.left(), sooner.left())
             ready = wait_for(poll, min(left, LOOK_SECONDS))
             if not ready and not left:
                 if dead:
@@ -175,7 +176,7 @@ class SocketBarrier:
                     poll.unregister(descriptor)
                     if self._died(signature, peer):
                         dead.append(peer)
-                        deadline.bring_forward(Deadline(_LAST_COMER_SECONDS))
+                        sooner.bring_forward(Deadline(_LAST_COMER_SECONDS))
                     continue
                 count = self._read(peer)
                 if count < 0:

@@ -6,10 +6,12 @@ peers lose it, as they lose a process.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import uuid
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -45,6 +47,8 @@ class ThreadTransportState:
         self.size = size
         self.members = list(members or range(size))
         self.slots: dict[int, Tensor] = {}
+        # By receiver, the messages that no receive has taken, also before its mailbox is there.
+        self.unclaimed: defaultdict[int, list[Message]] = defaultdict(list)
         # Weak, as a mailbox refers to the others by this.
         self.mailboxes: weakref.WeakValueDictionary[int, ThreadMailbox] = (
             weakref.WeakValueDictionary()
@@ -99,6 +103,7 @@ class ThreadTransportState:
         others: dict[int, object],
     ) -> list[Address]:
         """As :meth:`Transport.exchange`, but put other ranks' differing calls into ``others``."""
+        sooner = Deadline(math.inf)
         deadline.restart()
         with changed:
             arrivals = self._arrivals
@@ -107,11 +112,11 @@ class ThreadTransportState:
                 while self._arrivals is arrivals:  # what fails later concerns the next exchange
                     self._check(rank, signature, arrivals)
                     if any(call != signature for call, _ in arrivals.values()):
-                        deadline.bring_forward(Deadline(MISMATCH_SECONDS))
+                        sooner.bring_forward(Deadline(MISMATCH_SECONDS))
                     if len(arrivals) == self.size:
                         self._arrivals = {}
                         changed.notify_all()
-                    elif left := deadline.left():
+                    elif left := min(deadline.left(), sooner.left()):
                         changed.wait(min(left, LOOK_SECONDS))
                     else:
                         absent, seconds = self._absent(arrivals), deadline.seconds
@@ -155,6 +160,7 @@ class ThreadMailbox(Mailbox):
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
         super().__init__(rank, state.members)
         self._changed, self._ended = changed, state.gone
+        self._unclaimed = state.unclaimed[rank]
         self._is_polled = True  # no thread polls: each change is notified of
         self._state = state
 
@@ -166,6 +172,8 @@ class ThreadMailbox(Mailbox):
                 raise self._lost(destination, f"send to rank {self._members[destination]}")
             if (receiver := self._state.mailboxes.get(destination)) is not None:
                 receiver._deliver(message)
+            else:
+                self._state.unclaimed[destination].append(message)
 
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:
         return self._state.loss(rank, self._rank, operation, operation)
