@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -128,6 +131,33 @@ def test_sparse_gradients_are_left_to_the_end() -> None:
     processes[0].derive(0, 10)
     elsewhere.add_those_there(mine)
     assert total(elsewhere, mine, processes)[0].to_dense().tolist() == [10, 15]
+
+
+class Elsewhere(torch.Tensor):
+    """As if on another device; ``num_most`` copies of all have been here at the same time."""
+
+    num_here = num_most = 0
+
+    def to(self, *_: object, **__: object) -> Any:
+        here = self.as_subclass(torch.Tensor).clone()
+        weakref.finalize(here, self._count, -1)
+        self._count(1)
+        return here
+
+    @staticmethod
+    def _count(change: int) -> None:
+        Elsewhere.num_here += change
+        Elsewhere.num_most = max(Elsewhere.num_most, Elsewhere.num_here)
+
+
+def test_gradients_of_one_replica_at_a_time_come_to_the_first_device() -> None:
+    others: list[Gradients] = [
+        [torch.full((2,), value).as_subclass(Elsewhere) for _ in range(5)] for value in VALUES
+    ]
+    total = add_up([of_first(1, 2, 3, 4, 5), *others], torch.device("cpu"))
+    assert total[1].tolist() == [float(torch.tensor(2.0) + 1.0 + 1e8 - 1e8)] * 2
+    # The next one's first may come before the last of the one before is gone.
+    assert 5 <= Elsewhere.num_most <= 6
 
 
 def test_a_backward_of_the_modules_own_is_not_taken() -> None:

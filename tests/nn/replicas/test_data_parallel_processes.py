@@ -216,6 +216,28 @@ def test_a_mean_over_fewer_parts_than_processes(count: int) -> None:
     assert_same_gradients(module, expected)
 
 
+class HasCodes(nn.Linear):
+    """Has parameters that can't have a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.codes = nn.Parameter(torch.tensor([3, -4], dtype=torch.int8), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.codes, nn.Parameter)
+        return super().forward(x) * self.mask + self.codes
+
+
+def test_parameters_that_are_not_of_floating_point() -> None:
+    module = HasCodes().double()
+    expected, x = copy.deepcopy(module), batch(5)
+    replicas = DataParallel(module, ["cpu", "cpu"], workers="processes")
+    for one in (replicas, expected):
+        one(x).sum().backward()
+    assert_same_gradients(module, expected)
+
+
 class Keeps(nn.Module):
     """Tensors in other places than parameters and arguments."""
 

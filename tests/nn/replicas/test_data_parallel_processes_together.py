@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import os
 import signal
 import socket
 import threading
 import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +175,43 @@ def test_an_interruption_does_not_wait_for_replicas(first_sleeps: bool) -> None:
     assert model(torch.zeros(4, 1)).shape == (4, 1)
 
 
+class AlarmRings(Exception):
+    """An error that a handler of signals raises."""
+
+
+@contextlib.contextmanager
+def ringing() -> Iterator[None]:
+    """Raise AlarmRings in this thread, in half a second."""
+
+    def ring(*_: object) -> None:
+        raise AlarmRings
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_nor_does_an_error_of_a_signal_handler() -> None:
+    caller = os.getpid()
+
+    class Sleeps(nn.Linear):
+        def forward(self, seconds: torch.Tensor) -> torch.Tensor:
+            if os.getpid() != caller:
+                time.sleep(float(seconds[0, 0]))
+            return super().forward(seconds)
+
+    model = in_processes(Sleeps(1, 1))
+    model(torch.zeros(4, 1))
+    began = time.monotonic()
+    with pytest.raises(AlarmRings), ringing():
+        model(torch.full((4, 1), 20.0))
+    assert time.monotonic() - began < 15
+    assert model(torch.zeros(4, 1)).shape == (4, 1)
+
+
 def test_a_replica_that_fails_is_not_waited_for() -> None:
     model = in_processes(WithLoss())
     with pytest.raises(ArithmeticError, match="no loss"):
@@ -268,6 +308,36 @@ def test_a_process_that_dies_when_it_takes_the_module() -> None:
         model(words(4))
     del module.poison
     torch.testing.assert_close(model(words(4)), module(words(4)), **TOLERANCE)
+
+
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_processes_that_were_ended_are_not_kept_by_their_last_error(is_interrupted: bool) -> None:
+    """Its traceback has an input whose graph has them: no garbage collector sees that circle."""
+    caller = os.getpid()
+
+    class Sleeps(nn.Linear):
+        def forward(self, x: torch.Tensor, seconds: float = 0.0) -> torch.Tensor:
+            if seconds and os.getpid() == caller:
+                raise KeyboardInterrupt
+            time.sleep(seconds)
+            return super().forward(x)
+
+    model = in_processes(Sleeps(1, 1))
+    x = model(torch.ones(4, 1))
+    kept = weakref.ref(model._replicas._processes)
+    if is_interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            model(x, 600.0)
+    else:
+        model.module.poison = KillsItsProcess()
+        with pytest.raises(ReplicaLost):
+            model(x)
+    del x, model
+    deadline = time.monotonic() + 10
+    while kept() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # the thread of the other replica takes a moment to hear of it
+        gc.collect()
 
 
 def test_an_eof_error_of_the_module_is_one_of_the_module() -> None:

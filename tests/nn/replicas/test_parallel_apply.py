@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextvars
+import os
+import signal
 import threading
+import time
 import traceback
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.nn.replicas import parallel_apply
+from lockstep.nn.replicas.worker_threads import WorkerThreads, nothing
 
 setting: contextvars.ContextVar[str] = contextvars.ContextVar("setting", default="none")
 
@@ -140,6 +144,43 @@ def test_all_have_ended_when_one_has_failed() -> None:
     with pytest.raises(ArithmeticError):
         apply(slow_or_failing)
     assert sorted(ended) == [1, 2]
+
+
+def test_an_interruption_after_a_failure_is_not_lost() -> None:
+    """It comes while the other thread is waited for."""
+    ended = threading.Event()
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    def interrupt() -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        ended.set()
+
+    workers = WorkerThreads(2)
+    with workers.sharing(), pytest.raises(KeyboardInterrupt):
+        workers.run([nothing, interrupt], meanwhile=fail)
+    assert ended.is_set()
+
+
+def test_an_error_of_a_signal_handler_ends_the_wait() -> None:
+    may_end = threading.Event()
+
+    def ring(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    began = time.monotonic()
+    try:
+        with pytest.raises(TimeoutError):
+            apply(lambda index: index and may_end.wait(20), 2)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        may_end.set()
+    assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,16 @@ class Channel:
         return _Unpickler(payload, memory, self._theirs).load()
 
 
+class _Key(NamedTuple):
+    """A tensor in a pickle. It and its span go as plain tuples, which are pickled much faster."""
+
+    number: int | None  # of a tensor to which the value may refer several times
+    where: Any  # its span in the sender's memory, or its shared memory, which arrives as a tensor
+    is_parameter: bool
+    requires_grad: bool
+    is_one: bool
+
+
 class Packed(cloudpickle.Pickler):  # type: ignore[misc]
     """A value, pickled without its tensors and segments, which are kept beside.
 
@@ -189,13 +199,13 @@ class Packed(cloudpickle.Pickler):  # type: ignore[misc]
             return None
         number = id(value) if id(value) in self._known else None
         if (shared := self._known.get(id(value))) is not None:
-            return number, shared, isinstance(value, nn.Parameter), value.requires_grad, False
+            is_parameter = isinstance(value, nn.Parameter)
+            return tuple(_Key(number, shared, is_parameter, value.requires_grad, is_one=False))
         if value.layout is not torch.strided:
             return None
         span = self.layout.add(value)
         self.tensors.append((value, span))
-        # A plain tuple, which is pickled much faster.
-        return number, tuple(span), False, value.requires_grad, is_one(value)
+        return tuple(_Key(number, tuple(span), False, value.requires_grad, is_one(value)))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -214,17 +224,22 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, key: Any) -> torch.Tensor:
         if isinstance(key, int):
             return self._segments[key]
-        number, found, is_parameter, requires_grad, is_one_of_all = key
-        if number in self._known:
-            return self._known[number]
-        if isinstance(found, tuple):  # the next message will lie where this one does
-            found = tensor_at(self._memories[found[0]], Span(*found)).clone()
-        tensor: torch.Tensor = nn.Parameter(found, requires_grad=False) if is_parameter else found
-        if is_one_of_all:
+        key = _Key(*key)
+        if key.number in self._known:
+            return self._known[key.number]
+        tensor: torch.Tensor
+        if isinstance(key.where, tuple):  # the next message will lie where this one does
+            span = Span(*key.where)
+            tensor = tensor_at(self._memories[span.device], span).clone()
+        else:
+            tensor = key.where
+        if key.is_parameter:
+            tensor = nn.Parameter(tensor, requires_grad=False)
+        if key.is_one:
             mark_as_one(tensor)
-        if number is not None:
-            self._known[number] = tensor
-        return tensor.requires_grad_(requires_grad)
+        if key.number is not None:
+            self._known[key.number] = tensor
+        return tensor.requires_grad_(key.requires_grad)
 
 
 def _settle(devices: Iterable[torch.device]) -> None:

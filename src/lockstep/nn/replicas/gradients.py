@@ -122,23 +122,25 @@ def add_up(of_replicas: Sequence[Gradients], home: torch.device) -> Gradients:
     The sums are on the device ``home``. Only the first replica's gradients are written to, or
     become part of the result.
     """
-    total, *others = (
-        [None if own is None else move(own, home) for own in gradients] for gradients in of_replicas
-    )
+    first, *others = of_replicas
+    total = [None if own is None else move(own, home) for own in first]
     for gradients in others:
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, gradient in enumerate(gradients):
-            so_far = total[index]
-            if gradient is None:
+        sums: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
+        for index, own in enumerate(gradients):
+            if own is None:
                 continue
+            # Only now: there is to be memory for the copies of one replica's, not of all.
+            so_far, gradient = total[index], move(own, home)
             if so_far is None:
                 total[index] = gradient.clone()
             elif so_far.layout is gradient.layout is torch.strided:
-                pairs.append((so_far, gradient))
+                sums.append(so_far)
+                parts.append(gradient)
             elif so_far.is_sparse and not gradient.is_sparse:  # torch adds sparse to dense only
                 total[index] = gradient + so_far
             else:
                 total[index] = so_far + gradient
-        if pairs:
-            _foreach_add_(*map(list, zip(*pairs, strict=True)))
+        if sums:
+            _foreach_add_(sums, parts)
     return total

@@ -81,6 +81,7 @@ def _look_up(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
     counts = torch.bincount(given["input"].reshape(-1), minlength=len(weight))
     if replica is not None:
+        # A finish, which has nothing to do, for a sum that is also over the replicas around these.
         counts = replica.add_up(counts, torch.clone)
     if max_norm is not None:
         arguments = weight.detach(), counts.nonzero().flatten(), max_norm, given["norm_type"]

@@ -315,12 +315,14 @@ class ReplicaProcesses:
                 while isinstance(answer := worker.channel.receive(), Request):
                     worker.channel.answer(partial(answer.function, *answer.arguments))
         except BaseException as lost:
-            if self._lost is None:
+            # A later loss is that of a process that was ended, perhaps for an interruption, and
+            # in_use() may be over.
+            if not self._is_ended:
                 self._lost = lost
-            self.kill()
-            replica = this_replica()
-            if replica is not None and replica.sums is not None:
-                replica.sums.error = self._lost
+                self.kill()
+                replica = this_replica()
+                if replica is not None and replica.sums is not None:
+                    replica.sums.error = lost
             raise
         worker.is_asked = False
         if isinstance(answer, Error):

@@ -135,17 +135,18 @@ class _Call:
 
     def forward(self) -> list[torch.Tensor]:
         """Call all; return the tensors in ``results``."""
-        tasks = [call.forward for call in self.calls]
         if self.is_derivative:
-            elsewhere = [call.forward for call in self.calls if call.device.type != "cpu"]
+            elsewhere = [call for call in self.calls if call.device.type != "cpu"]
 
             def meanwhile() -> None:  # in this thread: see backward()
-                for task in elsewhere:
-                    task()
+                for call in elsewhere:
+                    call.forward()
 
-            self._run([nothing if task in elsewhere else task for task in tasks], meanwhile)
+            is_here = [call.device.type == "cpu" for call in self.calls]
+            forwards = zip(self.calls, is_here, strict=True)
+            self._run([call.forward if here else nothing for call, here in forwards], meanwhile)
         else:
-            tasks = [*map(self._on_devices, self.calls, tasks)]
+            tasks = [self._on_devices(call, call.forward) for call in self.calls]
             self._run(as_replicas(tasks, in_processes=self.processes is not None))
         outputs: list[torch.Tensor] = []
         for call in self.calls:

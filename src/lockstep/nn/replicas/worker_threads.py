@@ -90,19 +90,30 @@ class WorkerThreads:
         try:
             _fulfil(futures[0], tasks[0])
             meanwhile()
-            first_error = futures[0].exception()
-            if interrupted is not None and is_interruption(first_error):
-                raise first_error
-            wait(futures)
-        except BaseException as error:
-            if interrupted is not None and is_interruption(error):
+            if interrupted is not None:
+                if is_interruption(first_error := futures[0].exception()):
+                    raise first_error
+                wait(futures)
+        except BaseException:
+            if interrupted is not None:
                 interrupted()
-            else:  # the threads of unfinished tasks would write to the tensors of the next call
-                while not all(own.done() for own in futures[1:]):
-                    with suppress(KeyboardInterrupt):
-                        wait(futures[1:])
             raise
+        finally:
+            if interrupted is None:
+                _wait_for(futures[1:])
         return futures
+
+
+def _wait_for(futures: Sequence[Future[T]]) -> None:
+    """Wait for all, Ctrl-C or not: their threads would write to the tensors of the next call."""
+    interruption: KeyboardInterrupt | None = None
+    while not all(own.done() for own in futures):
+        try:
+            wait(futures)
+        except KeyboardInterrupt as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption
 
 
 def _fulfil(future: Future[T], task: Callable[[], T]) -> None:
