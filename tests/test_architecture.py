@@ -37,7 +37,7 @@ LAYERS = {
 
 # Lower them as the code shrinks.
 MAX_LINES = 18_800
-MAX_FILES = 87
+MAX_FILES = 86
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
