@@ -50,8 +50,10 @@ _STEPS_IN = sys.modules[Optimizer.__module__].__file__
 _lock = threading.RLock()
 # The global hooks that are hung, by the function that hangs them.
 _handles: dict[object, RemovableHandle] = {}
-# By the forms of models that are or were parallel, their groups; None where a copy was warned of.
-_groups_by_form: dict[object, weakref.WeakSet[dist.ProcessGroup] | None] = {}
+# By the forms of models that are or were parallel, their groups; and the forms of which a copy was
+# warned of.
+_groups_by_form: dict[object, weakref.WeakSet[dist.ProcessGroup]] = {}
+_told_forms: set[object] = set()
 
 
 def watch(engine: Engine) -> None:
@@ -175,20 +177,21 @@ def _set_state_of_copy(module: nn.Module, state: dict[str, Any]) -> None:
     _set_state(module, state)
     # Any module of the program comes here, in any state: parts that are in a circle with it may
     # have none yet. Nothing of it may fail.
-    with suppress(Exception):
+    with suppress(Exception), _lock:
         form = _form_of(module)
         if form not in _groups_by_form:  # a parallel model may have changed
             for engine in all_engines():
                 if type(engine.module) is type(module) and _form_of(engine.module) == form:
                     _know_form(form, engine)
-        if _groups_by_form.get(form) is not None:
-            _CopyHook(form, type(module).__name__).hang(module)
+        if form in _groups_by_form and form not in _told_forms:
+            _CopyHook(form, type(module).__name__, _groups_by_form[form]).hang(module)
 
 
 def _know_form(form: object, engine: Engine) -> None:
-    groups = _groups_by_form.get(form) or weakref.WeakSet()
+    groups = _groups_by_form.setdefault(form, weakref.WeakSet())
+    if not groups:  # those of earlier models are gone
+        _told_forms.discard(form)
     groups.add(engine.process_group)
-    _groups_by_form[form] = groups
 
 
 def _form_of(module: nn.Module | None) -> object:
@@ -203,8 +206,8 @@ class _CopyHook:
     hooks.
     """
 
-    def __init__(self, form: object, name: str) -> None:
-        self._form, self._name = form, name
+    def __init__(self, form: object, name: str, groups: weakref.WeakSet[dist.ProcessGroup]) -> None:
+        self._form, self._name, self._groups = form, name, groups
         self._handles: list[RemovableHandle] = []
 
     def hang(self, module: nn.Module) -> None:
@@ -225,9 +228,10 @@ class _CopyHook:
         if engines_with([parameter]):
             return
         with _lock:
-            if groups := _groups_by_form.get(self._form):
-                _groups_by_form[self._form] = None
-        if groups:
+            is_first = bool(self._groups) and self._form not in _told_forms
+            if is_first:
+                _told_forms.add(self._form)
+        if is_first:
             _log.warning(
                 "This %s was copied or unpickled, has the same parameters as a parallel %s, and is "
                 "not parallel: each rank trains its own. Call lockstep.parallelize() on it. (This "
