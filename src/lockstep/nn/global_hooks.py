@@ -179,10 +179,9 @@ def _set_state_of_copy(module: nn.Module, state: dict[str, Any]) -> None:
     # have none yet. Nothing of it may fail.
     with suppress(Exception), _lock:
         form = _form_of(module)
-        if form not in _groups_by_form:  # a parallel model may have changed
-            for engine in all_engines():
-                if type(engine.module) is type(module) and _form_of(engine.module) == form:
-                    _know_form(form, engine)
+        for engine in all_engines():  # a parallel model may have changed
+            if type(engine.module) is type(module) and _form_of(engine.module) == form:
+                _know_form(form, engine)
         if form in _groups_by_form and form not in _told_forms:
             _CopyHook(form, type(module).__name__, _groups_by_form[form]).hang(module)
 
