@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 
@@ -178,9 +179,10 @@ def test_hooks_of_others_outlive_the_wrapper() -> None:
 
 def test_a_handle_that_a_model_holds_can_be_copied() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
-        model = in_place(net(), group)
+        in_place(net(), group)
+        model = in_place(copy.deepcopy(net()), group)  # a copy of a parallel one, for all it shows
         model.handle = model.first.weight.register_post_accumulate_grad_hook(print)
-        for copied in (copy.deepcopy(model), copy.copy(model)):
+        for copied in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))):
             assert copied.first.weight.shape == model.first.weight.shape
         model.handle.remove()
 

@@ -209,6 +209,10 @@ class _CopyHook:
         self._form, self._name, self._groups = form, name, groups
         self._handles: list[RemovableHandle] = []
 
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        """A copy, which a handle may hold, is nothing, as no parameter has it."""
+        return bool, ()
+
     def hang(self, module: nn.Module) -> None:
         """Wait for a gradient of any parameter."""
         for parameter in module.parameters():
