@@ -83,11 +83,10 @@ class MessageWork(BaseWork):
     def _complete(self, end: Deadline) -> None:
         is_held = False
         try:
-            while not (
-                is_held := self._lock.acquire(
-                    timeout=min(end.left() or LOOK_SECONDS, threading.TIMEOUT_MAX)
-                )
-            ):
+            while not is_held:
+                limit = min(end.left() or LOOK_SECONDS, threading.TIMEOUT_MAX)
+                if is_held := self._lock.acquire(timeout=limit):
+                    break
                 self._deadline.bring_forward(end)  # another thread completes it
                 if end.passed() > DEAF_SECONDS:
                     raise unheard(end)
@@ -155,9 +154,11 @@ class Mailbox(ABC):
     def send(self, tensor: Tensor, destination: int, tag: int) -> None:
         """Send a flat tensor; when this returns, it may be written to again."""
 
-    def _poll(self, seconds: float) -> None:
-        """Wait for messages, or ranks that end; deliver those and put these into ``_ended``."""
-        raise NotImplementedError
+    def _poll(self, seconds: float) -> None:  # noqa: B027 - nothing is to be done for threads
+        """Wait for messages, or ranks that end; deliver those and put these into ``_ended``.
+
+        Never called where senders deliver their messages themselves, and ``_is_polled`` stays set.
+        """
 
     @abstractmethod
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:

@@ -9,10 +9,7 @@ import io
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -393,69 +390,6 @@ def test_each_process_is_a_child_with_what_the_first_call_sees(
     assert len(set(pids)) == 4
     assert set(pids[1:]) <= {child.pid for child in psutil.Process().children()}
     assert (variable, folder, seeds) == ("set", os.getcwd(), [7, 8, 9, 10])
-
-
-PROGRAM = """
-import os, sys, torch
-from torch import nn
-import lockstep
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-    def forward(self, x):
-        return self.layer(x)
-
-model = lockstep.DataParallel(Net(), ["cpu", "cpu"], workers="processes")
-model(torch.ones(4, 4)).sum().backward()
-print(model.module.layer.bias.grad.tolist(), flush=True)
-{end}
-"""
-
-
-def is_replica(pid: int) -> bool:
-    try:
-        return "replicas.worker_main" in " ".join(psutil.Process(pid).cmdline())
-    except psutil.Error:  # it has ended
-        return False
-
-
-@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)", "os._exit(0)"])
-def test_nothing_is_left_of_a_program(end: str) -> None:
-    """It is a script without a guard, and its classes are in ``__main__``."""
-    before = set(psutil.pids())
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(end=end)], capture_output=True, text=True, timeout=300
-    )
-    assert run.stdout == "[4.0, 4.0]\n", run.stderr
-    deadline = time.monotonic() + 10
-    while left := [pid for pid in set(psutil.pids()) - before if is_replica(pid)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-
-
-def test_nothing_is_left_of_a_program_that_ends_in_its_first_call() -> None:
-    """Its output ends when the last process has ended that could write there."""
-    before = set(psutil.pids())
-    end = "import threading; threading.Timer(0.2, os.kill, (os.getpid(), 9)).start(); model("
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("model(", end, 1)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (run.returncode, run.stderr) == (-signal.SIGKILL, "")
-    assert not [pid for pid in set(psutil.pids()) - before if is_replica(pid)]
-
-
-@pytest.mark.long
-def test_in_an_interactive_session() -> None:
-    typed = PROGRAM.format(end="model = None")
-    run = subprocess.run(
-        [sys.executable, "-iq"], input=typed, capture_output=True, text=True, timeout=300
-    )
-    assert run.stdout == "[4.0, 4.0]\n", run.stderr
 
 
 def test_memory_of_a_model_that_is_gone_is_free() -> None:
