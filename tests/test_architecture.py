@@ -27,6 +27,7 @@ LAYERS = {
     "data": 3,
     "nn": 3,
     "launcher": 4,
+    "optim": 4,
     "train": 4,
     "integrations": 5,
     "bench": 5,
@@ -36,8 +37,8 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 18_800
-MAX_FILES = 86
+MAX_LINES = 19_600
+MAX_FILES = 93
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.

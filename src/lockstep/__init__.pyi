@@ -19,5 +19,7 @@ from .nn import replicate as replicate
 from .nn import scatter as scatter
 from .nn import scatter_kwargs as scatter_kwargs
 from .nn import sync_buffers as sync_buffers
+from .optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+from .optim import shard_optimizer as shard_optimizer
 from .world import World as World
 from .world import init as init

@@ -89,6 +89,10 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_modules": "children by name",
         "_parameters": "parameters by name, which are replaced in replicas",
     },
+    "torch.optim.Optimizer": {
+        "_optimizer_step_post_hooks": "put in order: that of a sharded optimizer comes first",
+        "_optimizer_step_pre_hooks": "the same; it comes last",
+    },
     "torch.nn.RNN": {
         "_flat_weights": "a recurrent module's second list of its parameters",
         "_flat_weights_names": "their names",

@@ -12,12 +12,14 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
+from lockstep.errors import ModelError
 from tests.nn.test_join import OurDDP, assert_all_are, batches, by_hand, launch, sgd
 from tests.nn.test_parallelize import net
 
 # Of the import of torch.distributed.optim.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 WRAPPERS = pytest.mark.parametrize("wrap", [OurDDP, TorchDDP], ids=["ours", "torch"])
+OPTIMIZERS = pytest.mark.parametrize("kind", ["ours", "torch"])
 LENGTHS = pytest.mark.parametrize("lengths", [(2, 4), (3, 1), (0, 2)], ids=str)
 
 
@@ -25,10 +27,11 @@ def wrapped(wrap: type[nn.Module]) -> nn.Module:
     return wrap(net(), find_unused_parameters=True)
 
 
-def sharded(model: nn.Module) -> torch.optim.Optimizer:
+def sharded(model: nn.Module, kind: str) -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    its = lockstep.ZeroRedundancyOptimizer if kind == "ours" else ZeroRedundancyOptimizer
+    return its(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -62,12 +65,15 @@ def test_a_model_alone(wrap: type[nn.Module], lengths: tuple[int, ...]) -> None:
 
 @LENGTHS
 @pytest.mark.parametrize("initial", [True, False], ids=["by all", "by those with data"])
-def test_a_model_and_a_sharded_optimizer(initial: bool, lengths: tuple[int, ...]) -> None:
+@OPTIMIZERS
+def test_a_model_and_a_sharded_optimizer(
+    kind: str, initial: bool, lengths: tuple[int, ...]
+) -> None:
     """Ranks that are through step for their share, with the gradients of those that are not."""
 
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrapped(OurDDP)
-        optimizer = sharded(model)
+        optimizer = sharded(model, kind)
         own, joinables = batches(lengths)[world.rank], [model, optimizer]
         return train(model, optimizer, joinables, own, divide_by_initial_world_size=initial)
 
@@ -92,13 +98,14 @@ def test_two_models(wrap: type[nn.Module]) -> None:
     assert_all_are(launch(body), by_hand(lengths) + by_hand(lengths, optimizer_of=momentum))
 
 
-def test_two_models_each_with_a_sharded_optimizer() -> None:
+@OPTIMIZERS
+def test_two_models_each_with_a_sharded_optimizer(kind: str) -> None:
     """A rank that is through takes part in the first one's step before the second's backward."""
     lengths = (2, 4)
 
     def body(world: lockstep.World) -> list[torch.Tensor]:
         models = [wrapped(OurDDP), wrapped(OurDDP)]
-        optimizers = [sharded(model) for model in models]
+        optimizers = [sharded(model, kind) for model in models]
         pairs = list(zip(models, optimizers, strict=True))
         with Join([each for pair in pairs for each in pair]):
             for batch in batches(lengths)[world.rank]:
@@ -135,12 +142,13 @@ def gradients_at(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [p.grad for p in alone.parameters() if p.grad is not None]
 
 
-def test_after_it_a_rank_may_evaluate_alone() -> None:
+@OPTIMIZERS
+def test_after_it_a_rank_may_evaluate_alone(kind: str) -> None:
     lengths = (1, 2)
 
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrapped(OurDDP)
-        optimizer = sharded(model)
+        optimizer = sharded(model, kind)
         train(model, optimizer, [model, optimizer], batches(lengths)[world.rank])
         if world.rank == 0:
             with torch.no_grad():
@@ -151,13 +159,16 @@ def test_after_it_a_rank_may_evaluate_alone() -> None:
     assert_all_are(launch(body), gradients_at(by_hand(lengths, optimizer_of=momentum)))
 
 
+@OPTIMIZERS
 @WRAPPERS
-def test_the_first_rank_that_is_through_may_end_the_loop_for_all(wrap: type[nn.Module]) -> None:
+def test_the_first_rank_that_is_through_may_end_the_loop_for_all(
+    wrap: type[nn.Module], kind: str
+) -> None:
     lengths = (1, 3)
 
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrapped(wrap)
-        optimizer = sharded(model)
+        optimizer = sharded(model, kind)
         own, joinables = batches(lengths)[world.rank], [model, optimizer]
         with pytest.raises(RuntimeError, match="exhausted"):
             train(model, optimizer, joinables, own, throw_on_early_termination=True)
@@ -200,3 +211,13 @@ def test_after_it_was_left_otherwise_a_loop_may_be_joined(left: str) -> None:
         return [p.detach() for p in model.parameters()]
 
     assert_all_are(launch(body), by_hand(lengths))
+
+
+def test_an_optimizer_that_ranks_without_data_cannot_follow_is_refused() -> None:
+    def body(world: lockstep.World) -> None:
+        model = wrapped(OurDDP)
+        optimizer = lockstep.shard_optimizer(momentum(model))
+        with pytest.raises(ModelError, match="ZeroRedundancyOptimizer"):
+            train(model, optimizer, [model], batches((1, 1))[world.rank])
+
+    launch(body)

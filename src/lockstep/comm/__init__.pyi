@@ -3,6 +3,7 @@ from .any_group import SingleRankGroup as SingleRankGroup
 from .any_group import TensorBroadcast as TensorBroadcast
 from .any_group import all_gather as all_gather
 from .any_group import all_gather_bytes as all_gather_bytes
+from .any_group import all_gather_in_place as all_gather_in_place
 from .any_group import any_rank as any_rank
 from .any_group import broadcast_tensors as broadcast_tensors
 from .any_group import can_average as can_average
@@ -25,12 +26,14 @@ from .group import SharedMemoryGroup as SharedMemoryGroup
 from .join_state import Announcement as Announcement
 from .join_state import JoinState as JoinState
 from .join_state import Step as Step
+from .join_state import add_update as add_update
 from .join_state import gather_in_step as gather_in_step
 from .join_state import join_state_of as join_state_of
 from .join_state import mean_divisor as mean_divisor
 from .join_state import set_join_state as set_join_state
 from .join_state import sum_in_step as sum_in_step
 from .shm.memory import Segment as Segment
+from .shm.memory import bytes_of as bytes_of
 from .shm.memory import check_room as check_room
 from .shm.memory import map_segment as map_segment
 from .shm.memory import receive_message as receive_message

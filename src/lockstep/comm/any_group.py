@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from lockstep.comm.arguments import flattened, without_repeats
 from lockstep.comm.collectives import sum_sparse
 from lockstep.comm.failures import explained
+from lockstep.comm.shm.memory import bytes_of
 from lockstep.errors import CollectiveFailed, LockstepError, SharedMemoryFull
 
 _log = logging.getLogger(__name__)
@@ -108,6 +109,16 @@ def all_gather(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
     return gathered
 
 
+def all_gather_in_place(group: ProcessGroup, memory: Tensor) -> None:
+    """Copy each rank's part of ``memory``, which has equal ones in rank order, to all ranks.
+
+    All ranks must call it; it blocks, or on a GPU the current stream does.
+    """
+    parts = list(memory.view(group.size(), -1))
+    own = parts[group.rank()]
+    Pending(group, "all_gather", lambda: group.allgather([parts], [own])).wait()
+
+
 def all_gather_bytes(group: ProcessGroup, payload: bytes, device: torch.device) -> Sequence[bytes]:
     """Return every rank's ``payload``, in rank order, on every rank; nothing is unpickled.
 
@@ -118,7 +129,8 @@ def all_gather_bytes(group: ProcessGroup, payload: bytes, device: torch.device) 
     padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
     gathered = all_gather(group, padded.to(device))
     return [
-        bytes(part[: int(length)].tolist()) for part, length in zip(gathered, lengths, strict=True)
+        bytes(bytes_of(part.cpu())[: int(length)])
+        for part, length in zip(gathered, lengths, strict=True)
     ]
 
 

@@ -8,7 +8,7 @@ each collective of a step, and the ranks that are through announce that.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ class Step(IntEnum):
     GATHER = 3  # all-gather that many elements of float64
     SUM = 4  # all-reduce that many elements of float64
     NOTHING = 5  # go on to the next forward without having reduced anything
+    UPDATE = 6  # take a step of the sharded optimizer of that number
 
 
 class Announcement(NamedTuple):
@@ -36,7 +37,7 @@ class Announcement(NamedTuple):
 
     active: Sequence[int]  # the ranks that still have data, in ascending order
     step: Step  # their next step; THROUGH if there are none
-    detail: int  # a mask of engines or a number of elements, depending on the step
+    detail: int  # a mask of engines, a number of elements or of an optimizer, by the step
 
 
 class JoinState:
@@ -47,7 +48,12 @@ class JoinState:
         device: A device whose tensors the group can carry.
         divide_by_active: Whether ranks without data don't count in means.
         throws: Whether the first rank that is through ends the loop for all.
+
+    Attributes:
+        follows_updates: Whether ranks without data take steps of sharded optimizers.
     """
+
+    follows_updates = True
 
     def __init__(
         self,
@@ -115,6 +121,32 @@ class JoinState:
             all_gather(self._group, zeros)
         elif announcement.step is Step.SUM:
             start_all_reduce(self._group, zeros).wait()
+
+    def follow_update(self, announcement: Announcement) -> None:
+        """Take the step of a sharded optimizer that the others have announced."""
+        update = _updates[self._group][announcement.detail]()
+        if update is None:
+            raise CollectiveFailed(
+                "A sharded optimizer steps in join(), and this rank, which is through, has dropped "
+                "it. Keep it until the end of the loop."
+            )
+        update(self._group, announcement.active[0])
+
+
+# Takes a step along with the ranks of a group that still have data, with the options of that rank.
+Update = Callable[[ProcessGroup, int], None]
+
+# By group, its sharded optimizers, in the order in which all ranks have made them.
+_updates: weakref.WeakKeyDictionary[ProcessGroup, list[weakref.WeakMethod[Update]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def add_update(group: ProcessGroup, update: Update) -> int:
+    """Return the number by which ranks of ``group`` announce this ``update``, a method."""
+    updates = _updates.setdefault(group, [])
+    updates.append(weakref.WeakMethod(update))
+    return len(updates) - 1
 
 
 # They belong to the contexts of join(), and end with those.

@@ -2,6 +2,7 @@
 
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.mean import average_gradients, mean
+from lockstep.nn.parallel_state import groups_of, is_parallel
 from lockstep.nn.parallelize import accumulate, join, no_sync, parallelize, sync_buffers
 from lockstep.nn.replicas import (
     DataParallel,
@@ -22,6 +23,8 @@ __all__ = [
     "average_gradients",
     "data_parallel",
     "gather",
+    "groups_of",
+    "is_parallel",
     "join",
     "mean",
     "no_sync",

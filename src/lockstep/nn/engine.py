@@ -313,6 +313,12 @@ class Engine:
             self.reducer.mark_accumulated(pending.parameters.pop())
         self.reducer.give_up()
 
+    def sparse_parameters(self) -> list[nn.Parameter]:
+        """Return its parameters whose gradients are sparse."""
+        module = self.module
+        indices = [] if module is None else sparse_indices(module, self.parameters)
+        return [self.parameters[index] for index in indices]
+
     def everything_that_follows(self) -> list[torch.Tensor]:
         """Return its parameters, and the buffers that are kept alike."""
         module = self.module

@@ -78,6 +78,9 @@ class UnevenLoop(JoinState):
         if step in (Step.GATHER, Step.SUM):
             self.follow(announcement)
             return step
+        if step is Step.UPDATE:
+            self.follow_update(announcement)
+            return step
         bits = enumerate(self._members)
         engines: list[Engine] = [one for bit, one in bits if announcement.detail >> bit & 1]
         if step is Step.BEGIN and engines:
@@ -135,6 +138,8 @@ class _JoinedModels(UnevenLoop):
     There an iteration begins with the first model's forward, and is over for a model when its
     gradients have been reduced, or else when the next iteration begins.
     """
+
+    follows_updates = False  # as an iteration is over before they come
 
     def begin_iteration(self) -> None:
         """The first model's forward begins."""

@@ -22,8 +22,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.arguments import check_module
 from lockstep.comm import broadcast_tensors, this_thread
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
+from lockstep.grad import gradient_dtype
 from lockstep.nn.autograd import current_task, is_any_reached, is_backward_of_replicas
-from lockstep.nn.backward import backward_sync_of, finish_failed
+from lockstep.nn.backward import all_engines, backward_sync_of, finish_failed
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.global_hooks import unwatch, watch
 from lockstep.nn.verify import check_same_model
@@ -152,6 +153,21 @@ def _all_states() -> list[ParallelState]:
     """Return the states of all parallel modules, each once."""
     with _lock:
         return list(dict.fromkeys(_states.values()))
+
+
+def groups_of(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | None]:
+    """Return the ranks that keep each parameter in step by means of dense gradients, if any do."""
+    groups: dict[int, dist.ProcessGroup] = {}
+    for engine in all_engines():
+        sparse = {*map(id, engine.sparse_parameters())}
+        followers = engine.everything_that_follows()
+        groups |= {id(one): engine.process_group for one in followers if id(one) not in sparse}
+    return [groups.get(id(p)) if gradient_dtype(p) is p.dtype else None for p in parameters]
+
+
+def is_parallel(parameter: nn.Parameter) -> bool:
+    """Whether ``parameter`` is trained as a part of a parallel module, on one rank too."""
+    return any(parameter in state.parameters for state in _all_states())
 
 
 def attach(

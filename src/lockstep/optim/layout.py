@@ -1,0 +1,67 @@
+"""The layout of sharded parameters in one memory, and which elements each rank owns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Parameters, and the ranks' blocks, begin at multiples of so many elements: whole cache lines.
+_ALIGNMENT = 64
+
+
+class Layout(NamedTuple):
+    """Parameters in one memory, of which rank ``r`` owns block ``r``; all in elements."""
+
+    offsets: tuple[int, ...]  # of each parameter
+    block: int  # the size of a block
+
+
+class Piece(NamedTuple):
+    """The elements of a parameter that one rank owns."""
+
+    parameter: int  # its index
+    start: int  # its first element, of the parameter's
+    stop: int
+
+
+def cut_evenly(numels: Sequence[int], num_ranks: int) -> Layout:
+    """Lay parameters side by side in their order, and cut the memory into equal blocks."""
+    ends = [0, *itertools.accumulate(map(_aligned, numels))]
+    return Layout(tuple(ends[:-1]), _aligned(-(-ends[-1] // num_ranks)))
+
+
+def keep_whole(numels: Sequence[int], num_ranks: int) -> Layout:
+    """Give each rank whole parameters, of about as many elements in all as any other rank.
+
+    The largest parameter goes first, each to the rank that has least so far.
+
+    Source: R. Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): the largest block is
+    less than 4/3 of the least possible.
+    """
+    owners, loads = [0] * len(numels), [0] * num_ranks
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += _aligned(numels[index])
+    block = max(loads)
+    ends = [rank * block for rank in range(num_ranks)]
+    offsets = []
+    for owner, numel in zip(owners, numels, strict=True):
+        offsets.append(ends[owner])
+        ends[owner] += _aligned(numel)
+    return Layout(tuple(offsets), block)
+
+
+def pieces_of(layout: Layout, numels: Sequence[int], rank: int) -> list[Piece]:
+    """Return what ``rank`` owns, in the order of its memory; parameters without elements too."""
+    first, last = rank * layout.block, (rank + 1) * layout.block
+    pieces = []
+    for index, (offset, numel) in enumerate(zip(layout.offsets, numels, strict=True)):
+        start, stop = max(0, first - offset), min(numel, last - offset)
+        if start < stop or (not numel and first <= offset < last):
+            pieces.append(Piece(index, start, stop))
+    return sorted(pieces, key=lambda piece: layout.offsets[piece.parameter])
+
+
+def _aligned(numel: int) -> int:
+    return -(-max(numel, 1) // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,338 @@
+"""``shard_optimizer(optimizer)``: the same object, with work and state divided among the ranks."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from lockstep.arguments import check_type
+from lockstep.comm import Step, add_update, all_gather_bytes, have_same, join_state_of
+from lockstep.errors import AlreadyParallel, CollectiveFailed, ModelError, ModelMismatch
+from lockstep.nn import groups_of, is_parallel
+from lockstep.optim.flat import FlatParameters
+from lockstep.optim.shard import Shard, make_shards
+from lockstep.optim.state import State, gather_state, put_state
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+# Their update of an element depends on its own value, gradient and state, and on nothing else but
+# options and the number of steps.
+_ELEMENTWISE = {
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+# Returns, for each parameter, the ranks that keep it in step; None for one that is this rank's own.
+GroupsOf = Callable[[Sequence[nn.Parameter]], Sequence[dist.ProcessGroup | None]]
+
+
+def shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
+    """Divide the work and the state of ``optimizer`` among the ranks, in place.
+
+    It stays the same object of the same class, with the same parameter groups, and leaves the same
+    parameters behind: but each rank updates a part of them, holds the state of that part alone,
+    and gets the rest from the other ranks. So ``step()`` does less work, and the state of an Adam
+    takes 1/N of the memory. On one rank it changes nothing. ::
+
+        model = lockstep.parallelize(model)
+        optimizer = lockstep.shard_optimizer(torch.optim.AdamW(model.parameters()))
+
+    Options may be changed, groups added, and parameters frozen, unfrozen or replaced at any time,
+    on every rank alike. Parameters with sparse gradients, and those that no parallel module has,
+    are each rank's own, as before.
+
+    torch's element-wise optimizers (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam,
+    RAdam, ASGD, Rprop) update equal parts of the elements on each rank, wherever that cuts a
+    parameter. Any other updates whole parameters, about as many elements on each rank; it has to
+    update a parameter without a look at others. ``optimizer.state`` holds this rank's part, by
+    tensors of its own.
+
+    Every rank must call it, with the same optimizer, and from then on its ``step()``,
+    ``state_dict()`` and ``load_state_dict()``, which block. ``state_dict()`` is the ordinary one,
+    of all parameters, on every rank; with ``rank0_only=True`` the other ranks get one without
+    state. Ordinary ones are loaded, of any number of ranks. A closure is called once, before the
+    step.
+
+    Args:
+        optimizer: One whose parameters are those of modules that were given to
+            :func:`parallelize`, or are in a wrapper.
+
+    Returns:
+        ``optimizer`` itself.
+
+    Raises:
+        ModelError: If none of its parameters is a parallel module's, or it is an LBFGS, whose
+            update of each parameter depends on all others.
+        ModelMismatch: If the ranks' optimizers differ.
+        AlreadyParallel: If it is sharded already.
+        TypeError: If it isn't an optimizer.
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models" (2020), stage 1.
+    """
+    check_type("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+    kind = type(optimizer).__name__
+    if _is_sharded(optimizer):
+        raise AlreadyParallel(f"This {kind} is sharded already. Go on with it as it is.")
+    if isinstance(optimizer, LBFGS):
+        raise ModelError(
+            "LBFGS computes the update of each parameter from all of them, so its work can't be "
+            "divided among ranks. Use it as it is: with a parallel model, it takes the same steps "
+            "on every rank."
+        )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(map(is_parallel, parameters)):
+        raise ModelError(
+            f"No parameter of this {kind} is a parallel module's, so the ranks' gradients differ "
+            "and their updates can't be shared. Call lockstep.parallelize(model) before."
+        )
+    if any(group is not None for group in groups_of(parameters)):
+        Sharding(optimizer, groups_of)
+    return optimizer
+
+
+class Sharding:
+    """Divides the steps of an optimizer among the ranks of its parameters.
+
+    Between steps the optimizer has the program's parameters and options; its state is that of this
+    rank's shards. During a step its groups hold the shards in place of the parameters, so that the
+    arithmetic is that of its own class. Afterwards the ranks send each other what they changed.
+
+    With ``is_joinable``, torch's Join context itself lets ranks without data take the steps.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, groups_of: GroupsOf, *, is_joinable: bool = False
+    ) -> None:
+        self._optimizer, self._groups_of, self._is_joinable = optimizer, groups_of, is_joinable
+        self._own_step = optimizer.step
+        self._flats: list[FlatParameters] = []
+        self._shards: list[Shard] = []
+        # The parameters of each group that are this rank's own, and the id() of all of them.
+        self._local: list[list[nn.Parameter]] = []
+        self._ids: list[list[int]] = []
+        # While a step runs, the program's parameters, by group.
+        self._replaced: list[Any] = []
+        # By process group, the number by which ranks announce a step in lockstep.join().
+        self._numbers: dict[dist.ProcessGroup, int] = {}
+        self._arrange(optimizer.state)
+        self._before = optimizer.register_step_pre_hook(self._begin_step)
+        self._after = optimizer.register_step_post_hook(self._end_step)
+
+        @wraps(self._own_step)  # which a learning rate scheduler may have marked
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+            return self._step(closure, options)
+
+        vars(optimizer).update(
+            step=MethodType(step, optimizer),
+            state_dict=self.state_dict,
+            load_state_dict=self.load_state_dict,
+        )
+
+    def _arrange(self, state: Mapping[Any, State]) -> None:
+        """Divide the parameters that the optimizer has now, with ``state`` by parameter."""
+        groups = self._optimizer.param_groups
+        number = {p: index for index, group in enumerate(groups) for p in group["params"]}
+        self._ids = _ids(groups)
+        # Within each group in the order in which gradients come.
+        parameters = [*reversed(number)]
+        parameters.sort(key=number.__getitem__)
+        together: dict[Any, list[nn.Parameter]] = defaultdict(list)
+        local = set()
+        for parameter, ranks in zip(parameters, self._groups_of(parameters), strict=True):
+            if ranks is None:
+                local.add(parameter)
+            else:
+                together[ranks, parameter.dtype, parameter.device].append(parameter)
+        self._local = [[p for p in group["params"] if p in local] for group in groups]
+        self._flats, self._shards = [], []
+        keeps_whole = type(self._optimizer) not in _ELEMENTWISE
+        for (ranks, *_), own in together.items():
+            numbers = [number[parameter] for parameter in own]
+            self._check_same(ranks, own, numbers)
+            flat = FlatParameters(ranks, own, keeps_whole=keeps_whole)
+            self._flats.append(flat)
+            self._shards += make_shards(flat, numbers)
+            if ranks not in self._numbers:
+                self._numbers[ranks] = add_update(ranks, self.follow)
+        whole, own_state = dict(state), self._optimizer.state
+        own_state.clear()
+        shared = {p for flat in self._flats for p in flat.parameters}
+        own_state.update({key: value for key, value in whole.items() if key not in shared})
+        self._shards = [p for shard in self._shards for p in put_state(shard, whole, own_state)]
+
+    def _check_same(
+        self, ranks: dist.ProcessGroup, own: Sequence[nn.Parameter], numbers: Sequence[int]
+    ) -> None:
+        kind = type(self._optimizer).__name__
+        shapes = [list(parameter.shape) for parameter in own]
+        description = json.dumps([kind, str(own[0].dtype), shapes, list(numbers)])
+        if not have_same(ranks, description.encode(), own[0].device):
+            raise ModelMismatch(
+                f"The ranks' {kind}s differ in their class, or in the order, shapes or groups of "
+                "their parameters. Make the same optimizer on every rank before it is sharded."
+            )
+
+    def _whole_state(self) -> dict[Any, State]:
+        """Return the state of all parameters. Every rank calls it; it blocks."""
+        state = self._optimizer.state
+        found: dict[Any, State] = {}
+        for flat in self._flats:
+            found |= gather_state(flat, [s for s in self._shards if s.flat is flat], state)
+        own = {shard.tensor for shard in self._shards}
+        return found | {key: value for key, value in state.items() if key not in own}
+
+    def _refresh(self) -> None:
+        """Arrange the parameters anew if the program has changed them."""
+        is_same = self._ids == _ids(self._optimizer.param_groups)
+        if not is_same or not all(flat.is_valid() for flat in self._flats):
+            self._arrange(self._whole_state())
+        for flat in self._flats:
+            flat.take_back()
+
+    def _step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for ranks, number in self._numbers.items():
+            self._announce(ranks, number)
+        result = self._take_step(options)
+        return result if closure is None else loss
+
+    def _take_step(self, options: dict[str, Any]) -> Any:
+        # Hooks of others are to see the program's parameters.
+        pre: Any = self._optimizer._optimizer_step_pre_hooks
+        post: Any = self._optimizer._optimizer_step_post_hooks
+        pre.move_to_end(self._before.id)
+        post.move_to_end(self._after.id, last=False)
+        try:
+            return self._own_step(**options)
+        finally:
+            self._put_parameters_back()
+
+    def _begin_step(self, *_: object) -> None:
+        self._refresh()
+        lacks = {flat: [p.grad is None for p in flat.parameters] for flat in self._flats}
+        if any(map(any, lacks.values())):
+            state = self._optimizer.state
+            self._shards = [
+                part
+                for shard in self._shards
+                for part in shard.split(lacks[shard.flat].__getitem__, state)
+            ]
+        trained: list[list[torch.Tensor]] = [[*own] for own in self._local]
+        for shard in self._shards:
+            if not lacks[shard.flat][shard.pieces[0].parameter]:
+                shard.take_gradient()
+                trained[shard.group].append(shard.tensor)
+        groups = self._optimizer.param_groups
+        self._replaced = [group["params"] for group in groups]
+        for group, own in zip(groups, trained, strict=True):
+            group["params"] = own
+
+    def _end_step(self, *_: object) -> None:
+        self._put_parameters_back()
+        for shard in self._shards:
+            shard.tensor.grad = None
+        for flat in self._flats:
+            try:
+                flat.publish()
+            except CollectiveFailed as error:
+                error.add_note(
+                    f"It was at the end of a step of {type(self._optimizer).__name__}, where ranks "
+                    "send each other the parameters that they have updated. Of these, some are of "
+                    "this step now and some of the one before: go on from a checkpoint."
+                )
+                raise
+
+    def _put_parameters_back(self) -> None:
+        replaced, self._replaced = self._replaced, []
+        for group, parameters in zip(self._optimizer.param_groups, replaced, strict=False):
+            group["params"] = parameters
+
+    def _announce(self, ranks: dist.ProcessGroup, number: int) -> None:
+        """Let ranks that have no data any more take the step, too."""
+        state = join_state_of(ranks)
+        if state is None or self._is_joinable:
+            return
+        if not state.follows_updates:
+            raise ModelError(
+                "A sharded optimizer steps in torch's Join context, where ranks without data don't "
+                "know of it, and its work is divided among all. Use lockstep.join(model), or pass "
+                "a lockstep.ZeroRedundancyOptimizer to the context, behind the model."
+            )
+        first = state.call(Step.UPDATE, number).active[0]
+        self._take_options(ranks, first)
+
+    def follow(self, ranks: dist.ProcessGroup, first: int) -> None:
+        """Take a step of the ranks that still have data, with the options of rank ``first``."""
+        self._take_options(ranks, first)
+        self._take_step({})
+
+    def _take_options(self, ranks: dist.ProcessGroup, first: int) -> None:
+        """Take over the numbers among the options of rank ``first``, such as learning rates."""
+        groups = self._optimizer.param_groups
+        numbers = [
+            {name: float(v) for name, v in group.items() if _is_number(v)} for group in groups
+        ]
+        device = self._flats[0].parameters[0].device
+        answers = all_gather_bytes(ranks, json.dumps(numbers).encode(), device)
+        for group, own in zip(groups, json.loads(answers[first]), strict=True):
+            for name, number in own.items():
+                if isinstance(group[name], torch.Tensor):
+                    group[name].fill_(number)
+                elif float(group[name]) != number:
+                    group[name] = type(group[name])(number)
+
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Return the ordinary state dict, of all parameters. Every rank calls it; it blocks.
+
+        With ``rank0_only`` those of other ranks than the first have no state.
+        """
+        self._refresh()
+        whole = self._whole_state()
+        if rank0_only and any(ranks.rank() for ranks in self._numbers):
+            whole = {}
+        own, self._optimizer.state = self._optimizer.state, defaultdict(dict, whole)
+        try:
+            return type(self._optimizer).state_dict(self._optimizer)
+        finally:
+            self._optimizer.state = own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load an ordinary state dict, of which this rank keeps its part. Every rank calls it."""
+        type(self._optimizer).load_state_dict(self._optimizer, state_dict)
+        self._arrange(self._optimizer.state)
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    """Whether the steps of ``optimizer`` are divided among ranks."""
+    return isinstance(getattr(optimizer.state_dict, "__self__", None), Sharding)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float)
+
+
+def _ids(groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+    return [[*map(id, group["params"])] for group in groups]

@@ -1,0 +1,123 @@
+"""The state of a sharded optimizer: from the ranks' shards to whole parameters, and back."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, MutableMapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from lockstep.comm import all_gather_bytes, all_gather_in_place, bytes_of
+from lockstep.optim.flat import FlatParameters, elements_of
+from lockstep.optim.shard import Shard, is_by_element
+
+State = dict[str, Any]
+
+
+def gather_state(
+    flat: FlatParameters, shards: Sequence[Shard], state: Mapping[Any, State]
+) -> dict[torch.Tensor, State]:
+    """Return the state of those parameters of ``flat`` that have one.
+
+    Every rank calls it, with its shards of ``flat`` and their ``state``; it blocks.
+    """
+    # For each shard the indices of its parameters, by name the dtypes of state that is there for
+    # each element, and all other state.
+    own: list[tuple[list[int], dict[str, str], dict[str, Any]]] = []
+    for shard in shards:
+        if shard.tensor in state:
+            parts, others = {}, {}
+            for name, value in state[shard.tensor].items():
+                if is_by_element(flat, shard.tensor, name, value):
+                    parts[name] = str(value.dtype).removeprefix("torch.")
+                else:
+                    others[name] = _encoded(name, value)
+            own.append(([piece.parameter for piece in shard.pieces], parts, others))
+    payload, device = json.dumps(own).encode(), flat.parameters[0].device
+    found: dict[int, State] = {}
+    dtypes: dict[str, str] = {}
+    for answer in all_gather_bytes(flat.group, payload, device):
+        for indices, parts, others in json.loads(answer):
+            dtypes |= parts
+            for index in indices:
+                decoded = {name: _decoded(value) for name, value in others.items()}
+                found.setdefault(index, dict.fromkeys(parts) | decoded)
+    for name, dtype in sorted(dtypes.items()):
+        memory = flat.new_memory(getattr(torch, dtype))
+        for shard in shards:
+            value = state.get(shard.tensor, {}).get(name)
+            if value is not None:
+                flat.part(memory, shard.pieces).copy_(elements_of(value, shard.tensor))
+        all_gather_in_place(flat.group, memory)
+        for index, view in enumerate(flat.views_of(memory)):
+            if name in found.get(index, ()):
+                found[index][name] = view.clone()
+    return {flat.parameters[index]: found[index] for index in sorted(found)}
+
+
+def put_state(
+    shard: Shard, whole: Mapping[Any, State], state: MutableMapping[Any, State]
+) -> list[Shard]:
+    """Put the part of ``shard`` of the parameters' state ``whole`` into ``state``.
+
+    Returns the shard; or parts of it, if its parameters differ in state that they have once, such
+    as the number of steps.
+    """
+    flat, parameters = shard.flat, shard.flat.parameters
+
+    def once(index: int) -> State | None:
+        parameter = parameters[index]
+        if parameter not in whole:
+            return None
+        items = whole[parameter].items()
+        return {name: v for name, v in items if not is_by_element(flat, parameter, name, v)}
+
+    def key(index: int) -> str:
+        own = once(index)
+        return json.dumps(own and {name: _encoded(name, value) for name, value in own.items()})
+
+    parts = shard.split(key, {})
+    for part in parts:
+        first = part.pieces[0].parameter
+        values = once(first)
+        if values is None:
+            continue
+        own = deepcopy(values)
+        for name, value in whole[parameters[first]].items():
+            if name in own:
+                continue
+            own[name] = torch.zeros_like(part.tensor, dtype=value.dtype)
+            if flat.keeps_whole:
+                own[name].copy_(value)
+                continue
+            for piece in part.pieces:
+                parameter = parameters[piece.parameter]
+                source = elements_of(whole[parameter][name], parameter)
+                own[name][part.place_of(piece)].copy_(source[piece.start : piece.stop])
+        state[part.tensor] = own
+    return parts
+
+
+def _encoded(name: str, value: object) -> object:
+    """Return ``value`` in a form that JSON keeps."""
+    if isinstance(value, torch.Tensor):
+        data = bytes(bytes_of(value.detach().cpu().contiguous()))
+        dtype = str(value.dtype).removeprefix("torch.")
+        return [dtype, list(value.shape), str(value.device), base64.b64encode(data).decode()]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(
+        f"The optimizer's state {name!r} is a {type(value).__name__}, which can't be divided among "
+        "ranks: numbers, strings and tensors can."
+    )
+
+
+def _decoded(value: Any) -> object:
+    if not isinstance(value, list):
+        return value
+    dtype, shape, device, data = value
+    flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
+    return flat.view(getattr(torch, dtype)).view(shape).to(device)

@@ -1,0 +1,241 @@
+"""A sharded optimizer leaves the bits that it leaves without sharding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import lockstep
+from lockstep.errors import AlreadyParallel, ModelError, ModelMismatch, PeerLost
+from tests.nn.models import Digits, Layers, Shared, Unused, Wide
+from tests.optim.test_sharded_programs import adamw, losses
+from tests.optim.test_sharded_programs import train as train_steps
+from tests.ranks import run_ranks
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+MODELS = [Digits, Layers, Shared, Unused, Wide]
+
+
+def train(
+    group: dist.ProcessGroup, first: nn.Module, make: Any, *, sharded: bool, steps: int = 6
+) -> tuple[nn.Module, Optimizer]:
+    model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+    optimizer = make(model.parameters())
+    if sharded:
+        assert lockstep.shard_optimizer(optimizer) is optimizer
+    for step in range(steps):
+        x = torch.randn(
+            3, *first.sample, generator=torch.Generator().manual_seed(group.rank() + 10 * step)
+        )
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parameters_and_state_have_the_bits_of_an_unsharded_optimizer(name, kind, size) -> None:
+    torch.manual_seed(0)
+    first = kind()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        plain, its = train(group, first, OPTIMIZERS[name], sharded=False)
+        sharded, own = train(group, first, OPTIMIZERS[name], sharded=True)
+        for (key, a), b in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(a, b), (key, (a - b).abs().max())
+        expected, state = its.state_dict(), own.state_dict()
+        assert expected["param_groups"] == state["param_groups"]
+        assert expected["state"].keys() == state["state"].keys()
+        for index, values in expected["state"].items():
+            assert values.keys() == state["state"][index].keys()
+            for key, value in values.items():
+                other = state["state"][index][key]
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), (index, key)
+
+    run_ranks(size, body)
+
+
+def test_each_rank_has_its_part_of_the_state_alone() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
+        model = lockstep.parallelize(Layers(), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        train_steps(model, optimizer, rank)
+        values = [value for own in optimizer.state.values() for value in own.values()]
+        whole = optimizer.state_dict()["state"]
+        return (
+            sum(value.numel() for value in values),
+            sum(value.numel() for own in whole.values() for value in own.values()),
+        )
+
+    for own, whole in run_ranks(4, body):
+        assert 0.2 < own / whole < 0.35
+
+
+def test_a_state_dict_goes_to_any_number_of_ranks_and_to_a_plain_optimizer() -> None:
+    first = Digits()
+    saved: list[Any] = []
+
+    def save(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        train_steps(model, optimizer, 0)
+        states = optimizer.state_dict(), optimizer.state_dict(rank0_only=True)
+        if rank == 0:
+            saved.extend([copy.deepcopy(model), *states])
+        else:
+            assert not states[1]["state"]
+            assert states[1]["param_groups"] == states[0]["param_groups"]
+
+    run_ranks(3, save)
+    model, state, of_rank_0 = saved
+    torch.testing.assert_close(state, of_rank_0, rtol=0, atol=0)
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain.parameters())
+    optimizer.load_state_dict(copy.deepcopy(state))
+    train_steps(plain, optimizer, 0, first=3)
+
+    def load(rank: int, group: dist.ProcessGroup) -> None:
+        own = lockstep.parallelize(copy.deepcopy(model), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(own.parameters()))
+        optimizer.load_state_dict(copy.deepcopy(state))
+        train_steps(own, optimizer, 0, first=3)
+        for a, b in zip(plain.parameters(), own.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    run_ranks(2, load)
+    run_ranks(4, load)
+
+
+def test_a_saved_parameter_is_no_larger_than_it_is(tmp_path: Any) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        lockstep.shard_optimizer(adamw(model.parameters()))
+        path = tmp_path / f"{rank}.pt"
+        torch.save(model.fc2.bias, path)
+        assert path.stat().st_size < 4000
+        assert torch.equal(torch.load(path), model.fc2.bias)
+        assert type(copy.deepcopy(model).fc2.bias) is nn.Parameter
+
+    run_ranks(2, body)
+
+
+def test_ranks_may_leave_the_loop_at_different_times() -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        results = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = shard(adamw(model.parameters()))
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            with lockstep.join(model):
+                for loss in losses(model, rank, 2 + rank):
+                    loss.backward()
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+            results.append(model)
+        for a, b in zip(results[0].parameters(), results[1].parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    run_ranks(3, body)
+
+
+def test_ranks_with_other_optimizers_are_told() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        kind = torch.optim.SGD if rank else torch.optim.Adam
+        with pytest.raises(ModelMismatch, match="optimizer on every rank"):
+            lockstep.shard_optimizer(kind(model.parameters(), lr=0.1))
+
+    run_ranks(2, body)
+
+
+def test_an_lbfgs_is_refused() -> None:
+    model = lockstep.parallelize(nn.Linear(2, 2))
+    with pytest.raises(ModelError, match="LBFGS"):
+        lockstep.shard_optimizer(torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_model_that_is_not_parallel_is_told() -> None:
+    with pytest.raises(ModelError, match="Call lockstep"):
+        lockstep.shard_optimizer(adamw(nn.Linear(2, 2).parameters()))
+
+
+def test_something_else_is_refused() -> None:
+    with pytest.raises(TypeError, match="optimizer is 3"):
+        lockstep.shard_optimizer(3)  # type: ignore[type-var]
+
+
+def test_an_optimizer_is_sharded_once() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(2, 2), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        with pytest.raises(AlreadyParallel, match="sharded already"):
+            lockstep.shard_optimizer(optimizer)
+
+    run_ranks(2, body)
+
+
+def test_on_one_rank_nothing_changes() -> None:
+    model = lockstep.parallelize(nn.Linear(2, 2))
+    optimizer = adamw(model.parameters())
+    before = dict(vars(optimizer))
+    assert lockstep.shard_optimizer(optimizer) is optimizer
+    assert vars(optimizer) == before
+
+
+def test_an_error_in_a_step_leaves_the_groups_as_they_were() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(2, 2), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        model(torch.ones(1, 2)).sum().backward()
+        betas, optimizer.param_groups[0]["betas"] = optimizer.param_groups[0]["betas"], None
+        with pytest.raises(TypeError):
+            optimizer.step()
+        assert optimizer.param_groups[0]["params"] == [*model.parameters()]
+        optimizer.param_groups[0]["betas"] = betas
+        optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_is_lost_in_a_step_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(2, 2), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        model(torch.ones(1, 2)).sum().backward()
+        if rank:
+            return
+        with pytest.raises(PeerLost) as caught:
+            optimizer.step()
+        assert caught.value.ranks == (1,)
+        assert "step of AdamW" in caught.value.__notes__[-1]
+
+    run_ranks(2, body)

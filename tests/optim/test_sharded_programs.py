@@ -1,0 +1,340 @@
+"""What programs do with an optimizer, they do with a sharded one, and get the same bits."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import lockstep
+from tests.nn.models import Digits
+from tests.ranks import run_ranks
+
+
+def adamw(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def losses(model: nn.Module, rank: int, steps: int, first: int = 0) -> Iterator[torch.Tensor]:
+    for step in range(first, first + steps):
+        x = torch.randn(2, *model.sample, generator=torch.Generator().manual_seed(rank + 10 * step))
+        yield model(x).square().mean()
+
+
+# A program trains a model on one rank: with the optimizer that `shard` returns of its own.
+Program = Callable[[nn.Module, Callable[[Optimizer], Optimizer], int], object]
+
+
+def check_same_bits(
+    program: Program, kind: type[nn.Module] = Digits, size: int = 2, backend: str = "threads"
+) -> None:
+    """Fail unless the program leaves the same parameters and returns the same if it is sharded."""
+    torch.manual_seed(0)
+    first = kind()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        results = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            results.append((program(model, shard, rank), model))
+        (expected, plain), (found, sharded) = results
+        assert found == expected
+        for (name, a), b in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(a, b), name
+
+    run_ranks(size, body, backend=backend)
+
+
+def train(
+    model: nn.Module, optimizer: Optimizer, rank: int, steps: int = 3, first: int = 0
+) -> None:
+    for loss in losses(model, rank, steps, first):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plainly(model: nn.Module, shard: Any, rank: int) -> None:
+    train(model, shard(adamw(model.parameters())), rank)
+
+
+def with_a_scheduler_made_before(model: nn.Module, shard: Any, rank: int) -> list[float]:
+    optimizer = adamw(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    shard(optimizer)
+    return with_scheduler(model, optimizer, scheduler, rank)
+
+
+def with_a_scheduler_made_after(model: nn.Module, shard: Any, rank: int) -> list[float]:
+    optimizer = shard(adamw(model.parameters()))
+    return with_scheduler(
+        model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9), rank
+    )
+
+
+def with_scheduler(
+    model: nn.Module, optimizer: Optimizer, scheduler: Any, rank: int
+) -> list[float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's, that step() was replaced
+        for loss in losses(model, rank, 4):
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def with_clipping(model: nn.Module, shard: Any, rank: int) -> list[float]:
+    optimizer = shard(adamw(model.parameters()))
+    norms = []
+    for loss in losses(model, rank, 4):
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def with_clipping_in_a_hook(model: nn.Module, shard: Any, rank: int) -> list[float]:
+    optimizer, norms = shard(adamw(model.parameters())), []
+
+    def clip(self: Optimizer, args: object, kwargs: object) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, 0.1).item())
+
+    def note(self: Optimizer, args: object, kwargs: object) -> None:
+        norms.append(sum(p.sum().item() for group in self.param_groups for p in group["params"]))
+
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(note)
+    train(model, optimizer, rank)
+    return norms
+
+
+def with_accumulation(model: nn.Module, shard: Any, rank: int) -> None:
+    optimizer = shard(adamw(model.parameters()))
+    for number, loss in enumerate(losses(model, rank, 6)):
+        if number % 3 < 2:
+            with lockstep.no_sync(model):
+                loss.backward()
+            continue
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_two_backwards_a_step(model: nn.Module, shard: Any, rank: int) -> None:
+    optimizer = shard(adamw(model.parameters()))
+    for number, loss in enumerate(losses(model, rank, 6)):
+        loss.backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number == 1)
+
+
+def with_groups(model: nn.Module, shard: Any, rank: int) -> None:
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decay}, {"params": others, "weight_decay": 0.0, "lr": 0.1}]
+    optimizer = shard(adamw(groups))
+    train(model, optimizer, rank)
+    optimizer.param_groups[1]["lr"] = 0.001
+    train(model, optimizer, rank, first=3)
+
+
+def with_a_group_added(model: nn.Module, shard: Any, rank: int) -> None:
+    first, *others = model.parameters()
+    optimizer = shard(adamw([first]))
+    train(model, optimizer, rank)
+    optimizer.add_param_group({"params": others, "lr": 0.1})
+    train(model, optimizer, rank, first=3)
+
+
+def with_a_layer_frozen_for_a_while(model: nn.Module, shard: Any, rank: int) -> None:
+    optimizer = shard(adamw(model.parameters()))
+    train(model, optimizer, rank)
+    weights = [*model.parameters()][1:3]
+    for weight in weights:
+        weight.requires_grad_(False)
+    train(model, optimizer, rank, first=3)
+    for weight in weights:
+        weight.requires_grad_(True)
+    train(model, optimizer, rank, first=6)
+
+
+def with_a_layer_replaced(model: nn.Module, shard: Any, rank: int) -> None:
+    optimizer = shard(adamw(model.parameters()))
+    train(model, optimizer, rank)
+    old = model.conv1.weight
+    model.conv1.weight = nn.Parameter(old.detach() * 2)
+    parameters = optimizer.param_groups[0]["params"]
+    index = next(index for index, parameter in enumerate(parameters) if parameter is old)
+    parameters[index] = model.conv1.weight
+    train(model, optimizer, rank, first=3)
+
+
+def with_data_replaced(model: nn.Module, shard: Any, rank: int) -> None:
+    optimizer = shard(adamw(model.parameters()))
+    train(model, optimizer, rank)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+    train(model, optimizer, rank, first=3)
+
+
+def with_values_changed_in_place(model: nn.Module, shard: Any, rank: int) -> None:
+    optimizer = shard(adamw(model.parameters()))
+    for loss in losses(model, rank, 4):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+            with torch.no_grad():
+                parameter.mul_(1.01)
+
+
+def with_an_average_swapped_in(model: nn.Module, shard: Any, rank: int) -> list[float]:
+    optimizer = shard(adamw(model.parameters()))
+    average, outputs = torch.optim.swa_utils.AveragedModel(model), []
+    for loss in losses(model, rank, 4):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        own = copy.deepcopy(model.state_dict())
+        model.load_state_dict(average.module.state_dict())
+        outputs.append(next(losses(model, rank, 1)).item())
+        model.load_state_dict(own)
+    return outputs
+
+
+def with_a_closure(model: nn.Module, shard: Any, rank: int) -> list[float]:
+    optimizer, batches = shard(adamw(model.parameters())), losses(model, rank, 4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = next(batches)
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(4)]
+
+
+def with_a_scaler(model: nn.Module, shard: Any, rank: int) -> list[float]:
+    optimizer = shard(adamw(model.parameters()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for number, loss in enumerate(losses(model, rank, 5)):
+        scaler.scale(loss * (float("inf") if number == 2 else 1)).backward()
+        if number % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [scaler.get_scale()]
+
+
+def with_the_state_dict_loaded(model: nn.Module, shard: Any, rank: int) -> None:
+    train(model, first := shard(adamw(model.parameters())), rank)
+    second = shard(torch.optim.AdamW(model.parameters(), lr=1.0))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(model, second, rank, first=3)
+
+
+def with_a_part_used_by_one_rank(model: nn.Module, shard: Any, rank: int) -> None:
+    optimizer = shard(adamw(model.parameters()))
+    for number, loss in enumerate(losses(model, rank, 6)):
+        if number % 3 == 1 and rank:
+            loss = model.fc2.weight.square().sum()
+        elif number % 3 == 2:
+            loss = model.conv1.weight.square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharded_in_mid_training(model: nn.Module, shard: Any, rank: int) -> None:
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, rank)
+    train(model, shard(optimizer), rank, first=3)
+
+
+def with_two_optimizers(model: nn.Module, shard: Any, rank: int) -> None:
+    first, second = [*model.parameters()][:3], [*model.parameters()][3:]
+    optimizers = [shard(torch.optim.SGD(first, lr=0.1, momentum=0.9)), shard(adamw(second))]
+    for number, loss in enumerate(losses(model, rank, 5)):
+        loss.backward()
+        for optimizer in optimizers[: 1 + number % 2]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def with_parameters_of_its_own(model: nn.Module, shard: Any, rank: int) -> float:
+    own = nn.Parameter(torch.tensor(1.0 + rank))
+    optimizer = shard(adamw([*model.parameters(), own]))
+    for loss in losses(model, rank, 3):
+        (loss + own * rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return own.item()
+
+
+def in_channels_last(model: nn.Module, shard: Any, rank: int) -> None:
+    model.to(memory_format=torch.channels_last)
+    train(model, shard(adamw(model.parameters())), rank)
+    assert model.conv2.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def of_two_dtypes(model: nn.Module, shard: Any, rank: int) -> None:
+    model.fc2.double()
+    model.fc2.register_forward_pre_hook(lambda module, args: args[0].double())
+    train(model, shard(adamw(model.parameters())), rank)
+
+
+PROGRAMS = [
+    plainly,
+    with_a_scheduler_made_before,
+    with_a_scheduler_made_after,
+    with_clipping,
+    with_clipping_in_a_hook,
+    with_accumulation,
+    with_two_backwards_a_step,
+    with_groups,
+    with_a_group_added,
+    with_a_layer_frozen_for_a_while,
+    with_a_layer_replaced,
+    with_data_replaced,
+    with_values_changed_in_place,
+    with_an_average_swapped_in,
+    with_a_closure,
+    with_a_scaler,
+    with_the_state_dict_loaded,
+    with_a_part_used_by_one_rank,
+    sharded_in_mid_training,
+    with_two_optimizers,
+    with_parameters_of_its_own,
+    in_channels_last,
+    of_two_dtypes,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_has_the_same_bits(program: Program) -> None:
+    check_same_bits(program)
+
+
+@pytest.mark.parametrize("program", [with_groups, with_a_part_used_by_one_rank])
+def test_three_ranks_have_the_same_bits(program: Program) -> None:
+    check_same_bits(program, size=3)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_other_groups_have_the_same_bits(backend: str) -> None:
+    check_same_bits(with_groups, backend=backend)
