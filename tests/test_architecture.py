@@ -37,8 +37,8 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 19_600
-MAX_FILES = 93
+MAX_LINES = 19_700
+MAX_FILES = 94
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
@@ -198,6 +198,7 @@ PUBLIC_NAMES = {
     "DistributedDataParallel",
     "Partition",
     "World",
+    "ZeroRedundancyOptimizer",
     "accumulate",
     "average_gradients",
     "data_parallel",
@@ -215,6 +216,7 @@ PUBLIC_NAMES = {
     "replicate",
     "scatter",
     "scatter_kwargs",
+    "shard_optimizer",
     "sync_buffers",
 }
 

@@ -88,6 +88,7 @@ SAMPLES = {
     "torch.nn.RNN": lambda: nn.RNN(1, 1),
     "torch.distributed.optim.apply_optimizer_in_backward": stepping,
     "torch.nn.parallel.DistributedDataParallel": ignoring,
+    "torch.optim.Optimizer": lambda: torch.optim.SGD([torch.zeros(1)]),
 }
 
 
