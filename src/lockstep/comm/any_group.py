@@ -13,6 +13,7 @@ import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,17 @@ from lockstep.comm.arguments import flattened, without_repeats
 from lockstep.comm.collectives import sum_sparse
 from lockstep.comm.failures import explained
 from lockstep.comm.shm.memory import bytes_of
+from lockstep.comm.shm.one_copy import OneCopy
+from lockstep.comm.shm.transport import ShmTransport
+from lockstep.comm.transport import Transport
 from lockstep.errors import CollectiveFailed, LockstepError, SharedMemoryFull
 
 _log = logging.getLogger(__name__)
 
 # Large enough to hide the latency of a transfer, small enough as a second copy of the tensors.
 _CHUNK_BYTES = 25 * 1024 * 1024
+# In place of the address of memory that there isn't.
+_NOWHERE = -1
 
 
 class Pending:
@@ -72,6 +78,28 @@ def start_all_reduce(
     options.reduceOp = dist.ReduceOp(op)
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor]
     return Pending(group, "all_reduce", lambda: group.allreduce(tensors, options))
+
+
+def can_share(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the ranks of ``group`` reach each other's memory, of tensors on ``device``."""
+    return isinstance(getattr(group, "transport", None), Transport) and device.type == "cpu"
+
+
+class PendingShares(Pending):
+    """Flat tensors of all ranks, once all have come: of a group that :func:`can_share`.
+
+    Every rank must make it, of a tensor of :func:`zero_buffer`; ``shares`` stays empty if any
+    rank's isn't in shared memory.
+    """
+
+    def __init__(self, group: ProcessGroup, tensor: Tensor) -> None:
+        self.shares: list[Tensor] = []
+
+        def start() -> Work:
+            work, self.shares = group.share(tensor)  # type: ignore[attr-defined]
+            return cast(Work, work)
+
+        super().__init__(group, "share", start)
 
 
 def any_rank(group: ProcessGroup, facts: Sequence[bool]) -> list[bool]:
@@ -156,6 +184,42 @@ def zero_buffer(
             memory = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
             return torch.frombuffer(memory, dtype=dtype)
     return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def barrier(group: ProcessGroup) -> None:
+    """Wait until all ranks have called this."""
+    Pending(group, "barrier", group.barrier).wait()
+
+
+def one_copy(group: ProcessGroup, num_bytes: int) -> tuple[OneCopy, Callable[[], None]] | None:
+    """Return memory of which the ranks have one copy; None if they are no processes of one host.
+
+    All ranks must call it; it blocks. All call the second result when none uses the memory any
+    more, which gives it back before the group ends.
+    """
+    transport = getattr(group, "transport", None)
+    if not isinstance(transport, ShmTransport):
+        return None
+    address = _NOWHERE
+    if group.rank() == 0:
+        with contextlib.suppress(SharedMemoryFull):
+            address = transport.reserve(num_bytes)
+    address = int(all_gather(group, torch.tensor([address], device="cpu"))[0])
+    found = None
+    if address != _NOWHERE:
+        with contextlib.suppress(SharedMemoryFull, OSError):
+            found = transport.one_copy(0, address, num_bytes)
+
+    def give_back() -> None:
+        if group.rank() == 0:
+            transport.give_back(address, num_bytes)
+
+    if not any_rank(group, [found is None])[0]:
+        assert found is not None
+        return found, give_back
+    if address != _NOWHERE:
+        give_back()
+    return None
 
 
 class TensorBroadcast:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -64,6 +65,12 @@ class SharedMemoryGroup(BaseGroup):
 
     transport: Transport  # over several hosts a HostsTransport, which has all that is used here
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Tensors that other ranks may read although they were dropped here: since the last call of
+        # share(), and since the two before.
+        self._kept: deque[list[Tensor]] = deque([[]], maxlen=3)
+
     def empty(
         self, *size: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> Tensor:
@@ -90,6 +97,10 @@ class SharedMemoryGroup(BaseGroup):
         form = torch.empty(*size, dtype=dtype, device="meta")
         memory = self.transport.empty(form.nbytes)
         return memory[: form.nbytes].view(form.dtype).view(form.shape)
+
+    def keep(self, tensors: Tensors) -> None:
+        """Keep the memory of shared tensors for as long as others may read it."""
+        self._kept[-1].extend(tensors)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether :meth:`allocate_tensor` can allocate on ``device``; FSDP2 asks."""
@@ -182,6 +193,20 @@ class SharedMemoryGroup(BaseGroup):
                 tensor.copy_(total)
 
         return run
+
+    def share(self, tensor: Tensor) -> tuple[Work, list[Tensor]]:
+        """Let all ranks read ``tensor``, a flat one; when the work is done, the list has each's.
+
+        It stays empty if any rank's tensor isn't in memory that all ranks reach: :meth:`empty`
+        makes it. Others may read it until they come to the next call of this but one.
+        """
+        signature, shares = Signature("share", tensor.dtype, tensor.shape), list[Tensor]()
+
+        def run(deadline: Deadline) -> None:
+            shares.extend(self._collectives(self.transport, signature, deadline).share(tensor))
+            self._kept.append([])
+
+        return self._queue.submit([run], [tensor], is_async=True), shares
 
     @operation(dist.BroadcastOptions, "tensors|tensor")
     def broadcast(self, tensors: Tensors, root: int) -> Call:

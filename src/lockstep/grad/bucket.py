@@ -120,7 +120,11 @@ class Bucket:
         is_hooked: Whether a communication hook reduces it. The tail lies elsewhere then, since the
             hook may resize the buffer.
         like: A parameter with the bucket's dtype and device, if there are none in it.
+        alignment: A gradient begins at a multiple of so many elements.
     """
+
+    # Whether gradients are summed where they are needed, and not when they are sent.
+    is_deferred = False
 
     def __init__(
         self,
@@ -132,13 +136,16 @@ class Bucket:
         buffers_from: dist.ProcessGroup | None = None,
         is_hooked: bool = False,
         like: torch.Tensor | None = None,
+        alignment: int = 1,
     ) -> None:
         self.parameter_names = [name for name, _ in named]
         self.accumulated, self.is_hooked = accumulated, is_hooked
         # The positions of its first gradient, and of the next bucket's.
         self.start, self.stop = start, start + len(named)
         self._parameters = [parameter for _, parameter in named]
-        sizes = [parameter.numel() for parameter in self._parameters]
+        sizes = [p.numel() for p in self._parameters]
+        if alignment > 1:
+            sizes = [-(-max(size, 1) // alignment) * alignment for size in sizes]
         numel = self._numel = sum(sizes)
         self._is_large = numel >= _LARGE_NUMEL * len(sizes)
         # The number of gradients from which on copy_ready() copies them.
@@ -152,7 +159,10 @@ class Bucket:
         if buffers_from is None:
             self._buffer = torch.zeros(size, dtype=dtype, device=device)
         else:
-            self.averages = not self._is_large and can_average(buffers_from, device)
+            # A half or a quarter of a number is exact.
+            is_exact = buffers_from.size().bit_count() == 1
+            scales = self._is_large and is_exact
+            self.averages = not scales and can_average(buffers_from, device)
             self._buffer = zero_buffer(buffers_from, size, dtype, device)
         self._gradients, self.tail = self._buffer, self._buffer.new_zeros(tail_size)
         if not is_hooked:
@@ -169,6 +179,15 @@ class Bucket:
     def gradients(self) -> torch.Tensor:
         """The gradients, as one tensor of one dimension."""
         return self._gradients[: self._numel]
+
+    def begin(self) -> None:
+        """A backward begins."""
+
+    def settle(self) -> None:
+        """Sum the gradients that nobody has read yet: more may be added to them."""
+
+    def finish(self) -> None:
+        """All ranks' backwards have succeeded: the gradients are those of its parameters."""
 
     def reset(self) -> None:
         """Drop the state of a backward: it is over."""

@@ -29,6 +29,7 @@ from lockstep.grad.bucket import (
     rows_of,
 )
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
+from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
 
 
@@ -108,6 +109,8 @@ class Reducer:
         # Reversed registration order is a good guess: backward ends where forward began.
         dense = [index for index in reversed(range(len(self.named))) if index not in sparse]
         self._order = [*dense, *sparse]
+        # The indices of parameters whose gradients are summed where they are needed.
+        self._runs: list[list[int]] = []
         self._sparse = range(len(dense), len(self.named))
         self._rearrange(dense)
         self.reset()
@@ -151,6 +154,21 @@ class Reducer:
     def is_unreduced(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient of ``parameter`` has grown since it was last reduced."""
         return bool(self._accumulated[self._position_of[id(parameter)]])
+
+    def defer(self, runs: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Have the gradients of each run of parameters side by side, and sum them where needed.
+
+        They must be dense, of one dtype, and in a group that can share memory.
+        """
+        index = {id(parameter): index for index, (_, parameter) in enumerate(self.named)}
+        self._runs = [[index[id(parameter)] for parameter in run] for run in runs]
+        self.settle()
+        self._buckets = []  # they are made when the next backward begins
+
+    def settle(self) -> None:
+        """Sum the gradients that are deferred: more are added to them."""
+        for bucket in self._buckets:
+            bucket.settle()
 
     @property
     def _launches_early(self) -> bool:
@@ -202,6 +220,8 @@ class Reducer:
         if not self._buckets or self._buckets[0].is_hooked != bool(self.comm_hook):
             self._arrange(self._order)
         self.reset(Phase.COLLECTING)
+        for bucket in self._buckets:
+            bucket.begin()
         self.copies_early = copies_early
         self._launch_order = [self] if launch_order is None else launch_order
         if copies_early and self._launches_early:  # in the first backward some may come twice
@@ -211,26 +231,45 @@ class Reducer:
     def _arrange(self, order: Sequence[int]) -> None:
         """Make buckets for gradients that become ready in ``order``, all or none."""
         # First of all, as they are as large as all gradients: memory may be short.
+        self.settle()
         self._buckets, self._bucket_at = [], []
         self._skipped.clear()
+        runs = [] if self.comm_hook else self._runs
+        apart = {index for run in runs for index in run}
         parameters = [parameter for _, parameter in self.named]
         sparse = {*self._order[self._sparse.start :]}
         groups = assign_buckets(
             [p.numel() * gradient_dtype(p).itemsize for p in parameters],
             [(gradient_dtype(p), p.device) for p in parameters],
-            [index for index in order if index not in sparse],
+            [index for index in order if index not in sparse and index not in apart],
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
-        ) or [[]]  # one for the facts at least
+        )
+        num_summed = len(groups)
+        groups = [*groups, *runs] or [[]]  # one for the facts at least
         self._rearrange(itertools.chain(*groups))
         buckets: list[Bucket] = []
         for number, group in enumerate(groups, 1):
             start = buckets[-1].stop if buckets else 0
+            named = [self.named[index] for index in group]
+            accumulated = memoryview(self._accumulated)[start : start + len(group)]
+            tail_size = num_facts(len(parameters)) if number == len(groups) else 0
+            if runs and number > num_summed:
+                buckets.append(
+                    DeferredBucket(
+                        named,
+                        accumulated,
+                        start=start,
+                        tail_size=tail_size,
+                        group=self.process_group,
+                    )
+                )
+                continue
             bucket = Bucket(
-                [self.named[index] for index in group],
-                memoryview(self._accumulated)[start : start + len(group)],
+                named,
+                accumulated,
                 start=start,
-                tail_size=num_facts(len(parameters)) if number == len(groups) else 0,
+                tail_size=tail_size,
                 buffers_from=self.process_group if self._is_kept and not self.comm_hook else None,
                 is_hooked=self.comm_hook is not None,
                 like=parameters[0],
@@ -259,6 +298,7 @@ class Reducer:
         position = self._position_of.get(id(parameter))
         if position is not None:
             self._accumulated[position] = 1
+            self.settle()
 
     def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
         """The gradients of ``parameters`` have come; buckets that are full are launched.
@@ -277,12 +317,7 @@ class Reducer:
         ):
             self._mark_awaited(first, last)
         else:
-            for parameter in parameters:
-                position = self._position_of[id(parameter)]
-                if self._states[position] == AWAITED:
-                    self._mark_awaited(position, position + 1)
-                else:
-                    self.mark_unawaited(parameter)
+            self._mark_one_by_one(parameters)
         # If they come in order, it is the next bucket that will be full first, or the one behind.
         filling = (bucket for bucket in self._buckets[self._next_launch :] if bucket.num_missing)
         most = len(self.named)
@@ -301,12 +336,34 @@ class Reducer:
             stop = min(last, bucket.stop)
             bucket.num_missing -= stop - first
             first = stop
-            if self.copies_early and bucket.num_missing:
-                bucket.copy_ready(self._states)
-            if not bucket.num_missing and self._launches_early:
-                for reducer in self._launch_order:
-                    if not reducer.launch_full_buckets():
-                        break
+            self._look_at(bucket)
+
+    def _mark_one_by_one(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The gradients of ``parameters`` have come, in any order."""
+        grown: dict[Bucket, None] = {}
+        for parameter in parameters:
+            position = self._position_of[id(parameter)]
+            if self._states[position] != AWAITED:
+                self.mark_unawaited(parameter)
+                continue
+            self._states[position] = READY
+            self._accumulated[position] = 1
+            self._arrivals.append(self._order[position])
+            self._next_position = position + 1
+            bucket = self._bucket_at[position]
+            bucket.num_missing -= 1
+            grown[bucket] = None
+        for bucket in grown:
+            self._look_at(bucket)
+
+    def _look_at(self, bucket: Bucket) -> None:
+        """Gradients of ``bucket`` have come: copy them early, or launch it if it is full."""
+        if self.copies_early and bucket.num_missing:
+            bucket.copy_ready(self._states)
+        if not bucket.num_missing and self._launches_early:
+            for reducer in self._launch_order:
+                if not reducer.launch_full_buckets():
+                    break
 
     def mark_unawaited(self, parameter: torch.Tensor) -> None:
         """A gradient has come for which no bucket waits, or before :meth:`begin`."""
@@ -424,13 +481,16 @@ class Reducer:
     def _use_reduced(self) -> CollectiveFailed | None:
         """Make the mean the gradient of every parameter that any rank used."""
         last = self._buckets[-1]
-        num_failed, ranks = last.failed_ranks(self._size if self._averages(last) else 1)
+        is_averaged = self._averages(last) and not last.is_deferred
+        num_failed, ranks = last.failed_ranks(self._size if is_averaged else 1)
         if num_failed:
             for bucket in self._buckets:
                 bucket.drop()
             for position in self._sparse:
                 self._parameters[position].grad = None
             return failed_elsewhere(num_failed, ranks, self.process_group)
+        for bucket in self._buckets:
+            bucket.finish()
         # Reading the facts waits for a GPU. A rank that used everything need not.
         used: Sequence[int] = self._sparse
         self._used_by_any = itertools.repeat(1)
@@ -462,7 +522,8 @@ class Reducer:
             bucket.fill_with(math.nan if self.comm_hook is None else 0)
         elif not bucket.has_left:  # as it has if its hook has failed
             bucket.fill(self._scale_of(bucket))
-            if self._log.compares and self.comm_hook is None and self.scale == 1 / self._size:
+            is_summed = self.comm_hook is None and not bucket.is_deferred
+            if self._log.compares and is_summed and self.scale == 1 / self._size:
                 self._log.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
         if is_last:
             # All buckets are filled by now, so these facts are final.

@@ -2,7 +2,7 @@
 
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.mean import average_gradients, mean
-from lockstep.nn.parallel_state import groups_of, is_parallel
+from lockstep.nn.parallel_state import defer_gradients, groups_of, is_parallel
 from lockstep.nn.parallelize import accumulate, join, no_sync, parallelize, sync_buffers
 from lockstep.nn.replicas import (
     DataParallel,
@@ -22,6 +22,7 @@ __all__ = [
     "accumulate",
     "average_gradients",
     "data_parallel",
+    "defer_gradients",
     "gather",
     "groups_of",
     "is_parallel",

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import all_gather_in_place, zero_buffer
-from lockstep.grad import view_like
+from lockstep.comm import all_gather_in_place, barrier, one_copy, zero_buffer
+from lockstep.grad import DeferredBucket, source_of, view_like
 from lockstep.optim.layout import Layout, Piece, cut_evenly, keep_whole, pieces_of
 
 
 class FlatParameters:
     """Parameters of one dtype and device, moved to one memory.
 
-    Every rank of ``group`` creates it with the same parameters. Each rank has its own copy of the
-    memory, and alone changes its block in it.
+    Every rank of ``group`` creates it with the same parameters. Each rank alone updates its block.
+    Ranks of one host have one copy of the memory, where the system can do that; otherwise each has
+    a copy, and they send each other what they have updated.
 
     Attributes:
         group: The ranks.
@@ -35,10 +36,34 @@ class FlatParameters:
         self._layout: Layout = (keep_whole if keeps_whole else cut_evenly)(numels, group.size())
         self.pieces = pieces_of(self._layout, numels, group.rank())
         self._kinds = [_kind(parameter) for parameter in parameters]
-        self._memory = self.new_memory(parameters[0].dtype)
+        dtype, device = parameters[0].dtype, parameters[0].device
+        self._give_back: Callable[[], None] = lambda: None
+        self._copy = None
+        num_bytes = group.size() * self._layout.block * dtype.itemsize
+        if device.type == "cpu" and (found := one_copy(group, num_bytes)) is not None:
+            self._copy, self._give_back = found
+            self._memory = self._copy.private.view(dtype)
+            self._updated = self._copy.shared.view(dtype)
+        else:
+            self._memory = self._updated = self.new_memory(dtype)
         self._views = self.views_of(self._memory)
         self._pointers = [view.data_ptr() for view in self._views]
+        self._order = self.in_order()
+        self._followed: DeferredBucket | None = None
         self.take_back()
+        self.begin_update()
+        self.publish()
+
+    def close(self) -> None:
+        """Give the memory back: all ranks have moved the parameters elsewhere."""
+        if self._copy is not None:
+            barrier(self.group)
+        self._give_back()
+
+    def in_order(self) -> list[nn.Parameter]:
+        """Return the parameters in the order of the memory."""
+        order = sorted(range(len(self.parameters)), key=self._layout.offsets.__getitem__)
+        return [self.parameters[index] for index in order]
 
     def new_memory(self, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros of the size and on the device of the memory."""
@@ -49,19 +74,6 @@ class FlatParameters:
         """Return for each parameter its part of ``memory``, in its shape, with its strides."""
         offsets = self._layout.offsets
         return [view_like(memory, *pair) for pair in zip(offsets, self.parameters, strict=True)]
-
-    def is_valid(self) -> bool:
-        """Whether the parameters have the shapes, dtype and device that they had."""
-        return [*map(_kind, self.parameters)] == self._kinds
-
-    def take_back(self) -> None:
-        """Move parameters to the memory whose data the program has replaced (``p.data = ...``)."""
-        if [*map(torch.Tensor.data_ptr, self.parameters)] == self._pointers:
-            return
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.detach())
-                parameter.data = _with_storage_of_its_own(view)
 
     def offset_of(self, piece: Piece) -> int:
         """Return where a piece begins in the memory."""
@@ -76,12 +88,57 @@ class FlatParameters:
     def own_part(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return the values that this rank is to change; in the parameter's shape if kept whole."""
         if self.keeps_whole:
-            return self._views[pieces[0].parameter]
-        return self.part(self._memory, pieces)
+            index = pieces[0].parameter
+            return view_like(self._updated, self._layout.offsets[index], self.parameters[index])
+        return self.part(self._updated, pieces)
+
+    def deferred_bucket(self) -> DeferredBucket | None:
+        """Return the bucket that has all gradients where their parameters are, not summed yet."""
+        source = source_of(self._order[0])
+        if source is None:
+            return None
+        bucket = source.bucket
+        if bucket is not self._followed:
+            offsets = sorted(self._layout.offsets)
+            if not bucket.has_layout(self._order, offsets):
+                return None
+            self._followed = bucket
+        return bucket if bucket.are_all_pending() else None
+
+    def take_back(self) -> bool:
+        """Move parameters to the memory whose data the program has replaced (``p.data = ...``).
+
+        Returns False if one has another shape, dtype or device than before.
+        """
+        if [*map(torch.Tensor.data_ptr, self.parameters)] == self._pointers:
+            return True
+        if [*map(_kind, self.parameters)] != self._kinds:
+            return False
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.detach())
+                parameter.data = _with_storage_of_its_own(view)
+        return True
+
+    def begin_update(self) -> None:
+        """This rank is about to update its block: from the values that it sees there."""
+        if self._copy is None:
+            return
+        self._changed = [*self._copy.changed()]
+        size = self._layout.block * self._memory.element_size()
+        first, last = self.group.rank() * size, (self.group.rank() + 1) * size
+        for start, stop in self._changed:
+            own = slice(max(start, first), min(stop, last))
+            if own.start < own.stop:
+                self._copy.shared[own] = self._copy.private[own]
 
     def publish(self) -> None:
-        """Copy each rank's block to the others. Every rank calls it; it blocks."""
-        all_gather_in_place(self.group, self._memory)
+        """Let all ranks see each rank's block. Every rank calls it; it blocks."""
+        if self._copy is None:
+            all_gather_in_place(self.group, self._memory)
+        else:
+            barrier(self.group)
+            self._copy.drop(self._changed)
         torch.autograd.graph.increment_version(self.parameters)
 
 

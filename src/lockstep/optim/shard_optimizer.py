@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,8 @@ from torch.optim import LBFGS, Optimizer
 from lockstep.arguments import check_type
 from lockstep.comm import Step, add_update, all_gather_bytes, have_same, join_state_of
 from lockstep.errors import AlreadyParallel, CollectiveFailed, ModelError, ModelMismatch
-from lockstep.nn import groups_of, is_parallel
+from lockstep.grad import lacks_gradient
+from lockstep.nn import defer_gradients, groups_of, is_parallel
 from lockstep.optim.flat import FlatParameters
 from lockstep.optim.shard import Shard, make_shards
 from lockstep.optim.state import State, gather_state, put_state
@@ -144,6 +146,7 @@ class Sharding:
             step=MethodType(step, optimizer),
             state_dict=self.state_dict,
             load_state_dict=self.load_state_dict,
+            zero_grad=self.zero_grad,
         )
 
     def _arrange(self, state: Mapping[Any, State]) -> None:
@@ -162,7 +165,7 @@ class Sharding:
             else:
                 together[ranks, parameter.dtype, parameter.device].append(parameter)
         self._local = [[p for p in group["params"] if p in local] for group in groups]
-        self._flats, self._shards = [], []
+        before, self._flats, self._shards = self._flats, [], []
         keeps_whole = type(self._optimizer) not in _ELEMENTWISE
         for (ranks, *_), own in together.items():
             numbers = [number[parameter] for parameter in own]
@@ -170,8 +173,11 @@ class Sharding:
             flat = FlatParameters(ranks, own, keeps_whole=keeps_whole)
             self._flats.append(flat)
             self._shards += make_shards(flat, numbers)
+            defer_gradients(flat.in_order())
             if ranks not in self._numbers:
                 self._numbers[ranks] = add_update(ranks, self.follow)
+        for flat in before:
+            flat.close()
         whole, own_state = dict(state), self._optimizer.state
         own_state.clear()
         shared = {p for flat in self._flats for p in flat.parameters}
@@ -202,10 +208,8 @@ class Sharding:
     def _refresh(self) -> None:
         """Arrange the parameters anew if the program has changed them."""
         is_same = self._ids == _ids(self._optimizer.param_groups)
-        if not is_same or not all(flat.is_valid() for flat in self._flats):
+        if not is_same or not all([*map(FlatParameters.take_back, self._flats)]):
             self._arrange(self._whole_state())
-        for flat in self._flats:
-            flat.take_back()
 
     def _step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         loss = None
@@ -230,23 +234,37 @@ class Sharding:
 
     def _begin_step(self, *_: object) -> None:
         self._refresh()
-        lacks = {flat: [p.grad is None for p in flat.parameters] for flat in self._flats}
-        if any(map(any, lacks.values())):
-            state = self._optimizer.state
-            self._shards = [
-                part
-                for shard in self._shards
-                for part in shard.split(lacks[shard.flat].__getitem__, state)
-            ]
         trained: list[list[torch.Tensor]] = [[*own] for own in self._local]
-        for shard in self._shards:
-            if not lacks[shard.flat][shard.pieces[0].parameter]:
-                shard.take_gradient()
-                trained[shard.group].append(shard.tensor)
+        self._shards = [
+            shard for flat in self._flats for shard in self._take_gradients(flat, trained)
+        ]
+        for flat in self._flats:
+            flat.begin_update()
         groups = self._optimizer.param_groups
         self._replaced = [group["params"] for group in groups]
         for group, own in zip(groups, trained, strict=True):
             group["params"] = own
+
+    def _take_gradients(
+        self, flat: FlatParameters, trained: list[list[torch.Tensor]]
+    ) -> list[Shard]:
+        """Give gradients to the shards of ``flat``, which go to ``trained``; return the shards."""
+        shards = [shard for shard in self._shards if shard.flat is flat]
+        bucket = None if flat.keeps_whole else flat.deferred_bucket()
+        if bucket is not None:
+            for shard in shards:
+                shard.take_from(bucket)
+                trained[shard.group].append(shard.tensor)
+            return shards
+        lacks = [*map(lacks_gradient, flat.parameters)]
+        if any(lacks):
+            state = self._optimizer.state
+            shards = [part for one in shards for part in one.split(lacks.__getitem__, state)]
+        for shard in shards:
+            if not lacks[shard.pieces[0].parameter]:
+                shard.take_gradient()
+                trained[shard.group].append(shard.tensor)
+        return shards
 
     def _end_step(self, *_: object) -> None:
         self._put_parameters_back()
@@ -301,6 +319,18 @@ class Sharding:
                     group[name].fill_(number)
                 elif float(group[name]) != number:
                     group[name] = type(group[name])(number)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, to None by default, as torch's does."""
+        if not set_to_none:
+            type(self._optimizer).zero_grad(self._optimizer, set_to_none)
+            return
+        for flat in self._flats:
+            if (bucket := flat.deferred_bucket()) is not None:
+                bucket.drop_pending()
+        rest = [p for flat in self._flats for p in flat.parameters if not lacks_gradient(p)]
+        for parameter in itertools.chain(rest, *self._local):
+            parameter.grad = None
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the ordinary state dict, of all parameters. Every rank calls it; it blocks.

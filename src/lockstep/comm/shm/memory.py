@@ -98,6 +98,15 @@ class Segment:
         self.offset_at[tensor.data_ptr()] = start
         return tensor
 
+    def reserve(self, num_bytes: int) -> int:
+        """Return the offset of memory that stays until :meth:`give_back`, whoever uses it."""
+        return self._grow(num_bytes)[0]
+
+    def give_back(self, start: int, num_bytes: int) -> None:
+        """Give back memory of :meth:`reserve`, which no rank uses any more."""
+        release(self.descriptor, start, _in_pages(num_bytes))
+        self._freed.append((start, start + _in_pages(num_bytes)))
+
     def _grow(self, num_bytes: int, owner: _Owner | None = None) -> tuple[int, torch.Tensor]:
         """Return the offset of ``num_bytes`` more, at a page's beginning, and the bytes."""
         take_room(num_bytes)
@@ -151,12 +160,18 @@ def _in_pages(num_bytes: int) -> int:
 
 
 def map_memory(
-    descriptor: int, start: int, num_bytes: int, owner: _Owner | None = None
+    descriptor: int,
+    start: int,
+    num_bytes: int,
+    owner: _Owner | None = None,
+    *,
+    is_private: bool = False,
 ) -> torch.Tensor:
     """Return the bytes of a segment from ``start`` on, the beginning of a page.
 
     Args:
         owner: Who gets the memory back with the last tensor, if anybody does.
+        is_private: Whether pages that this process writes to become its own.
 
     Raises:
         SharedMemoryFull: If this process may not have that much address space.
@@ -165,7 +180,8 @@ def map_memory(
     # by default. Shown by test_memory_that_all_ranks_have_mapped_takes_no_descriptor.
     num_bytes = max(num_bytes, 1)
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    pointer = _libc.mmap(None, num_bytes, access, mmap.MAP_SHARED, descriptor, start)
+    kind = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
+    pointer = _libc.mmap(None, num_bytes, access, kind, descriptor, start)
     if pointer == _MAP_FAILED:
         number = ctypes.get_errno()
         raise no_room(num_bytes, OSError(number, os.strerror(number)))
@@ -183,6 +199,11 @@ def _unmap(pointer: int, num_bytes: int, owner: _Owner | None) -> None:
         if start is not None:
             owner.freed.append((start, start + _in_pages(num_bytes)))
     _libc.munmap(pointer, num_bytes)
+
+
+def drop_pages(private: torch.Tensor, start: int, stop: int) -> None:
+    """Drop this process's own pages of a private mapping, from one byte to another."""
+    _libc.madvise(private.data_ptr() + start, stop - start, mmap.MADV_DONTNEED)
 
 
 def map_segment(descriptor: int) -> torch.Tensor:

@@ -1,0 +1,332 @@
+"""Gradients that are summed where they are needed: by the rank that updates them, or when read.
+
+Each rank leaves its gradients where the others read them, and at the end of a backward all meet
+once. Afterwards any rank can take the mean of any gradient, by itself: the owner of a part of the
+parameters sums this part, to update it, and nobody sums the rest, unless the program looks at
+``parameter.grad``.
+
+Note [Two buffers]: a rank that is through with a step may be in the next backward while another
+one still reads gradients of the last. So a bucket has two buffers, and leaves gradients in them by
+turns. A rank comes to the meeting of one backward only after it has read all that it ever will of
+the one before the last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm import PendingShares, reduction_for, start_all_reduce, zero_buffer
+from lockstep.grad.bucket import Bucket, gradient_dtype
+from lockstep.grad.comm_hook import view_like
+from lockstep.grad.diagnostics import naming
+from lockstep.torch_private import _foreach_copy_
+
+# Where parameters begin in memory, in elements: whole cache lines.
+ALIGNMENT = 64
+
+# The gradient that autograd accumulates to, whatever the class of the parameter.
+_slot: Any = torch.Tensor.grad
+gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _slot.__get__
+_layout_of = operator.attrgetter("layout")
+_set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _slot.__set__
+
+
+class DeferredParameter(nn.Parameter):
+    """A parameter whose gradient is summed over the ranks when it is read for the first time.
+
+    Copies, and what is unpickled, are plain parameters.
+    """
+
+    _deferred: tuple[weakref.ref[DeferredBucket], int] | None
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient: the mean over the ranks, once it is reduced."""
+        found = _bucket_of(self)
+        if found is not None and found[0].pending[found[1]]:
+            found[0].materialize(found[1])
+        return gradient_of(self)
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        _set_gradient(self, gradient)
+        if (found := _bucket_of(self)) is not None:
+            found[0].pending[found[1]] = 0
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a plain parameter."""
+        if id(self) not in memo:
+            data = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(data, self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what makes a plain parameter."""
+        deferred = vars(self).pop("_deferred", None)
+        try:
+            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        finally:
+            if deferred is not None:
+                self._deferred = deferred
+
+
+def _bucket_of(parameter: torch.Tensor) -> tuple[DeferredBucket, int] | None:
+    reference, position = getattr(parameter, "_deferred", None) or (None, 0)
+    bucket = None if reference is None else reference()
+    return None if bucket is None else (bucket, position)
+
+
+class Source(NamedTuple):
+    """Where the gradient of a parameter is that nobody has summed yet."""
+
+    bucket: DeferredBucket
+    start: int  # its first element
+
+
+def source_of(parameter: torch.Tensor) -> Source | None:
+    """Return where the gradient of ``parameter`` is; None if it is in ``parameter.grad``."""
+    found = _bucket_of(parameter)
+    if found is None or not found[0].pending[found[1]]:
+        return None
+    return Source(found[0], found[0].offset_of(found[1]))
+
+
+def lacks_gradient(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter.grad`` is None, without a look at it."""
+    return gradient_of(parameter) is None and source_of(parameter) is None
+
+
+class _Side(NamedTuple):
+    buffer: torch.Tensor
+    gradients: torch.Tensor
+    tail: torch.Tensor
+    views: list[torch.Tensor]
+    pointers: list[int]
+
+
+class DeferredBucket(Bucket):
+    """A bucket whose gradients are left for all ranks to read, in a group whose ranks can.
+
+    While a gradient is pending, nobody has summed it on this rank, and its parameter has none for
+    autograd: if it is read, or added to, it is summed before.
+    """
+
+    is_deferred = True
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        accumulated: memoryview,
+        *,
+        start: int,
+        tail_size: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(
+            named,
+            accumulated,
+            start=start,
+            tail_size=tail_size,
+            buffers_from=group,
+            alignment=ALIGNMENT,
+        )
+        size, first = self._numel + tail_size, self._parameters[0]
+        other = zero_buffer(group, size, gradient_dtype(first), first.device)
+        self._sides = itertools.cycle([self._side_of(other), self._side_of(self._buffer)])
+        self.pending = bytearray(len(named))
+        self._shares: list[torch.Tensor] = []
+        self._shared: PendingShares | None = None
+        # Other ranks may read them for a while.
+        weakref.finalize(self, group.keep, [self._buffer, other]).atexit = False  # type: ignore[attr-defined]
+        reference = weakref.ref(self)
+        for position, parameter in enumerate(self._parameters):
+            parameter.__class__ = DeferredParameter
+            parameter._deferred = reference, position  # type: ignore[attr-defined]
+
+    def _side_of(self, buffer: torch.Tensor) -> _Side:
+        gradients, tail = buffer.split([self._numel, len(buffer) - self._numel])
+        views = [
+            view_like(buffer, offset, parameter)
+            for offset, parameter in zip(self._offsets, self._parameters, strict=False)
+        ]
+        return _Side(buffer, gradients, tail, views, [view.data_ptr() for view in views])
+
+    def offset_of(self, position: int) -> int:
+        """Return where the gradient at ``position`` begins, in elements."""
+        return self._offsets[position]
+
+    def has_layout(self, parameters: Sequence[torch.Tensor], offsets: Sequence[int]) -> bool:
+        """Whether these are all its parameters, and their gradients are side by side like that."""
+        same = len(parameters) == len(self._parameters)
+        return (
+            same
+            and all(map(operator.is_, parameters, self._parameters))
+            and [*offsets] == self._offsets[:-1]
+        )
+
+    def are_all_pending(self) -> bool:
+        """Whether nobody has read or dropped any gradient of the last backward on this rank."""
+        return 0 not in self.pending
+
+    def begin(self) -> None:
+        """A backward begins: leave its gradients in the buffer of the last but one."""
+        self.settle()
+        side = next(self._sides)
+        self._buffer, self._gradients, self.tail, self._views, self._pointers = side
+
+    def settle(self) -> None:
+        """Sum the gradients that nobody has read yet: more may be added to them."""
+        for position in itertools.compress(range(len(self.pending)), self.pending[:]):
+            parameter = self._parameters[position]
+            more = gradient_of(parameter)  # the first one, if this is in a hook that is told of it
+            summed = self.materialize(position)
+            if more is not None:
+                with torch.no_grad():
+                    summed.add_(more)
+
+    def materialize(self, position: int) -> torch.Tensor:
+        """Sum the gradient at ``position``, which the parameter has from now on; return it."""
+        parameter = self._parameters[position]
+        flat = self._buffer.new_empty(parameter.numel())
+        self.sum_into(flat, self._offsets[position])
+        self.pending[position] = 0
+        gradient = view_like(flat, 0, parameter)
+        _set_gradient(parameter, gradient)
+        return gradient
+
+    def drop_pending(self) -> None:
+        """Set all gradients to None."""
+        self.pending[:] = bytes(len(self.pending))
+        for parameter, gradient in zip(
+            self._parameters, [*map(gradient_of, self._parameters)], strict=True
+        ):
+            if gradient is not None:
+                _set_gradient(parameter, None)
+
+    def sum_into(self, target: torch.Tensor, start: int) -> None:
+        """Write the mean over the ranks of the elements from ``start`` on to ``target``, flat."""
+        op = dist.ReduceOp.AVG if self._is_averaged else dist.ReduceOp.SUM
+        stop = start + target.numel()
+        with torch.inference_mode():
+            sources = [share[start:stop] for share in self._shares]
+            reduction_for(op, target.dtype).into(target, sources)
+
+    def fill(self, scale: float) -> None:
+        """Copy every gradient into the buffer, times ``scale``, and zeros where there is none."""
+        for position in range(self._num_copied):
+            more = gradient_of(self._parameters[position])
+            if more is not None:  # it came twice
+                self._views[position].add_(more, alpha=self.copy_scale)
+                _set_gradient(self._parameters[position], None)
+        if self._num_copied and self.copy_scale != scale:
+            self._gradients[: self._offsets[self._num_copied]].mul_(scale)
+        self._copy(self._num_copied, len(self._parameters), scale)
+
+    def _copy(self, first: int, last: int, scale: float) -> None:
+        views, parameters = self._views[first:last], self._parameters[first:last]
+        sources: list[Any] = [*map(gradient_of, parameters)]
+        if (  # as in most steps
+            not any(map(operator.is_, sources, itertools.repeat(None)))
+            and {*map(_layout_of, sources)} <= {torch.strided}
+            and 0 not in self.accumulated[first:last].tobytes()
+        ):
+            for parameter in parameters:
+                _set_gradient(parameter, None)
+        else:
+            views, sources = self._copies_of(first, last)
+        if self._is_large:
+            for view, source in zip(views, sources, strict=True):
+                torch.mul(source, scale, out=view)
+            return
+        if views:
+            _foreach_copy_(views, sources)
+        if scale != 1:
+            self._gradients[self._offsets[first] : self._offsets[last]].mul_(scale)
+
+    def _copies_of(self, first: int, last: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        views, sources = [], []
+        for position in range(first, last):
+            parameter, view = self._parameters[position], self._views[position]
+            gradient = gradient_of(parameter)
+            if gradient is None:
+                self.accumulated[position] = 0
+                view.zero_()
+                continue
+            views.append(view)
+            sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
+            if self.accumulated[position]:
+                _set_gradient(parameter, None)
+        return views, sources
+
+    def _restore_copied(self) -> None:
+        """Give parameters back the gradients that were copied in a backward that has failed."""
+        for position in range(self._num_copied):
+            parameter, more = self._parameters[position], gradient_of(self._parameters[position])
+            gradient = self._views[position].clone().div_(self.copy_scale)
+            _set_gradient(parameter, gradient if more is None else gradient.add_(more))
+        self._num_copied = 0
+
+    def fill_with(self, value: float) -> None:
+        """Fill the buffer with ``value``; this rank's gradients stay its parameters' own."""
+        self._restore_copied()
+        self._buffer.fill_(value)
+
+    def undo_copies(self) -> None:
+        """Restore gradients that were copied in a backward that has failed."""
+        if self.has_left:
+            self.drop()
+        else:
+            self._restore_copied()
+
+    def drop(self) -> None:
+        """Drop the gradients of this backward: it failed, here or on another rank."""
+        for position, parameter in enumerate(self._parameters):
+            if self.accumulated[position]:
+                _set_gradient(parameter, None)
+        self.accumulated[:] = bytes(len(self.accumulated))
+
+    def is_too_late_for(self, position: int) -> bool:
+        """Whether nothing can be added any more to the gradient at ``position`` in this bucket."""
+        return self.has_left
+
+    def use_as_grad(self, first: int, last: int | None = None) -> None:
+        """Make the means the gradients, at once of one parameter that this rank didn't use."""
+        for position in range(first, first + 1 if last is None else last):
+            _set_gradient(self._parameters[position], None)
+            self.pending[position] = 1
+
+    def finish(self) -> None:
+        """All ranks' backwards have succeeded: the gradients are those of its parameters."""
+        self.pending[:] = self.accumulated.tobytes()
+
+    def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
+        """Let all ranks read the gradients."""
+        self.has_left, self._is_averaged = True, average
+        self._shared = PendingShares(group, self._buffer)
+
+    def wait(self, group: dist.ProcessGroup) -> None:
+        """Wait until all ranks' gradients can be read, and take their facts together."""
+        shared, self._shared = self._shared, None
+        if shared is None:
+            return
+        with naming(self.parameter_names, group):
+            shared.wait()
+            self._shares = shared.shares
+            if not self._shares:  # a rank lacks shared memory
+                op = dist.ReduceOp.AVG if self._is_averaged else dist.ReduceOp.SUM
+                start_all_reduce(group, self._buffer, op).wait()
+                self._shares = [self._buffer]
+        tails = [share[self._numel :] for share in self._shares]
+        self.tail = torch.stack(tails).sum(0)
