@@ -201,6 +201,7 @@ PUBLIC_NAMES = {
     "ZeroRedundancyOptimizer",
     "accumulate",
     "average_gradients",
+    "clip_grad_norm_",
     "data_parallel",
     "errors",
     "gather",

@@ -24,7 +24,8 @@ def adamw(parameters: Any) -> Optimizer:
 
 def losses(model: nn.Module, rank: int, steps: int, first: int = 0) -> Iterator[torch.Tensor]:
     for step in range(first, first + steps):
-        x = torch.randn(2, *model.sample, generator=torch.Generator().manual_seed(rank + 10 * step))
+        generator = torch.Generator().manual_seed(rank + 10 * step)
+        x = torch.randn(2, *model.sample, generator=generator).to(next(model.parameters()).dtype)
         yield model(x).square().mean()
 
 

@@ -7,6 +7,7 @@ from lockstep.grad.deferred import (
     DeferredBucket,
     DeferredParameter,
     Source,
+    bucket_of,
     lacks_gradient,
     source_of,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "Reducer",
     "Source",
     "assign_buckets",
+    "bucket_of",
     "gradient_dtype",
     "lacks_gradient",
     "source_of",

@@ -50,7 +50,7 @@ class DeferredParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient: the mean over the ranks, once it is reduced."""
-        found = _bucket_of(self)
+        found = bucket_of(self)
         if found is not None and found[0].pending[found[1]]:
             found[0].materialize(found[1])
         return gradient_of(self)
@@ -58,7 +58,7 @@ class DeferredParameter(nn.Parameter):
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         _set_gradient(self, gradient)
-        if (found := _bucket_of(self)) is not None:
+        if (found := bucket_of(self)) is not None:
             found[0].pending[found[1]] = 0
 
     @grad.deleter
@@ -82,7 +82,8 @@ class DeferredParameter(nn.Parameter):
                 self._deferred = deferred
 
 
-def _bucket_of(parameter: torch.Tensor) -> tuple[DeferredBucket, int] | None:
+def bucket_of(parameter: torch.Tensor) -> tuple[DeferredBucket, int] | None:
+    """Return the bucket that sums the gradient of ``parameter`` where needed, and its position."""
     reference, position = getattr(parameter, "_deferred", None) or (None, 0)
     bucket = None if reference is None else reference()
     return None if bucket is None else (bucket, position)
@@ -97,7 +98,7 @@ class Source(NamedTuple):
 
 def source_of(parameter: torch.Tensor) -> Source | None:
     """Return where the gradient of ``parameter`` is; None if it is in ``parameter.grad``."""
-    found = _bucket_of(parameter)
+    found = bucket_of(parameter)
     if found is None or not found[0].pending[found[1]]:
         return None
     return Source(found[0], found[0].offset_of(found[1]))
@@ -145,7 +146,9 @@ class DeferredBucket(Bucket):
         size, first = self._numel + tail_size, self._parameters[0]
         other = zero_buffer(group, size, gradient_dtype(first), first.device)
         self._sides = itertools.cycle([self._side_of(other), self._side_of(self._buffer)])
+        self.group = group
         self.pending = bytearray(len(named))
+        self._factor: torch.Tensor | None = None  # by which means are multiplied
         self._shares: list[torch.Tensor] = []
         self._shared: PendingShares | None = None
         # Other ranks may read them for a while.
@@ -167,6 +170,16 @@ class DeferredBucket(Bucket):
         """Return where the gradient at ``position`` begins, in elements."""
         return self._offsets[position]
 
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Its parameters, by position."""
+        return self._parameters
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of all gradients, with those that align them."""
+        return self._numel
+
     def has_layout(self, parameters: Sequence[torch.Tensor], offsets: Sequence[int]) -> bool:
         """Whether these are all its parameters, and their gradients are side by side like that."""
         same = len(parameters) == len(self._parameters)
@@ -183,6 +196,7 @@ class DeferredBucket(Bucket):
     def begin(self) -> None:
         """A backward begins: leave its gradients in the buffer of the last but one."""
         self.settle()
+        self._factor = None
         side = next(self._sides)
         self._buffer, self._gradients, self.tail, self._views, self._pointers = side
 
@@ -222,6 +236,18 @@ class DeferredBucket(Bucket):
         with torch.inference_mode():
             sources = [share[start:stop] for share in self._shares]
             reduction_for(op, target.dtype).into(target, sources)
+            if self._factor is not None:
+                target.mul_(self._factor)
+
+    def new_sum(self, start: int, stop: int) -> torch.Tensor:
+        """Return the means over the ranks of the elements from ``start`` to ``stop``."""
+        total = self._buffer.new_empty(stop - start)
+        self.sum_into(total, start)
+        return total
+
+    def scale_means(self, factor: torch.Tensor) -> None:
+        """Multiply the means, which nobody has read yet, by ``factor``."""
+        self._factor = factor if self._factor is None else self._factor * factor
 
     def fill(self, scale: float) -> None:
         """Copy every gradient into the buffer, times ``scale``, and zeros where there is none."""

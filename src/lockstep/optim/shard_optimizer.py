@@ -325,11 +325,13 @@ class Sharding:
         if not set_to_none:
             type(self._optimizer).zero_grad(self._optimizer, set_to_none)
             return
+        rest = [*self._local]
         for flat in self._flats:
             if (bucket := flat.deferred_bucket()) is not None:
                 bucket.drop_pending()
-        rest = [p for flat in self._flats for p in flat.parameters if not lacks_gradient(p)]
-        for parameter in itertools.chain(rest, *self._local):
+            else:
+                rest.append([p for p in flat.parameters if not lacks_gradient(p)])
+        for parameter in itertools.chain(*rest):
             parameter.grad = None
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:

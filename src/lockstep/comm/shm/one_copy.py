@@ -57,6 +57,8 @@ class OneCopy:
         """Yield the bytes, from one to another, of pages that this rank has written to itself."""
         first = self.private.data_ptr() // mmap.PAGESIZE
         read = os.pread(self._pagemap, self._num_pages * _ENTRY_BYTES, first * _ENTRY_BYTES)
+        if len(read) < self._num_pages * _ENTRY_BYTES:
+            raise OSError(f"{_PAGEMAP} has no entries of this memory")
         kinds = torch.frombuffer(bytearray(read), dtype=torch.int64) >> 61 & 0b111
         is_own = (kinds == _PRIVATE[0]) | (kinds == _PRIVATE[1])
         if not is_own.any():

@@ -1,0 +1,211 @@
+"""Gradients that nobody has summed look as if they were, to whoever reads or changes them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.errors import CollectiveFailed
+from lockstep.grad import bucket_of, source_of
+from tests.nn.models import Digits
+from tests.optim.test_sharded_programs import adamw, losses
+from tests.ranks import run_ranks
+
+BACKENDS = pytest.mark.parametrize("backend", ["threads", "shm"])
+
+
+def sharded(group: dist.ProcessGroup, first: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+    return model, lockstep.shard_optimizer(adamw(model.parameters()))
+
+
+def is_pending(model: nn.Module) -> list[bool]:
+    return [source_of(parameter) is not None for parameter in model.parameters()]
+
+
+@BACKENDS
+def test_a_gradient_is_summed_when_it_is_read_on_one_rank(backend: str) -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        plain = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+        model, optimizer = sharded(group, first)
+        for number in range(3):
+            for each in plain, model:
+                next(losses(each, rank, 1, number)).backward()
+            assert all(is_pending(model))
+            if rank == number % 2:
+                assert torch.equal(model.conv2.weight.grad, plain.conv2.weight.grad)
+                assert is_pending(model).count(False) == 1
+            optimizer.step()
+            for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)  # after the step, too
+            plain.zero_grad()
+            optimizer.zero_grad()
+            assert all(parameter.grad is None for parameter in model.parameters())
+            with torch.no_grad():
+                for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+                    a.copy_(b)
+
+    run_ranks(2, body, backend=backend)
+
+
+CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
+    "in place": lambda p: p.grad.mul_(0.5),
+    "through data": lambda p: p.grad.data.clamp_(-0.01, 0.01),
+    "replaced": lambda p: setattr(p, "grad", torch.ones_like(p)),
+    "dropped": lambda p: setattr(p, "grad", None),
+    "deleted": lambda p: delattr(p, "grad"),
+    "zeroed": lambda p: p.grad.zero_(),
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_in_a_gradient_counts(change: str, backend: str) -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        plain = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+        model, own = sharded(group, first)
+        for each, optimizer in (plain, adamw(plain.parameters())), (model, own):
+            for loss in losses(each, rank, 3):
+                loss.backward()
+                CHANGES[change](each.conv2.weight)
+                CHANGES[change](each.fc1.weight)
+                optimizer.step()
+                optimizer.zero_grad()
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    run_ranks(2, body, backend=backend)
+
+
+def test_hooks_of_parameters_see_the_mean() -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        plain = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+        model, _ = sharded(group, first)
+        seen: list[torch.Tensor] = []
+        for each in plain, model:
+            each.fc1.weight.register_post_accumulate_grad_hook(
+                lambda p: seen.append(p.grad.clone())
+            )
+            next(losses(each, rank, 1)).backward()
+        assert torch.equal(*seen)
+
+    run_ranks(2, body)
+
+
+def test_copies_and_pickles_have_plain_parameters() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, optimizer = sharded(group, Digits())
+        next(losses(model, rank, 1)).backward()
+        assert isinstance(model.fc1.weight, nn.Parameter)
+        for made in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+            for a, b in zip(made.parameters(), model.parameters(), strict=True):
+                assert type(a) is nn.Parameter
+                assert bucket_of(a) is None
+                assert torch.equal(a, b)
+        assert all(is_pending(model))
+        optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_a_communication_hook_reduces_as_before() -> None:
+    first = Digits()
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = state.allreduce([bucket.buffer()])
+        return work.get_future().then(lambda done: done.value()[0].div_(state.size()))
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        models = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.DistributedDataParallel(copy.deepcopy(first), process_group=group)
+            model.sample = first.sample
+            optimizer = shard(adamw(model.parameters()))
+            for number, loss in enumerate(losses(model, rank, 4)):
+                if number == 2:
+                    optimizer.zero_grad()
+                    model.register_comm_hook(group, hook)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            models.append(model)
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    run_ranks(2, body)
+
+
+@BACKENDS
+@pytest.mark.parametrize("at", ["conv1.weight", "conv2.weight", "fc2.weight"])
+def test_after_a_backward_that_failed_on_a_rank_training_goes_on(at: str, backend: str) -> None:
+    first = Digits()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        models = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = shard(adamw(model.parameters()))
+            for number, loss in enumerate(losses(model, rank, 6)):
+                if number in (2, 4):
+                    if rank == 1:
+                        handle = model.get_parameter(at).register_hook(fail)
+                    with pytest.raises(ArithmeticError if rank else CollectiveFailed):
+                        loss.backward()
+                    if rank == 1:
+                        handle.remove()
+                    optimizer.zero_grad()
+                    continue
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            models.append(model)
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    run_ranks(2, body, backend=backend)
+
+
+@BACKENDS
+def test_a_failed_backward_keeps_what_was_accumulated(backend: str) -> None:
+    """A rank whose backward fails has the gradients of it that had come, and adds to them."""
+    first = Digits()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
+        found = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = shard(adamw(model.parameters()))
+            for loss in losses(model, rank, 2):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            loss = next(losses(model, rank, 1, 2))
+            handle = model.conv2.weight.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+            handle.remove()
+            found.append([torch.zeros(0) if p.grad is None else p.grad for p in model.parameters()])
+        return found
+
+    for plain, own in run_ranks(2, body, backend=backend):
+        torch.testing.assert_close(own, plain, rtol=0, atol=0)
