@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable, KeysView, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -31,6 +31,7 @@ from lockstep.grad.bucket import (
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
+from lockstep.grad.order import GradientOrder
 
 
 class Phase(Enum):
@@ -41,7 +42,7 @@ class Phase(Enum):
     FAILED = auto()  # a backward has failed here, and is to be finished with the other ranks
 
 
-class Reducer:
+class Reducer(GradientOrder):
     """Replaces gradients by their mean over the ranks while the backward computes others.
 
     Three rules keep the collectives of all ranks in one order, whatever each rank computes:
@@ -66,7 +67,6 @@ class Reducer:
             buckets have memory that the group reduces in place, which is scarce.
 
     Attributes:
-        named: The parameters with their names.
         scale: The factor of each rank's gradients in the sum.
         comm_hook: The communication hook that replaces the all-reduce of buckets, if there is one.
         is_rearranged: Whether buckets have the order in which gradients came.
@@ -87,7 +87,7 @@ class Reducer:
     ) -> None:
         self.process_group, self._size = group, group.size()
         self.scale = 1 / self._size
-        self.named = list(named_parameters)
+        super().__init__(named_parameters, sparse)
         self._cap_bytes, self._first_cap_bytes = cap_bytes, first_cap_bytes
         self._skip_unused, self._is_kept = skip_unused, is_kept
         self._skipped: set[int] = set()  # numbers of buckets, and of sparse gradients behind them
@@ -96,23 +96,9 @@ class Reducer:
         # Empty until the first backward: a copy that is never trained needs no memory for them.
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
-        # Of the last backward, the indices of parameters without a gradient and of those with one,
-        # in the order in which their gradients came, and at each position whether any rank has one.
-        self._unused: list[int] = []
-        self._last_order: list[int] | None = None
-        self._used_by_any: Iterable[float] = ()
-        self.is_rearranged = self._gets_gradients_twice = False
-        # By position, the order in which gradients come: the index of the parameter; and 1 if the
-        # gradient has grown since it was last reduced, in memory that buckets hold views of.
-        # Positions of sparse gradients, for which no bucket waits, are the last ones.
-        self._accumulated = bytearray(len(self.named))
-        # Reversed registration order is a good guess: backward ends where forward began.
-        dense = [index for index in reversed(range(len(self.named))) if index not in sparse]
-        self._order = [*dense, *sparse]
         # The indices of parameters whose gradients are summed where they are needed.
         self._runs: list[list[int]] = []
-        self._sparse = range(len(dense), len(self.named))
-        self._rearrange(dense)
+        self.is_rearranged = self._gets_gradients_twice = False
         self.reset()
 
     @property
@@ -125,41 +111,8 @@ class Reducer:
         """The size of each bucket's gradients, in bytes."""
         return [bucket.gradients.nbytes for bucket in self._buckets]
 
-    @property
-    def unused(self) -> Sequence[str]:
-        """The names of parameters that got no gradient in the last backward on this rank."""
-        return [self.named[index][0] for index in self._unused]
-
-    @property
-    def unused_parameters(self) -> Sequence[torch.nn.Parameter]:
-        """The same parameters themselves."""
-        return [self.named[index][1] for index in self._unused]
-
-    @property
-    def reduced(self) -> list[torch.nn.Parameter]:
-        """Parameters that any rank used in the last backward, in the same order on every rank."""
-        return [*itertools.compress(self._parameters, self._used_by_any)]
-
-    @property
-    def ids(self) -> KeysView[int]:
-        """The ``id()`` of each parameter."""
-        return self._position_of.keys()
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Whether a gradient has grown since it was last reduced."""
-        grown = itertools.compress(self._parameters, self._accumulated)
-        return any(parameter.grad is not None for parameter in grown)
-
-    def is_unreduced(self, parameter: torch.Tensor) -> bool:
-        """Whether the gradient of ``parameter`` has grown since it was last reduced."""
-        return bool(self._accumulated[self._position_of[id(parameter)]])
-
     def defer(self, runs: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Have the gradients of each run of parameters side by side, and sum them where needed.
-
-        They must be dense, of one dtype, and in a group that can share memory.
-        """
+        """Have gradients of each run of parameters, of one kind, side by side; sum them on need."""
         index = {id(parameter): index for index, (_, parameter) in enumerate(self.named)}
         self._runs = [[index[id(parameter)] for parameter in run] for run in runs]
         self.settle()
@@ -245,46 +198,32 @@ class Reducer:
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
         )
-        num_summed = len(groups)
         groups = [*groups, *runs] or [[]]  # one for the facts at least
         self._rearrange(itertools.chain(*groups))
+        memory_from = self.process_group if self._is_kept and not self.comm_hook else None
         buckets: list[Bucket] = []
         for number, group in enumerate(groups, 1):
             start = buckets[-1].stop if buckets else 0
             named = [self.named[index] for index in group]
             accumulated = memoryview(self._accumulated)[start : start + len(group)]
             tail_size = num_facts(len(parameters)) if number == len(groups) else 0
-            if runs and number > num_summed:
-                buckets.append(
-                    DeferredBucket(
-                        named,
-                        accumulated,
-                        start=start,
-                        tail_size=tail_size,
-                        group=self.process_group,
-                    )
+            place = {"start": start, "tail_size": tail_size}
+            if number > len(groups) - len(runs):
+                bucket: Bucket = DeferredBucket(
+                    named, accumulated, group=self.process_group, **place
                 )
-                continue
-            bucket = Bucket(
-                named,
-                accumulated,
-                start=start,
-                tail_size=tail_size,
-                buffers_from=self.process_group if self._is_kept and not self.comm_hook else None,
-                is_hooked=self.comm_hook is not None,
-                like=parameters[0],
-            )
+            else:
+                bucket = Bucket(
+                    named,
+                    accumulated,
+                    buffers_from=memory_from,
+                    is_hooked=self.comm_hook is not None,
+                    like=parameters[0],
+                    **place,
+                )
             buckets.append(bucket)
         self._buckets = buckets
         self._bucket_at = [bucket for bucket in buckets for _ in bucket.parameter_names]
-
-    def _rearrange(self, dense: Iterable[int]) -> None:
-        """Put the gradients that aren't sparse into the order ``dense``, by index."""
-        accumulated = dict(zip(self._order, self._accumulated, strict=True))
-        self._order[: self._sparse.start] = dense
-        self._accumulated[:] = bytes(accumulated[index] for index in self._order)
-        self._parameters = [self.named[index][1] for index in self._order]
-        self._position_of = {id(p): position for position, p in enumerate(self._parameters)}
 
     def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
         """This backward won't compute these gradients: buckets don't wait for them."""

@@ -49,12 +49,21 @@ def shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """Divide the work and the state of ``optimizer`` among the ranks, in place.
 
     It stays the same object of the same class, with the same parameter groups, and leaves the same
-    parameters behind: but each rank updates a part of them, holds the state of that part alone,
-    and gets the rest from the other ranks. So ``step()`` does less work, and the state of an Adam
-    takes 1/N of the memory. On one rank it changes nothing. ::
+    parameters behind: but each rank updates a part of them, and holds the state of that part alone.
+    So ``step()`` does less work, and the state of an Adam takes 1/N of the memory. On one rank it
+    changes nothing. ::
 
         model = lockstep.parallelize(model)
         optimizer = lockstep.shard_optimizer(torch.optim.AdamW(model.parameters()))
+
+    Where the ranks are processes of one host (the process group ``"shm"``), they have one copy of
+    the parameters, which none of them sends to another; a rank that changes a parameter itself sees
+    that until the next step, for which the value counts that the rank has which updates it. And of
+    gradients each rank sums those alone that it needs: the others when the program reads
+    ``parameter.grad``, which is the mean over the ranks as ever, and may be changed. The parameters
+    are of a subclass of ``nn.Parameter`` then; copies and what is unpickled are plain ones.
+    :func:`lockstep.clip_grad_norm_` clips without reading all of them. Elsewhere the ranks send
+    each other what they have updated.
 
     Options may be changed, groups added, and parameters frozen, unfrozen or replaced at any time,
     on every rank alike. Parameters with sparse gradients, and those that no parallel module has,
