@@ -14,6 +14,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,11 +62,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = filter(wanted, items)
 
 
+class _Modules:
+    """Modules stay, so that garbage need not be looked for among all that torch consists of.
+
+    Looking takes a quarter of a second, which was most of the time of many tests.
+    """
+
+    num_left_out = 0
+
+    @classmethod
+    def leave_out(cls) -> None:
+        """Leave them out of later collections, if many are new; torch.compile loads hundreds."""
+        if len(sys.modules) >= cls.num_left_out + 100:
+            gc.collect()
+            gc.freeze()
+            cls.num_left_out = len(sys.modules)
+
+
 def pytest_collection_finish() -> None:
-    # Modules stay. Without this, each collection of garbage looks at all that torch consists of,
-    # which takes a quarter of a second, and most of the time of many tests.
-    gc.collect()
-    gc.freeze()
+    _Modules.leave_out()
 
 
 def _is_not_long(item: pytest.Item) -> bool:
@@ -186,6 +201,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     leaks = [f"{kind} {left}" for kind, left in more.items() if left]
     if changed := set(_environment().items()) ^ set(environment.items()):
         leaks.append(f"environment {changed}")
+    _Modules.leave_out()
     assert not leaks, f"left behind: {'; '.join(leaks)}"
 
 
