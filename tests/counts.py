@@ -15,9 +15,10 @@ T = TypeVar("T")
 LONG, SHORT = 100, 10
 
 
-def num_examples(count: int) -> int:
-    """All ``count`` examples in ``make test-long``, and a tenth of them in ``make test``."""
-    return count * settings.default.max_examples // 100
+def num_examples(count: int, soon: int | None = None) -> int:
+    """All ``count`` examples in ``make test-long``, and ``soon`` or a tenth in ``make test``."""
+    share = settings.default.max_examples
+    return soon if soon is not None and share != LONG else count * share // 100
 
 
 def some(cases: Iterable[T], first: int) -> list[T]:

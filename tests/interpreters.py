@@ -230,7 +230,9 @@ def _serve(line: socket.socket) -> object:
 
     import lockstep
 
-    importlib.import_module("torch._dynamo")  # by the first step of an optimizer
+    # By the first step of an optimizer, and with the tests' own modules.
+    for name in ("torch._dynamo", "hypothesis", "psutil", "pytest"):
+        importlib.import_module(name)
     for module in pkgutil.walk_packages(lockstep.__path__, "lockstep."):
         if "__main__" not in module.name and "integrations" not in module.name:
             importlib.import_module(module.name)

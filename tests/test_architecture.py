@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 from collections import deque
@@ -68,6 +69,7 @@ class Import(NamedTuple):
     name: str
 
 
+@functools.cache
 def imports_of(module: str) -> list[Import]:
     """Imports of lockstep's modules, those inside functions and for types alone included.
 
@@ -87,13 +89,11 @@ def imports_of(module: str) -> list[Import]:
     return [each for each in found if each.module.split(".")[0] == "lockstep"]
 
 
-IMPORTS = {module: imports_of(module) for module in FILES}
-
-
 def target_of(each: Import) -> str:
     """The module that is imported: a submodule, unless its package defines the name itself."""
     submodule = f"{each.module}.{each.name}"
-    listed = {own.name for own in IMPORTS.get(each.module, ()) if own.module != each.module}
+    own = imports_of(each.module) if each.module in FILES else []
+    listed = {name.name for name in own if name.module != each.module}
     return submodule if submodule in FILES and each.name not in listed else each.module
 
 
@@ -103,7 +103,7 @@ by_module = pytest.mark.parametrize("module", MODULES)
 @by_module
 def test_imports_point_to_lower_layers(module: str) -> None:
     package = package_of(module)
-    for each in IMPORTS[module]:
+    for each in imports_of(module):
         target = target_of(each)
         assert target != "lockstep", f"{module}: import from the package that defines the name"
         other = package_of(target)
@@ -119,7 +119,7 @@ def test_files_do_not_import_each_other_in_a_circle() -> None:
 
 def modules_run_by(module: str) -> set[str]:
     """The modules that an import of ``module`` runs, those of packages around them included."""
-    targets = {target_of(each) for each in IMPORTS[module]} - {module}
+    targets = {target_of(each) for each in imports_of(module)} - {module}
     for target in list(targets):
         parts = target.split(".")
         packages = {".".join(parts[:end]) for end in range(2, len(parts))}
@@ -152,7 +152,7 @@ def test_packages_import_each_other_by_their_faces() -> None:
     """``from lockstep.comm import x``, outside of comm, and not ``from lockstep.comm.y``."""
     found: dict[str, set[str]] = {}
     for module in MODULES:
-        for target in map(target_of, IMPORTS[module]):
+        for target in map(target_of, imports_of(module)):
             if package_of(target) != package_of(module) and target.count(".") > 1:
                 found.setdefault(name_of(module), set()).add(target.removeprefix("lockstep."))
     for name in sorted(found.keys() | STILL_OPEN.keys()):

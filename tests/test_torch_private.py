@@ -6,6 +6,7 @@ The files are read, not imported: where a name is gone, lockstep can't be.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import pkgutil
 import re
@@ -21,12 +22,18 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 SOURCE = Path(__file__).parents[1] / "src" / "lockstep"
 PRIVATE = SOURCE / "torch_private.py"
-TREES = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+PATHS = sorted(SOURCE.rglob("*.py"))
 
 # Names of others that begin with an underscore.
 OF_PYTHON = {"_extra_reducers", "_asdict", "_exit", "_fields", "_getframe", "_replace", "_xoptions"}
 
 OF_LIGHTNING = {"_ddp_kwargs", "_determine_ddp_device_ids", "_process_group_backend"}
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """What is in a file. It is read by the first test that asks, not by every process."""
+    return ast.parse(path.read_text())
 
 
 def is_private(name: str) -> bool:
@@ -35,7 +42,7 @@ def is_private(name: str) -> bool:
 
 def listed() -> dict[str, dict[str, str]]:
     """What ATTRIBUTES is, without importing the module."""
-    for node in TREES[PRIVATE].body:
+    for node in tree_of(PRIVATE).body:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ATTRIBUTES":
             assert node.value is not None
             found: dict[str, dict[str, str]] = ast.literal_eval(node.value)
@@ -45,7 +52,7 @@ def listed() -> dict[str, dict[str, str]]:
 
 def imported() -> Iterator[str]:
     """The dotted names that the module gives names to, or imports."""
-    for node in ast.walk(TREES[PRIVATE]):
+    for node in ast.walk(tree_of(PRIVATE)):
         if isinstance(node, ast.Assign):
             yield ast.unparse(node.value)
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch"):
@@ -105,11 +112,12 @@ def test_attribute_is_there(owner: str, name: str) -> None:
     assert hasattr(SAMPLES[owner]() if owner in SAMPLES else resolve(owner), name)
 
 
+@functools.cache
 def own_names() -> set[str]:
     """Names that lockstep gives to something itself."""
     own = set()
-    for tree in TREES.values():
-        for node in ast.walk(tree):
+    for path in PATHS:
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 own.add(node.name)
             elif isinstance(node, ast.arg):
@@ -123,9 +131,6 @@ def own_names() -> set[str]:
                     ast.literal_eval(node.slice) if isinstance(node.slice, ast.Constant) else ""
                 )
     return own
-
-
-OWN = own_names()
 
 
 def names_of_torch(tree: ast.Module) -> tuple[set[str], set[str]]:
@@ -147,18 +152,18 @@ def names_of_torch(tree: ast.Module) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in TREES if path != PRIVATE], ids=lambda p: str(p.relative_to(SOURCE))
+    "path", [path for path in PATHS if path != PRIVATE], ids=lambda p: str(p.relative_to(SOURCE))
 )
 def test_other_files_use_what_is_listed(path: Path) -> None:
-    known, found = names_of_torch(TREES[path])
-    for node in ast.walk(TREES[path]):
+    known, found = names_of_torch(tree_of(path))
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             name, text = node.attr, ast.unparse(node)
         elif isinstance(node, ast.Constant) and is_private(str(node.value)):
             name = text = str(node.value)
         else:
             continue
-        is_torchs = text.split(".")[0] in known or name not in OWN
+        is_torchs = text.split(".")[0] in known or name not in own_names()
         if is_torchs and name not in LISTED | OF_PYTHON | OF_LIGHTNING:
             found.add(f"{text} (line {node.lineno})")
     assert not found, "Import it from lockstep.torch_private, or add it to its ATTRIBUTES."
@@ -190,7 +195,7 @@ def test_what_overrides_a_private_name_is_listed() -> None:
         found |= {
             f"{owner.__name__}.{name}"
             for name in vars(owner)
-            if is_private(name) and name in OWN - LISTED
+            if is_private(name) and name in own_names() - LISTED
             if any(hasattr(base, name) for base in torchs)
         }
     assert not found

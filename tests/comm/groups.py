@@ -71,11 +71,12 @@ def run_on(
 
 def values(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torch.Tensor:
     """Numbers that any reduction of a few of them leaves in the range of ``dtype``."""
-    return _values(dtype, tuple(shape), seed).clone()
+    return kept_values(dtype, tuple(shape), seed).clone()
 
 
 @lru_cache(maxsize=4096)
-def _values(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def kept_values(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """The same numbers, in one tensor that is compared with and never given away."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
         wide = torch.complex64 if dtype.is_complex else torch.float32
@@ -102,6 +103,12 @@ def reduced(op: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     What is narrower than float32 is combined in float32, and rounded once.
     """
+    return _reduced(op, tuple(tensors))
+
+
+# Every rank asks for the same of the same tensors, at nearly the same time.
+@lru_cache(maxsize=2)
+def _reduced(op: str, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
     dtype = tensors[0].dtype
     if dtype.is_complex and op == "AVG":  # which torch takes as pairs of real numbers
         return torch.view_as_complex(reduced(op, [torch.view_as_real(t) for t in tensors]))
@@ -121,6 +128,12 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.shape == expected.shape
     assert got.dtype == expected.dtype
     assert torch.equal(_bits(got), _bits(expected)), f"{got} is not {expected}"
+
+
+def assert_all_are(number: float, tensor: torch.Tensor) -> None:
+    """Fail unless every element is that number, and there is one."""
+    assert tensor.numel()
+    assert (tensor == number).all(), f"{tensor} is not {number} throughout"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

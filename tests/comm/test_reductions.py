@@ -20,6 +20,7 @@ from tests.comm.groups import (
     SHAPES,
     assert_reduced,
     assert_same_bits,
+    kept_values,
     laid_out,
     over_backends_and_sizes,
     over_ours_and_sizes,
@@ -82,7 +83,7 @@ def test_all_reduce_combines_all_ranks_values(backend: str, size: int, op: str) 
 
     def body(group: dist.ProcessGroup) -> None:
         for dtype, shape in cases(backend, size, op):
-            tensors = [values(dtype, shape, seed=rank) for rank in range(size)]
+            tensors = [kept_values(dtype, shape, rank) for rank in range(size)]
             tensor = tensors[group.rank()].clone()
             if dtype.is_complex and op == "PRODUCT":  # dist.all_reduce refuses it for all
                 group.allreduce(tensor, getattr(dist.ReduceOp, op)).wait()
@@ -100,7 +101,7 @@ def test_reduce_gives_the_root_the_result_and_nobody_else(backend: str, size: in
     def body(group: dist.ProcessGroup) -> None:
         for dtype, shape in cases(backend, size, op):
             for root in {0, size - 1}:
-                tensors = [values(dtype, shape, seed=rank) for rank in range(size)]
+                tensors = [kept_values(dtype, shape, rank) for rank in range(size)]
                 tensor = tensors[group.rank()].clone()
                 dist.reduce(tensor, group_dst=root, op=getattr(dist.ReduceOp, op), group=group)
                 if group.rank() == root:
@@ -138,8 +139,8 @@ def test_reduce_scatter_gives_each_rank_its_part(backend: str, size: int, op: st
         for dtype, shape in cases(backend, size, op):
             if backend == "gloo" and (not sum(shape) or (op != "SUM" and sum(shape) > 100_000)):
                 continue  # takes neither empty tensors nor such without dimensions
-            given = [values(dtype, shape, seed=rank * size + part) for part in range(size)]
-            combined = [values(dtype, shape, seed=r * size + rank) for r in range(size)]
+            given = [kept_values(dtype, shape, rank * size + part) for part in range(size)]
+            combined = [kept_values(dtype, shape, r * size + rank) for r in range(size)]
             output = torch.empty(shape, dtype=dtype)
             kind = getattr(dist.ReduceOp, op)
             dist.reduce_scatter(output, [part.clone() for part in given], kind, group=group)

@@ -275,8 +275,8 @@ def test_who_leaves_after_the_last_meeting_disturbs_nobody():
 def test_everyone_is_told_of_a_mismatch_the_late_one_after_the_others_have_gone():
     with joined(3) as teams:
         errors = run_each(
-            lambda: teams[0].exchange(A, 0, Deadline(5)),
-            lambda: teams[1].exchange(B, 0, Deadline(5)),
+            lambda: teams[0].exchange(A, 0, Deadline(1)),
+            lambda: teams[1].exchange(B, 0, Deadline(1)),
         )
         teams[0].leave()
         teams[1].leave()

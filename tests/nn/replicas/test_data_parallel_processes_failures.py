@@ -280,7 +280,7 @@ class Stops(nn.Module):
             if where == "before the mean":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if where == "busy":
-                time.sleep(8)
+                time.sleep(5.5)
             if where == "in its backward":
                 x = x.clone().requires_grad_()
                 x.register_hook(lambda _: os.kill(os.getpid(), signal.SIGSTOP))
@@ -291,11 +291,11 @@ class Stops(nn.Module):
 
 
 def stopping() -> DataParallel:
-    timeout = timedelta(seconds=6)  # more than the others take where much else is going on
+    timeout = timedelta(seconds=4)  # more than the others take where much else is going on
     return DataParallel(Stops(), ["cpu"] * 3, workers="processes", timeout=timeout)
 
 
-NAMED = r"replica {} \(pid {}\) has not answered within 6 s"
+NAMED = r"replica {} \(pid {}\) has not answered within 4 s"
 
 
 def test_a_replica_that_is_stopped_is_named_and_ended() -> None:
