@@ -1,5 +1,6 @@
 """Modules whose replicas stay in step, and the means that they are trained on."""
 
+from lockstep.nn.backward import finish_failed
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.mean import average_gradients, mean
 from lockstep.nn.parallel_state import groups_of, is_parallel
@@ -22,6 +23,7 @@ __all__ = [
     "accumulate",
     "average_gradients",
     "data_parallel",
+    "finish_failed",
     "gather",
     "groups_of",
     "is_parallel",

@@ -79,10 +79,13 @@ class FlatParameters:
             return self._views[pieces[0].parameter]
         return self.part(self._memory, pieces)
 
-    def publish(self) -> None:
-        """Copy each rank's block to the others. Every rank calls it; it blocks."""
+    def publish(self, updated: Sequence[nn.Parameter]) -> None:
+        """Copy each rank's block to the others, after an update of the parameters ``updated``.
+
+        Every rank calls it; it blocks.
+        """
         all_gather_in_place(self.group, self._memory)
-        torch.autograd.graph.increment_version(self.parameters)
+        torch.autograd.graph.increment_version(updated)
 
 
 def elements_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
