@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.errors import CollectiveFailed
+from lockstep.errors import CollectiveFailed, CollectiveMismatch, ParameterChanged
 from lockstep.grad import bucket_of, source_of
 from tests.nn.models import Digits
 from tests.optim.test_sharded_programs import adamw, losses
@@ -209,3 +210,125 @@ def test_a_failed_backward_keeps_what_was_accumulated(backend: str) -> None:
 
     for plain, own in run_ranks(2, body, backend=backend):
         torch.testing.assert_close(own, plain, rtol=0, atol=0)
+
+
+@BACKENDS
+def test_gradients_outlive_the_wrapper(backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        net = nn.Linear(3, 3)
+        with torch.no_grad():
+            net.weight.fill_(1.0)
+        wrapper = lockstep.DistributedDataParallel(net, process_group=group)
+        optimizer = lockstep.shard_optimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+        wrapper(torch.full((1, 3), 2.0 + rank)).sum().backward()
+        del wrapper
+        gc.collect()
+        assert (net.weight.grad == 2.5).all()
+        optimizer.step()
+        assert (net.weight == -1.5).all()
+
+    run_ranks(2, body, backend=backend)
+
+
+@BACKENDS
+def test_gradients_are_there_though_another_rank_has_dropped_the_model(backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        first, second = (lockstep.parallelize(nn.Linear(9, 9), process_group=group) for _ in "ab")
+        optimizers = [lockstep.shard_optimizer(adamw(m.parameters())) for m in (first, second)]
+        for _ in range(2):
+            first(torch.full((1, 9), 2.0 + rank)).sum().backward()
+        weight = first.weight
+        optimizers.pop(0)
+        if rank == 1:
+            del first, weight
+            gc.collect()
+        for _ in range(12):
+            second(torch.ones(1, 9)).sum().backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        if rank == 0:
+            assert (weight.grad == 5.0).all()
+
+    run_ranks(2, body, backend=backend)
+
+
+@BACKENDS
+def test_a_norm_after_a_failed_backward_is_that_of_the_gradients(backend: str) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, optimizer = sharded(group, Digits())
+        for number, loss in enumerate(losses(model, rank, 7)):
+            handle = model.conv1.weight.register_hook(fail) if number == 2 and rank else None
+            try:
+                loss.backward()
+            except (ArithmeticError, CollectiveFailed):
+                assert number == 2
+            if handle is not None:
+                handle.remove()
+            if number != 2:
+                assert lockstep.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+                optimizer.step()
+            optimizer.zero_grad()
+
+    run_ranks(2, body, backend=backend)
+
+
+class Tagged(nn.Parameter):
+    """A parameter with a method of its own."""
+
+    def tag(self) -> str:
+        return "tagged"
+
+
+def test_a_class_of_parameters_of_ones_own_stays() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = nn.Linear(3, 3)
+        model.weight = Tagged(torch.ones(3, 3))
+        lockstep.parallelize(model, process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.weight.tag() == "tagged"
+        assert "DeferredParameter" not in repr(model.bias)
+
+    run_ranks(2, body)
+
+
+def test_a_parameter_of_another_shape_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, _ = sharded(group, nn.Linear(3, 3))
+        model(torch.ones(1, 3)).sum().backward()
+        model.zero_grad()
+        model.weight.data = model.weight.data[:1].clone()
+        model.bias.data = model.bias.data[:1].clone()
+        with pytest.raises(ParameterChanged, match=r"'(weight|bias)' is \(1,"):
+            model(torch.ones(1, 3)).sum().backward()
+
+    run_ranks(2, body)
+
+
+@BACKENDS
+def test_after_a_mismatch_no_gradient_is_overwritten_that_another_rank_reads(backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, _ = sharded(group, nn.Linear(3, 1))
+        for number in range(4):
+            model(torch.full((1, 3), 2.0 + rank)).sum().backward()
+            if number == 2:
+                if rank == 0:
+                    with pytest.raises(CollectiveMismatch):
+                        model(torch.full((1, 3), 1e3)).sum().backward()
+                else:
+                    with pytest.raises(CollectiveMismatch):
+                        group.barrier().wait()
+            if rank == 1:
+                assert (model.weight.grad == 2.5 * (number + 1)).all()
+            if number == 2 and rank == 0:
+                model.zero_grad()
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 7.5)
+
+    run_ranks(2, body, backend=backend)

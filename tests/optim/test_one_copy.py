@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import lockstep
 from lockstep.comm import one_copy
 from lockstep.comm.shm import one_copy as module
 from lockstep.comm.shm.memory import Segment
-from lockstep.comm.shm.one_copy import OneCopy
+from lockstep.comm.shm.one_copy import OneCopy, name_of
 from tests.nn.models import Digits
 from tests.optim.test_sharded_programs import adamw, losses
 from tests.ranks import run_ranks
@@ -25,12 +27,11 @@ PAGE = 4096
 
 @pytest.fixture
 def memory() -> Any:
-    segment, _ = Segment.create(PAGE)
-    start = segment.reserve(8 * PAGE)
-    found = OneCopy(segment.descriptor, start, 8 * PAGE)
+    segment, _ = Segment.create(8 * PAGE)
+    found = OneCopy(name_of(segment.descriptor), 8 * PAGE)
+    segment.close()
     yield found
     found.close()
-    segment.close()
 
 
 def test_what_others_write_is_seen(memory: OneCopy) -> None:
@@ -65,27 +66,60 @@ def test_where_the_kernel_does_not_tell_each_rank_has_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     empty = tmp_path / "pagemap"
-    empty.write_bytes(bytes(2**20))
+    empty.touch()
     monkeypatch.setattr(module, "_PAGEMAP", str(empty))
     assert run_ranks(2, lambda rank, group: one_copy(group, PAGE), backend="shm") == [None, None]
 
 
 def test_the_memory_is_given_back() -> None:
-    def body(rank: int, group: Any) -> bool:
-        sizes = []
+    def body(rank: int, group: dist.ProcessGroup) -> None:
         for _ in range(3):
-            found = one_copy(group, 64 * PAGE)
-            assert found is not None
-            copied, give_back = found
-            copied.private[0] = 1
-            del copied, found
+            model = lockstep.parallelize(nn.Linear(512, 512), process_group=group)
+            optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+            model(torch.ones(1, 512)).sum().backward()
+            optimizer.step()
+            del model, optimizer
             gc.collect()
-            group.barrier().wait()
-            give_back()
-            sizes.append(group.transport._segment._size)
-        return len({*sizes}) == 1
 
-    assert all(run_ranks(2, body, backend="shm"))
+    before = num_mapped()
+    run_ranks(2, body, backend="shm")
+    gc.collect()
+    assert num_mapped() == before
+
+
+def num_mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:lockstep")
+
+
+def test_aliases_keep_their_values_when_parameters_are_arranged_anew() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw([*model.parameters()][:4]))
+        alias = model.conv1.weight.detach()
+        values = alias.clone()
+        optimizer.add_param_group({"params": [*model.parameters()][4:]})
+        next(losses(model, rank, 1)).backward()
+        optimizer.step()
+        assert torch.equal(alias, values) or torch.equal(alias, model.conv1.weight)
+        assert alias.any()
+
+    run_ranks(2, body, backend="shm")
+
+
+def test_nobody_sees_parameters_change_before_his_own_step() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        for loss in losses(model, rank, 5):
+            loss.backward()
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            time.sleep(0.02 * rank)
+            for parameter, old in zip(model.parameters(), before, strict=True):
+                assert torch.equal(parameter, old)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_ranks(2, body, backend="shm")
 
 
 def test_a_rank_sees_what_it_changed_itself_until_the_next_step() -> None:

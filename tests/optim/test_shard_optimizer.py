@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
-from lockstep.errors import AlreadyParallel, ModelError, ModelMismatch, PeerLost
+from lockstep.errors import (
+    AlreadyParallel,
+    CollectiveFailed,
+    ModelError,
+    ModelMismatch,
+    PeerLost,
+)
 from tests.nn.models import Digits, Layers, Shared, Unused, Wide
 from tests.optim.test_sharded_programs import adamw, losses
 from tests.optim.test_sharded_programs import train as train_steps
@@ -237,5 +244,162 @@ def test_a_rank_that_is_lost_in_a_step_is_named() -> None:
             optimizer.step()
         assert caught.value.ranks == (1,)
         assert "step of AdamW" in caught.value.__notes__[-1]
+
+    run_ranks(2, body)
+
+
+class Decayed(torch.optim.SGD):
+    """Calls the step of its base class, of which torch has put hooks around as well."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.99)
+        return super().step(closure)
+
+
+def test_a_class_that_calls_the_step_of_its_base_takes_the_same_steps() -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        models = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            torch.optim.SGD(model.parameters())
+            train_steps(model, shard(Decayed(model.parameters(), lr=0.1, momentum=0.9)), rank)
+            models.append(model)
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    run_ranks(2, body)
+
+
+def test_a_look_at_the_state_changes_no_state_dict() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        train_steps(model, optimizer, rank)
+        before = optimizer.state_dict()
+        if rank == 0:
+            assert not optimizer.state[model.fc1.weight]
+        torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+    run_ranks(2, body)
+
+
+def test_copies_of_a_part_of_the_state_are_refused() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        train_steps(model, optimizer, rank)
+        for make in copy.deepcopy, pickle.dumps:
+            with pytest.raises(TypeError, match="state_dict"):
+                make(optimizer)
+
+    run_ranks(2, body)
+
+
+def test_graphs_of_what_a_step_leaves_alone_stay_valid() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(
+            nn.ModuleList([nn.Linear(3, 3) for _ in range(2)]), process_group=group
+        )
+        optimizer = adamw(model.parameters())
+        x = torch.ones(1, 3)
+        early = model[0](model[0](x)).sum()
+        lockstep.shard_optimizer(optimizer)
+        early.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        late = model[1](model[1](x)).sum()
+        model[0](x).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        late.backward()
+        optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_a_closure_that_is_called_twice_is_refused() -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            closure()
+            return closure()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(2, 2), process_group=group)
+        optimizer = lockstep.shard_optimizer(Twice(model.parameters()))
+
+        def closure() -> torch.Tensor:
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+            return loss
+
+        with pytest.raises(ModelError, match="several times"):
+            optimizer.step(closure)
+
+    run_ranks(2, body)
+
+
+def test_a_failed_backward_is_told_at_the_step_of_the_others() -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        loss = next(losses(model, rank, 1))
+        if rank == 1:
+            model.conv2.weight.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+        else:
+            with pytest.raises(CollectiveFailed, match="failed on rank 1"):
+                loss.backward()
+        optimizer.state_dict()
+        optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_a_group_that_differs_among_ranks_leaves_the_optimizer_as_it_was() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        first, second, *_ = model.parameters()
+        optimizer = lockstep.shard_optimizer(adamw([first]))
+        train_steps(model, optimizer, rank)
+        optimizer.add_param_group({"params": [second] if rank else [*model.parameters()][2:]})
+        next(losses(model, rank, 1)).backward()
+        before = first.detach().clone()
+        with pytest.raises(ModelMismatch):
+            optimizer.step()
+        del optimizer.param_groups[1]
+        optimizer.step()
+        assert not torch.equal(first, before)
+
+    run_ranks(2, body)
+
+
+def test_parameters_that_share_memory_stay_equal() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        models = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            torch.manual_seed(0)
+            model = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)])
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0.5)
+            lockstep.parallelize(model, process_group=group)
+            model[0].weight.data = model[1].weight.data
+            optimizer = shard(torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in range(2):
+                model[1](model[0](torch.ones(1, 3))).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            models.append(model)
+        assert torch.equal(models[0][0].weight, models[1][0].weight)
+        assert torch.equal(models[1][0].weight, models[1][1].weight)
 
     run_ranks(2, body)

@@ -136,3 +136,8 @@ def test_bad_arguments_are_told() -> None:
         lockstep.ZeroRedundancyOptimizer(parameters, torch.nn.Linear)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="overlap_with_ddp"):
         lockstep.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, overlap_with_ddp=True)
+    with pytest.raises(ValueError, match="A parameter is sparse"):
+        lockstep.ZeroRedundancyOptimizer([torch.eye(2).to_sparse()], torch.optim.SGD)
+    optimizer = lockstep.ZeroRedundancyOptimizer(parameters, torch.optim.SGD)
+    with pytest.raises(ValueError, match="no rank 7"):
+        optimizer.consolidate_state_dict(to=7)

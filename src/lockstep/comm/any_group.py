@@ -23,8 +23,8 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from lockstep.comm.arguments import flattened, without_repeats
 from lockstep.comm.collectives import sum_sparse
 from lockstep.comm.failures import explained
-from lockstep.comm.shm.memory import bytes_of
-from lockstep.comm.shm.one_copy import OneCopy
+from lockstep.comm.shm.memory import Segment, bytes_of
+from lockstep.comm.shm.one_copy import OneCopy, name_of
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.transport import Transport
 from lockstep.errors import CollectiveFailed, LockstepError, SharedMemoryFull
@@ -33,8 +33,6 @@ _log = logging.getLogger(__name__)
 
 # Large enough to hide the latency of a transfer, small enough as a second copy of the tensors.
 _CHUNK_BYTES = 25 * 1024 * 1024
-# In place of the address of memory that there isn't.
-_NOWHERE = -1
 
 
 class Pending:
@@ -191,35 +189,25 @@ def barrier(group: ProcessGroup) -> None:
     Pending(group, "barrier", group.barrier).wait()
 
 
-def one_copy(group: ProcessGroup, num_bytes: int) -> tuple[OneCopy, Callable[[], None]] | None:
+def one_copy(group: ProcessGroup, num_bytes: int) -> OneCopy | None:
     """Return memory of which the ranks have one copy; None if they are no processes of one host.
 
-    All ranks must call it; it blocks. All call the second result when none uses the memory any
-    more, which gives it back before the group ends.
+    All ranks must call it; it blocks. The memory stays for as long as any rank uses it.
     """
-    transport = getattr(group, "transport", None)
-    if not isinstance(transport, ShmTransport):
+    if not isinstance(getattr(group, "transport", None), ShmTransport):
         return None
-    address = _NOWHERE
+    segment = found = None
     if group.rank() == 0:
         with contextlib.suppress(SharedMemoryFull):
-            address = transport.reserve(num_bytes)
-    address = int(all_gather(group, torch.tensor([address], device="cpu"))[0])
-    found = None
-    if address != _NOWHERE:
-        with contextlib.suppress(SharedMemoryFull, OSError):
-            found = transport.one_copy(0, address, num_bytes)
-
-    def give_back() -> None:
-        if group.rank() == 0:
-            transport.give_back(address, num_bytes)
-
-    if not any_rank(group, [found is None])[0]:
-        assert found is not None
-        return found, give_back
-    if address != _NOWHERE:
-        give_back()
-    return None
+            segment, _ = Segment.create(num_bytes)
+    name = [0, 0, 0] if segment is None else name_of(segment.descriptor)
+    name = all_gather(group, torch.tensor(name, device="cpu"))[0].tolist()
+    with contextlib.suppress(SharedMemoryFull, OSError):
+        found = OneCopy(name, num_bytes)
+    is_missing = any_rank(group, [found is None])[0]  # all have opened it by then
+    if segment is not None:
+        segment.close()
+    return None if is_missing else found
 
 
 class TensorBroadcast:

@@ -65,11 +65,15 @@ class SharedMemoryGroup(BaseGroup):
 
     transport: Transport  # over several hosts a HostsTransport, which has all that is used here
 
+    # For so many calls of share() it keeps tensors that were shared.
+    NUM_KEPT = 8
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Tensors that other ranks may read although they were dropped here: since the last call of
-        # share(), and since the two before.
-        self._kept: deque[list[Tensor]] = deque([[]], maxlen=3)
+        self.num_shared = 0  # calls of share()
+        # Tensors that other ranks may read although they were dropped here, since each of the last
+        # calls of share().
+        self._kept: deque[list[Tensor]] = deque([[]], maxlen=self.NUM_KEPT)
 
     def empty(
         self, *size: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
@@ -99,7 +103,7 @@ class SharedMemoryGroup(BaseGroup):
         return memory[: form.nbytes].view(form.dtype).view(form.shape)
 
     def keep(self, tensors: Tensors) -> None:
-        """Keep the memory of shared tensors for as long as others may read it."""
+        """Keep the memory of shared tensors for the next ``NUM_KEPT`` calls of :meth:`share`."""
         self._kept[-1].extend(tensors)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -198,8 +202,10 @@ class SharedMemoryGroup(BaseGroup):
         """Let all ranks read ``tensor``, a flat one; when the work is done, the list has each's.
 
         It stays empty if any rank's tensor isn't in memory that all ranks reach: :meth:`empty`
-        makes it. Others may read it until they come to the next call of this but one.
+        makes it. Others may read it until they come to the next call of this but one, and from
+        then on if they know that it hasn't been written to: see :meth:`keep`.
         """
+        self.num_shared += 1
         signature, shares = Signature("share", tensor.dtype, tensor.shape), list[Tensor]()
 
         def run(deadline: Deadline) -> None:

@@ -318,14 +318,18 @@ class Bucket:
             for position in range(first, first + 1 if last is None else last):
                 parameters[position].grad = views[position]
         except RuntimeError as error:
-            name, parameter = self.parameter_names[position], parameters[position]
-            now = _describe(parameter, gradient_dtype(parameter))
-            before = _describe(views[position], self._buffer.dtype)
-            raise ParameterChanged(
-                f"The gradient of {name!r} is {now}, but was {before} when it was made parallel. "
-                "Build the model as it is to be trained, then call parallelize() or "
-                "DistributedDataParallel()."
-            ) from error
+            raise self.changed(position) from error
+
+    def changed(self, position: int) -> ParameterChanged:
+        """Return the error to raise if the parameter at ``position`` is another than before."""
+        name, parameter = self.parameter_names[position], self._parameters[position]
+        now = _describe(parameter, gradient_dtype(parameter))
+        before = _describe(self._views[position], self._buffer.dtype)
+        return ParameterChanged(
+            f"The gradient of {name!r} is {now}, but was {before} when it was made parallel. "
+            "Build the model as it is to be trained, then call parallelize() or "
+            "DistributedDataParallel()."
+        )
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Start summing, or averaging, gradients and tail over the ranks; the tail if hooked."""

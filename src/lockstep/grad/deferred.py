@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import itertools
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +37,7 @@ ALIGNMENT = 64
 # The gradient that autograd accumulates to, whatever the class of the parameter.
 _slot: Any = torch.Tensor.grad
 gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _slot.__get__
-_layout_of = operator.attrgetter("layout")
+_layout_of, _shape_of = operator.attrgetter("layout"), operator.attrgetter("shape")
 _set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _slot.__set__
 
 
@@ -64,6 +66,10 @@ class DeferredParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        """As that of a plain parameter."""
+        return repr(nn.Parameter(self.data, self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter."""
@@ -109,6 +115,13 @@ def lacks_gradient(parameter: torch.Tensor) -> bool:
     return gradient_of(parameter) is None and source_of(parameter) is None
 
 
+# Ranks may be threads.
+_lock = threading.Lock()
+_by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[DeferredBucket]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 class _Side(NamedTuple):
     buffer: torch.Tensor
     gradients: torch.Tensor
@@ -145,7 +158,14 @@ class DeferredBucket(Bucket):
         )
         size, first = self._numel + tail_size, self._parameters[0]
         other = zero_buffer(group, size, gradient_dtype(first), first.device)
-        self._sides = itertools.cycle([self._side_of(other), self._side_of(self._buffer)])
+        sides = [self._side_of(self._buffer), self._side_of(other)]
+        self._sides = itertools.cycle(sides)
+        self._side = next(self._sides)
+        self._shapes = [parameter.shape for parameter in self._parameters]
+        # Whether all ranks have come to the meeting that let them read the last backward's buffer.
+        self._has_met, self._met_at = False, 0
+        with _lock:
+            _by_group.setdefault(group, weakref.WeakSet()).add(self)
         self.group = group
         self.pending = bytearray(len(named))
         self._factor: torch.Tensor | None = None  # by which means are multiplied
@@ -197,11 +217,15 @@ class DeferredBucket(Bucket):
         """A backward begins: leave its gradients in the buffer of the last but one."""
         self.settle()
         self._factor = None
-        side = next(self._sides)
-        self._buffer, self._gradients, self.tail, self._views, self._pointers = side
+        if self._has_met:  # or nobody else knows of this buffer, and others may read the other one
+            self._has_met = False
+            self._side = next(self._sides)
+        self._buffer, self._gradients, self.tail, self._views, self._pointers = self._side
 
     def settle(self) -> None:
         """Sum the gradients that nobody has read yet: more may be added to them."""
+        if 1 not in self.pending:
+            return
         for position in itertools.compress(range(len(self.pending)), self.pending[:]):
             parameter = self._parameters[position]
             more = gradient_of(parameter)  # the first one, if this is in a hook that is told of it
@@ -260,8 +284,16 @@ class DeferredBucket(Bucket):
             self._gradients[: self._offsets[self._num_copied]].mul_(scale)
         self._copy(self._num_copied, len(self._parameters), scale)
 
+    def __del__(self) -> None:
+        with suppress(Exception):  # as at the end of the program, where modules are gone
+            self.settle()  # the parameters may be there still
+
     def _copy(self, first: int, last: int, scale: float) -> None:
         views, parameters = self._views[first:last], self._parameters[first:last]
+        shapes = [*map(_shape_of, parameters)]
+        if shapes != self._shapes[first:last]:
+            pairs = enumerate(zip(shapes, self._shapes[first:last], strict=True), first)
+            raise self.changed(next(position for position, (a, b) in pairs if a != b))
         sources: list[Any] = [*map(gradient_of, parameters)]
         if (  # as in most steps
             not any(map(operator.is_, sources, itertools.repeat(None)))
@@ -307,7 +339,8 @@ class DeferredBucket(Bucket):
     def fill_with(self, value: float) -> None:
         """Fill the buffer with ``value``; this rank's gradients stay its parameters' own."""
         self._restore_copied()
-        self._buffer.fill_(value)
+        for view in self._views:  # what is between them is 0 in every sum
+            view.fill_(value)
 
     def undo_copies(self) -> None:
         """Restore gradients that were copied in a backward that has failed."""
@@ -340,6 +373,12 @@ class DeferredBucket(Bucket):
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Let all ranks read the gradients."""
         self.has_left, self._is_averaged = True, average
+        shared: Any = group
+        with _lock:
+            others = [*_by_group[group]]
+        for bucket in others:  # other ranks may have dropped it, and keep its memory for a while
+            if bucket._has_met and shared.num_shared - bucket._met_at > shared.NUM_KEPT - 3:
+                bucket.settle()
         self._shared = PendingShares(group, self._buffer)
 
     def wait(self, group: dist.ProcessGroup) -> None:
@@ -349,10 +388,11 @@ class DeferredBucket(Bucket):
             return
         with naming(self.parameter_names, group):
             shared.wait()
-            self._shares = shared.shares
+            self._has_met, self._shares = True, shared.shares
+            self._met_at = group.num_shared  # type: ignore[attr-defined]
             if not self._shares:  # a rank lacks shared memory
                 op = dist.ReduceOp.AVG if self._is_averaged else dist.ReduceOp.SUM
-                start_all_reduce(group, self._buffer, op).wait()
+                start_all_reduce(group, self._gradients, op).wait()
+                start_all_reduce(group, self.tail).wait()
                 self._shares = [self._buffer]
-        tails = [share[self._numel :] for share in self._shares]
-        self.tail = torch.stack(tails).sum(0)
+        self.tail = sum((share[self._numel :] for share in self._shares), torch.zeros(()))

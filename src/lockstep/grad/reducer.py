@@ -237,7 +237,8 @@ class Reducer(GradientOrder):
         position = self._position_of.get(id(parameter))
         if position is not None:
             self._accumulated[position] = 1
-            self.settle()
+            if self._runs:
+                self.settle()
 
     def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
         """The gradients of ``parameters`` have come; buckets that are full are launched.

@@ -1,5 +1,6 @@
 """Modules whose replicas stay in step, and the means that they are trained on."""
 
+from lockstep.nn.backward import finish_failed
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.mean import average_gradients, mean
 from lockstep.nn.parallel_state import defer_gradients, groups_of, is_parallel
@@ -23,6 +24,7 @@ __all__ = [
     "average_gradients",
     "data_parallel",
     "defer_gradients",
+    "finish_failed",
     "gather",
     "groups_of",
     "is_parallel",

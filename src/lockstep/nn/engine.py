@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm import any_rank, broadcast_tensors, can_share, uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
-from lockstep.grad import MIB, Reducer, gradient_dtype
+from lockstep.grad import MIB, DeferredParameter, Reducer, gradient_dtype
 from lockstep.nn import autograd
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
 from lockstep.nn.verify import check_same_model
@@ -150,7 +150,10 @@ class Engine:
     def _defer(self) -> None:
         if not all(can_share(self.process_group, device) for device in self.devices):
             return
-        trained = {*map(id, self.parameters)} - {*map(id, self.sparse_parameters())}
+        # A class of the program's own keeps its methods.
+        kinds = nn.Parameter, DeferredParameter
+        trained = {id(parameter) for parameter in self.parameters if type(parameter) in kinds}
+        trained -= {*map(id, self.sparse_parameters())}
         runs = [[p for p in run if id(p) in trained] for run in self._deferred]
         self.reducer.defer([*filter(None, runs)])
 

@@ -10,13 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as _torchs
 
-from lockstep.comm import start_all_reduce
+from lockstep.comm import start_all_reduce, uncompiled
 from lockstep.grad import DeferredBucket, bucket_of
+from lockstep.nn import finish_failed
 
 # The elements whose norm is taken at once, which stay in a core's own cache after they are summed.
 _NUMEL = 64 * 1024
 
 
+@uncompiled
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -52,6 +54,8 @@ def clip_grad_norm_(
     if not buckets:
         return _torchs(every, max_norm, norm_type, error_if_nonfinite, foreach)
     power = float(norm_type)
+    for ranks in dict.fromkeys(bucket.group for bucket in buckets):
+        finish_failed(ranks)
     norms = []
     for bucket in buckets:
         own = {*map(id, bucket.parameters)}
@@ -65,7 +69,8 @@ def clip_grad_norm_(
     gradients = [parameter.grad for parameter in every if parameter.grad is not None]
     if gradients:
         norms.append(torch.nn.utils.get_total_norm(gradients, power, foreach=foreach).double())
-    dtype = buckets[0].parameters[0].dtype
+    dtype = buckets[0].parameters[0].dtype.to_real()
+    norms = norms or [torch.zeros((), dtype=torch.float64)]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), power).to(dtype)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,11 +37,10 @@ class FlatParameters:
         self.pieces = pieces_of(self._layout, numels, group.rank())
         self._kinds = [_kind(parameter) for parameter in parameters]
         dtype, device = parameters[0].dtype, parameters[0].device
-        self._give_back: Callable[[], None] = lambda: None
         self._copy = None
         num_bytes = group.size() * self._layout.block * dtype.itemsize
         if device.type == "cpu" and (found := one_copy(group, num_bytes)) is not None:
-            self._copy, self._give_back = found
+            self._copy = found
             self._memory = self._copy.private.view(dtype)
             self._updated = self._copy.shared.view(dtype)
         else:
@@ -52,13 +51,7 @@ class FlatParameters:
         self._followed: DeferredBucket | None = None
         self.take_back()
         self.begin_update()
-        self.publish()
-
-    def close(self) -> None:
-        """Give the memory back: all ranks have moved the parameters elsewhere."""
-        if self._copy is not None:
-            barrier(self.group)
-        self._give_back()
+        self.publish(())
 
     def in_order(self) -> list[nn.Parameter]:
         """Return the parameters in the order of the memory."""
@@ -121,9 +114,13 @@ class FlatParameters:
         return True
 
     def begin_update(self) -> None:
-        """This rank is about to update its block: from the values that it sees there."""
+        """This rank is about to update its block: from the values that it sees there.
+
+        Every rank calls it; it blocks until no rank reads the values before the update any more.
+        """
         if self._copy is None:
             return
+        barrier(self.group)
         self._changed = [*self._copy.changed()]
         size = self._layout.block * self._memory.element_size()
         first, last = self.group.rank() * size, (self.group.rank() + 1) * size
@@ -132,14 +129,17 @@ class FlatParameters:
             if own.start < own.stop:
                 self._copy.shared[own] = self._copy.private[own]
 
-    def publish(self) -> None:
-        """Let all ranks see each rank's block. Every rank calls it; it blocks."""
+    def publish(self, updated: Sequence[nn.Parameter]) -> None:
+        """Let all ranks see each rank's block, after an update of the parameters ``updated``.
+
+        Every rank calls it; it blocks.
+        """
         if self._copy is None:
             all_gather_in_place(self.group, self._memory)
         else:
             barrier(self.group)
             self._copy.drop(self._changed)
-        torch.autograd.graph.increment_version(self.parameters)
+        torch.autograd.graph.increment_version(updated)
 
 
 def elements_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,17 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lockstep.arguments import check_type
-from lockstep.comm import Step, add_update, all_gather_bytes, have_same, join_state_of
+from lockstep.comm import (
+    Step,
+    add_update,
+    all_gather_bytes,
+    have_same,
+    join_state_of,
+    uncompiled,
+)
 from lockstep.errors import AlreadyParallel, CollectiveFailed, ModelError, ModelMismatch
 from lockstep.grad import lacks_gradient
-from lockstep.nn import defer_gradients, groups_of, is_parallel
+from lockstep.nn import defer_gradients, finish_failed, groups_of, is_parallel
 from lockstep.optim.flat import FlatParameters
 from lockstep.optim.shard import Shard, make_shards
 from lockstep.optim.state import State, gather_state, put_state
@@ -41,6 +48,8 @@ _ELEMENTWISE = {
     torch.optim.Rprop,
     torch.optim.SGD,
 }
+# The key of what stands for the divided state in the optimizer's.
+_DIVIDED = "divided among the ranks"
 # Returns, for each parameter, the ranks that keep it in step; None for one that is this rank's own.
 GroupsOf = Callable[[Sequence[nn.Parameter]], Sequence[dist.ProcessGroup | None]]
 
@@ -71,15 +80,17 @@ def shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
     torch's element-wise optimizers (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam,
     RAdam, ASGD, Rprop) update equal parts of the elements on each rank, wherever that cuts a
-    parameter. Any other updates whole parameters, about as many elements on each rank; it has to
-    update a parameter without a look at others. ``optimizer.state`` holds this rank's part, by
-    tensors of its own.
+    parameter. (With ``fused=True``, torch computes elements at the end of a tensor in another way,
+    so that parameters may differ in their last bit from those of an unsharded optimizer.) Any other
+    updates whole parameters, about as many elements on each rank; it has to update a parameter
+    without a look at others. ``optimizer.state`` holds this rank's part, by tensors of its own.
 
     Every rank must call it, with the same optimizer, and from then on its ``step()``,
     ``state_dict()`` and ``load_state_dict()``, which block. ``state_dict()`` is the ordinary one,
     of all parameters, on every rank; with ``rank0_only=True`` the other ranks get one without
     state. Ordinary ones are loaded, of any number of ranks. A closure is called once, before the
-    step.
+    step. Gradients have to be the mean over the ranks: a step on those of :func:`no_sync`, each
+    rank's own, would mix them.
 
     Args:
         optimizer: One whose parameters are those of modules that were given to
@@ -119,6 +130,7 @@ def shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     return optimizer
 
 
+@uncompiled
 class Sharding:
     """Divides the steps of an optimizer among the ranks of its parameters.
 
@@ -139,8 +151,9 @@ class Sharding:
         # The parameters of each group that are this rank's own, and the id() of all of them.
         self._local: list[list[nn.Parameter]] = []
         self._ids: list[list[int]] = []
-        # While a step runs, the program's parameters, by group.
+        # While a step runs, the program's parameters, by group, and how many are in each other.
         self._replaced: list[Any] = []
+        self._depth = 0
         # By process group, the number by which ranks announce a step in lockstep.join().
         self._numbers: dict[dist.ProcessGroup, int] = {}
         self._arrange(optimizer.state)
@@ -162,36 +175,43 @@ class Sharding:
         """Divide the parameters that the optimizer has now, with ``state`` by parameter."""
         groups = self._optimizer.param_groups
         number = {p: index for index, group in enumerate(groups) for p in group["params"]}
-        self._ids = _ids(groups)
         # Within each group in the order in which gradients come.
         parameters = [*reversed(number)]
         parameters.sort(key=number.__getitem__)
         together: dict[Any, list[nn.Parameter]] = defaultdict(list)
-        local = set()
+        local = _with_memory_of_others(parameters)
         for parameter, ranks in zip(parameters, self._groups_of(parameters), strict=True):
-            if ranks is None:
+            if ranks is None or parameter in local:
                 local.add(parameter)
             else:
                 together[ranks, parameter.dtype, parameter.device].append(parameter)
-        self._local = [[p for p in group["params"] if p in local] for group in groups]
-        before, self._flats, self._shards = self._flats, [], []
         keeps_whole = type(self._optimizer) not in _ELEMENTWISE
+        flats: list[FlatParameters] = []
+        shards: list[Shard] = []
         for (ranks, *_), own in together.items():
+            finish_failed(ranks)
             numbers = [number[parameter] for parameter in own]
             self._check_same(ranks, own, numbers)
-            flat = FlatParameters(ranks, own, keeps_whole=keeps_whole)
-            self._flats.append(flat)
-            self._shards += make_shards(flat, numbers)
+            flats.append(FlatParameters(ranks, own, keeps_whole=keeps_whole))
+            shards += make_shards(flats[-1], numbers)
+        for flat in flats:
             defer_gradients(flat.in_order())
-            if ranks not in self._numbers:
-                self._numbers[ranks] = add_update(ranks, self.follow)
-        for flat in before:
-            flat.close()
-        whole, own_state = dict(state), self._optimizer.state
-        own_state.clear()
+            if flat.group not in self._numbers:
+                self._numbers[flat.group] = add_update(flat.group, self.follow)
+        self._local = [[p for p in group["params"] if p in local] for group in groups]
+        self._flats, self._shards, self._ids = flats, shards, _ids(groups)
+        self._set_state(state)
+
+    def _set_state(self, state: Mapping[Any, State]) -> None:
+        """Let the optimizer have this rank's part of ``state``, which is by parameter."""
+        whole: dict[Any, State] = dict(state)
+        own: Any = self._optimizer.state
+        own.clear()
         shared = {p for flat in self._flats for p in flat.parameters}
-        own_state.update({key: value for key, value in whole.items() if key not in shared})
-        self._shards = [p for shard in self._shards for p in put_state(shard, whole, own_state)]
+        own.update({key: value for key, value in whole.items() if key not in shared})
+        if whole:
+            own[_DIVIDED] = _Divided()
+        self._shards = [part for shard in self._shards for part in put_state(shard, whole, own)]
 
     def _check_same(
         self, ranks: dist.ProcessGroup, own: Sequence[nn.Parameter], numbers: Sequence[int]
@@ -211,8 +231,10 @@ class Sharding:
         found: dict[Any, State] = {}
         for flat in self._flats:
             found |= gather_state(flat, [s for s in self._shards if s.flat is flat], state)
-        own = {shard.tensor for shard in self._shards}
-        return found | {key: value for key, value in state.items() if key not in own}
+        # A look at optimizer.state[parameter] leaves an empty state there.
+        known: set[Any] = {p for flat in self._flats for p in flat.parameters} | {_DIVIDED}
+        known |= {shard.tensor for shard in self._shards}
+        return {key: value for key, value in state.items() if key not in known} | found
 
     def _refresh(self) -> None:
         """Arrange the parameters anew if the program has changed them."""
@@ -221,14 +243,14 @@ class Sharding:
             self._arrange(self._whole_state())
 
     def _step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            options["closure"] = _once(loss, type(self._optimizer).__name__)
         for ranks, number in self._numbers.items():
+            finish_failed(ranks)
             self._announce(ranks, number)
-        result = self._take_step(options)
-        return result if closure is None else loss
+        return self._take_step(options)
 
     def _take_step(self, options: dict[str, Any]) -> Any:
         # Hooks of others are to see the program's parameters.
@@ -236,12 +258,16 @@ class Sharding:
         post: Any = self._optimizer._optimizer_step_post_hooks
         pre.move_to_end(self._before.id)
         post.move_to_end(self._after.id, last=False)
+        self._depth = 0
         try:
             return self._own_step(**options)
         finally:
             self._put_parameters_back()
 
     def _begin_step(self, *_: object) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return  # the step of a base class, in that of the class
         self._refresh()
         trained: list[list[torch.Tensor]] = [[*own] for own in self._local]
         self._shards = [
@@ -276,12 +302,17 @@ class Sharding:
         return shards
 
     def _end_step(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         self._put_parameters_back()
         for shard in self._shards:
             shard.tensor.grad = None
+        state: Any = self._optimizer.state
+        state[_DIVIDED] = _Divided()
         for flat in self._flats:
             try:
-                flat.publish()
+                flat.publish([p for p in flat.parameters if not lacks_gradient(p)])
             except CollectiveFailed as error:
                 error.add_note(
                     f"It was at the end of a step of {type(self._optimizer).__name__}, where ranks "
@@ -348,6 +379,8 @@ class Sharding:
 
         With ``rank0_only`` those of other ranks than the first have no state.
         """
+        for ranks in self._numbers:
+            finish_failed(ranks)
         self._refresh()
         whole = self._whole_state()
         if rank0_only and any(ranks.rank() for ranks in self._numbers):
@@ -360,8 +393,52 @@ class Sharding:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load an ordinary state dict, of which this rank keeps its part. Every rank calls it."""
+        for ranks in self._numbers:
+            finish_failed(ranks)
+        self._refresh()
         type(self._optimizer).load_state_dict(self._optimizer, state_dict)
-        self._arrange(self._optimizer.state)
+        self._set_state(self._optimizer.state)
+
+
+class _Divided(dict[str, Any]):
+    """Stands in ``optimizer.state`` for the state that is divided among the ranks.
+
+    What asks whether there is any state finds some on every rank, and nobody copies a part of it.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled."""
+        raise TypeError(
+            "The state of this optimizer is divided among the ranks, so that a copy or a pickle of "
+            "it on one rank would lack most of it. Let every rank call its state_dict(), and copy "
+            "or save that."
+        )
+
+
+def _once(loss: Any, kind: str) -> Callable[[], Any]:
+    """Return a closure for an optimizer that calls it once."""
+    calls: list[None] = []
+
+    def closure() -> Any:
+        if calls:
+            raise ModelError(
+                f"{kind} calls its closure several times in a step, between changes of the "
+                "parameters, of which each rank has a part while the optimizer is sharded. Use it "
+                "as it is."
+            )
+        calls.append(None)
+        return loss
+
+    return closure
+
+
+def _with_memory_of_others(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:
+    """Return those that share memory with others: moved apart, they would no longer be equal."""
+    owners: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.layout is torch.strided and parameter.numel():
+            owners[parameter.untyped_storage().data_ptr()].append(parameter)
+    return {parameter for own in owners.values() if len(own) > 1 for parameter in own}
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:

@@ -6,11 +6,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from lockstep.arguments import refusal
+from lockstep.comm import global_rank
 from lockstep.optim.shard_optimizer import Sharding
 from lockstep.world import group_or_all
 
@@ -39,7 +41,7 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
 
     Raises:
         TypeError: If ``optimizer_class`` isn't a class of optimizers.
-        ValueError: If ``overlap_with_ddp`` is set.
+        ValueError: If ``overlap_with_ddp`` is set, or a parameter is a sparse tensor.
 
     Source: ``torch.distributed.optim.ZeroRedundancyOptimizer``.
     """
@@ -62,6 +64,12 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
             )
         # Not torch's constructor, which makes an optimizer of a part of the parameters.
         self.optim = optimizer_class(params, **defaults)
+        each = [parameter for group in self.optim.param_groups for parameter in group["params"]]
+        if any(parameter.layout is not torch.strided for parameter in each):
+            raise ValueError(
+                "A parameter is sparse, and such ones aren't divided among ranks. Give it to an "
+                "optimizer of its own."
+            )
         self.initialized = False
         Optimizer.__init__(self, self.optim.param_groups, defaults)
         Joinable.__init__(self)
@@ -70,6 +78,7 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
         group = group_or_all(process_group)
         self.process_group = group
         self.rank, self.world_size = (0, 1) if group is None else (group.rank(), group.size())
+        self.global_rank = self.rank if group is None else global_rank(group, self.rank)
         self._default_device = self.param_groups[0]["params"][0].device
         self._sharding: Sharding | None = None
         if group is not None and group.size() > 1:
@@ -97,6 +106,8 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the state of all ranks on rank ``to``. Every rank calls it; it blocks."""
+        if not 0 <= to < self.world_size:
+            raise ValueError(f"There is no rank {to}: there are ranks 0 to {self.world_size - 1}.")
         whole = self.optim.state_dict()
         self._whole = whole if to == self.rank else None
 

@@ -98,15 +98,6 @@ class Segment:
         self.offset_at[tensor.data_ptr()] = start
         return tensor
 
-    def reserve(self, num_bytes: int) -> int:
-        """Return the offset of memory that stays until :meth:`give_back`, whoever uses it."""
-        return self._grow(num_bytes)[0]
-
-    def give_back(self, start: int, num_bytes: int) -> None:
-        """Give back memory of :meth:`reserve`, which no rank uses any more."""
-        release(self.descriptor, start, _in_pages(num_bytes))
-        self._freed.append((start, start + _in_pages(num_bytes)))
-
     def _grow(self, num_bytes: int, owner: _Owner | None = None) -> tuple[int, torch.Tensor]:
         """Return the offset of ``num_bytes`` more, at a page's beginning, and the bytes."""
         take_room(num_bytes)
@@ -143,6 +134,7 @@ class Segment:
     def close(self) -> None:
         """Close the descriptor; the memory stays as long as tensors or other processes use it."""
         descriptor, self.descriptor = self.descriptor, -1
+        self.offset_at.clear()
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -195,8 +187,8 @@ def _unmap(pointer: int, num_bytes: int, owner: _Owner | None) -> None:
     # test_tensors_are_dropped_by_any_thread_while_others_are_made.
     if owner is not None and owner.process == os.getpid():
         start = owner.offset_at.pop(pointer, None)
-        _libc.madvise(pointer, num_bytes, mmap.MADV_REMOVE)  # though other processes may map it
-        if start is not None:
+        if start is not None:  # or the group has ended, here alone perhaps
+            _libc.madvise(pointer, num_bytes, mmap.MADV_REMOVE)  # though other processes may map it
             owner.freed.append((start, start + _in_pages(num_bytes)))
     _libc.munmap(pointer, num_bytes)
 

@@ -5,14 +5,14 @@ private: the rank sees what others have written, until it writes to a page itsel
 has this page alone, and drops it when all agree on its values. Which pages those are is known to
 the kernel.
 
-Source: ``mmap(2)``, ``proc_pid_pagemap(5)``.
+Source: ``mmap(2)``, ``proc_pid_fd(5)``, ``proc_pid_pagemap(5)``.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -25,24 +25,38 @@ _ENTRY_BYTES = 8
 _PRIVATE = (0b010, 0b100)
 
 
+def name_of(descriptor: int) -> list[int]:
+    """Return what other processes of this user and host open this process's file by."""
+    return [os.getpid(), descriptor, os.fstat(descriptor).st_ino]
+
+
 class OneCopy:
-    """One rank's mappings of memory that all ranks of a host have.
+    """One rank's mappings of a file in memory, whose :func:`name_of` it is given.
+
+    Raises:
+        OSError: If this system can't do it.
+        SharedMemoryFull: If this process may not have that much address space.
 
     Attributes:
         shared: The bytes that all ranks see.
         private: The same bytes as this rank sees them, with its own changes.
     """
 
-    def __init__(self, descriptor: int, start: int, num_bytes: int) -> None:
-        self.shared = map_memory(descriptor, start, num_bytes)
-        self.private = map_memory(descriptor, start, num_bytes, is_private=True)
+    _pagemap = -1
+
+    def __init__(self, name: Sequence[int], num_bytes: int) -> None:
+        process, number, file = name
+        descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_ino != file:
+                raise OSError(f"process {process} is another one here")
+            self.shared = map_memory(descriptor, 0, num_bytes)
+            self.private = map_memory(descriptor, 0, num_bytes, is_private=True)
+        finally:
+            os.close(descriptor)
         self._num_pages = -(-num_bytes // mmap.PAGESIZE)
         self._pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self._check()
-        except BaseException:
-            self.close()
-            raise
+        self._check()
 
     def _check(self) -> None:
         """Raise OSError if the kernel doesn't tell which pages this rank has alone."""

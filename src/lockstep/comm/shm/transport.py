@@ -12,7 +12,6 @@ from lockstep.comm.shm.barrier import Fault, SocketBarrier, farewell
 from lockstep.comm.shm.connect import connect
 from lockstep.comm.shm.mailbox import SocketMailbox
 from lockstep.comm.shm.memory import map_memory
-from lockstep.comm.shm.one_copy import OneCopy
 from lockstep.comm.transport import Address, Failure, Transport
 from lockstep.errors import SharedMemoryFull
 
@@ -96,27 +95,6 @@ class ShmTransport(Transport):
         """Return new memory, as bytes, that :meth:`find` will find while a tensor uses it."""
         self.check_open()
         return self._segment.add(num_bytes)
-
-    def reserve(self, num_bytes: int) -> int:
-        """Return the address of new memory, which stays until :meth:`give_back`."""
-        self.check_open()
-        return self._segment.reserve(num_bytes)
-
-    def give_back(self, address: int, num_bytes: int) -> None:
-        """Give back memory of :meth:`reserve`, which no rank uses any more."""
-        if not self._is_closed:
-            self._segment.give_back(address, num_bytes)
-
-    def one_copy(self, rank: int, address: int, num_bytes: int) -> OneCopy:
-        """Return the memory that ``rank`` has reserved at ``address``, as one copy for all.
-
-        Raises:
-            OSError: If this system can't do it.
-            SharedMemoryFull: If this process may not have that much address space.
-        """
-        own = rank == self.rank
-        descriptor = self._segment.descriptor if own else self._peers[rank].memory
-        return OneCopy(descriptor, address, num_bytes)
 
     def _report(self, failure: Failure) -> None:
         self._end(Fault.of(failure))
