@@ -89,6 +89,10 @@ def exact(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return lockstep.mean(model(x).square())
 
 
+# What was compiled, and the models.
+_kept: list[object] = []
+
+
 def trained(
     model: nn.Module,
     forward_backward: Callable[[torch.Tensor], object],
@@ -106,6 +110,8 @@ def trained(
         optimizer.step()
 
     run = torch.compile(step, backend="eager") if compiles_step else step
+    if compiles_step:
+        _kept.append((run, model))
     for number in range(STEPS):
         run(parts(number))
     return [p.detach() for p in model.parameters()]
@@ -277,6 +283,7 @@ def run(name: str, compiles_autograd: bool = False) -> list[torch.Tensor]:
         try:
             return WAYS[name][0](dist.get_rank(), dist.get_world_size())
         finally:
+            _kept.clear()
             torch._dynamo.reset()
 
 
@@ -299,7 +306,10 @@ def test_a_compiled_step_of_ranks_that_are_threads(name: str) -> None:
     try:
         results = lockstep.launch(lambda world: WAYS[name][0](world.rank, 2), 2, ranks="threads")
     finally:
-        torch._dynamo.reset()  # when no thread runs compiled code any more, which it frees
+        # When no thread runs compiled code any more: torch has one list of it for all threads, from
+        # which it takes what is dropped, and crashes if another thread is at it then.
+        _kept.clear()
+        torch._dynamo.reset()
     assert_those_of_one_process(name, results)
 
 
