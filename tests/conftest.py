@@ -14,7 +14,6 @@ import contextlib
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,27 +59,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = _is_longer if config.getoption("long") else _is_not_long
     config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
     items[:] = filter(wanted, items)
-
-
-class _Modules:
-    """Modules stay, so that garbage need not be looked for among all that torch consists of.
-
-    Looking takes a quarter of a second, which was most of the time of many tests.
-    """
-
-    num_left_out = 0
-
-    @classmethod
-    def leave_out(cls) -> None:
-        """Leave them out of later collections, if many are new; torch.compile loads hundreds."""
-        if len(sys.modules) >= cls.num_left_out + 100:
-            gc.collect()
-            gc.freeze()
-            cls.num_left_out = len(sys.modules)
-
-
-def pytest_collection_finish() -> None:
-    _Modules.leave_out()
 
 
 def _is_not_long(item: pytest.Item) -> bool:
@@ -201,7 +179,6 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     leaks = [f"{kind} {left}" for kind, left in more.items() if left]
     if changed := set(_environment().items()) ^ set(environment.items()):
         leaks.append(f"environment {changed}")
-    _Modules.leave_out()
     assert not leaks, f"left behind: {'; '.join(leaks)}"
 
 
