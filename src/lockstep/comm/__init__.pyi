@@ -6,11 +6,11 @@ from .any_group import all_gather as all_gather
 from .any_group import all_gather_bytes as all_gather_bytes
 from .any_group import all_gather_in_place as all_gather_in_place
 from .any_group import any_rank as any_rank
-from .any_group import barrier as barrier
 from .any_group import broadcast_tensors as broadcast_tensors
 from .any_group import can_average as can_average
 from .any_group import can_share as can_share
 from .any_group import have_same as have_same
+from .any_group import meet as meet
 from .any_group import one_copy as one_copy
 from .any_group import start_all_reduce as start_all_reduce
 from .any_group import sum_rows as sum_rows

@@ -184,9 +184,9 @@ def zero_buffer(
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-def barrier(group: ProcessGroup) -> None:
-    """Wait until all ranks have called this."""
-    Pending(group, "barrier", group.barrier).wait()
+def meet(group: ProcessGroup, operation: str) -> None:
+    """Wait until all ranks of a :class:`SharedMemoryGroup` are at this ``operation``."""
+    Pending(group, operation, lambda: group.meet(operation)).wait()  # type: ignore[attr-defined]
 
 
 def one_copy(group: ProcessGroup, num_bytes: int) -> OneCopy | None:

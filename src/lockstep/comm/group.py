@@ -242,6 +242,11 @@ class SharedMemoryGroup(BaseGroup):
         """Wait until every rank has called it."""
         return [], [self._run(Signature("barrier"), [], [], lambda c, _, __: c.barrier())]
 
+    def meet(self, operation: str) -> Work:
+        """As :meth:`barrier`; it matches no other call than that of the same ``operation``."""
+        run = self._run(Signature(operation), [], [], lambda c, _, __: c.barrier())
+        return self._queue.submit([run], [], is_async=False)
+
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:

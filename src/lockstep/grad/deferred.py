@@ -13,8 +13,10 @@ the one before the last.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -236,11 +238,14 @@ class DeferredBucket(Bucket):
 
     def materialize(self, position: int) -> torch.Tensor:
         """Sum the gradient at ``position``, which the parameter has from now on; return it."""
-        parameter = self._parameters[position]
-        flat = self._buffer.new_empty(parameter.numel())
-        self.sum_into(flat, self._offsets[position])
+        parameter, view = self._parameters[position], self._views[position]
+        with torch.inference_mode(False), torch.no_grad():
+            gradient = torch.empty_strided(
+                view.shape, view.stride(), dtype=view.dtype, device=view.device
+            )
+            flat = gradient.as_strided((gradient.numel(),), (1,))
+            self.sum_into(flat, self._offsets[position])
         self.pending[position] = 0
-        gradient = view_like(flat, 0, parameter)
         _set_gradient(parameter, gradient)
         return gradient
 
@@ -284,9 +289,12 @@ class DeferredBucket(Bucket):
             self._gradients[: self._offsets[self._num_copied]].mul_(scale)
         self._copy(self._num_copied, len(self._parameters), scale)
 
-    def __del__(self) -> None:
-        with suppress(Exception):  # as at the end of the program, where modules are gone
-            self.settle()  # the parameters may be there still
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # The parameters may be there still. When the interpreter ends, what is made is never freed
+        # in good order, and torch aborts. Shown by test_a_program_may_end_with_gradients_unread.
+        if not is_ending():
+            with suppress(Exception):
+                self.settle()
 
     def _copy(self, first: int, last: int, scale: float) -> None:
         views, parameters = self._views[first:last], self._parameters[first:last]
@@ -395,4 +403,4 @@ class DeferredBucket(Bucket):
                 start_all_reduce(group, self._gradients, op).wait()
                 start_all_reduce(group, self.tail).wait()
                 self._shares = [self._buffer]
-        self.tail = sum((share[self._numel :] for share in self._shares), torch.zeros(()))
+        self.tail = functools.reduce(operator.add, [s[self._numel :] for s in self._shares])

@@ -70,7 +70,7 @@ def clip_grad_norm_(
     if gradients:
         norms.append(torch.nn.utils.get_total_norm(gradients, power, foreach=foreach).double())
     dtype = buckets[0].parameters[0].dtype.to_real()
-    norms = norms or [torch.zeros((), dtype=torch.float64)]
+    norms = norms or [torch.zeros((), dtype=torch.float64, device="cpu")]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), power).to(dtype)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -91,7 +91,7 @@ def _norm(bucket: DeferredBucket, power: float, *, is_whole: bool) -> Tensor | N
     It is None, on every rank, unless ``is_whole`` on all, and none has read a gradient.
     """
     group, is_summed = bucket.group, is_whole and bucket.are_all_pending()
-    own = torch.zeros(2, dtype=torch.float64)
+    own = torch.zeros(2, dtype=torch.float64, device="cpu")
     own[1] = not is_summed
     size = -(-bucket.numel // group.size())
     first = group.rank() * size

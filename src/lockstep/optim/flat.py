@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import all_gather_in_place, barrier, one_copy, zero_buffer
+from lockstep.comm import all_gather_in_place, meet, one_copy, zero_buffer
 from lockstep.grad import DeferredBucket, source_of, view_like
 from lockstep.optim.layout import Layout, Piece, cut_evenly, keep_whole, pieces_of
 
@@ -48,7 +49,7 @@ class FlatParameters:
         self._views = self.views_of(self._memory)
         self._pointers = [view.data_ptr() for view in self._views]
         self._order = self.in_order()
-        self._followed: DeferredBucket | None = None
+        self._followed: weakref.ref[DeferredBucket] | None = None
         self.take_back()
         self.begin_update()
         self.publish(())
@@ -91,11 +92,11 @@ class FlatParameters:
         if source is None:
             return None
         bucket = source.bucket
-        if bucket is not self._followed:
+        if self._followed is None or bucket is not self._followed():
             offsets = sorted(self._layout.offsets)
             if not bucket.has_layout(self._order, offsets):
                 return None
-            self._followed = bucket
+            self._followed = weakref.ref(bucket)
         return bucket if bucket.are_all_pending() else None
 
     def take_back(self) -> bool:
@@ -120,7 +121,7 @@ class FlatParameters:
         """
         if self._copy is None:
             return
-        barrier(self.group)
+        meet(self.group, "begin of an update")
         self._changed = [*self._copy.changed()]
         size = self._layout.block * self._memory.element_size()
         first, last = self.group.rank() * size, (self.group.rank() + 1) * size
@@ -137,7 +138,7 @@ class FlatParameters:
         if self._copy is None:
             all_gather_in_place(self.group, self._memory)
         else:
-            barrier(self.group)
+            meet(self.group, "end of an update")
             self._copy.drop(self._changed)
         torch.autograd.graph.increment_version(updated)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -168,8 +167,9 @@ class Sharding:
             step=MethodType(step, optimizer),
             state_dict=self.state_dict,
             load_state_dict=self.load_state_dict,
-            zero_grad=self.zero_grad,
         )
+        if type(optimizer).zero_grad is Optimizer.zero_grad:
+            vars(optimizer).update(zero_grad=self.zero_grad)
 
     def _arrange(self, state: Mapping[Any, State]) -> None:
         """Divide the parameters that the optimizer has now, with ``state`` by parameter."""
@@ -365,14 +365,13 @@ class Sharding:
         if not set_to_none:
             type(self._optimizer).zero_grad(self._optimizer, set_to_none)
             return
-        rest = [*self._local]
         for flat in self._flats:
             if (bucket := flat.deferred_bucket()) is not None:
                 bucket.drop_pending()
-            else:
-                rest.append([p for p in flat.parameters if not lacks_gradient(p)])
-        for parameter in itertools.chain(*rest):
-            parameter.grad = None
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if not lacks_gradient(parameter):
+                    parameter.grad = None
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the ordinary state dict, of all parameters. Every rank calls it; it blocks.
