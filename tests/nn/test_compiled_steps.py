@@ -39,6 +39,7 @@ def ranks() -> Iterator[Processes]:
 def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
     yield
+    _kept.clear()
     torch._dynamo.reset()
 
 

@@ -131,7 +131,3 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
         """Load an ordinary state dict, of which this rank keeps its part. Every rank calls it."""
         self.optim.load_state_dict(state_dict)
         self.param_groups, self.state = self.optim.param_groups, self.optim.state
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """Let a rank without data take the other ranks' steps, in torch's Join context."""
-        return super().join_hook(**kwargs)
