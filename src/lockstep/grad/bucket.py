@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,11 @@ AWAITED, UNUSED, READY = 0, 1, 2
 # The number of ranks on which the backward failed, and the sum of their numbers.
 _NUM_FAILURE_FACTS = 2
 # Mapped over gradients, which calls no Python function for each.
-_grad_of, _layout_of = operator.attrgetter("grad"), operator.attrgetter("layout")
+_layout_of = operator.attrgetter("layout")
+# The gradient that autograd accumulates to, whatever the class of the parameter.
+_slot: Any = torch.Tensor.grad
+gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _slot.__get__
+set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _slot.__set__
 _pointer_of = torch.Tensor.data_ptr
 
 
@@ -186,6 +191,10 @@ class Bucket:
     def settle(self) -> None:
         """Sum the gradients that nobody has read yet: more may be added to them."""
 
+    def gradients_of_ranks(self) -> list[torch.Tensor]:
+        """Return the gradients of the last backward by rank, if they aren't summed."""
+        return []
+
     def finish(self) -> None:
         """All ranks' backwards have succeeded: the gradients are those of its parameters."""
 
@@ -225,11 +234,11 @@ class Bucket:
         """
         copied = self._num_copied
         if copied:
-            gradients = map(_grad_of, self._parameters[:copied])
+            gradients = map(gradient_of, self._parameters[:copied])
             if not all(map(operator.is_, gradients, self._views)):
                 # Another hook has replaced some gradients since.
                 for position in range(copied):
-                    if self._parameters[position].grad is not self._views[position]:
+                    if gradient_of(self._parameters[position]) is not self._views[position]:
                         self._copy(position, position + 1, 1)
             if self.copy_scale != scale:
                 self._gradients[: self._offsets[copied]].mul_(scale)
@@ -238,9 +247,9 @@ class Bucket:
     def fill_with(self, value: float) -> None:
         """Fill the buffer with ``value``, and move this rank's gradients to other memory."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.grad is view:
-                parameter.grad = view.clone()
-        self._buffer.fill_(value)
+            if gradient_of(parameter) is view:
+                set_gradient(parameter, view.clone())
+            view.fill_(value)  # what is between gradients is 0 in every sum
 
     def undo_copies(self) -> None:
         """Restore gradients that were scaled in a backward that has failed.
@@ -256,8 +265,8 @@ class Bucket:
     def drop(self) -> None:
         """Drop the gradients of this backward: it failed, here or on another rank."""
         for position, parameter in enumerate(self._parameters):
-            if self.accumulated[position] and parameter.grad is self._views[position]:
-                parameter.grad = None
+            if self.accumulated[position] and gradient_of(parameter) is self._views[position]:
+                set_gradient(parameter, None)
         self.accumulated[:] = bytes(len(self.accumulated))
 
     def _copy(self, first: int, last: int, scale: float) -> None:
@@ -269,14 +278,14 @@ class Bucket:
                 if _pointer_of(view) != self._pointers[position]:
                     self._views[position] = view_like(self._buffer, self._offsets[position], view)
         views, parameters = self._views[first:last], self._parameters[first:last]
-        sources: list[torch.Tensor] = [*map(_grad_of, parameters)]
+        sources: list[Any] = [*map(gradient_of, parameters)]
         if (
             not any(map(operator.is_, sources, views))
             and not any(map(operator.is_, sources, itertools.repeat(None)))
             and {*map(_layout_of, sources)} <= {torch.strided}
             and 0 not in self.accumulated[first:last].tobytes()
         ):
-            self.use_as_grad(first, last)  # as in most steps
+            self._use_views(first, last)  # as in most steps
         else:
             views, sources = self._copies_of(first, last)
         if self._is_large:
@@ -293,7 +302,7 @@ class Bucket:
         views, sources = [], []
         for position in range(first, last):
             parameter, view = self._parameters[position], self._views[position]
-            gradient, has_grown = parameter.grad, self.accumulated[position]
+            gradient, has_grown = gradient_of(parameter), self.accumulated[position]
             if gradient is None:
                 # A Function's backward() returned None, or zero_grad() has dropped it since.
                 self.accumulated[position] = 0
@@ -302,21 +311,25 @@ class Bucket:
             views.append(view)
             sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
             if gradient is view and not has_grown:
-                parameter.grad = view.clone()
+                set_gradient(parameter, view.clone())
             elif gradient is not view and has_grown:
-                self.use_as_grad(position)
+                self._use_views(position, position + 1)
         return views, sources
 
-    def use_as_grad(self, first: int, last: int | None = None) -> None:
-        """Make the views from position ``first`` to ``last``, or that at ``first``, the gradients.
+    def use_as_grad(self, position: int) -> None:
+        """Make the mean the gradient of a parameter that other ranks used, and not this one."""
+        self._use_views(position, position + 1)
+
+    def _use_views(self, first: int, last: int) -> None:
+        """Make the views from position ``first`` to ``last`` the gradients.
 
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
         position, parameters, views = first, self._parameters, self._views
         try:
-            for position in range(first, first + 1 if last is None else last):
-                parameters[position].grad = views[position]
+            for position in range(first, last):
+                set_gradient(parameters[position], views[position])
         except RuntimeError as error:
             raise self.changed(position) from error
 

@@ -19,6 +19,7 @@ import operator
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -27,20 +28,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import PendingShares, reduction_for, start_all_reduce, zero_buffer
-from lockstep.grad.bucket import Bucket, gradient_dtype
+from lockstep.comm import (
+    PendingShares,
+    reduction_for,
+    start_all_reduce,
+    uncompiled,
+    zero_buffer,
+)
+from lockstep.grad.bucket import Bucket, gradient_dtype, gradient_of, set_gradient
 from lockstep.grad.comm_hook import view_like
 from lockstep.grad.diagnostics import naming
-from lockstep.torch_private import _foreach_copy_
 
 # Where parameters begin in memory, in elements: whole cache lines.
 ALIGNMENT = 64
-
-# The gradient that autograd accumulates to, whatever the class of the parameter.
-_slot: Any = torch.Tensor.grad
-gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _slot.__get__
-_layout_of, _shape_of = operator.attrgetter("layout"), operator.attrgetter("shape")
-_set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _slot.__set__
 
 
 class DeferredParameter(nn.Parameter):
@@ -52,16 +52,18 @@ class DeferredParameter(nn.Parameter):
     _deferred: tuple[weakref.ref[DeferredBucket], int] | None
 
     @property
+    @uncompiled
     def grad(self) -> torch.Tensor | None:
         """The gradient: the mean over the ranks, once it is reduced."""
         found = bucket_of(self)
         if found is not None and found[0].pending[found[1]]:
-            found[0].materialize(found[1])
+            return found[0].materialize(found[1])
         return gradient_of(self)
 
     @grad.setter
+    @uncompiled
     def grad(self, gradient: torch.Tensor | None) -> None:
-        _set_gradient(self, gradient)
+        set_gradient(self, gradient)
         if (found := bucket_of(self)) is not None:
             found[0].pending[found[1]] = 0
 
@@ -145,7 +147,6 @@ class DeferredBucket(Bucket):
         self,
         named: Sequence[tuple[str, nn.Parameter]],
         accumulated: memoryview,
-        *,
         start: int,
         tail_size: int,
         group: dist.ProcessGroup,
@@ -163,7 +164,10 @@ class DeferredBucket(Bucket):
         sides = [self._side_of(self._buffer), self._side_of(other)]
         self._sides = itertools.cycle(sides)
         self._side = next(self._sides)
-        self._shapes = [parameter.shape for parameter in self._parameters]
+        # Gradients that the program has read, by position, and those of them that were there before
+        # this backward: if it adds to a gradient, that stays the same tensor.
+        self._read: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._held: dict[int, torch.Tensor] = {}
         # Whether all ranks have come to the meeting that let them read the last backward's buffer.
         self._has_met, self._met_at = False, 0
         with _lock:
@@ -177,7 +181,6 @@ class DeferredBucket(Bucket):
         weakref.finalize(self, group.keep, [self._buffer, other]).atexit = False  # type: ignore[attr-defined]
         reference = weakref.ref(self)
         for position, parameter in enumerate(self._parameters):
-            parameter.__class__ = DeferredParameter
             parameter._deferred = reference, position  # type: ignore[attr-defined]
 
     def _side_of(self, buffer: torch.Tensor) -> _Side:
@@ -211,6 +214,10 @@ class DeferredBucket(Bucket):
             and [*offsets] == self._offsets[:-1]
         )
 
+    def gradients_of_ranks(self) -> list[torch.Tensor]:
+        """Return the gradients of the last backward by rank, if they aren't summed."""
+        return [share[: self._numel] for share in self._shares]
+
     def are_all_pending(self) -> bool:
         """Whether nobody has read or dropped any gradient of the last backward on this rank."""
         return 0 not in self.pending
@@ -218,7 +225,11 @@ class DeferredBucket(Bucket):
     def begin(self) -> None:
         """A backward begins: leave its gradients in the buffer of the last but one."""
         self.settle()
-        self._factor = None
+        for position, read in self._read.items():
+            gradient = gradient_of(self._parameters[position])
+            if gradient is not None and gradient is read():
+                self._held[position] = gradient
+        self._read, self._factor, self._shares = {}, None, []
         if self._has_met:  # or nobody else knows of this buffer, and others may read the other one
             self._has_met = False
             self._side = next(self._sides)
@@ -229,34 +240,40 @@ class DeferredBucket(Bucket):
         if 1 not in self.pending:
             return
         for position in itertools.compress(range(len(self.pending)), self.pending[:]):
-            parameter = self._parameters[position]
-            more = gradient_of(parameter)  # the first one, if this is in a hook that is told of it
-            summed = self.materialize(position)
+            # Autograd may have begun to add, if this is in a hook that is told of it.
+            more = gradient_of(self._parameters[position])
+            summed = self._sum(position)
             if more is not None:
                 with torch.no_grad():
                     summed.add_(more)
 
     def materialize(self, position: int) -> torch.Tensor:
+        """Sum the gradient at ``position``, which the program reads; return it."""
+        gradient = self._sum(position)
+        self._read[position] = weakref.ref(gradient)
+        return gradient
+
+    def _sum(self, position: int) -> torch.Tensor:
         """Sum the gradient at ``position``, which the parameter has from now on; return it."""
-        parameter, view = self._parameters[position], self._views[position]
+        view = self._views[position]
         with torch.inference_mode(False), torch.no_grad():
             gradient = torch.empty_strided(
                 view.shape, view.stride(), dtype=view.dtype, device=view.device
             )
+        self._sum_to(gradient, position)
+        return gradient
+
+    def _sum_to(self, gradient: torch.Tensor, position: int) -> None:
+        with torch.inference_mode(False), torch.no_grad():
             flat = gradient.as_strided((gradient.numel(),), (1,))
             self.sum_into(flat, self._offsets[position])
         self.pending[position] = 0
-        _set_gradient(parameter, gradient)
-        return gradient
+        set_gradient(self._parameters[position], gradient)
 
     def drop_pending(self) -> None:
         """Set all gradients to None."""
         self.pending[:] = bytes(len(self.pending))
-        for parameter, gradient in zip(
-            self._parameters, [*map(gradient_of, self._parameters)], strict=True
-        ):
-            if gradient is not None:
-                _set_gradient(parameter, None)
+        deque(map(set_gradient, self._parameters, itertools.repeat(None)), maxlen=0)
 
     def sum_into(self, target: torch.Tensor, start: int) -> None:
         """Write the mean over the ranks of the elements from ``start`` on to ``target``, flat."""
@@ -278,17 +295,6 @@ class DeferredBucket(Bucket):
         """Multiply the means, which nobody has read yet, by ``factor``."""
         self._factor = factor if self._factor is None else self._factor * factor
 
-    def fill(self, scale: float) -> None:
-        """Copy every gradient into the buffer, times ``scale``, and zeros where there is none."""
-        for position in range(self._num_copied):
-            more = gradient_of(self._parameters[position])
-            if more is not None:  # it came twice
-                self._views[position].add_(more, alpha=self.copy_scale)
-                _set_gradient(self._parameters[position], None)
-        if self._num_copied and self.copy_scale != scale:
-            self._gradients[: self._offsets[self._num_copied]].mul_(scale)
-        self._copy(self._num_copied, len(self._parameters), scale)
-
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # The parameters may be there still. When the interpreter ends, what is made is never freed
         # in good order, and torch aborts. Shown by test_a_program_may_end_with_gradients_unread.
@@ -296,87 +302,33 @@ class DeferredBucket(Bucket):
             with suppress(Exception):
                 self.settle()
 
-    def _copy(self, first: int, last: int, scale: float) -> None:
-        views, parameters = self._views[first:last], self._parameters[first:last]
-        shapes = [*map(_shape_of, parameters)]
-        if shapes != self._shapes[first:last]:
-            pairs = enumerate(zip(shapes, self._shapes[first:last], strict=True), first)
-            raise self.changed(next(position for position, (a, b) in pairs if a != b))
-        sources: list[Any] = [*map(gradient_of, parameters)]
-        if (  # as in most steps
-            not any(map(operator.is_, sources, itertools.repeat(None)))
-            and {*map(_layout_of, sources)} <= {torch.strided}
-            and 0 not in self.accumulated[first:last].tobytes()
-        ):
-            for parameter in parameters:
-                _set_gradient(parameter, None)
+    def finish(self) -> None:
+        """All ranks' backwards have succeeded: the gradients are those of its parameters.
+
+        Until now they were this rank's own ones, in the buffer.
+        """
+        grown = self.accumulated.tobytes()
+        if self._held or 0 in grown:
+            for position in itertools.compress(range(len(grown)), grown):
+                self.use_as_grad(position)
+        else:  # as in most steps
+            self.drop_pending()
+            self.pending[:] = grown
+
+    def use_as_grad(self, position: int) -> None:
+        """Make the mean the gradient of a parameter, of one that this rank didn't use too."""
+        held, view = self._held.get(position), self._views[position]
+        if held is not None and held.shape == view.shape and held.stride() == view.stride():
+            self._sum_to(held, position)
+            self._read[position] = weakref.ref(held)
         else:
-            views, sources = self._copies_of(first, last)
-        if self._is_large:
-            for view, source in zip(views, sources, strict=True):
-                torch.mul(source, scale, out=view)
-            return
-        if views:
-            _foreach_copy_(views, sources)
-        if scale != 1:
-            self._gradients[self._offsets[first] : self._offsets[last]].mul_(scale)
-
-    def _copies_of(self, first: int, last: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        views, sources = [], []
-        for position in range(first, last):
-            parameter, view = self._parameters[position], self._views[position]
-            gradient = gradient_of(parameter)
-            if gradient is None:
-                self.accumulated[position] = 0
-                view.zero_()
-                continue
-            views.append(view)
-            sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
-            if self.accumulated[position]:
-                _set_gradient(parameter, None)
-        return views, sources
-
-    def _restore_copied(self) -> None:
-        """Give parameters back the gradients that were copied in a backward that has failed."""
-        for position in range(self._num_copied):
-            parameter, more = self._parameters[position], gradient_of(self._parameters[position])
-            gradient = self._views[position].clone().div_(self.copy_scale)
-            _set_gradient(parameter, gradient if more is None else gradient.add_(more))
-        self._num_copied = 0
-
-    def fill_with(self, value: float) -> None:
-        """Fill the buffer with ``value``; this rank's gradients stay its parameters' own."""
-        self._restore_copied()
-        for view in self._views:  # what is between them is 0 in every sum
-            view.fill_(value)
-
-    def undo_copies(self) -> None:
-        """Restore gradients that were copied in a backward that has failed."""
-        if self.has_left:
-            self.drop()
-        else:
-            self._restore_copied()
-
-    def drop(self) -> None:
-        """Drop the gradients of this backward: it failed, here or on another rank."""
-        for position, parameter in enumerate(self._parameters):
-            if self.accumulated[position]:
-                _set_gradient(parameter, None)
-        self.accumulated[:] = bytes(len(self.accumulated))
-
-    def is_too_late_for(self, position: int) -> bool:
-        """Whether nothing can be added any more to the gradient at ``position`` in this bucket."""
-        return self.has_left
-
-    def use_as_grad(self, first: int, last: int | None = None) -> None:
-        """Make the means the gradients, at once of one parameter that this rank didn't use."""
-        for position in range(first, first + 1 if last is None else last):
-            _set_gradient(self._parameters[position], None)
+            set_gradient(self._parameters[position], None)
             self.pending[position] = 1
 
-    def finish(self) -> None:
-        """All ranks' backwards have succeeded: the gradients are those of its parameters."""
-        self.pending[:] = self.accumulated.tobytes()
+    def reset(self) -> None:
+        """Drop the state of a backward: it is over."""
+        super().reset()
+        self._held = {}
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Let all ranks read the gradients."""
@@ -404,3 +356,7 @@ class DeferredBucket(Bucket):
                 start_all_reduce(group, self.tail).wait()
                 self._shares = [self._buffer]
         self.tail = functools.reduce(operator.add, [s[self._numel :] for s in self._shares])
+
+    def failed_ranks(self, divisor: int) -> tuple[int, int]:
+        """Return how many ranks' backwards failed, and the sum of their numbers."""
+        return super().failed_ranks(1)  # the facts are always added up

@@ -185,16 +185,15 @@ class Reducer(GradientOrder):
         """Make buckets for gradients that become ready in ``order``, all or none."""
         # First of all, as they are as large as all gradients: memory may be short.
         self.settle()
-        self._buckets, self._bucket_at = [], []
-        self._skipped.clear()
+        deferred = [bucket for bucket in self._buckets if isinstance(bucket, DeferredBucket)]
+        self._buckets, self._bucket_at, self._skipped = [], [], set()
         runs = [] if self.comm_hook else self._runs
-        apart = {index for run in runs for index in run}
+        apart = {*itertools.chain(*runs), *self._order[self._sparse.start :]}
         parameters = [parameter for _, parameter in self.named]
-        sparse = {*self._order[self._sparse.start :]}
         groups = assign_buckets(
             [p.numel() * gradient_dtype(p).itemsize for p in parameters],
             [(gradient_dtype(p), p.device) for p in parameters],
-            [index for index in order if index not in sparse and index not in apart],
+            [index for index in order if index not in apart],
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
         )
@@ -207,20 +206,20 @@ class Reducer(GradientOrder):
             named = [self.named[index] for index in group]
             accumulated = memoryview(self._accumulated)[start : start + len(group)]
             tail_size = num_facts(len(parameters)) if number == len(groups) else 0
-            place = {"start": start, "tail_size": tail_size}
-            if number > len(groups) - len(runs):
-                bucket: Bucket = DeferredBucket(
-                    named, accumulated, group=self.process_group, **place
-                )
-            else:
+            if number <= len(groups) - len(runs):
                 bucket = Bucket(
                     named,
                     accumulated,
+                    start=start,
+                    tail_size=tail_size,
                     buffers_from=memory_from,
                     is_hooked=self.comm_hook is not None,
                     like=parameters[0],
-                    **place,
                 )
+            elif deferred:  # as it was
+                bucket = deferred.pop(0)
+            else:
+                bucket = DeferredBucket(named, accumulated, start, tail_size, self.process_group)
             buckets.append(bucket)
         self._buckets = buckets
         self._bucket_at = [bucket for bucket in buckets for _ in bucket.parameter_names]
@@ -421,8 +420,7 @@ class Reducer(GradientOrder):
     def _use_reduced(self) -> CollectiveFailed | None:
         """Make the mean the gradient of every parameter that any rank used."""
         last = self._buckets[-1]
-        is_averaged = self._averages(last) and not last.is_deferred
-        num_failed, ranks = last.failed_ranks(self._size if is_averaged else 1)
+        num_failed, ranks = last.failed_ranks(self._size if self._averages(last) else 1)
         if num_failed:
             for bucket in self._buckets:
                 bucket.drop()
@@ -447,6 +445,8 @@ class Reducer(GradientOrder):
                 bucket = self._bucket_at[position]
                 bucket.use_as_grad(position - bucket.start)
         if self._log.compares:
+            for bucket in self._buckets:
+                self._log.keep_of_ranks(bucket.gradients_of_ranks())
             self._log.compare()
         return None
 

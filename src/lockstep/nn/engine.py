@@ -11,7 +11,7 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
 from typing import NamedTuple
 
 import torch
@@ -155,6 +155,8 @@ class Engine:
         trained = {id(parameter) for parameter in self.parameters if type(parameter) in kinds}
         trained -= {*map(id, self.sparse_parameters())}
         runs = [[p for p in run if id(p) in trained] for run in self._deferred]
+        for parameter in chain(*runs):
+            parameter.__class__ = DeferredParameter
         self.reducer.defer([*filter(None, runs)])
 
     def refuse_distributed_autograd(self) -> None:
@@ -168,6 +170,7 @@ class Engine:
 
     def detach(self) -> None:
         """Take all hooks off the parameters: gradients stay this rank's own."""
+        self.reducer.settle()
         for hooks, own in self._hooks:
             hooks.release(own)
         self._hooks, self._hooks_of_others, self._nodes = [], [], []

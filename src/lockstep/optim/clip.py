@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as _torchs
 
-from lockstep.comm import start_all_reduce, uncompiled
+from lockstep.comm import join_state_of, start_all_reduce, uncompiled
 from lockstep.grad import DeferredBucket, bucket_of
 from lockstep.nn import finish_failed
 
@@ -51,11 +52,13 @@ def clip_grad_norm_(
     """
     every = [parameters] if isinstance(parameters, Tensor) else [*parameters]
     buckets = [*dict.fromkeys(found[0] for p in every if (found := bucket_of(p)) is not None)]
-    if not buckets:
-        return _torchs(every, max_norm, norm_type, error_if_nonfinite, foreach)
     power = float(norm_type)
-    for ranks in dict.fromkeys(bucket.group for bucket in buckets):
+    groups = dict.fromkeys(bucket.group for bucket in buckets)
+    for ranks in groups:
         finish_failed(ranks)
+    # A rank that has no data any more doesn't call this.
+    if not buckets or not power > 0 or any(map(join_state_of, groups)):
+        return _torchs(every, max_norm, norm_type, error_if_nonfinite, foreach)
     norms = []
     for bucket in buckets:
         own = {*map(id, bucket.parameters)}
@@ -69,7 +72,9 @@ def clip_grad_norm_(
     gradients = [parameter.grad for parameter in every if parameter.grad is not None]
     if gradients:
         norms.append(torch.nn.utils.get_total_norm(gradients, power, foreach=foreach).double())
-    dtype = buckets[0].parameters[0].dtype.to_real()
+    dtypes = [gradient.dtype for gradient in gradients]
+    dtypes += [bucket.parameters[0].dtype for bucket in clipped]
+    dtype = functools.reduce(torch.promote_types, dtypes or [torch.float]).to_real()
     norms = norms or [torch.zeros((), dtype=torch.float64, device="cpu")]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), power).to(dtype)
     if error_if_nonfinite and not total.isfinite():

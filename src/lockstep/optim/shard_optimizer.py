@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any, TypeVar
@@ -274,7 +275,8 @@ class Sharding:
             shard for flat in self._flats for shard in self._take_gradients(flat, trained)
         ]
         for flat in self._flats:
-            flat.begin_update()
+            with self._saying("the beginning", "They are all still those of the step before."):
+                flat.begin_update()
         groups = self._optimizer.param_groups
         self._replaced = [group["params"] for group in groups]
         for group, own in zip(groups, trained, strict=True):
@@ -311,15 +313,23 @@ class Sharding:
         state: Any = self._optimizer.state
         state[_DIVIDED] = _Divided()
         for flat in self._flats:
-            try:
+            with self._saying(
+                "the end",
+                "Some of them are of this step now and some of the one before: go on from a "
+                "checkpoint.",
+            ):
                 flat.publish([p for p in flat.parameters if not lacks_gradient(p)])
-            except CollectiveFailed as error:
-                error.add_note(
-                    f"It was at the end of a step of {type(self._optimizer).__name__}, where ranks "
-                    "send each other the parameters that they have updated. Of these, some are of "
-                    "this step now and some of the one before: go on from a checkpoint."
-                )
-                raise
+
+    @contextmanager
+    def _saying(self, where: str, then: str) -> Iterator[None]:
+        try:
+            yield
+        except CollectiveFailed as error:
+            error.add_note(
+                f"It was at {where} of a step of {type(self._optimizer).__name__}, in which the "
+                f"ranks update parameters together. {then}"
+            )
+            raise
 
     def _put_parameters_back(self) -> None:
         replaced, self._replaced = self._replaced, []
