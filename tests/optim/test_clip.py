@@ -38,7 +38,7 @@ def train(group: dist.ProcessGroup, first: Any, rank: int, *, sharded: bool, **h
 
 
 @pytest.mark.parametrize("backend", ["threads", "shm", "gloo"])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf, 0.0, -math.inf])
 def test_it_clips_as_torchs_does(norm_type: float, backend: str) -> None:
     first = Digits().double()
 
@@ -71,3 +71,41 @@ def test_without_a_sharded_optimizer_it_is_torchs() -> None:
     parameter.grad = torch.full((4,), 2.0)
     assert lockstep.clip_grad_norm_(parameter, 1.0) == 4.0
     torch.testing.assert_close(parameter.grad, torch.full((4,), 0.5))
+
+
+def test_ranks_without_data_need_not_call_it() -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        models = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = shard(adamw(model.parameters()))
+            with lockstep.join(model):
+                for loss in losses(model, rank, 2 + 2 * rank):
+                    loss.backward()
+                    lockstep.clip_grad_norm_(model.parameters(), 0.01)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            models.append([parameter.detach() for parameter in model.parameters()])
+        torch.testing.assert_close(*models, rtol=0, atol=0)
+        return models[0]
+
+    run_ranks(2, body)
+
+
+def test_gradients_of_several_dtypes_have_one_norm() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = torch.nn.ModuleList([torch.nn.Linear(50, 50), torch.nn.Linear(50, 50).bfloat16()])
+        lockstep.parallelize(model, process_group=group)
+        lockstep.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        found = []
+        for clip in torch.nn.utils.clip_grad_norm_, lockstep.clip_grad_norm_:
+            x = torch.ones(4, 50)
+            (model[0](x).sum() + model[1](x.bfloat16()).sum()).backward()
+            norm = clip(model.parameters(), 1.0)
+            found.append([norm, *(parameter.grad for parameter in model.parameters())])
+            model.zero_grad()
+        torch.testing.assert_close(*found, rtol=1e-2, atol=0)
+
+    run_ranks(2, body)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import lockstep
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, ParameterChanged
@@ -231,6 +236,23 @@ def test_gradients_outlive_the_wrapper(backend: str) -> None:
 
 
 @BACKENDS
+def test_without_the_wrapper_gradients_are_added_to_on_each_rank(backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        net = nn.Linear(3, 3)
+        wrapper = lockstep.DistributedDataParallel(net, process_group=group)
+        optimizer = lockstep.shard_optimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+        for _ in range(2):
+            optimizer.zero_grad()
+            wrapper(torch.full((1, 3), 2.0 + rank)).sum().backward()
+        del wrapper
+        gc.collect()
+        net(torch.full((1, 3), 10.0 + rank)).sum().backward()
+        assert (net.weight.grad == 12.5 + rank).all()
+
+    run_ranks(2, body, backend=backend)
+
+
+@BACKENDS
 def test_gradients_are_there_though_another_rank_has_dropped_the_model(backend: str) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         first, second = (lockstep.parallelize(nn.Linear(9, 9), process_group=group) for _ in "ab")
@@ -332,3 +354,128 @@ def test_after_a_mismatch_no_gradient_is_overwritten_that_another_rank_reads(bac
                     parameter.grad = torch.full_like(parameter, 7.5)
 
     run_ranks(2, body, backend=backend)
+
+
+@BACKENDS
+def test_a_gradient_that_the_program_holds_stays_the_same_tensor(backend: str) -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        seen = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = shard(adamw(model.parameters()))
+            for loss in losses(model, rank, 2):  # before the second one, buckets are made anew
+                optimizer.zero_grad()
+                loss.backward()
+            held = [parameter.grad for parameter in model.parameters()]
+            found = []
+            for number, loss in enumerate(losses(model, rank, 4, 1)):
+                if number != 2:  # else it is added to
+                    optimizer.zero_grad(set_to_none=False)
+                loss.backward()
+                found += [gradient.clone() for gradient in held]
+                held[0].mul_(2)
+                optimizer.step()
+            assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
+            seen.append([*found, *(parameter.detach() for parameter in model.parameters())])
+        torch.testing.assert_close(*seen, rtol=0, atol=0)
+
+    run_ranks(2, body, backend=backend)
+
+
+def test_gradients_are_seen_in_the_midst_of_a_backward() -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        seen: list[list[float]] = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer, found = shard(adamw(model.parameters())), list[float]()
+
+            def look(*_: object, own: nn.Module = model, to: list[float] = found) -> None:
+                gradients = [own.fc2.weight.grad, own.fc1.weight.grad]
+                to.extend(0.0 if g is None else g.abs().sum().item() for g in gradients)
+
+            model.conv2.register_full_backward_hook(look)
+            for loss in losses(model, rank, 4):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(found)
+        assert seen[0] == seen[1]
+        assert any(seen[0])
+
+    run_ranks(2, body)
+
+
+@BACKENDS
+def test_a_gradient_that_is_read_in_inference_mode_is_an_ordinary_tensor(backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, _ = sharded(group, nn.Linear(3, 3))
+        model(torch.ones(1, 3)).sum().backward()
+        with torch.inference_mode():
+            assert model.weight.grad is not None
+        model.weight.grad.mul_(2)
+        model(torch.ones(1, 3)).sum().backward()
+        assert (model.weight.grad == 3).all()
+
+    run_ranks(2, body, backend=backend)
+
+
+def test_compiled_code_is_not_compiled_again_when_gradients_come() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> int:
+        model, optimizer = sharded(group, nn.Linear(3, 3))
+        counter = CompileCounter()
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        for _ in range(3):
+            compiled(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return int(counter.frame_count)
+
+    try:
+        assert run_ranks(2, body, backend="shm") == [1, 1]
+    finally:
+        torch._dynamo.reset()
+
+
+def test_equal_gradients_of_all_ranks_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        for same in True, False:
+            model, _ = sharded(group, nn.Linear(3, 3))
+            for _ in range(4):
+                model(torch.full((1, 3), 1.0 if same else 1.0 + rank)).sum().backward()
+                model.zero_grad()
+
+    run_ranks(2, body)
+    assert caplog.text.count("all ranks had the same gradients") == 1
+
+
+ENDING = """
+import sys, torch, lockstep
+world = lockstep.init()
+def train():
+    model = lockstep.parallelize(torch.nn.Linear(3, 3))
+    optimizer = lockstep.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    return model, optimizer
+kept = train() if sys.argv[1] == "kept" else [*train()[:0]]
+print("through")
+"""
+
+
+@pytest.mark.true_start
+@pytest.mark.parametrize("how", ["kept", "dropped"])
+def test_a_program_may_end_with_gradients_unread(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDING)
+    command = [sys.executable, "-m", "lockstep", "run", "-n", "2", str(script), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("through") == 2

@@ -20,6 +20,7 @@ from lockstep.comm import (
     Step,
     add_update,
     all_gather_bytes,
+    broadcast_tensors,
     have_same,
     join_state_of,
     uncompiled,
@@ -347,12 +348,15 @@ class Sharding:
                 "know of it, and its work is divided among all. Use lockstep.join(model), or pass "
                 "a lockstep.ZeroRedundancyOptimizer to the context, behind the model."
             )
-        first = state.call(Step.UPDATE, number).active[0]
-        self._take_options(ranks, first)
+        active = state.call(Step.UPDATE, number).active
+        self._take_options(ranks, active[0])
+        if len(active) < ranks.size():
+            self._take_gradients_of(ranks, active[0])
 
     def follow(self, ranks: dist.ProcessGroup, first: int) -> None:
-        """Take a step of the ranks that still have data, with the options of rank ``first``."""
+        """Take a step of the ranks that still have data, with what rank ``first`` has for it."""
         self._take_options(ranks, first)
+        self._take_gradients_of(ranks, first)
         self._take_step({})
 
     def _take_options(self, ranks: dist.ProcessGroup, first: int) -> None:
@@ -361,14 +365,28 @@ class Sharding:
         numbers = [
             {name: float(v) for name, v in group.items() if _is_number(v)} for group in groups
         ]
-        device = self._flats[0].parameters[0].device
-        answers = all_gather_bytes(ranks, json.dumps(numbers).encode(), device)
-        for group, own in zip(groups, json.loads(answers[first]), strict=True):
+        for group, own in zip(groups, self._gather(ranks, numbers)[first], strict=True):
             for name, number in own.items():
                 if isinstance(group[name], torch.Tensor):
                     group[name].fill_(number)
                 elif float(group[name]) != number:
                     group[name] = type(group[name])(number)
+
+    def _take_gradients_of(self, ranks: dist.ProcessGroup, first: int) -> None:
+        """Take over the gradients of rank ``first``, which its program may have clipped."""
+        flats = (flat for flat in self._flats if flat.group is ranks)
+        parameters = [parameter for flat in flats for parameter in flat.parameters]
+        lacks = self._gather(ranks, [*map(lacks_gradient, parameters)])[first]
+        for parameter, has_none in zip(parameters, lacks, strict=True):
+            if has_none or lacks_gradient(parameter):
+                parameter.grad = None if has_none else torch.empty_like(parameter)
+        gradients = [parameter.grad for parameter in parameters]
+        broadcast_tensors(ranks, [g for g in gradients if g is not None], first)
+
+    def _gather(self, ranks: dist.ProcessGroup, own: Any) -> list[Any]:
+        """Return each rank's value, of what JSON can say."""
+        device = self._flats[0].parameters[0].device
+        return [*map(json.loads, all_gather_bytes(ranks, json.dumps(own).encode(), device))]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, to None by default, as torch's does."""
