@@ -212,7 +212,7 @@ class Collectives:
 
         It is empty if any rank's tensor is where the others don't reach it.
         """
-        address = self._transport.find(tensor)
+        address = self._transport.lend(tensor)
         addresses = self._exchange(_OUT_OF_REACH if address is None else address)
         if any(isinstance(each, int) and each == _OUT_OF_REACH for each in addresses):
             return []

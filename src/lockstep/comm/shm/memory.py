@@ -58,11 +58,13 @@ class Segment:
     Attributes:
         descriptor: The file descriptor, or -1 after :meth:`close`.
         offset_at: By address in this process, the offset of each memory of :meth:`add`.
+        lent: The addresses of memory that other processes may read after it is closed here.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.offset_at: dict[int, int] = {}
+        self.lent: set[int] = set()
         self._size = 0
         self._lock = threading.Lock()
         # Offsets of pages that were given back, from one to another; and those that finalizers, in
@@ -134,7 +136,8 @@ class Segment:
     def close(self) -> None:
         """Close the descriptor; the memory stays as long as tensors or other processes use it."""
         descriptor, self.descriptor = self.descriptor, -1
-        self.offset_at.clear()
+        for pointer in self.lent:
+            self.offset_at.pop(pointer, None)
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -187,7 +190,7 @@ def _unmap(pointer: int, num_bytes: int, owner: _Owner | None) -> None:
     # test_tensors_are_dropped_by_any_thread_while_others_are_made.
     if owner is not None and owner.process == os.getpid():
         start = owner.offset_at.pop(pointer, None)
-        if start is not None:  # or the group has ended, here alone perhaps
+        if start is not None:  # or others may read it still
             _libc.madvise(pointer, num_bytes, mmap.MADV_REMOVE)  # though other processes may map it
             owner.freed.append((start, start + _in_pages(num_bytes)))
     _libc.munmap(pointer, num_bytes)
