@@ -7,6 +7,7 @@ import gc
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -479,3 +480,42 @@ def test_a_program_may_end_with_gradients_unread(how: str, tmp_path: Path) -> No
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("through") == 2
+
+
+@BACKENDS
+def test_gradients_stay_for_a_rank_that_reads_them_late(backend: str) -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        plain = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+        model, _ = sharded(group, first)
+        expected = []
+        for loss in losses(plain, rank, 4):
+            plain.zero_grad()
+            loss.backward()
+            expected.append([parameter.grad.clone() for parameter in plain.parameters()])
+        for number, loss in enumerate(losses(model, rank, 4)):
+            loss.backward()
+            if rank == number % 2:
+                time.sleep(0.2)  # the other one is in the next backward
+                found = [parameter.grad for parameter in model.parameters()]
+                torch.testing.assert_close(found, expected[number], rtol=0, atol=0)
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    run_ranks(2, body, backend=backend)
+
+
+@BACKENDS
+def test_one_buffer_is_enough_where_ranks_drop_gradients_in_time(backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> int:
+        model, optimizer = sharded(group, Digits())
+        for loss in losses(model, rank, 5):
+            optimizer.zero_grad()
+            group.barrier().wait()
+            loss.backward()
+            optimizer.step()
+        bucket, _ = bucket_of(model.conv1.weight)
+        return len(bucket._buffers)
+
+    assert run_ranks(2, body, backend=backend) == [1, 1]

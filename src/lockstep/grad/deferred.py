@@ -5,10 +5,13 @@ once. Afterwards any rank can take the mean of any gradient, by itself: the owne
 parameters sums this part, to update it, and nobody sums the rest, unless the program looks at
 ``parameter.grad``.
 
-Note [Two buffers]: a rank that is through with a step may be in the next backward while another
-one still reads gradients of the last. So a bucket has two buffers, and leaves gradients in them by
-turns. A rank comes to the meeting of one backward only after it has read all that it ever will of
-the one before the last.
+Note [Buffers of a bucket]: a rank that is through with a step may be in the next backward while
+another one still reads gradients of the last. Each rank notes in its buffer when it won't read any
+more: when zero_grad() has dropped the gradients, or all are summed. A rank that doesn't see that of
+all others within a moment makes a second buffer, and leaves gradients in the two by turns. That is
+enough, since a rank comes to the meeting of one backward only after it has read all that it ever
+will of the one before. Processors that may show others the note before the reads are over have two
+from the start.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import platform
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -41,6 +46,13 @@ from lockstep.grad.diagnostics import naming
 
 # Where parameters begin in memory, in elements: whole cache lines.
 ALIGNMENT = 64
+# Meetings are counted up to this, which all dtypes of gradients have.
+_NUM_NUMBERS = 64
+# How long to wait for others to read gradients before more memory is taken, once, and how often to
+# look.
+_PATIENCE_SECONDS, _PAUSE_SECONDS = 0.05, 50e-6
+# Whether a processor's reads are over when the others see what it writes afterwards.
+_KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
 
 
 class DeferredParameter(nn.Parameter):
@@ -65,7 +77,7 @@ class DeferredParameter(nn.Parameter):
     def grad(self, gradient: torch.Tensor | None) -> None:
         set_gradient(self, gradient)
         if (found := bucket_of(self)) is not None:
-            found[0].pending[found[1]] = 0
+            found[0].drop_at(found[1])
 
     @grad.deleter
     def grad(self) -> None:
@@ -155,21 +167,20 @@ class DeferredBucket(Bucket):
             named,
             accumulated,
             start=start,
-            tail_size=tail_size,
+            tail_size=tail_size + 1,
             buffers_from=group,
             alignment=ALIGNMENT,
         )
-        size, first = self._numel + tail_size, self._parameters[0]
-        other = zero_buffer(group, size, gradient_dtype(first), first.device)
-        sides = [self._side_of(self._buffer), self._side_of(other)]
-        self._sides = itertools.cycle(sides)
-        self._side = next(self._sides)
+        self._place = self._numel + tail_size  # of the number of the last backward that was read
+        self._sides = [self._side_of(self._buffer)]
+        self._side = self._sides[0]
         # Gradients that the program has read, by position, and those of them that were there before
         # this backward: if it adds to a gradient, that stays the same tensor.
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}
         self._held: dict[int, torch.Tensor] = {}
         # Whether all ranks have come to the meeting that let them read the last backward's buffer.
         self._has_met, self._met_at = False, 0
+        self._number = 0  # of such meetings
         with _lock:
             _by_group.setdefault(group, weakref.WeakSet()).add(self)
         self.group = group
@@ -178,13 +189,14 @@ class DeferredBucket(Bucket):
         self._shares: list[torch.Tensor] = []
         self._shared: PendingShares | None = None
         # Other ranks may read them for a while.
-        weakref.finalize(self, group.keep, [self._buffer, other]).atexit = False  # type: ignore[attr-defined]
+        self._buffers = [self._buffer]
+        weakref.finalize(self, group.keep, self._buffers).atexit = False  # type: ignore[attr-defined]
         reference = weakref.ref(self)
         for position, parameter in enumerate(self._parameters):
             parameter._deferred = reference, position  # type: ignore[attr-defined]
 
     def _side_of(self, buffer: torch.Tensor) -> _Side:
-        gradients, tail = buffer.split([self._numel, len(buffer) - self._numel])
+        gradients, tail = buffer[: self._numel], buffer[self._numel : self._place]
         views = [
             view_like(buffer, offset, parameter)
             for offset, parameter in zip(self._offsets, self._parameters, strict=False)
@@ -225,20 +237,45 @@ class DeferredBucket(Bucket):
     def begin(self) -> None:
         """A backward begins: leave its gradients in the buffer of the last but one."""
         self.settle()
+        self._note_read()
         for position, read in self._read.items():
             gradient = gradient_of(self._parameters[position])
             if gradient is not None and gradient is read():
                 self._held[position] = gradient
-        self._read, self._factor, self._shares = {}, None, []
-        if self._has_met:  # or nobody else knows of this buffer, and others may read the other one
+        if self._has_met:  # or nobody else knows of this buffer
             self._has_met = False
-            self._side = next(self._sides)
+            self._side = self._free_side()
+        self._read, self._factor, self._shares = {}, None, []
         self._buffer, self._gradients, self.tail, self._views, self._pointers = self._side
+
+    def _free_side(self) -> _Side:
+        """Return memory that nobody reads any more. See Note [Buffers of a bucket]."""
+        if len(self._sides) == 1:
+            end = time.monotonic() + _PATIENCE_SECONDS
+            while _KEEPS_ORDER and time.monotonic() < end:
+                if self._is_read_by_all():
+                    return self._side
+                time.sleep(_PAUSE_SECONDS)
+            first = self._parameters[0]
+            size, dtype = len(self._buffer), gradient_dtype(first)
+            self._buffers.append(zero_buffer(self.group, size, dtype, first.device))
+            self._sides.append(self._side_of(self._buffers[1]))
+        return self._sides[self._side is self._sides[0]]
+
+    def _is_read_by_all(self) -> bool:
+        """Whether all ranks are through with the gradients of the last backward."""
+        if len(self._shares) == 1:  # all summed; this rank's own
+            return True
+        return all(share[self._place].real.item() == self._number for share in self._shares)
+
+    def _note_read(self) -> None:
+        """Tell the others that this rank won't read gradients of the last backward any more."""
+        if self._has_met:
+            with torch.inference_mode():
+                self._buffer[self._place] = self._number
 
     def settle(self) -> None:
         """Sum the gradients that nobody has read yet: more may be added to them."""
-        if 1 not in self.pending:
-            return
         for position in itertools.compress(range(len(self.pending)), self.pending[:]):
             # Autograd may have begun to add, if this is in a hook that is told of it.
             more = gradient_of(self._parameters[position])
@@ -251,7 +288,16 @@ class DeferredBucket(Bucket):
         """Sum the gradient at ``position``, which the program reads; return it."""
         gradient = self._sum(position)
         self._read[position] = weakref.ref(gradient)
+        if 1 not in self.pending:
+            self._note_read()
         return gradient
+
+    def drop_at(self, position: int) -> None:
+        """The program has set another gradient at ``position``, or none."""
+        if self.pending[position]:
+            self.pending[position] = 0
+            if 1 not in self.pending:
+                self._note_read()
 
     def _sum(self, position: int) -> torch.Tensor:
         """Sum the gradient at ``position``, which the parameter has from now on; return it."""
@@ -273,6 +319,10 @@ class DeferredBucket(Bucket):
     def drop_pending(self) -> None:
         """Set all gradients to None."""
         self.pending[:] = bytes(len(self.pending))
+        self._note_read()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         deque(map(set_gradient, self._parameters, itertools.repeat(None)), maxlen=0)
 
     def sum_into(self, target: torch.Tensor, start: int) -> None:
@@ -312,7 +362,7 @@ class DeferredBucket(Bucket):
             for position in itertools.compress(range(len(grown)), grown):
                 self.use_as_grad(position)
         else:  # as in most steps
-            self.drop_pending()
+            self._drop_gradients()
             self.pending[:] = grown
 
     def use_as_grad(self, position: int) -> None:
@@ -349,13 +399,16 @@ class DeferredBucket(Bucket):
         with naming(self.parameter_names, group):
             shared.wait()
             self._has_met, self._shares = True, shared.shares
+            self._number = (self._number + 1) % _NUM_NUMBERS
             self._met_at = group.num_shared  # type: ignore[attr-defined]
             if not self._shares:  # a rank lacks shared memory
                 op = dist.ReduceOp.AVG if self._is_averaged else dist.ReduceOp.SUM
                 start_all_reduce(group, self._gradients, op).wait()
                 start_all_reduce(group, self.tail).wait()
                 self._shares = [self._buffer]
-        self.tail = functools.reduce(operator.add, [s[self._numel :] for s in self._shares])
+        self.tail = functools.reduce(
+            operator.add, [s[self._numel : self._place] for s in self._shares]
+        )
 
     def failed_ranks(self, divisor: int) -> tuple[int, int]:
         """Return how many ranks' backwards failed, and the sum of their numbers."""
