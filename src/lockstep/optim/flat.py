@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,14 @@ from torch import nn
 from lockstep.comm import all_gather_in_place, meet, one_copy, zero_buffer
 from lockstep.grad import DeferredBucket, source_of, view_like
 from lockstep.optim.layout import Layout, Piece, cut_evenly, keep_whole, pieces_of
+
+
+class Progress(Enum):
+    """How far the update of a block is."""
+
+    BEFORE = 0
+    IN_THE_MIDST = 1
+    DONE = 2
 
 
 class FlatParameters:
@@ -38,12 +47,15 @@ class FlatParameters:
         self.pieces = pieces_of(self._layout, numels, group.rank())
         self._kinds = [_kind(parameter) for parameter in parameters]
         dtype, device = parameters[0].dtype, parameters[0].device
-        self._copy = None
+        self._copy, self._num_updates = None, 0
         num_bytes = group.size() * self._layout.block * dtype.itemsize
-        if device.type == "cpu" and (found := one_copy(group, num_bytes)) is not None:
+        notes = group.size() * torch.int64.itemsize
+        if device.type == "cpu" and (found := one_copy(group, num_bytes + notes)) is not None:
             self._copy = found
-            self._memory = self._copy.private.view(dtype)
-            self._updated = self._copy.shared.view(dtype)
+            self._memory = self._copy.private[:num_bytes].view(dtype)
+            self._updated = self._copy.shared[:num_bytes].view(dtype)
+            # Twice the number of updates of each rank's block, and one more in the midst of one.
+            self._notes = self._copy.shared[num_bytes:].view(torch.int64)
         else:
             self._memory = self._updated = self.new_memory(dtype)
         self._views = self.views_of(self._memory)
@@ -122,6 +134,7 @@ class FlatParameters:
         if self._copy is None:
             return
         meet(self.group, "begin of an update")
+        self._notes[self.group.rank()] = 2 * self._num_updates + 1
         self._changed = [*self._copy.changed()]
         size = self._layout.block * self._memory.element_size()
         first, last = self.group.rank() * size, (self.group.rank() + 1) * size
@@ -138,9 +151,17 @@ class FlatParameters:
         if self._copy is None:
             all_gather_in_place(self.group, self._memory)
         else:
+            self._notes[self.group.rank()] = 2 * self._num_updates + 2
             meet(self.group, "end of an update")
             self._copy.drop(self._changed)
+        self._num_updates += 1
         torch.autograd.graph.increment_version(updated)
+
+    def progress(self) -> set[Progress]:
+        """Return how far the ranks are in an update, of which one has failed on this rank."""
+        if self._copy is None:
+            return {Progress.IN_THE_MIDST}
+        return {Progress(note - 2 * self._num_updates) for note in self._notes.tolist()}
 
 
 def elements_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

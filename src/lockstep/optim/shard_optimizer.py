@@ -28,7 +28,7 @@ from lockstep.comm import (
 from lockstep.errors import AlreadyParallel, CollectiveFailed, ModelError, ModelMismatch
 from lockstep.grad import lacks_gradient
 from lockstep.nn import defer_gradients, finish_failed, groups_of, is_parallel
-from lockstep.optim.flat import FlatParameters
+from lockstep.optim.flat import FlatParameters, Progress
 from lockstep.optim.shard import Shard, make_shards
 from lockstep.optim.state import State, gather_state, put_state
 
@@ -51,6 +51,12 @@ _ELEMENTWISE = {
 }
 # The key of what stands for the divided state in the optimizer's.
 _DIVIDED = "divided among the ranks"
+_PROGRESS = {
+    Progress.BEFORE: "they are still those of the step before.",
+    Progress.IN_THE_MIDST: "some are of this step now and some of the one before. Go on from a "
+    "checkpoint.",
+    Progress.DONE: "they are those of this step now.",
+}
 # Returns, for each parameter, the ranks that keep it in step; None for one that is this rank's own.
 GroupsOf = Callable[[Sequence[nn.Parameter]], Sequence[dist.ProcessGroup | None]]
 
@@ -276,7 +282,7 @@ class Sharding:
             shard for flat in self._flats for shard in self._take_gradients(flat, trained)
         ]
         for flat in self._flats:
-            with self._saying("the beginning", "They are all still those of the step before."):
+            with self._telling_progress():
                 flat.begin_update()
         groups = self._optimizer.param_groups
         self._replaced = [group["params"] for group in groups]
@@ -314,21 +320,19 @@ class Sharding:
         state: Any = self._optimizer.state
         state[_DIVIDED] = _Divided()
         for flat in self._flats:
-            with self._saying(
-                "the end",
-                "Some of them are of this step now and some of the one before: go on from a "
-                "checkpoint.",
-            ):
+            with self._telling_progress():
                 flat.publish([p for p in flat.parameters if not lacks_gradient(p)])
 
     @contextmanager
-    def _saying(self, where: str, then: str) -> Iterator[None]:
+    def _telling_progress(self) -> Iterator[None]:
         try:
             yield
         except CollectiveFailed as error:
+            progress = {each for flat in self._flats for each in flat.progress()}
+            told = _PROGRESS[progress.pop() if len(progress) == 1 else Progress.IN_THE_MIDST]
             error.add_note(
-                f"It was at {where} of a step of {type(self._optimizer).__name__}, in which the "
-                f"ranks update parameters together. {then}"
+                f"It was in a step of {type(self._optimizer).__name__}, in which the ranks update "
+                f"parameters together: {told}"
             )
             raise
 
