@@ -68,9 +68,7 @@ class DeferredParameter(nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         """The gradient: the mean over the ranks, once it is reduced."""
         found = bucket_of(self)
-        if found is not None and found[0].pending[found[1]]:
-            return found[0].materialize(found[1])
-        return gradient_of(self)
+        return gradient_of(self) if found is None else found[0].read(found[1])
 
     @grad.setter
     @uncompiled
@@ -175,7 +173,7 @@ class DeferredBucket(Bucket):
         self._sides = [self._side_of(self._buffer)]
         self._side = self._sides[0]
         # Gradients that the program has read, by position, and those of them that were there before
-        # this backward: if it adds to a gradient, that stays the same tensor.
+        # this backward, or were read in its midst: such a gradient stays the same tensor.
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}
         self._held: dict[int, torch.Tensor] = {}
         # Whether all ranks have come to the meeting that let them read the last backward's buffer.
@@ -245,7 +243,7 @@ class DeferredBucket(Bucket):
         if self._has_met:  # or nobody else knows of this buffer
             self._has_met = False
             self._side = self._free_side()
-        self._read, self._factor, self._shares = {}, None, []
+        self._read, self._factor, self._shares, self._is_open = {}, None, [], True
         self._buffer, self._gradients, self.tail, self._views, self._pointers = self._side
 
     def _free_side(self) -> _Side:
@@ -284,12 +282,22 @@ class DeferredBucket(Bucket):
                 with torch.no_grad():
                     summed.add_(more)
 
-    def materialize(self, position: int) -> torch.Tensor:
-        """Sum the gradient at ``position``, which the program reads; return it."""
-        gradient = self._sum(position)
-        self._read[position] = weakref.ref(gradient)
-        if 1 not in self.pending:
-            self._note_read()
+    def read(self, position: int) -> torch.Tensor | None:
+        """Return the gradient at ``position`` to the program, which may keep and change it."""
+        parameter, view = self._parameters[position], self._views[position]
+        gradient = gradient_of(parameter)
+        if self.pending[position]:
+            gradient = self._sum(position)
+            if 1 not in self.pending:
+                self._note_read()
+        elif gradient is view:  # which all ranks will read
+            with torch.inference_mode(False), torch.no_grad():
+                gradient = view.clone()
+            set_gradient(parameter, gradient)
+        if gradient is not None:
+            self._read[position] = weakref.ref(gradient)
+            if self._is_open:
+                self._held[position] = gradient
         return gradient
 
     def drop_at(self, position: int) -> None:
@@ -375,10 +383,18 @@ class DeferredBucket(Bucket):
             set_gradient(self._parameters[position], None)
             self.pending[position] = 1
 
+    def drop(self) -> None:
+        """Drop the gradients of this backward: it failed, here or on another rank."""
+        for position, gradient in self._held.items():
+            parameter = self._parameters[position]
+            if self.accumulated[position] and gradient_of(parameter) is gradient:
+                set_gradient(parameter, None)
+        super().drop()
+
     def reset(self) -> None:
         """Drop the state of a backward: it is over."""
         super().reset()
-        self._held = {}
+        self._held, self._is_open = {}, False
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Let all ranks read the gradients."""
