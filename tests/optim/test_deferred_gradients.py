@@ -385,6 +385,49 @@ def test_a_gradient_that_the_program_holds_stays_the_same_tensor(backend: str) -
     run_ranks(2, body, backend=backend)
 
 
+@BACKENDS
+@pytest.mark.parametrize("how", ["no_sync", "clip", "second backward", "midst"])
+def test_a_gradient_stays_the_same_tensor_whatever_sums_it(how: str, backend: str) -> None:
+    first = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        seen = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = shard(torch.optim.SGD(model.parameters(), lr=0.01))
+            x, held = torch.ones(4, 3) * (rank + 1), list[torch.Tensor]()
+            for _ in range(3):
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model(x).sum().backward()
+            if how == "midst":
+                parameter = model[1].weight
+                hook = model[0].bias.register_hook(
+                    lambda _, p=parameter, to=held: to.append(p.grad)
+                )
+                model(x).sum().backward()
+                hook.remove()
+            else:
+                parameter = model[0].weight
+                if how == "no_sync":
+                    with lockstep.no_sync(model):
+                        model(x).sum().backward()
+                elif how == "clip":
+                    lockstep.clip_grad_norm_([parameter], 1e9)
+                else:
+                    model(x).sum().backward()
+                held.append(parameter.grad)
+            model(x).sum().backward()
+            values = [float(parameter.grad is held[0]), held[0].clone(), parameter.grad.clone()]
+            held[0].zero_()
+            optimizer.step()
+            seen.append([*values, *(parameter.detach() for parameter in model.parameters())])
+        torch.testing.assert_close(*seen, rtol=0, atol=0)
+
+    run_ranks(2, body, backend=backend)
+
+
 def test_gradients_are_seen_in_the_midst_of_a_backward() -> None:
     first = Digits()
 

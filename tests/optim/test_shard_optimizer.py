@@ -44,7 +44,24 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "ASGD": lambda p: torch.optim.ASGD(p),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
 }
-MODELS = [Digits, Layers, Shared, Unused, Wide]
+
+
+class Flat(nn.Module):
+    """Parameters in each of which a row, or a column, is one element."""
+
+    sample = (7,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 1)
+        self.last = nn.Linear(1, 5, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x)) * self.scale
+
+
+MODELS = [Digits, Layers, Shared, Unused, Wide, Flat]
 
 
 def train(

@@ -97,6 +97,8 @@ def run(
             parameter.grad = torch.full_like(parameter, 0.1)
         if kind == "drop":
             parameter.grad = None
+        if kind in ("train", "replace", "drop") or (kind in ("zero", "zero by the model") and flag):
+            held.clear()  # an unsharded gradient's memory is used again
         if kind == "change":
             with torch.no_grad():
                 parameter.mul_(0.9)
