@@ -78,8 +78,9 @@ def shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     gradients each rank sums those alone that it needs: the others when the program reads
     ``parameter.grad``, which is the mean over the ranks as ever, and may be changed. The parameters
     are of a subclass of ``nn.Parameter`` then; copies and what is unpickled are plain ones.
-    :func:`lockstep.clip_grad_norm_` clips without reading all of them. Elsewhere the ranks send
-    each other what they have updated.
+    :func:`lockstep.clip_grad_norm_` clips without reading all of them, and the optimizer's
+    ``zero_grad()`` drops them unread, where the model's reads them first. ``torch.compile`` with
+    ``fullgraph=True`` can't read them. Elsewhere the ranks send each other what they have updated.
 
     Options may be changed, groups added, and parameters frozen, unfrozen or replaced at any time,
     on every rank alike. Parameters with sparse gradients, and those that no parallel module has,
