@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,8 +39,9 @@ class Shard:
         self._gradient: torch.Tensor | None = None
 
     def take_from(self, bucket: DeferredBucket) -> None:
-        """Make the sum of the elements of ``bucket`` that are where its own are its gradient."""
-        bucket.sum_into(self._own_gradient(), self.flat.offset_of(self.pieces[0]))
+        """Make the mean of the elements of ``bucket`` that are where its own are its gradient."""
+        start = self.flat.offset_of(self.pieces[0])
+        self.tensor.grad = bucket.new_sum(start, start + self.tensor.numel())
 
     def take_gradient(self) -> None:
         """Make the gradients of its parameters, all of which have one, that of its tensor."""
@@ -52,19 +53,15 @@ class Shard:
             _, start, stop = self.pieces[0]
             self.tensor.grad = _elements(parameters[0])[start:stop]
             return
-        own = self._own_gradient()
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self.tensor)
+        own = self.tensor.grad = self._gradient
         for piece, parameter in zip(self.pieces, parameters, strict=True):
             part, source = own[self.place_of(piece)], source_of(parameter)
             if source is not None:
                 source.bucket.sum_into(part, source.start + piece.start)
             else:
                 part.copy_(_elements(parameter)[piece.start : piece.stop])
-
-    def _own_gradient(self) -> torch.Tensor:
-        if self._gradient is None:
-            self._gradient = torch.zeros_like(self.tensor)
-        self.tensor.grad = self._gradient
-        return self._gradient
 
     def place_of(self, piece: Piece) -> slice:
         """Return where the elements of ``piece`` are in its tensor, if that has one dimension."""
@@ -87,6 +84,37 @@ class Shard:
                 for name, value in own.items()
             }
         return shards
+
+
+class Part(NamedTuple):
+    """What a rank updates of a group: with their gradients, and shards of which none is summed."""
+
+    summed: list[torch.Tensor]
+    unsummed: list[tuple[Shard, DeferredBucket]]
+
+
+class GroupsByShard(list[dict[str, Any]]):
+    """An optimizer's groups in a step, which gets one shard after another.
+
+    Its gradient is summed just before, and is still in the core's own cache when it is used.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], parts: Sequence[Part]) -> None:
+        super().__init__(groups)
+        self._parts = parts
+        for group, part in zip(groups, parts, strict=True):
+            group["params"] = part.summed
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield each group as often as there are shards to sum."""
+        for group, (summed, unsummed) in zip(super().__iter__(), self._parts, strict=True):
+            if summed or not unsummed:
+                yield group
+            for shard, bucket in unsummed:
+                shard.take_from(bucket)
+                group["params"] = [shard.tensor]
+                yield group
+                shard.tensor.grad = None
 
 
 def _elements(parameter: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from lockstep.errors import AlreadyParallel, CollectiveFailed, ModelError, Model
 from lockstep.grad import lacks_gradient
 from lockstep.nn import defer_gradients, finish_failed, groups_of, is_parallel
 from lockstep.optim.flat import FlatParameters, Progress
-from lockstep.optim.shard import Shard, make_shards
+from lockstep.optim.shard import GroupsByShard, Part, Shard, make_shards
 from lockstep.optim.state import State, gather_state, put_state
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -159,8 +159,9 @@ class Sharding:
         # The parameters of each group that are this rank's own, and the id() of all of them.
         self._local: list[list[nn.Parameter]] = []
         self._ids: list[list[int]] = []
-        # While a step runs, the program's parameters, by group, and how many are in each other.
-        self._replaced: list[Any] = []
+        # While a step runs, the program's groups and their parameters, and how many are in each
+        # other.
+        self._replaced: tuple[list[dict[str, Any]], list[Any]] | None = None
         self._depth = 0
         # By process group, the number by which ranks announce a step in lockstep.join().
         self._numbers: dict[dist.ProcessGroup, int] = {}
@@ -278,28 +279,24 @@ class Sharding:
         if self._depth > 1:
             return  # the step of a base class, in that of the class
         self._refresh()
-        trained: list[list[torch.Tensor]] = [[*own] for own in self._local]
+        groups = self._optimizer.param_groups
+        parts = [Part([*own], []) for own in self._local]
         self._shards = [
-            shard for flat in self._flats for shard in self._take_gradients(flat, trained)
+            shard for flat in self._flats for shard in self._take_gradients(flat, parts)
         ]
         for flat in self._flats:
             with self._telling_progress():
                 flat.begin_update()
-        groups = self._optimizer.param_groups
-        self._replaced = [group["params"] for group in groups]
-        for group, own in zip(groups, trained, strict=True):
-            group["params"] = own
+        self._replaced = groups, [group["params"] for group in groups]
+        self._optimizer.param_groups = GroupsByShard(groups, parts)
 
-    def _take_gradients(
-        self, flat: FlatParameters, trained: list[list[torch.Tensor]]
-    ) -> list[Shard]:
-        """Give gradients to the shards of ``flat``, which go to ``trained``; return the shards."""
+    def _take_gradients(self, flat: FlatParameters, parts: list[Part]) -> list[Shard]:
+        """Give gradients to the shards of ``flat``, which go to ``parts``; return the shards."""
         shards = [shard for shard in self._shards if shard.flat is flat]
         bucket = None if flat.keeps_whole else flat.deferred_bucket()
         if bucket is not None:
             for shard in shards:
-                shard.take_from(bucket)
-                trained[shard.group].append(shard.tensor)
+                parts[shard.group].unsummed.append((shard, bucket))
             return shards
         lacks = [*map(lacks_gradient, flat.parameters)]
         if any(lacks):
@@ -308,7 +305,7 @@ class Sharding:
         for shard in shards:
             if not lacks[shard.pieces[0].parameter]:
                 shard.take_gradient()
-                trained[shard.group].append(shard.tensor)
+                parts[shard.group].summed.append(shard.tensor)
         return shards
 
     def _end_step(self, *_: object) -> None:
@@ -338,9 +335,11 @@ class Sharding:
             raise
 
     def _put_parameters_back(self) -> None:
-        replaced, self._replaced = self._replaced, []
-        for group, parameters in zip(self._optimizer.param_groups, replaced, strict=False):
-            group["params"] = parameters
+        if self._replaced is not None:
+            (groups, replaced), self._replaced = self._replaced, None
+            self._optimizer.param_groups = groups
+            for group, parameters in zip(groups, replaced, strict=True):
+                group["params"] = parameters
 
     def _announce(self, ranks: dist.ProcessGroup, number: int) -> None:
         """Let ranks that have no data any more take the step, too."""
