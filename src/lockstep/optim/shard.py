@@ -16,6 +16,8 @@ from lockstep.optim.layout import Piece
 # The most elements of a shard: with gradient and state they stay in a core's own cache from one
 # operation of the optimizer to the next.
 _NUMEL = 64 * 1024
+# How many are summed at once, if they are so large.
+_NUM_SUMMED = 16
 # State that torch's element-wise optimizers have once for each parameter, and not by element.
 _SCALARS = {"step", "mu_product", "eta", "mu"}
 
@@ -94,9 +96,9 @@ class Part(NamedTuple):
 
 
 class GroupsByShard(list[dict[str, Any]]):
-    """An optimizer's groups in a step, which gets one shard after another.
+    """An optimizer's groups in a step, which gets some shards after others.
 
-    Its gradient is summed just before, and is still in the core's own cache when it is used.
+    Their gradients are summed just before, and dropped just after, so that they take little memory.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], parts: Sequence[Part]) -> None:
@@ -106,15 +108,18 @@ class GroupsByShard(list[dict[str, Any]]):
             group["params"] = part.summed
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield each group as often as there are shards to sum."""
+        """Yield each group once, and again if there are many shards to sum."""
         for group, (summed, unsummed) in zip(super().__iter__(), self._parts, strict=True):
             if summed or not unsummed:
                 yield group
-            for shard, bucket in unsummed:
-                shard.take_from(bucket)
-                group["params"] = [shard.tensor]
+            for start in range(0, len(unsummed), _NUM_SUMMED):
+                some = unsummed[start : start + _NUM_SUMMED]
+                for shard, bucket in some:
+                    shard.take_from(bucket)
+                group["params"] = [shard.tensor for shard, _ in some]
                 yield group
-                shard.tensor.grad = None
+                for shard, _ in some:
+                    shard.tensor.grad = None
 
 
 def _elements(parameter: torch.Tensor) -> torch.Tensor:
