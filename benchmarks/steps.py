@@ -18,12 +18,14 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.optim import Optimizer
 
 import lockstep
 from benchmarks.models import WORKLOADS, Workload, spread
@@ -31,9 +33,20 @@ from benchmarks.models import WORKLOADS, Workload, spread
 SECONDS_PER_TURN = 0.25
 WARM_UP_STEPS = 5
 
-# A model, and what to call after its backward.
-Contender = tuple[nn.Module, Callable[[], None]]
+
+class Contender(NamedTuple):
+    """A model, its optimizer, and what to call between backward and step."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    after_backward: Callable[[], None] = lambda: None
+
+
 Wrap = Callable[[nn.Module], Contender]
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def contenders() -> dict[str, Wrap]:
@@ -57,12 +70,20 @@ def contenders() -> dict[str, Wrap]:
             model, process_group=gloo, gradient_as_bucket_view=True
         )
     )
-    wraps[f"by hand, {backend}"] = lambda model: (model, reducer_by_hand(model, world))
+    wraps[f"by hand, {backend}"] = lambda model: Contender(
+        model, momentum(model), reducer_by_hand(model, world)
+    )
     return wraps
 
 
-def trained_as(wrap: Callable[[nn.Module], nn.Module]) -> Wrap:
-    return lambda model: (wrap(model), lambda: None)
+def trained_as(
+    wrap: Callable[[nn.Module], nn.Module], optimizer: Callable[[nn.Module], Optimizer] = momentum
+) -> Wrap:
+    def wrapped(model: nn.Module) -> Contender:
+        model = wrap(model)
+        return Contender(model, optimizer(model))
+
+    return wrapped
 
 
 def reducer_by_hand(model: nn.Module, group: dist.ProcessGroup) -> Callable[[], None]:
@@ -85,8 +106,7 @@ def reducer_by_hand(model: nn.Module, group: dist.ProcessGroup) -> Callable[[], 
 
 
 def stepper(workload: Workload, contender: Contender, rank: int) -> Callable[[], None]:
-    model, after_backward = contender
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer, after_backward = contender
     torch.manual_seed(rank)
     inputs, targets = workload.batch(rank)
 

@@ -64,6 +64,19 @@ def test_memory_that_outlives_its_group_goes_back_with_its_last_tensor():
     os.close(descriptor)
 
 
+def test_memory_that_others_may_read_outlives_its_tensor_and_its_group():
+    teams = join_all(2)
+    descriptor = os.dup(teams[0]._segment.descriptor)
+    tensor = teams[0].empty(1 << 20).fill_(7)
+    start = teams[0].lend(tensor)
+    for team in teams:
+        team.leave()
+    del teams, team, tensor
+    gc.collect()
+    assert os.pread(descriptor, 1 << 20, start) == b"\7" * (1 << 20)
+    os.close(descriptor)
+
+
 def test_memory_of_a_rank_that_died_is_let_go():
     before = len(os.listdir("/proc/self/fd"))
     with joined(2) as teams:

@@ -44,7 +44,24 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "ASGD": lambda p: torch.optim.ASGD(p),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
 }
-MODELS = [Digits, Layers, Shared, Unused, Wide]
+
+
+class Flat(nn.Module):
+    """Parameters in each of which a row, or a column, is one element."""
+
+    sample = (7,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 1)
+        self.last = nn.Linear(1, 5, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x)) * self.scale
+
+
+MODELS = [Digits, Layers, Shared, Unused, Wide, Flat]
 
 
 def train(
@@ -64,16 +81,14 @@ def train(
     return model, optimizer
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_parameters_and_state_have_the_bits_of_an_unsharded_optimizer(name, kind, size) -> None:
+def compare_bits(make: Any, kind: type[nn.Module], size: int) -> None:
+    """Train with an optimizer as it is, and with it sharded; compare parameters and state."""
     torch.manual_seed(0)
     first = kind()
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
-        plain, its = train(group, first, OPTIMIZERS[name], sharded=False)
-        sharded, own = train(group, first, OPTIMIZERS[name], sharded=True)
+        plain, its = train(group, first, make, sharded=False)
+        sharded, own = train(group, first, make, sharded=True)
         for (key, a), b in zip(plain.named_parameters(), sharded.parameters(), strict=True):
             assert torch.equal(a, b), (key, (a - b).abs().max())
         expected, state = its.state_dict(), own.state_dict()
@@ -86,6 +101,20 @@ def test_parameters_and_state_have_the_bits_of_an_unsharded_optimizer(name, kind
                 assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), (index, key)
 
     run_ranks(size, body)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parameters_and_state_have_the_bits_of_an_unsharded_optimizer(name, kind, size) -> None:
+    compare_bits(OPTIMIZERS[name], kind, size)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_shards_that_are_summed_after_others_have_the_same_bits(name, monkeypatch) -> None:
+    monkeypatch.setattr("lockstep.optim.shard._NUMEL", 100)
+    monkeypatch.setattr("lockstep.optim.shard._NUM_SUMMED", 3)
+    compare_bits(OPTIMIZERS[name], Digits, 2)
 
 
 def test_each_rank_has_its_part_of_the_state_alone() -> None:

@@ -1,4 +1,5 @@
 from .any_group import Pending as Pending
+from .any_group import PendingShares as PendingShares
 from .any_group import SingleRankGroup as SingleRankGroup
 from .any_group import TensorBroadcast as TensorBroadcast
 from .any_group import all_gather as all_gather
@@ -7,7 +8,10 @@ from .any_group import all_gather_in_place as all_gather_in_place
 from .any_group import any_rank as any_rank
 from .any_group import broadcast_tensors as broadcast_tensors
 from .any_group import can_average as can_average
+from .any_group import can_share as can_share
 from .any_group import have_same as have_same
+from .any_group import meet as meet
+from .any_group import one_copy as one_copy
 from .any_group import start_all_reduce as start_all_reduce
 from .any_group import sum_rows as sum_rows
 from .any_group import zero_buffer as zero_buffer

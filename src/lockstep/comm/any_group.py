@@ -13,6 +13,7 @@ import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,10 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from lockstep.comm.arguments import flattened, without_repeats
 from lockstep.comm.collectives import sum_sparse
 from lockstep.comm.failures import explained
-from lockstep.comm.shm.memory import bytes_of
+from lockstep.comm.shm.memory import Segment, bytes_of
+from lockstep.comm.shm.one_copy import OneCopy, name_of
+from lockstep.comm.shm.transport import ShmTransport
+from lockstep.comm.transport import Transport
 from lockstep.errors import CollectiveFailed, LockstepError, SharedMemoryFull
 
 _log = logging.getLogger(__name__)
@@ -72,6 +76,28 @@ def start_all_reduce(
     options.reduceOp = dist.ReduceOp(op)
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor]
     return Pending(group, "all_reduce", lambda: group.allreduce(tensors, options))
+
+
+def can_share(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the ranks of ``group`` reach each other's memory, of tensors on ``device``."""
+    return isinstance(getattr(group, "transport", None), Transport) and device.type == "cpu"
+
+
+class PendingShares(Pending):
+    """Flat tensors of all ranks, once all have come: of a group that :func:`can_share`.
+
+    Every rank must make it, of a tensor of :func:`zero_buffer`; ``shares`` stays empty if any
+    rank's isn't in shared memory.
+    """
+
+    def __init__(self, group: ProcessGroup, tensor: Tensor) -> None:
+        self.shares: list[Tensor] = []
+
+        def start() -> Work:
+            work, self.shares = group.share(tensor)  # type: ignore[attr-defined]
+            return cast(Work, work)
+
+        super().__init__(group, "share", start)
 
 
 def any_rank(group: ProcessGroup, facts: Sequence[bool]) -> list[bool]:
@@ -156,6 +182,32 @@ def zero_buffer(
             memory = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
             return torch.frombuffer(memory, dtype=dtype)
     return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def meet(group: ProcessGroup, operation: str) -> None:
+    """Wait until all ranks of a :class:`SharedMemoryGroup` are at this ``operation``."""
+    Pending(group, operation, lambda: group.meet(operation)).wait()  # type: ignore[attr-defined]
+
+
+def one_copy(group: ProcessGroup, num_bytes: int) -> OneCopy | None:
+    """Return memory of which the ranks have one copy; None if they are no processes of one host.
+
+    All ranks must call it; it blocks. The memory stays for as long as any rank uses it.
+    """
+    if not isinstance(getattr(group, "transport", None), ShmTransport):
+        return None
+    segment = found = None
+    if group.rank() == 0:
+        with contextlib.suppress(SharedMemoryFull):
+            segment, _ = Segment.create(num_bytes)
+    name = [0, 0, 0] if segment is None else name_of(segment.descriptor)
+    name = all_gather(group, torch.tensor(name, device="cpu"))[0].tolist()
+    with contextlib.suppress(SharedMemoryFull, OSError):
+        found = OneCopy(name, num_bytes)
+    is_missing = any_rank(group, [found is None])[0]  # all have opened it by then
+    if segment is not None:
+        segment.close()
+    return None if is_missing else found
 
 
 class TensorBroadcast:

@@ -25,6 +25,9 @@ _ONE_EXCHANGE_BYTES = 64 * 1024
 # written. Half of it costs 2 to 40 % more time, twice as much up to 10 %.
 _BLOCKS_BYTES = 1024 * 1024
 
+# In place of the address of a tensor that has none.
+_OUT_OF_REACH = -1
+
 _Combine = Callable[..., Tensor]
 
 _COMBINE: dict[str, _Combine] = {
@@ -203,6 +206,17 @@ class Collectives:
                 part.copy_(everyone[0])
         elif transport.is_staged(addresses[transport.rank]):
             part.copy_(everyone[transport.rank])
+
+    def share(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, each in memory of its own rank.
+
+        It is empty if any rank's tensor is where the others don't reach it.
+        """
+        address = self._transport.lend(tensor)
+        addresses = self._exchange(_OUT_OF_REACH if address is None else address)
+        if any(isinstance(each, int) and each == _OUT_OF_REACH for each in addresses):
+            return []
+        return self._everyone(addresses, tensor)
 
     def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> None:
         """Combine all ranks' tensors in rank order; rank ``root`` gets the result, in place."""

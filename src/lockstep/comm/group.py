@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -64,6 +65,16 @@ class SharedMemoryGroup(BaseGroup):
 
     transport: Transport  # over several hosts a HostsTransport, which has all that is used here
 
+    # For so many calls of share() it keeps tensors that were shared.
+    NUM_KEPT = 8
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_shared = 0  # calls of share()
+        # Tensors that other ranks may read although they were dropped here, since each of the last
+        # calls of share().
+        self._kept: deque[list[Tensor]] = deque([[]], maxlen=self.NUM_KEPT)
+
     def empty(
         self, *size: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> Tensor:
@@ -90,6 +101,10 @@ class SharedMemoryGroup(BaseGroup):
         form = torch.empty(*size, dtype=dtype, device="meta")
         memory = self.transport.empty(form.nbytes)
         return memory[: form.nbytes].view(form.dtype).view(form.shape)
+
+    def keep(self, tensors: Tensors) -> None:
+        """Keep the memory of shared tensors for the next ``NUM_KEPT`` calls of :meth:`share`."""
+        self._kept[-1].extend(tensors)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether :meth:`allocate_tensor` can allocate on ``device``; FSDP2 asks."""
@@ -183,6 +198,22 @@ class SharedMemoryGroup(BaseGroup):
 
         return run
 
+    def share(self, tensor: Tensor) -> tuple[Work, list[Tensor]]:
+        """Let all ranks read ``tensor``, a flat one; when the work is done, the list has each's.
+
+        It stays empty if any rank's tensor isn't in memory that all ranks reach: :meth:`empty`
+        makes it. Others may read it until they come to the next call of this but one, and from
+        then on if they know that it hasn't been written to: see :meth:`keep`.
+        """
+        self.num_shared += 1
+        signature, shares = Signature("share", tensor.dtype, tensor.shape), list[Tensor]()
+
+        def run(deadline: Deadline) -> None:
+            shares.extend(self._collectives(self.transport, signature, deadline).share(tensor))
+            self._kept.append([])
+
+        return self._queue.submit([run], [tensor], is_async=True), shares
+
     @operation(dist.BroadcastOptions, "tensors|tensor")
     def broadcast(self, tensors: Tensors, root: int) -> Call:
         """Copy the root's tensor to every rank."""
@@ -210,6 +241,11 @@ class SharedMemoryGroup(BaseGroup):
     def barrier(self) -> Call:
         """Wait until every rank has called it."""
         return [], [self._run(Signature("barrier"), [], [], lambda c, _, __: c.barrier())]
+
+    def meet(self, operation: str) -> Work:
+        """As :meth:`barrier`; it matches no other call than that of the same ``operation``."""
+        run = self._run(Signature(operation), [], [], lambda c, _, __: c.barrier())
+        return self._queue.submit([run], [], is_async=False)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

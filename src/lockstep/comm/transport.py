@@ -265,6 +265,10 @@ class Transport(Ranks):
     def find(self, tensor: Tensor) -> Address | None:
         """Return the address of a contiguous ``tensor``; None if the others can't reach it."""
 
+    def lend(self, tensor: Tensor) -> Address | None:
+        """As :meth:`find`; the others may read the memory after this rank has left, too."""
+        return self.find(tensor)
+
     def is_staged(self, address: Address) -> bool:
         """Whether ``address``, of any rank, is in a slot."""
         return isinstance(address, int) and address < 2 * self.slot_bytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,11 @@ AWAITED, UNUSED, READY = 0, 1, 2
 # The number of ranks on which the backward failed, and the sum of their numbers.
 _NUM_FAILURE_FACTS = 2
 # Mapped over gradients, which calls no Python function for each.
-_grad_of, _layout_of = operator.attrgetter("grad"), operator.attrgetter("layout")
+_layout_of = operator.attrgetter("layout")
+# The gradient that autograd accumulates to, whatever the class of the parameter.
+_slot: Any = torch.Tensor.grad
+gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _slot.__get__
+set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _slot.__set__
 _pointer_of = torch.Tensor.data_ptr
 
 
@@ -120,7 +125,11 @@ class Bucket:
         is_hooked: Whether a communication hook reduces it. The tail lies elsewhere then, since the
             hook may resize the buffer.
         like: A parameter with the bucket's dtype and device, if there are none in it.
+        alignment: A gradient begins at a multiple of so many elements.
     """
+
+    # Whether gradients are summed where they are needed, and not when they are sent.
+    is_deferred = False
 
     def __init__(
         self,
@@ -132,13 +141,16 @@ class Bucket:
         buffers_from: dist.ProcessGroup | None = None,
         is_hooked: bool = False,
         like: torch.Tensor | None = None,
+        alignment: int = 1,
     ) -> None:
         self.parameter_names = [name for name, _ in named]
         self.accumulated, self.is_hooked = accumulated, is_hooked
         # The positions of its first gradient, and of the next bucket's.
         self.start, self.stop = start, start + len(named)
         self._parameters = [parameter for _, parameter in named]
-        sizes = [parameter.numel() for parameter in self._parameters]
+        sizes = [p.numel() for p in self._parameters]
+        if alignment > 1:
+            sizes = [-(-max(size, 1) // alignment) * alignment for size in sizes]
         numel = self._numel = sum(sizes)
         self._is_large = numel >= _LARGE_NUMEL * len(sizes)
         # The number of gradients from which on copy_ready() copies them.
@@ -152,7 +164,10 @@ class Bucket:
         if buffers_from is None:
             self._buffer = torch.zeros(size, dtype=dtype, device=device)
         else:
-            self.averages = not self._is_large and can_average(buffers_from, device)
+            # A half or a quarter of a number is exact.
+            is_exact = buffers_from.size().bit_count() == 1
+            scales = self._is_large and is_exact
+            self.averages = not scales and can_average(buffers_from, device)
             self._buffer = zero_buffer(buffers_from, size, dtype, device)
         self._gradients, self.tail = self._buffer, self._buffer.new_zeros(tail_size)
         if not is_hooked:
@@ -169,6 +184,19 @@ class Bucket:
     def gradients(self) -> torch.Tensor:
         """The gradients, as one tensor of one dimension."""
         return self._gradients[: self._numel]
+
+    def begin(self) -> None:
+        """A backward begins."""
+
+    def settle(self) -> None:
+        """Sum the gradients that nobody has read yet: more may be added to them."""
+
+    def gradients_of_ranks(self) -> list[torch.Tensor]:
+        """Return the gradients of the last backward by rank, if they aren't summed."""
+        return []
+
+    def finish(self) -> None:
+        """All ranks' backwards have succeeded: the gradients are those of its parameters."""
 
     def reset(self) -> None:
         """Drop the state of a backward: it is over."""
@@ -206,11 +234,11 @@ class Bucket:
         """
         copied = self._num_copied
         if copied:
-            gradients = map(_grad_of, self._parameters[:copied])
+            gradients = map(gradient_of, self._parameters[:copied])
             if not all(map(operator.is_, gradients, self._views)):
                 # Another hook has replaced some gradients since.
                 for position in range(copied):
-                    if self._parameters[position].grad is not self._views[position]:
+                    if gradient_of(self._parameters[position]) is not self._views[position]:
                         self._copy(position, position + 1, 1)
             if self.copy_scale != scale:
                 self._gradients[: self._offsets[copied]].mul_(scale)
@@ -219,9 +247,9 @@ class Bucket:
     def fill_with(self, value: float) -> None:
         """Fill the buffer with ``value``, and move this rank's gradients to other memory."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.grad is view:
-                parameter.grad = view.clone()
-        self._buffer.fill_(value)
+            if gradient_of(parameter) is view:
+                set_gradient(parameter, view.clone())
+            view.fill_(value)  # what is between gradients is 0 in every sum
 
     def undo_copies(self) -> None:
         """Restore gradients that were scaled in a backward that has failed.
@@ -237,8 +265,8 @@ class Bucket:
     def drop(self) -> None:
         """Drop the gradients of this backward: it failed, here or on another rank."""
         for position, parameter in enumerate(self._parameters):
-            if self.accumulated[position] and parameter.grad is self._views[position]:
-                parameter.grad = None
+            if self.accumulated[position] and gradient_of(parameter) is self._views[position]:
+                set_gradient(parameter, None)
         self.accumulated[:] = bytes(len(self.accumulated))
 
     def _copy(self, first: int, last: int, scale: float) -> None:
@@ -250,14 +278,14 @@ class Bucket:
                 if _pointer_of(view) != self._pointers[position]:
                     self._views[position] = view_like(self._buffer, self._offsets[position], view)
         views, parameters = self._views[first:last], self._parameters[first:last]
-        sources: list[torch.Tensor] = [*map(_grad_of, parameters)]
+        sources: list[Any] = [*map(gradient_of, parameters)]
         if (
             not any(map(operator.is_, sources, views))
             and not any(map(operator.is_, sources, itertools.repeat(None)))
             and {*map(_layout_of, sources)} <= {torch.strided}
             and 0 not in self.accumulated[first:last].tobytes()
         ):
-            self.use_as_grad(first, last)  # as in most steps
+            self._use_views(first, last)  # as in most steps
         else:
             views, sources = self._copies_of(first, last)
         if self._is_large:
@@ -274,7 +302,7 @@ class Bucket:
         views, sources = [], []
         for position in range(first, last):
             parameter, view = self._parameters[position], self._views[position]
-            gradient, has_grown = parameter.grad, self.accumulated[position]
+            gradient, has_grown = gradient_of(parameter), self.accumulated[position]
             if gradient is None:
                 # A Function's backward() returned None, or zero_grad() has dropped it since.
                 self.accumulated[position] = 0
@@ -283,30 +311,38 @@ class Bucket:
             views.append(view)
             sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
             if gradient is view and not has_grown:
-                parameter.grad = view.clone()
+                set_gradient(parameter, view.clone())
             elif gradient is not view and has_grown:
-                self.use_as_grad(position)
+                self._use_views(position, position + 1)
         return views, sources
 
-    def use_as_grad(self, first: int, last: int | None = None) -> None:
-        """Make the views from position ``first`` to ``last``, or that at ``first``, the gradients.
+    def use_as_grad(self, position: int) -> None:
+        """Make the mean the gradient of a parameter that other ranks used, and not this one."""
+        self._use_views(position, position + 1)
+
+    def _use_views(self, first: int, last: int) -> None:
+        """Make the views from position ``first`` to ``last`` the gradients.
 
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
         position, parameters, views = first, self._parameters, self._views
         try:
-            for position in range(first, first + 1 if last is None else last):
-                parameters[position].grad = views[position]
+            for position in range(first, last):
+                set_gradient(parameters[position], views[position])
         except RuntimeError as error:
-            name, parameter = self.parameter_names[position], parameters[position]
-            now = _describe(parameter, gradient_dtype(parameter))
-            before = _describe(views[position], self._buffer.dtype)
-            raise ParameterChanged(
-                f"The gradient of {name!r} is {now}, but was {before} when it was made parallel. "
-                "Build the model as it is to be trained, then call parallelize() or "
-                "DistributedDataParallel()."
-            ) from error
+            raise self.changed(position) from error
+
+    def changed(self, position: int) -> ParameterChanged:
+        """Return the error to raise if the parameter at ``position`` is another than before."""
+        name, parameter = self.parameter_names[position], self._parameters[position]
+        now = _describe(parameter, gradient_dtype(parameter))
+        before = _describe(self._views[position], self._buffer.dtype)
+        return ParameterChanged(
+            f"The gradient of {name!r} is {now}, but was {before} when it was made parallel. "
+            "Build the model as it is to be trained, then call parallelize() or "
+            "DistributedDataParallel()."
+        )
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Start summing, or averaging, gradients and tail over the ranks; the tail if hooked."""

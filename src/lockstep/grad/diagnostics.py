@@ -85,8 +85,12 @@ class GradientLog:
     def keep(self, gradients: torch.Tensor, factor: int) -> None:
         """Keep gradients, flat; a reduction multiplies those that all ranks share by ``factor``."""
         if gradients.numel():
-            sample = gradients[:: max(1, gradients.numel() // _SAMPLE_NUMEL)]
+            sample = _sample(gradients)
             self._samples.append((sample, sample * factor))
+
+    def keep_of_ranks(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Keep the same gradients of all ranks, which nobody has summed."""
+        self._samples += [(_sample(other), _sample(gradients[0])) for other in gradients[1:]]
 
     def drop(self) -> None:
         """Drop the kept gradients: their backward has failed."""
@@ -113,3 +117,7 @@ class GradientLog:
                 "once.)",
                 _NUM_SAME_BACKWARDS,
             )
+
+
+def _sample(gradients: torch.Tensor) -> torch.Tensor:
+    return gradients[:: max(1, gradients.numel() // _SAMPLE_NUMEL)]

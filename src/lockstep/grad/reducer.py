@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable, KeysView, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -29,7 +29,9 @@ from lockstep.grad.bucket import (
     rows_of,
 )
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
+from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
+from lockstep.grad.order import GradientOrder
 
 
 class Phase(Enum):
@@ -40,7 +42,7 @@ class Phase(Enum):
     FAILED = auto()  # a backward has failed here, and is to be finished with the other ranks
 
 
-class Reducer:
+class Reducer(GradientOrder):
     """Replaces gradients by their mean over the ranks while the backward computes others.
 
     Three rules keep the collectives of all ranks in one order, whatever each rank computes:
@@ -65,7 +67,6 @@ class Reducer:
             buckets have memory that the group reduces in place, which is scarce.
 
     Attributes:
-        named: The parameters with their names.
         scale: The factor of each rank's gradients in the sum.
         comm_hook: The communication hook that replaces the all-reduce of buckets, if there is one.
         is_rearranged: Whether buckets have the order in which gradients came.
@@ -86,7 +87,7 @@ class Reducer:
     ) -> None:
         self.process_group, self._size = group, group.size()
         self.scale = 1 / self._size
-        self.named = list(named_parameters)
+        super().__init__(named_parameters, sparse)
         self._cap_bytes, self._first_cap_bytes = cap_bytes, first_cap_bytes
         self._skip_unused, self._is_kept = skip_unused, is_kept
         self._skipped: set[int] = set()  # numbers of buckets, and of sparse gradients behind them
@@ -95,21 +96,9 @@ class Reducer:
         # Empty until the first backward: a copy that is never trained needs no memory for them.
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
-        # Of the last backward, the indices of parameters without a gradient and of those with one,
-        # in the order in which their gradients came, and at each position whether any rank has one.
-        self._unused: list[int] = []
-        self._last_order: list[int] | None = None
-        self._used_by_any: Iterable[float] = ()
+        # The indices of parameters whose gradients are summed where they are needed.
+        self._runs: list[list[int]] = []
         self.is_rearranged = self._gets_gradients_twice = False
-        # By position, the order in which gradients come: the index of the parameter; and 1 if the
-        # gradient has grown since it was last reduced, in memory that buckets hold views of.
-        # Positions of sparse gradients, for which no bucket waits, are the last ones.
-        self._accumulated = bytearray(len(self.named))
-        # Reversed registration order is a good guess: backward ends where forward began.
-        dense = [index for index in reversed(range(len(self.named))) if index not in sparse]
-        self._order = [*dense, *sparse]
-        self._sparse = range(len(dense), len(self.named))
-        self._rearrange(dense)
         self.reset()
 
     @property
@@ -122,35 +111,17 @@ class Reducer:
         """The size of each bucket's gradients, in bytes."""
         return [bucket.gradients.nbytes for bucket in self._buckets]
 
-    @property
-    def unused(self) -> Sequence[str]:
-        """The names of parameters that got no gradient in the last backward on this rank."""
-        return [self.named[index][0] for index in self._unused]
+    def defer(self, runs: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Have gradients of each run of parameters, of one kind, side by side; sum them on need."""
+        index = {id(parameter): index for index, (_, parameter) in enumerate(self.named)}
+        self._runs = [[index[id(parameter)] for parameter in run] for run in runs]
+        self.settle()
+        self._buckets = []  # they are made when the next backward begins
 
-    @property
-    def unused_parameters(self) -> Sequence[torch.nn.Parameter]:
-        """The same parameters themselves."""
-        return [self.named[index][1] for index in self._unused]
-
-    @property
-    def reduced(self) -> list[torch.nn.Parameter]:
-        """Parameters that any rank used in the last backward, in the same order on every rank."""
-        return [*itertools.compress(self._parameters, self._used_by_any)]
-
-    @property
-    def ids(self) -> KeysView[int]:
-        """The ``id()`` of each parameter."""
-        return self._position_of.keys()
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Whether a gradient has grown since it was last reduced."""
-        grown = itertools.compress(self._parameters, self._accumulated)
-        return any(parameter.grad is not None for parameter in grown)
-
-    def is_unreduced(self, parameter: torch.Tensor) -> bool:
-        """Whether the gradient of ``parameter`` has grown since it was last reduced."""
-        return bool(self._accumulated[self._position_of[id(parameter)]])
+    def settle(self) -> None:
+        """Sum the gradients that are deferred: more are added to them."""
+        for bucket in self._buckets:
+            bucket.settle()
 
     @property
     def _launches_early(self) -> bool:
@@ -202,6 +173,8 @@ class Reducer:
         if not self._buckets or self._buckets[0].is_hooked != bool(self.comm_hook):
             self._arrange(self._order)
         self.reset(Phase.COLLECTING)
+        for bucket in self._buckets:
+            bucket.begin()
         self.copies_early = copies_early
         self._launch_order = [self] if launch_order is None else launch_order
         if copies_early and self._launches_early:  # in the first backward some may come twice
@@ -211,41 +184,45 @@ class Reducer:
     def _arrange(self, order: Sequence[int]) -> None:
         """Make buckets for gradients that become ready in ``order``, all or none."""
         # First of all, as they are as large as all gradients: memory may be short.
-        self._buckets, self._bucket_at = [], []
-        self._skipped.clear()
+        self.settle()
+        deferred = [bucket for bucket in self._buckets if isinstance(bucket, DeferredBucket)]
+        self._buckets, self._bucket_at, self._skipped = [], [], set()
+        runs = [] if self.comm_hook else self._runs
+        apart = {*itertools.chain(*runs), *self._order[self._sparse.start :]}
         parameters = [parameter for _, parameter in self.named]
-        sparse = {*self._order[self._sparse.start :]}
         groups = assign_buckets(
             [p.numel() * gradient_dtype(p).itemsize for p in parameters],
             [(gradient_dtype(p), p.device) for p in parameters],
-            [index for index in order if index not in sparse],
+            [index for index in order if index not in apart],
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
-        ) or [[]]  # one for the facts at least
+        )
+        groups = [*groups, *runs] or [[]]  # one for the facts at least
         self._rearrange(itertools.chain(*groups))
+        memory_from = self.process_group if self._is_kept and not self.comm_hook else None
         buckets: list[Bucket] = []
         for number, group in enumerate(groups, 1):
             start = buckets[-1].stop if buckets else 0
-            bucket = Bucket(
-                [self.named[index] for index in group],
-                memoryview(self._accumulated)[start : start + len(group)],
-                start=start,
-                tail_size=num_facts(len(parameters)) if number == len(groups) else 0,
-                buffers_from=self.process_group if self._is_kept and not self.comm_hook else None,
-                is_hooked=self.comm_hook is not None,
-                like=parameters[0],
-            )
+            named = [self.named[index] for index in group]
+            accumulated = memoryview(self._accumulated)[start : start + len(group)]
+            tail_size = num_facts(len(parameters)) if number == len(groups) else 0
+            if number <= len(groups) - len(runs):
+                bucket = Bucket(
+                    named,
+                    accumulated,
+                    start=start,
+                    tail_size=tail_size,
+                    buffers_from=memory_from,
+                    is_hooked=self.comm_hook is not None,
+                    like=parameters[0],
+                )
+            elif deferred:  # as it was
+                bucket = deferred.pop(0)
+            else:
+                bucket = DeferredBucket(named, accumulated, start, tail_size, self.process_group)
             buckets.append(bucket)
         self._buckets = buckets
         self._bucket_at = [bucket for bucket in buckets for _ in bucket.parameter_names]
-
-    def _rearrange(self, dense: Iterable[int]) -> None:
-        """Put the gradients that aren't sparse into the order ``dense``, by index."""
-        accumulated = dict(zip(self._order, self._accumulated, strict=True))
-        self._order[: self._sparse.start] = dense
-        self._accumulated[:] = bytes(accumulated[index] for index in self._order)
-        self._parameters = [self.named[index][1] for index in self._order]
-        self._position_of = {id(p): position for position, p in enumerate(self._parameters)}
 
     def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
         """This backward won't compute these gradients: buckets don't wait for them."""
@@ -259,6 +236,8 @@ class Reducer:
         position = self._position_of.get(id(parameter))
         if position is not None:
             self._accumulated[position] = 1
+            if self._runs:
+                self.settle()
 
     def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
         """The gradients of ``parameters`` have come; buckets that are full are launched.
@@ -277,12 +256,7 @@ class Reducer:
         ):
             self._mark_awaited(first, last)
         else:
-            for parameter in parameters:
-                position = self._position_of[id(parameter)]
-                if self._states[position] == AWAITED:
-                    self._mark_awaited(position, position + 1)
-                else:
-                    self.mark_unawaited(parameter)
+            self._mark_one_by_one(parameters)
         # If they come in order, it is the next bucket that will be full first, or the one behind.
         filling = (bucket for bucket in self._buckets[self._next_launch :] if bucket.num_missing)
         most = len(self.named)
@@ -301,12 +275,34 @@ class Reducer:
             stop = min(last, bucket.stop)
             bucket.num_missing -= stop - first
             first = stop
-            if self.copies_early and bucket.num_missing:
-                bucket.copy_ready(self._states)
-            if not bucket.num_missing and self._launches_early:
-                for reducer in self._launch_order:
-                    if not reducer.launch_full_buckets():
-                        break
+            self._look_at(bucket)
+
+    def _mark_one_by_one(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The gradients of ``parameters`` have come, in any order."""
+        grown: dict[Bucket, None] = {}
+        for parameter in parameters:
+            position = self._position_of[id(parameter)]
+            if self._states[position] != AWAITED:
+                self.mark_unawaited(parameter)
+                continue
+            self._states[position] = READY
+            self._accumulated[position] = 1
+            self._arrivals.append(self._order[position])
+            self._next_position = position + 1
+            bucket = self._bucket_at[position]
+            bucket.num_missing -= 1
+            grown[bucket] = None
+        for bucket in grown:
+            self._look_at(bucket)
+
+    def _look_at(self, bucket: Bucket) -> None:
+        """Gradients of ``bucket`` have come: copy them early, or launch it if it is full."""
+        if self.copies_early and bucket.num_missing:
+            bucket.copy_ready(self._states)
+        if not bucket.num_missing and self._launches_early:
+            for reducer in self._launch_order:
+                if not reducer.launch_full_buckets():
+                    break
 
     def mark_unawaited(self, parameter: torch.Tensor) -> None:
         """A gradient has come for which no bucket waits, or before :meth:`begin`."""
@@ -431,6 +427,8 @@ class Reducer:
             for position in self._sparse:
                 self._parameters[position].grad = None
             return failed_elsewhere(num_failed, ranks, self.process_group)
+        for bucket in self._buckets:
+            bucket.finish()
         # Reading the facts waits for a GPU. A rank that used everything need not.
         used: Sequence[int] = self._sparse
         self._used_by_any = itertools.repeat(1)
@@ -447,6 +445,8 @@ class Reducer:
                 bucket = self._bucket_at[position]
                 bucket.use_as_grad(position - bucket.start)
         if self._log.compares:
+            for bucket in self._buckets:
+                self._log.keep_of_ranks(bucket.gradients_of_ranks())
             self._log.compare()
         return None
 
@@ -462,7 +462,8 @@ class Reducer:
             bucket.fill_with(math.nan if self.comm_hook is None else 0)
         elif not bucket.has_left:  # as it has if its hook has failed
             bucket.fill(self._scale_of(bucket))
-            if self._log.compares and self.comm_hook is None and self.scale == 1 / self._size:
+            is_summed = self.comm_hook is None and not bucket.is_deferred
+            if self._log.compares and is_summed and self.scale == 1 / self._size:
                 self._log.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
         if is_last:
             # All buckets are filled by now, so these facts are final.

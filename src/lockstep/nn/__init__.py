@@ -3,7 +3,7 @@
 from lockstep.nn.backward import finish_failed
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.mean import average_gradients, mean
-from lockstep.nn.parallel_state import groups_of, is_parallel
+from lockstep.nn.parallel_state import defer_gradients, groups_of, is_parallel
 from lockstep.nn.parallelize import accumulate, join, no_sync, parallelize, sync_buffers
 from lockstep.nn.replicas import (
     DataParallel,
@@ -23,6 +23,7 @@ __all__ = [
     "accumulate",
     "average_gradients",
     "data_parallel",
+    "defer_gradients",
     "finish_failed",
     "gather",
     "groups_of",

@@ -11,7 +11,7 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
 from typing import NamedTuple
 
 import torch
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.comm import any_rank, broadcast_tensors, uncompiled
+from lockstep.comm import any_rank, broadcast_tensors, can_share, uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
-from lockstep.grad import MIB, Reducer, gradient_dtype
+from lockstep.grad import MIB, DeferredParameter, Reducer, gradient_dtype
 from lockstep.nn import autograd
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
 from lockstep.nn.verify import check_same_model
@@ -93,6 +93,8 @@ class Engine:
         self._pending = _Pending()
         self._hooks: list[tuple[autograd.GradientHooks, autograd.Hook]] = []
         self._nodes: list[object] = []
+        # Runs of parameters whose gradients are summed where a sharded optimizer needs them.
+        self._deferred: list[list[nn.Parameter]] = []
         self._take(module)
 
     @property
@@ -121,7 +123,9 @@ class Engine:
             sparse=sparse_indices(module, self.parameters),
         )
         if previous is not None:
+            previous.settle()
             self.reducer.take_over(previous)
+        self._defer()
         self.detach()
         # A parameter that is unfrozen isn't the reducer's yet, so its gradient must not be pending.
         for parameters, pending in (self.parameters, self._pending), (self._frozen, _Pending()):
@@ -132,6 +136,28 @@ class Engine:
         self._hooks_of_others = [hooks.others for hooks, _ in self._hooks]
         if autograd.may_be_distributed():
             self.refuse_distributed_autograd()
+
+    def defer(self, run: Sequence[nn.Parameter]) -> None:
+        """Sum gradients of ``run``, those that it has of them, where a sharded optimizer needs it.
+
+        They are in the order of the optimizer's memory. Every rank must call it.
+        """
+        own = {*map(id, run)}
+        before = ([p for p in other if id(p) not in own] for other in self._deferred)
+        self._deferred = [*filter(None, before), [*run]]
+        self._defer()
+
+    def _defer(self) -> None:
+        if not all(can_share(self.process_group, device) for device in self.devices):
+            return
+        # A class of the program's own keeps its methods.
+        kinds = nn.Parameter, DeferredParameter
+        trained = {id(parameter) for parameter in self.parameters if type(parameter) in kinds}
+        trained -= {*map(id, self.sparse_parameters())}
+        runs = [[p for p in run if id(p) in trained] for run in self._deferred]
+        for parameter in chain(*runs):
+            parameter.__class__ = DeferredParameter
+        self.reducer.defer([*filter(None, runs)])
 
     def refuse_distributed_autograd(self) -> None:
         """Have backwards of ``torch.distributed.autograd`` raise: they call no other hooks."""
@@ -144,6 +170,7 @@ class Engine:
 
     def detach(self) -> None:
         """Take all hooks off the parameters: gradients stay this rank's own."""
+        self.reducer.settle()
         for hooks, own in self._hooks:
             hooks.release(own)
         self._hooks, self._hooks_of_others, self._nodes = [], [], []

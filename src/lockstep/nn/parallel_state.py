@@ -24,7 +24,7 @@ from lockstep.comm import broadcast_tensors, this_thread
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
 from lockstep.grad import gradient_dtype
 from lockstep.nn.autograd import current_task, is_any_reached, is_backward_of_replicas
-from lockstep.nn.backward import all_engines, backward_sync_of, finish_failed
+from lockstep.nn.backward import all_engines, backward_sync_of, engines_with, finish_failed
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.global_hooks import unwatch, watch
 from lockstep.nn.verify import check_same_model
@@ -163,6 +163,15 @@ def groups_of(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | No
         followers = engine.everything_that_follows()
         groups |= {id(one): engine.process_group for one in followers if id(one) not in sparse}
     return [groups.get(id(p)) if gradient_dtype(p) is p.dtype else None for p in parameters]
+
+
+def defer_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum gradients where they are needed, as a sharded optimizer has ``parameters`` in memory.
+
+    Every rank must call it, with parameters of models that have no engines or are kept in step.
+    """
+    for engine in engines_with(parameters):
+        engine.defer(parameters)
 
 
 def is_parallel(parameter: nn.Parameter) -> bool:

@@ -1,2 +1,3 @@
+from .clip import clip_grad_norm_ as clip_grad_norm_
 from .shard_optimizer import shard_optimizer as shard_optimizer
 from .zero import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from enum import Enum
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import all_gather_in_place, zero_buffer
-from lockstep.grad import view_like
+from lockstep.comm import all_gather_in_place, meet, one_copy, zero_buffer
+from lockstep.grad import DeferredBucket, source_of, view_like
 from lockstep.optim.layout import Layout, Piece, cut_evenly, keep_whole, pieces_of
+
+
+class Progress(Enum):
+    """How far the update of a block is."""
+
+    BEFORE = 0
+    IN_THE_MIDST = 1
+    DONE = 2
 
 
 class FlatParameters:
     """Parameters of one dtype and device, moved to one memory.
 
-    Every rank of ``group`` creates it with the same parameters. Each rank has its own copy of the
-    memory, and alone changes its block in it.
+    Every rank of ``group`` creates it with the same parameters. Each rank alone updates its block.
+    Ranks of one host have one copy of the memory, where the system can do that; otherwise each has
+    a copy, and they send each other what they have updated.
 
     Attributes:
         group: The ranks.
@@ -35,10 +46,30 @@ class FlatParameters:
         self._layout: Layout = (keep_whole if keeps_whole else cut_evenly)(numels, group.size())
         self.pieces = pieces_of(self._layout, numels, group.rank())
         self._kinds = [_kind(parameter) for parameter in parameters]
-        self._memory = self.new_memory(parameters[0].dtype)
+        dtype, device = parameters[0].dtype, parameters[0].device
+        self._copy, self._num_updates = None, 0
+        num_bytes = group.size() * self._layout.block * dtype.itemsize
+        notes = group.size() * torch.int64.itemsize
+        if device.type == "cpu" and (found := one_copy(group, num_bytes + notes)) is not None:
+            self._copy = found
+            self._memory = self._copy.private[:num_bytes].view(dtype)
+            self._updated = self._copy.shared[:num_bytes].view(dtype)
+            # Twice the number of updates of each rank's block, and one more in the midst of one.
+            self._notes = self._copy.shared[num_bytes:].view(torch.int64)
+        else:
+            self._memory = self._updated = self.new_memory(dtype)
         self._views = self.views_of(self._memory)
         self._pointers = [view.data_ptr() for view in self._views]
+        self._order = self.in_order()
+        self._followed: weakref.ref[DeferredBucket] | None = None
         self.take_back()
+        self.begin_update()
+        self.publish(())
+
+    def in_order(self) -> list[nn.Parameter]:
+        """Return the parameters in the order of the memory."""
+        order = sorted(range(len(self.parameters)), key=self._layout.offsets.__getitem__)
+        return [self.parameters[index] for index in order]
 
     def new_memory(self, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros of the size and on the device of the memory."""
@@ -49,19 +80,6 @@ class FlatParameters:
         """Return for each parameter its part of ``memory``, in its shape, with its strides."""
         offsets = self._layout.offsets
         return [view_like(memory, *pair) for pair in zip(offsets, self.parameters, strict=True)]
-
-    def is_valid(self) -> bool:
-        """Whether the parameters have the shapes, dtype and device that they had."""
-        return [*map(_kind, self.parameters)] == self._kinds
-
-    def take_back(self) -> None:
-        """Move parameters to the memory whose data the program has replaced (``p.data = ...``)."""
-        if [*map(torch.Tensor.data_ptr, self.parameters)] == self._pointers:
-            return
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.detach())
-                parameter.data = _with_storage_of_its_own(view)
 
     def offset_of(self, piece: Piece) -> int:
         """Return where a piece begins in the memory."""
@@ -76,16 +94,74 @@ class FlatParameters:
     def own_part(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return the values that this rank is to change; in the parameter's shape if kept whole."""
         if self.keeps_whole:
-            return self._views[pieces[0].parameter]
-        return self.part(self._memory, pieces)
+            index = pieces[0].parameter
+            return view_like(self._updated, self._layout.offsets[index], self.parameters[index])
+        return self.part(self._updated, pieces)
+
+    def deferred_bucket(self) -> DeferredBucket | None:
+        """Return the bucket that has all gradients where their parameters are, not summed yet."""
+        source = source_of(self._order[0])
+        if source is None:
+            return None
+        bucket = source.bucket
+        if self._followed is None or bucket is not self._followed():
+            offsets = sorted(self._layout.offsets)
+            if not bucket.has_layout(self._order, offsets):
+                return None
+            self._followed = weakref.ref(bucket)
+        return bucket if bucket.are_all_pending() else None
+
+    def take_back(self) -> bool:
+        """Move parameters to the memory whose data the program has replaced (``p.data = ...``).
+
+        Returns False if one has another shape, dtype or device than before.
+        """
+        if [*map(torch.Tensor.data_ptr, self.parameters)] == self._pointers:
+            return True
+        if [*map(_kind, self.parameters)] != self._kinds:
+            return False
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.detach())
+                parameter.data = _with_storage_of_its_own(view)
+        return True
+
+    def begin_update(self) -> None:
+        """This rank is about to update its block: from the values that it sees there.
+
+        Every rank calls it; it blocks until no rank reads the values before the update any more.
+        """
+        if self._copy is None:
+            return
+        meet(self.group, "begin of an update")
+        self._notes[self.group.rank()] = 2 * self._num_updates + 1
+        self._changed = [*self._copy.changed()]
+        size = self._layout.block * self._memory.element_size()
+        first, last = self.group.rank() * size, (self.group.rank() + 1) * size
+        for start, stop in self._changed:
+            own = slice(max(start, first), min(stop, last))
+            if own.start < own.stop:
+                self._copy.shared[own] = self._copy.private[own]
 
     def publish(self, updated: Sequence[nn.Parameter]) -> None:
-        """Copy each rank's block to the others, after an update of the parameters ``updated``.
+        """Let all ranks see each rank's block, after an update of the parameters ``updated``.
 
         Every rank calls it; it blocks.
         """
-        all_gather_in_place(self.group, self._memory)
+        if self._copy is None:
+            all_gather_in_place(self.group, self._memory)
+        else:
+            self._notes[self.group.rank()] = 2 * self._num_updates + 2
+            meet(self.group, "end of an update")
+            self._copy.drop(self._changed)
+        self._num_updates += 1
         torch.autograd.graph.increment_version(updated)
+
+    def progress(self) -> set[Progress]:
+        """Return how far the ranks are in an update, of which one has failed on this rank."""
+        if self._copy is None:
+            return {Progress.IN_THE_MIDST}
+        return {Progress(note - 2 * self._num_updates) for note in self._notes.tolist()}
 
 
 def elements_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Parameters, and the ranks' blocks, begin at multiples of so many elements: whole cache lines.
-_ALIGNMENT = 64
+from lockstep.grad import ALIGNMENT
 
 
 class Layout(NamedTuple):
@@ -64,4 +63,5 @@ def pieces_of(layout: Layout, numels: Sequence[int], rank: int) -> list[Piece]:
 
 
 def _aligned(numel: int) -> int:
-    return -(-max(numel, 1) // _ALIGNMENT) * _ALIGNMENT
+    # As gradients are: so the same elements are side by side in both.
+    return -(-max(numel, 1) // ALIGNMENT) * ALIGNMENT

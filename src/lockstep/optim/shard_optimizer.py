@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any, TypeVar
@@ -19,14 +20,16 @@ from lockstep.comm import (
     Step,
     add_update,
     all_gather_bytes,
+    broadcast_tensors,
     have_same,
     join_state_of,
     uncompiled,
 )
 from lockstep.errors import AlreadyParallel, CollectiveFailed, ModelError, ModelMismatch
-from lockstep.nn import finish_failed, groups_of, is_parallel
-from lockstep.optim.flat import FlatParameters
-from lockstep.optim.shard import Shard, make_shards
+from lockstep.grad import lacks_gradient
+from lockstep.nn import defer_gradients, finish_failed, groups_of, is_parallel
+from lockstep.optim.flat import FlatParameters, Progress
+from lockstep.optim.shard import GroupsByShard, Part, Shard, make_shards
 from lockstep.optim.state import State, gather_state, put_state
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -48,6 +51,12 @@ _ELEMENTWISE = {
 }
 # The key of what stands for the divided state in the optimizer's.
 _DIVIDED = "divided among the ranks"
+_PROGRESS = {
+    Progress.BEFORE: "they are still those of the step before.",
+    Progress.IN_THE_MIDST: "some are of this step now and some of the one before. Go on from a "
+    "checkpoint.",
+    Progress.DONE: "they are those of this step now.",
+}
 # Returns, for each parameter, the ranks that keep it in step; None for one that is this rank's own.
 GroupsOf = Callable[[Sequence[nn.Parameter]], Sequence[dist.ProcessGroup | None]]
 
@@ -56,12 +65,22 @@ def shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """Divide the work and the state of ``optimizer`` among the ranks, in place.
 
     It stays the same object of the same class, with the same parameter groups, and leaves the same
-    parameters behind: but each rank updates a part of them, holds the state of that part alone,
-    and gets the rest from the other ranks. So ``step()`` does less work, and the state of an Adam
-    takes 1/N of the memory. On one rank it changes nothing. ::
+    parameters behind: but each rank updates a part of them, and holds the state of that part alone.
+    So ``step()`` does less work, and the state of an Adam takes 1/N of the memory. On one rank it
+    changes nothing. ::
 
         model = lockstep.parallelize(model)
         optimizer = lockstep.shard_optimizer(torch.optim.AdamW(model.parameters()))
+
+    Where the ranks are processes of one host (the process group ``"shm"``), they have one copy of
+    the parameters, which none of them sends to another; a rank that changes a parameter itself sees
+    that until the next step, for which the value counts that the rank has which updates it. And of
+    gradients each rank sums those alone that it needs: the others when the program reads
+    ``parameter.grad``, which is the mean over the ranks as ever, and may be changed. The parameters
+    are of a subclass of ``nn.Parameter`` then; copies and what is unpickled are plain ones.
+    :func:`lockstep.clip_grad_norm_` clips without reading all of them, and the optimizer's
+    ``zero_grad()`` drops them unread, where the model's reads them first. ``torch.compile`` with
+    ``fullgraph=True`` can't read them. Elsewhere the ranks send each other what they have updated.
 
     Options may be changed, groups added, and parameters frozen, unfrozen or replaced at any time,
     on every rank alike. Parameters with sparse gradients, and those that no parallel module has,
@@ -140,8 +159,9 @@ class Sharding:
         # The parameters of each group that are this rank's own, and the id() of all of them.
         self._local: list[list[nn.Parameter]] = []
         self._ids: list[list[int]] = []
-        # While a step runs, the program's parameters, by group, and how many are in each other.
-        self._replaced: list[Any] = []
+        # While a step runs, the program's groups and their parameters, and how many are in each
+        # other.
+        self._replaced: tuple[list[dict[str, Any]], list[Any]] | None = None
         self._depth = 0
         # By process group, the number by which ranks announce a step in lockstep.join().
         self._numbers: dict[dist.ProcessGroup, int] = {}
@@ -158,6 +178,8 @@ class Sharding:
             state_dict=self.state_dict,
             load_state_dict=self.load_state_dict,
         )
+        if type(optimizer).zero_grad is Optimizer.zero_grad:
+            vars(optimizer).update(zero_grad=self.zero_grad)
 
     def _arrange(self, state: Mapping[Any, State]) -> None:
         """Divide the parameters that the optimizer has now, with ``state`` by parameter."""
@@ -183,6 +205,7 @@ class Sharding:
             flats.append(FlatParameters(ranks, own, keeps_whole=keeps_whole))
             shards += make_shards(flats[-1], numbers)
         for flat in flats:
+            defer_gradients(flat.in_order())
             if flat.group not in self._numbers:
                 self._numbers[flat.group] = add_update(flat.group, self.follow)
         self._local = [[p for p in group["params"] if p in local] for group in groups]
@@ -226,10 +249,8 @@ class Sharding:
     def _refresh(self) -> None:
         """Arrange the parameters anew if the program has changed them."""
         is_same = self._ids == _ids(self._optimizer.param_groups)
-        if not is_same or not all(flat.is_valid() for flat in self._flats):
+        if not is_same or not all([*map(FlatParameters.take_back, self._flats)]):
             self._arrange(self._whole_state())
-        for flat in self._flats:
-            flat.take_back()
 
     def _step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         if closure is not None:
@@ -258,23 +279,34 @@ class Sharding:
         if self._depth > 1:
             return  # the step of a base class, in that of the class
         self._refresh()
-        lacks = {flat: [p.grad is None for p in flat.parameters] for flat in self._flats}
-        if any(map(any, lacks.values())):
-            state = self._optimizer.state
-            self._shards = [
-                part
-                for shard in self._shards
-                for part in shard.split(lacks[shard.flat].__getitem__, state)
-            ]
-        trained: list[list[torch.Tensor]] = [[*own] for own in self._local]
-        for shard in self._shards:
-            if not lacks[shard.flat][shard.pieces[0].parameter]:
-                shard.take_gradient()
-                trained[shard.group].append(shard.tensor)
         groups = self._optimizer.param_groups
-        self._replaced = [group["params"] for group in groups]
-        for group, own in zip(groups, trained, strict=True):
-            group["params"] = own
+        parts = [Part([*own], []) for own in self._local]
+        self._shards = [
+            shard for flat in self._flats for shard in self._take_gradients(flat, parts)
+        ]
+        for flat in self._flats:
+            with self._telling_progress():
+                flat.begin_update()
+        self._replaced = groups, [group["params"] for group in groups]
+        self._optimizer.param_groups = GroupsByShard(groups, parts)
+
+    def _take_gradients(self, flat: FlatParameters, parts: list[Part]) -> list[Shard]:
+        """Give gradients to the shards of ``flat``, which go to ``parts``; return the shards."""
+        shards = [shard for shard in self._shards if shard.flat is flat]
+        bucket = None if flat.keeps_whole else flat.deferred_bucket()
+        if bucket is not None:
+            for shard in shards:
+                parts[shard.group].unsummed.append((shard, bucket))
+            return shards
+        lacks = [*map(lacks_gradient, flat.parameters)]
+        if any(lacks):
+            state = self._optimizer.state
+            shards = [part for one in shards for part in one.split(lacks.__getitem__, state)]
+        for shard in shards:
+            if not lacks[shard.pieces[0].parameter]:
+                shard.take_gradient()
+                parts[shard.group].summed.append(shard.tensor)
+        return shards
 
     def _end_step(self, *_: object) -> None:
         self._depth -= 1
@@ -286,20 +318,28 @@ class Sharding:
         state: Any = self._optimizer.state
         state[_DIVIDED] = _Divided()
         for flat in self._flats:
-            try:
-                flat.publish([p for p in flat.parameters if p.grad is not None])
-            except CollectiveFailed as error:
-                error.add_note(
-                    f"It was at the end of a step of {type(self._optimizer).__name__}, where ranks "
-                    "send each other the parameters that they have updated. Of these, some are of "
-                    "this step now and some of the one before: go on from a checkpoint."
-                )
-                raise
+            with self._telling_progress():
+                flat.publish([p for p in flat.parameters if not lacks_gradient(p)])
+
+    @contextmanager
+    def _telling_progress(self) -> Iterator[None]:
+        try:
+            yield
+        except CollectiveFailed as error:
+            progress = {each for flat in self._flats for each in flat.progress()}
+            told = _PROGRESS[progress.pop() if len(progress) == 1 else Progress.IN_THE_MIDST]
+            error.add_note(
+                f"It was in a step of {type(self._optimizer).__name__}, in which the ranks update "
+                f"parameters together: {told}"
+            )
+            raise
 
     def _put_parameters_back(self) -> None:
-        replaced, self._replaced = self._replaced, []
-        for group, parameters in zip(self._optimizer.param_groups, replaced, strict=False):
-            group["params"] = parameters
+        if self._replaced is not None:
+            (groups, replaced), self._replaced = self._replaced, None
+            self._optimizer.param_groups = groups
+            for group, parameters in zip(groups, replaced, strict=True):
+                group["params"] = parameters
 
     def _announce(self, ranks: dist.ProcessGroup, number: int) -> None:
         """Let ranks that have no data any more take the step, too."""
@@ -312,12 +352,15 @@ class Sharding:
                 "know of it, and its work is divided among all. Use lockstep.join(model), or pass "
                 "a lockstep.ZeroRedundancyOptimizer to the context, behind the model."
             )
-        first = state.call(Step.UPDATE, number).active[0]
-        self._take_options(ranks, first)
+        active = state.call(Step.UPDATE, number).active
+        self._take_options(ranks, active[0])
+        if len(active) < ranks.size():
+            self._take_gradients_of(ranks, active[0])
 
     def follow(self, ranks: dist.ProcessGroup, first: int) -> None:
-        """Take a step of the ranks that still have data, with the options of rank ``first``."""
+        """Take a step of the ranks that still have data, with what rank ``first`` has for it."""
         self._take_options(ranks, first)
+        self._take_gradients_of(ranks, first)
         self._take_step({})
 
     def _take_options(self, ranks: dist.ProcessGroup, first: int) -> None:
@@ -326,14 +369,41 @@ class Sharding:
         numbers = [
             {name: float(v) for name, v in group.items() if _is_number(v)} for group in groups
         ]
-        device = self._flats[0].parameters[0].device
-        answers = all_gather_bytes(ranks, json.dumps(numbers).encode(), device)
-        for group, own in zip(groups, json.loads(answers[first]), strict=True):
+        for group, own in zip(groups, self._gather(ranks, numbers)[first], strict=True):
             for name, number in own.items():
                 if isinstance(group[name], torch.Tensor):
                     group[name].fill_(number)
                 elif float(group[name]) != number:
                     group[name] = type(group[name])(number)
+
+    def _take_gradients_of(self, ranks: dist.ProcessGroup, first: int) -> None:
+        """Take over the gradients of rank ``first``, which its program may have clipped."""
+        flats = (flat for flat in self._flats if flat.group is ranks)
+        parameters = [parameter for flat in flats for parameter in flat.parameters]
+        lacks = self._gather(ranks, [*map(lacks_gradient, parameters)])[first]
+        for parameter, has_none in zip(parameters, lacks, strict=True):
+            if has_none or lacks_gradient(parameter):
+                parameter.grad = None if has_none else torch.empty_like(parameter)
+        gradients = [parameter.grad for parameter in parameters]
+        broadcast_tensors(ranks, [g for g in gradients if g is not None], first)
+
+    def _gather(self, ranks: dist.ProcessGroup, own: Any) -> list[Any]:
+        """Return each rank's value, of what JSON can say."""
+        device = self._flats[0].parameters[0].device
+        return [*map(json.loads, all_gather_bytes(ranks, json.dumps(own).encode(), device))]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, to None by default, as torch's does."""
+        if not set_to_none:
+            type(self._optimizer).zero_grad(self._optimizer, set_to_none)
+            return
+        for flat in self._flats:
+            if (bucket := flat.deferred_bucket()) is not None:
+                bucket.drop_pending()
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if not lacks_gradient(parameter):
+                    parameter.grad = None
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the ordinary state dict, of all parameters. Every rank calls it; it blocks.

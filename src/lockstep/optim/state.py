@@ -38,10 +38,12 @@ def gather_state(
             own.append(([piece.parameter for piece in shard.pieces], parts, others))
     payload, device = json.dumps(own).encode(), flat.parameters[0].device
     found: dict[int, State] = {}
+    divided: set[tuple[int, str]] = set()  # by index and name, what is there for each element
     dtypes: dict[str, str] = {}
     for answer in all_gather_bytes(flat.group, payload, device):
         for indices, parts, others in json.loads(answer):
             dtypes |= parts
+            divided |= {(index, name) for index in indices for name in parts}
             for index in indices:
                 decoded = {name: _decoded(value) for name, value in others.items()}
                 found.setdefault(index, dict.fromkeys(parts) | decoded)
@@ -49,11 +51,11 @@ def gather_state(
         memory = flat.new_memory(getattr(torch, dtype))
         for shard in shards:
             value = state.get(shard.tensor, {}).get(name)
-            if value is not None:
+            if value is not None and is_by_element(flat, shard.tensor, name, value):
                 flat.part(memory, shard.pieces).copy_(elements_of(value, shard.tensor))
         all_gather_in_place(flat.group, memory)
         for index, view in enumerate(flat.views_of(memory)):
-            if name in found.get(index, ()):
+            if (index, name) in divided:
                 found[index][name] = view.clone()
     return {flat.parameters[index]: found[index] for index in sorted(found)}
 

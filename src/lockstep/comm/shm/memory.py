@@ -58,11 +58,13 @@ class Segment:
     Attributes:
         descriptor: The file descriptor, or -1 after :meth:`close`.
         offset_at: By address in this process, the offset of each memory of :meth:`add`.
+        lent: The addresses of memory that other processes may read after it is closed here.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.offset_at: dict[int, int] = {}
+        self.lent: set[int] = set()
         self._size = 0
         self._lock = threading.Lock()
         # Offsets of pages that were given back, from one to another; and those that finalizers, in
@@ -134,6 +136,8 @@ class Segment:
     def close(self) -> None:
         """Close the descriptor; the memory stays as long as tensors or other processes use it."""
         descriptor, self.descriptor = self.descriptor, -1
+        for pointer in self.lent:
+            self.offset_at.pop(pointer, None)
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -151,12 +155,18 @@ def _in_pages(num_bytes: int) -> int:
 
 
 def map_memory(
-    descriptor: int, start: int, num_bytes: int, owner: _Owner | None = None
+    descriptor: int,
+    start: int,
+    num_bytes: int,
+    owner: _Owner | None = None,
+    *,
+    is_private: bool = False,
 ) -> torch.Tensor:
     """Return the bytes of a segment from ``start`` on, the beginning of a page.
 
     Args:
         owner: Who gets the memory back with the last tensor, if anybody does.
+        is_private: Whether pages that this process writes to become its own.
 
     Raises:
         SharedMemoryFull: If this process may not have that much address space.
@@ -165,7 +175,8 @@ def map_memory(
     # by default. Shown by test_memory_that_all_ranks_have_mapped_takes_no_descriptor.
     num_bytes = max(num_bytes, 1)
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    pointer = _libc.mmap(None, num_bytes, access, mmap.MAP_SHARED, descriptor, start)
+    kind = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
+    pointer = _libc.mmap(None, num_bytes, access, kind, descriptor, start)
     if pointer == _MAP_FAILED:
         number = ctypes.get_errno()
         raise no_room(num_bytes, OSError(number, os.strerror(number)))
@@ -179,10 +190,15 @@ def _unmap(pointer: int, num_bytes: int, owner: _Owner | None) -> None:
     # test_tensors_are_dropped_by_any_thread_while_others_are_made.
     if owner is not None and owner.process == os.getpid():
         start = owner.offset_at.pop(pointer, None)
-        _libc.madvise(pointer, num_bytes, mmap.MADV_REMOVE)  # though other processes may map it
-        if start is not None:
+        if start is not None:  # or others may read it still
+            _libc.madvise(pointer, num_bytes, mmap.MADV_REMOVE)  # though other processes may map it
             owner.freed.append((start, start + _in_pages(num_bytes)))
     _libc.munmap(pointer, num_bytes)
+
+
+def drop_pages(private: torch.Tensor, start: int, stop: int) -> None:
+    """Drop this process's own pages of a private mapping, from one byte to another."""
+    _libc.madvise(private.data_ptr() + start, stop - start, mmap.MADV_DONTNEED)
 
 
 def map_segment(descriptor: int) -> torch.Tensor:

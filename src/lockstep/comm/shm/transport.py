@@ -91,6 +91,11 @@ class ShmTransport(Transport):
             return None
         return start + int(tensor.storage_offset()) * tensor.element_size()
 
+    def lend(self, tensor: torch.Tensor) -> Address | None:
+        """As :meth:`find`; the others may read the memory after this rank has left, too."""
+        self._segment.lent.add(tensor.untyped_storage().data_ptr())
+        return self.find(tensor)
+
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Return new memory, as bytes, that :meth:`find` will find while a tensor uses it."""
         self.check_open()

@@ -1,0 +1,99 @@
+"""Memory of which the ranks of a host have one copy, and which behaves as if each had its own.
+
+Each rank has mapped it twice. Through one mapping it writes what all are to see. The other one is
+private: the rank sees what others have written, until it writes to a page itself; from then on it
+has this page alone, and drops it when all agree on its values. Which pages those are is known to
+the kernel.
+
+Source: ``mmap(2)``, ``proc_pid_fd(5)``, ``proc_pid_pagemap(5)``.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from lockstep.comm.shm.memory import drop_pages, map_memory
+
+_PAGEMAP = "/proc/self/pagemap"
+_ENTRY_BYTES = 8
+# From its 61st bit on, an entry says whether the page is of a file or shared, is swapped out, and
+# is present. These are the values of a private page.
+_PRIVATE = (0b010, 0b100)
+
+
+def name_of(descriptor: int) -> list[int]:
+    """Return what other processes of this user and host open this process's file by."""
+    return [os.getpid(), descriptor, os.fstat(descriptor).st_ino]
+
+
+class OneCopy:
+    """One rank's mappings of a file in memory, whose :func:`name_of` it is given.
+
+    Raises:
+        OSError: If this system can't do it.
+        SharedMemoryFull: If this process may not have that much address space.
+
+    Attributes:
+        shared: The bytes that all ranks see.
+        private: The same bytes as this rank sees them, with its own changes.
+    """
+
+    _pagemap = -1
+
+    def __init__(self, name: Sequence[int], num_bytes: int) -> None:
+        process, number, file = name
+        descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_ino != file:
+                raise OSError(f"process {process} is another one here")
+            self.shared = map_memory(descriptor, 0, num_bytes)
+            self.private = map_memory(descriptor, 0, num_bytes, is_private=True)
+        finally:
+            os.close(descriptor)
+        self._num_pages = -(-num_bytes // mmap.PAGESIZE)
+        self._pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise OSError if the kernel doesn't tell which pages this rank has alone."""
+        before = self.private[0].item()
+        self.private[0] = before
+        pages = [*self.changed()]
+        self.drop(pages)
+        if not pages or pages[0][0] != 0:
+            raise OSError(f"{_PAGEMAP} doesn't tell private pages")
+
+    def changed(self) -> Iterator[tuple[int, int]]:
+        """Yield the bytes, from one to another, of pages that this rank has written to itself."""
+        first = self.private.data_ptr() // mmap.PAGESIZE
+        read = os.pread(self._pagemap, self._num_pages * _ENTRY_BYTES, first * _ENTRY_BYTES)
+        if len(read) < self._num_pages * _ENTRY_BYTES:
+            raise OSError(f"{_PAGEMAP} has no entries of this memory")
+        kinds = torch.frombuffer(bytearray(read), dtype=torch.int64) >> 61 & 0b111
+        is_own = (kinds == _PRIVATE[0]) | (kinds == _PRIVATE[1])
+        if not is_own.any():
+            return
+        own = is_own.nonzero().flatten().tolist()
+        start = own[0]
+        for page, following in zip(own, [*own[1:], None], strict=True):
+            if following != page + 1:
+                yield start * mmap.PAGESIZE, (page + 1) * mmap.PAGESIZE
+                start = following
+
+    def drop(self, pages: list[tuple[int, int]]) -> None:
+        """Take over the values that all see in place of this rank's own ones."""
+        for start, stop in pages:
+            drop_pages(self.private, start, stop)
+
+    def close(self) -> None:
+        """Close the file descriptor; the memory stays as long as tensors use it."""
+        descriptor, self._pagemap = self._pagemap, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,112 @@
+"""``clip_grad_norm_``: torch's, with the work divided among the ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_ as _torchs
+
+from lockstep.comm import join_state_of, start_all_reduce, uncompiled
+from lockstep.grad import DeferredBucket, bucket_of
+from lockstep.nn import finish_failed
+
+# The elements whose norm is taken at once, which stay in a core's own cache after they are summed.
+_NUMEL = 64 * 1024
+
+
+@uncompiled
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clip the norm of all gradients together, in place, as torch's function of this name does.
+
+    Of parameters whose optimizer is sharded, each rank sums a part of the gradients and takes the
+    norm of that, so that nobody sums all of them. Otherwise it is torch's own. The norm may differ
+    from torch's in the last digits.
+
+    Every rank calls it, after the backward and before the step; it blocks.
+
+    Args:
+        parameters: The parameters, or one.
+        max_norm: The largest norm that gradients keep.
+        norm_type: The p of the norm; ``inf`` for the largest absolute value.
+        error_if_nonfinite: Whether a norm that is NaN or infinite is an error.
+        foreach: As torch's; only for parameters whose optimizer isn't sharded.
+
+    Returns:
+        The norm before, of no dimension, the same on every rank.
+
+    Raises:
+        RuntimeError: If the norm isn't finite, and that is to be an error.
+
+    Source: ``torch.nn.utils.clip_grad_norm_``.
+    """
+    every = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+    buckets = [*dict.fromkeys(found[0] for p in every if (found := bucket_of(p)) is not None)]
+    power = float(norm_type)
+    groups = dict.fromkeys(bucket.group for bucket in buckets)
+    for ranks in groups:
+        finish_failed(ranks)
+    # A rank that has no data any more doesn't call this.
+    if not buckets or not power > 0 or any(map(join_state_of, groups)):
+        return _torchs(every, max_norm, norm_type, error_if_nonfinite, foreach)
+    norms = []
+    for bucket in buckets:
+        own = {*map(id, bucket.parameters)}
+        norm = _norm(bucket, power, is_whole=own <= {*map(id, every)})
+        if norm is not None:
+            norms.append(norm)
+            every = [parameter for parameter in every if id(parameter) not in own]
+        else:
+            bucket.settle()
+    clipped = [bucket for bucket in buckets if bucket.are_all_pending()]
+    gradients = [parameter.grad for parameter in every if parameter.grad is not None]
+    if gradients:
+        norms.append(torch.nn.utils.get_total_norm(gradients, power, foreach=foreach).double())
+    dtypes = [gradient.dtype for gradient in gradients]
+    dtypes += [bucket.parameters[0].dtype for bucket in clipped]
+    dtype = functools.reduce(torch.promote_types, dtypes or [torch.float]).to_real()
+    norms = norms or [torch.zeros((), dtype=torch.float64, device="cpu")]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), power).to(dtype)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The norm of order {norm_type} of the gradients is {total.item()}, so that they can't "
+            "be clipped. Leave error_if_nonfinite out to scale them all the same."
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for bucket in clipped:
+        bucket.scale_means(factor)
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return total
+
+
+def _norm(bucket: DeferredBucket, power: float, *, is_whole: bool) -> Tensor | None:
+    """Return the norm of all gradients of ``bucket``, of which each rank sums a part.
+
+    It is None, on every rank, unless ``is_whole`` on all, and none has read a gradient.
+    """
+    group, is_summed = bucket.group, is_whole and bucket.are_all_pending()
+    own = torch.zeros(2, dtype=torch.float64, device="cpu")
+    own[1] = not is_summed
+    size = -(-bucket.numel // group.size())
+    first = group.rank() * size
+    last = min(first + size, bucket.numel) if is_summed else first
+    for start in range(first, last, _NUMEL):
+        part = bucket.new_sum(start, min(start + _NUMEL, last))
+        norm = torch.linalg.vector_norm(part, power).double()
+        own[0] = torch.maximum(own[0], norm) if power == math.inf else own[0] + norm**power
+    op = dist.ReduceOp.MAX if power == math.inf else dist.ReduceOp.SUM
+    start_all_reduce(group, own, op).wait()
+    if own[1]:
+        return None
+    return own[0] if power == math.inf else own[0] ** (1 / power)

@@ -1,0 +1,564 @@
+"""Gradients that nobody has summed look as if they were, to whoever reads or changes them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import lockstep
+from lockstep.errors import CollectiveFailed, CollectiveMismatch, ParameterChanged
+from lockstep.grad import bucket_of, source_of
+from tests.nn.models import Digits
+from tests.optim.test_sharded_programs import adamw, losses
+from tests.ranks import run_ranks
+
+BACKENDS = pytest.mark.parametrize("backend", ["threads", "shm"])
+
+
+def sharded(group: dist.ProcessGroup, first: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+    return model, lockstep.shard_optimizer(adamw(model.parameters()))
+
+
+def is_pending(model: nn.Module) -> list[bool]:
+    return [source_of(parameter) is not None for parameter in model.parameters()]
+
+
+@BACKENDS
+def test_a_gradient_is_summed_when_it_is_read_on_one_rank(backend: str) -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        plain = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+        model, optimizer = sharded(group, first)
+        for number in range(3):
+            for each in plain, model:
+                next(losses(each, rank, 1, number)).backward()
+            assert all(is_pending(model))
+            if rank == number % 2:
+                assert torch.equal(model.conv2.weight.grad, plain.conv2.weight.grad)
+                assert is_pending(model).count(False) == 1
+            optimizer.step()
+            for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)  # after the step, too
+            plain.zero_grad()
+            optimizer.zero_grad()
+            assert all(parameter.grad is None for parameter in model.parameters())
+            with torch.no_grad():
+                for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+                    a.copy_(b)
+
+    run_ranks(2, body, backend=backend)
+
+
+CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
+    "in place": lambda p: p.grad.mul_(0.5),
+    "through data": lambda p: p.grad.data.clamp_(-0.01, 0.01),
+    "replaced": lambda p: setattr(p, "grad", torch.ones_like(p)),
+    "dropped": lambda p: setattr(p, "grad", None),
+    "deleted": lambda p: delattr(p, "grad"),
+    "zeroed": lambda p: p.grad.zero_(),
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_in_a_gradient_counts(change: str, backend: str) -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        plain = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+        model, own = sharded(group, first)
+        for each, optimizer in (plain, adamw(plain.parameters())), (model, own):
+            for loss in losses(each, rank, 3):
+                loss.backward()
+                CHANGES[change](each.conv2.weight)
+                CHANGES[change](each.fc1.weight)
+                optimizer.step()
+                optimizer.zero_grad()
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    run_ranks(2, body, backend=backend)
+
+
+def test_hooks_of_parameters_see_the_mean() -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        plain = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+        model, _ = sharded(group, first)
+        seen: list[torch.Tensor] = []
+        for each in plain, model:
+            each.fc1.weight.register_post_accumulate_grad_hook(
+                lambda p: seen.append(p.grad.clone())
+            )
+            next(losses(each, rank, 1)).backward()
+        assert torch.equal(*seen)
+
+    run_ranks(2, body)
+
+
+def test_copies_and_pickles_have_plain_parameters() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, optimizer = sharded(group, Digits())
+        next(losses(model, rank, 1)).backward()
+        assert isinstance(model.fc1.weight, nn.Parameter)
+        for made in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+            for a, b in zip(made.parameters(), model.parameters(), strict=True):
+                assert type(a) is nn.Parameter
+                assert bucket_of(a) is None
+                assert torch.equal(a, b)
+        assert all(is_pending(model))
+        optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_a_communication_hook_reduces_as_before() -> None:
+    first = Digits()
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = state.allreduce([bucket.buffer()])
+        return work.get_future().then(lambda done: done.value()[0].div_(state.size()))
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        models = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.DistributedDataParallel(copy.deepcopy(first), process_group=group)
+            model.sample = first.sample
+            optimizer = shard(adamw(model.parameters()))
+            for number, loss in enumerate(losses(model, rank, 4)):
+                if number == 2:
+                    optimizer.zero_grad()
+                    model.register_comm_hook(group, hook)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            models.append(model)
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    run_ranks(2, body)
+
+
+@BACKENDS
+@pytest.mark.parametrize("at", ["conv1.weight", "conv2.weight", "fc2.weight"])
+def test_after_a_backward_that_failed_on_a_rank_training_goes_on(at: str, backend: str) -> None:
+    first = Digits()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        models = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = shard(adamw(model.parameters()))
+            for number, loss in enumerate(losses(model, rank, 6)):
+                if number in (2, 4):
+                    if rank == 1:
+                        handle = model.get_parameter(at).register_hook(fail)
+                    with pytest.raises(ArithmeticError if rank else CollectiveFailed):
+                        loss.backward()
+                    if rank == 1:
+                        handle.remove()
+                    optimizer.zero_grad()
+                    continue
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            models.append(model)
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    run_ranks(2, body, backend=backend)
+
+
+@BACKENDS
+def test_a_failed_backward_keeps_what_was_accumulated(backend: str) -> None:
+    """A rank whose backward fails has the gradients of it that had come, and adds to them."""
+    first = Digits()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
+        found = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = shard(adamw(model.parameters()))
+            for loss in losses(model, rank, 2):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            loss = next(losses(model, rank, 1, 2))
+            handle = model.conv2.weight.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+            handle.remove()
+            found.append([torch.zeros(0) if p.grad is None else p.grad for p in model.parameters()])
+        return found
+
+    for plain, own in run_ranks(2, body, backend=backend):
+        torch.testing.assert_close(own, plain, rtol=0, atol=0)
+
+
+@BACKENDS
+def test_gradients_outlive_the_wrapper(backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        net = nn.Linear(3, 3)
+        with torch.no_grad():
+            net.weight.fill_(1.0)
+        wrapper = lockstep.DistributedDataParallel(net, process_group=group)
+        optimizer = lockstep.shard_optimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+        wrapper(torch.full((1, 3), 2.0 + rank)).sum().backward()
+        del wrapper
+        gc.collect()
+        assert (net.weight.grad == 2.5).all()
+        optimizer.step()
+        assert (net.weight == -1.5).all()
+
+    run_ranks(2, body, backend=backend)
+
+
+@BACKENDS
+def test_without_the_wrapper_gradients_are_added_to_on_each_rank(backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        net = nn.Linear(3, 3)
+        wrapper = lockstep.DistributedDataParallel(net, process_group=group)
+        optimizer = lockstep.shard_optimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+        for _ in range(2):
+            optimizer.zero_grad()
+            wrapper(torch.full((1, 3), 2.0 + rank)).sum().backward()
+        del wrapper
+        gc.collect()
+        net(torch.full((1, 3), 10.0 + rank)).sum().backward()
+        assert (net.weight.grad == 12.5 + rank).all()
+
+    run_ranks(2, body, backend=backend)
+
+
+@BACKENDS
+def test_gradients_are_there_though_another_rank_has_dropped_the_model(backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        first, second = (lockstep.parallelize(nn.Linear(9, 9), process_group=group) for _ in "ab")
+        optimizers = [lockstep.shard_optimizer(adamw(m.parameters())) for m in (first, second)]
+        for _ in range(2):
+            first(torch.full((1, 9), 2.0 + rank)).sum().backward()
+        weight = first.weight
+        optimizers.pop(0)
+        if rank == 1:
+            del first, weight
+            gc.collect()
+        for _ in range(12):
+            second(torch.ones(1, 9)).sum().backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        if rank == 0:
+            assert (weight.grad == 5.0).all()
+
+    run_ranks(2, body, backend=backend)
+
+
+@BACKENDS
+def test_a_norm_after_a_failed_backward_is_that_of_the_gradients(backend: str) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, optimizer = sharded(group, Digits())
+        for number, loss in enumerate(losses(model, rank, 7)):
+            handle = model.conv1.weight.register_hook(fail) if number == 2 and rank else None
+            try:
+                loss.backward()
+            except (ArithmeticError, CollectiveFailed):
+                assert number == 2
+            if handle is not None:
+                handle.remove()
+            if number != 2:
+                assert lockstep.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+                optimizer.step()
+            optimizer.zero_grad()
+
+    run_ranks(2, body, backend=backend)
+
+
+class Tagged(nn.Parameter):
+    """A parameter with a method of its own."""
+
+    def tag(self) -> str:
+        return "tagged"
+
+
+def test_a_class_of_parameters_of_ones_own_stays() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = nn.Linear(3, 3)
+        model.weight = Tagged(torch.ones(3, 3))
+        lockstep.parallelize(model, process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.weight.tag() == "tagged"
+        assert "DeferredParameter" not in repr(model.bias)
+
+    run_ranks(2, body)
+
+
+def test_a_parameter_of_another_shape_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, _ = sharded(group, nn.Linear(3, 3))
+        model(torch.ones(1, 3)).sum().backward()
+        model.zero_grad()
+        model.weight.data = model.weight.data[:1].clone()
+        model.bias.data = model.bias.data[:1].clone()
+        with pytest.raises(ParameterChanged, match=r"'(weight|bias)' is \(1,"):
+            model(torch.ones(1, 3)).sum().backward()
+
+    run_ranks(2, body)
+
+
+@BACKENDS
+def test_after_a_mismatch_no_gradient_is_overwritten_that_another_rank_reads(backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, _ = sharded(group, nn.Linear(3, 1))
+        for number in range(4):
+            model(torch.full((1, 3), 2.0 + rank)).sum().backward()
+            if number == 2:
+                if rank == 0:
+                    with pytest.raises(CollectiveMismatch):
+                        model(torch.full((1, 3), 1e3)).sum().backward()
+                else:
+                    with pytest.raises(CollectiveMismatch):
+                        group.barrier().wait()
+            if rank == 1:
+                assert (model.weight.grad == 2.5 * (number + 1)).all()
+            if number == 2 and rank == 0:
+                model.zero_grad()
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 7.5)
+
+    run_ranks(2, body, backend=backend)
+
+
+@BACKENDS
+def test_a_gradient_that_the_program_holds_stays_the_same_tensor(backend: str) -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        seen = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = shard(adamw(model.parameters()))
+            for loss in losses(model, rank, 2):  # before the second one, buckets are made anew
+                optimizer.zero_grad()
+                loss.backward()
+            held = [parameter.grad for parameter in model.parameters()]
+            found = []
+            for number, loss in enumerate(losses(model, rank, 4, 1)):
+                if number != 2:  # else it is added to
+                    optimizer.zero_grad(set_to_none=False)
+                loss.backward()
+                found += [gradient.clone() for gradient in held]
+                held[0].mul_(2)
+                optimizer.step()
+            assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
+            seen.append([*found, *(parameter.detach() for parameter in model.parameters())])
+        torch.testing.assert_close(*seen, rtol=0, atol=0)
+
+    run_ranks(2, body, backend=backend)
+
+
+@BACKENDS
+@pytest.mark.parametrize("how", ["no_sync", "clip", "second backward", "midst"])
+def test_a_gradient_stays_the_same_tensor_whatever_sums_it(how: str, backend: str) -> None:
+    first = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        seen = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = shard(torch.optim.SGD(model.parameters(), lr=0.01))
+            x, held = torch.ones(4, 3) * (rank + 1), list[torch.Tensor]()
+            for _ in range(3):
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model(x).sum().backward()
+            if how == "midst":
+                parameter = model[1].weight
+                hook = model[0].bias.register_hook(
+                    lambda _, p=parameter, to=held: to.append(p.grad)
+                )
+                model(x).sum().backward()
+                hook.remove()
+            else:
+                parameter = model[0].weight
+                if how == "no_sync":
+                    with lockstep.no_sync(model):
+                        model(x).sum().backward()
+                elif how == "clip":
+                    lockstep.clip_grad_norm_([parameter], 1e9)
+                else:
+                    model(x).sum().backward()
+                held.append(parameter.grad)
+            model(x).sum().backward()
+            values = [float(parameter.grad is held[0]), held[0].clone(), parameter.grad.clone()]
+            held[0].zero_()
+            optimizer.step()
+            seen.append([*values, *(parameter.detach() for parameter in model.parameters())])
+        torch.testing.assert_close(*seen, rtol=0, atol=0)
+
+    run_ranks(2, body, backend=backend)
+
+
+def test_gradients_are_seen_in_the_midst_of_a_backward() -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        seen: list[list[float]] = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer, found = shard(adamw(model.parameters())), list[float]()
+
+            def look(*_: object, own: nn.Module = model, to: list[float] = found) -> None:
+                gradients = [own.fc2.weight.grad, own.fc1.weight.grad]
+                to.extend(0.0 if g is None else g.abs().sum().item() for g in gradients)
+
+            model.conv2.register_full_backward_hook(look)
+            for loss in losses(model, rank, 4):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(found)
+        assert seen[0] == seen[1]
+        assert any(seen[0])
+
+    run_ranks(2, body)
+
+
+@BACKENDS
+def test_a_gradient_that_is_read_in_inference_mode_is_an_ordinary_tensor(backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, _ = sharded(group, nn.Linear(3, 3))
+        model(torch.ones(1, 3)).sum().backward()
+        with torch.inference_mode():
+            assert model.weight.grad is not None
+        model.weight.grad.mul_(2)
+        model(torch.ones(1, 3)).sum().backward()
+        assert (model.weight.grad == 3).all()
+
+    run_ranks(2, body, backend=backend)
+
+
+def test_compiled_code_is_not_compiled_again_when_gradients_come() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> int:
+        model, optimizer = sharded(group, nn.Linear(3, 3))
+        counter = CompileCounter()
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        for _ in range(3):
+            compiled(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return int(counter.frame_count)
+
+    try:
+        assert run_ranks(2, body, backend="shm") == [1, 1]
+    finally:
+        torch._dynamo.reset()
+
+
+def test_equal_gradients_of_all_ranks_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        for same in True, False:
+            model, _ = sharded(group, nn.Linear(3, 3))
+            for _ in range(4):
+                model(torch.full((1, 3), 1.0 if same else 1.0 + rank)).sum().backward()
+                model.zero_grad()
+
+    run_ranks(2, body)
+    assert caplog.text.count("all ranks had the same gradients") == 1
+
+
+ENDING = """
+import sys, torch, lockstep
+world = lockstep.init()
+def train():
+    model = lockstep.parallelize(torch.nn.Linear(3, 3))
+    optimizer = lockstep.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    return model, optimizer
+kept = train() if sys.argv[1] == "kept" else [*train()[:0]]
+print("through")
+"""
+
+
+@pytest.mark.true_start
+@pytest.mark.parametrize("how", ["kept", "dropped"])
+def test_a_program_may_end_with_gradients_unread(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDING)
+    command = [sys.executable, "-m", "lockstep", "run", "-n", "2", str(script), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("through") == 2
+
+
+@BACKENDS
+def test_gradients_stay_for_a_rank_that_reads_them_late(backend: str) -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        plain = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+        model, _ = sharded(group, first)
+        expected = []
+        for loss in losses(plain, rank, 4):
+            plain.zero_grad()
+            loss.backward()
+            expected.append([parameter.grad.clone() for parameter in plain.parameters()])
+        for number, loss in enumerate(losses(model, rank, 4)):
+            loss.backward()
+            if rank == number % 2:
+                time.sleep(0.2)  # the other one is in the next backward
+                found = [parameter.grad for parameter in model.parameters()]
+                torch.testing.assert_close(found, expected[number], rtol=0, atol=0)
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    run_ranks(2, body, backend=backend)
+
+
+@BACKENDS
+def test_one_buffer_is_enough_where_ranks_drop_gradients_in_time(backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> int:
+        model, optimizer = sharded(group, Digits())
+        for loss in losses(model, rank, 5):
+            optimizer.zero_grad()
+            group.barrier().wait()
+            loss.backward()
+            optimizer.step()
+        bucket, _ = bucket_of(model.conv1.weight)
+        return len(bucket._buffers)
+
+    assert run_ranks(2, body, backend=backend) == [1, 1]
