@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from enum import Enum
 
@@ -162,6 +163,15 @@ class FlatParameters:
         if self._copy is None:
             return {Progress.IN_THE_MIDST}
         return {Progress(note - 2 * self._num_updates) for note in self._notes.tolist()}
+
+
+def with_memory_of_others(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:
+    """Return those that share memory with others: moved apart, they would no longer be equal."""
+    owners: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.layout is torch.strided and parameter.numel():
+            owners[parameter.untyped_storage().data_ptr()].append(parameter)
+    return {parameter for own in owners.values() if len(own) > 1 for parameter in own}
 
 
 def elements_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

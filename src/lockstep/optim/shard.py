@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ from lockstep.optim.layout import Piece
 _NUMEL = 64 * 1024
 # How many are summed at once, if they are so large.
 _NUM_SUMMED = 16
+# The name of the finer values in an ordinary state dict.
+MASTER = "master"
 # State that torch's element-wise optimizers have once for each parameter, and not by element.
 _SCALARS = {"step", "mu_product", "eta", "mu"}
 
@@ -32,38 +34,83 @@ class Shard:
         flat: The memory.
         pieces: The elements, by parameter.
         group: The index of the optimizer's parameter group.
-        tensor: The elements; of one dimension unless the memory keeps parameters whole.
+        values: The elements; of one dimension unless the memory keeps parameters whole.
+        tensor: What the optimizer updates: the same elements or, if they have less than the
+            precision of ``master_dtype``, their values in that.
     """
 
-    def __init__(self, flat: FlatParameters, pieces: Sequence[Piece], group: int) -> None:
+    def __init__(
+        self,
+        flat: FlatParameters,
+        pieces: Sequence[Piece],
+        group: int,
+        master_dtype: torch.dtype | None = None,
+    ) -> None:
         self.flat, self.pieces, self.group = flat, list(pieces), group
-        self.tensor = flat.own_part(pieces)
+        self.tensor = self.values = flat.own_part(pieces)
+        self._master_dtype = master_dtype
+        dtype = update_dtype(self.values.dtype, master_dtype)
+        if dtype is not self.values.dtype:
+            self.tensor = self.values.to(dtype)
         self._gradient: torch.Tensor | None = None
+        self._has_stepped = False
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates finer values than the parameters'."""
+        return self.tensor is not self.values
+
+    def read_values(self) -> None:
+        """Take over what the program has changed in the parameters since the last step."""
+        if self.has_master:
+            rounded, finer = self.tensor.to(self.values.dtype), self.values.to(self.tensor.dtype)
+            self.tensor.copy_(torch.where(rounded == self.values, self.tensor, finer))
+
+    def write_values(self) -> None:
+        """Let the parameters have what the optimizer has made of its tensor."""
+        if self.has_master:
+            self.values.copy_(self.tensor)
+            self._has_stepped = True
+
+    def state_in(self, state: Mapping[Any, dict[str, Any]]) -> dict[str, Any] | None:
+        """Return its part of ``state``, and what it has of its own; None if there is nothing."""
+        own = state.get(self.tensor)
+        return {**(own or {}), MASTER: self.tensor} if self._has_stepped else own
+
+    def put_master(self, values: torch.Tensor | None) -> None:
+        """Go on from saved ``values`` of its tensor; by default from those of the parameters."""
+        if self.has_master:
+            self.tensor.copy_(self.values if values is None else values)
+            self._has_stepped = values is not None
 
     def take_from(self, bucket: DeferredBucket) -> None:
         """Make the mean of the elements of ``bucket`` that are where its own are its gradient."""
         start = self.flat.offset_of(self.pieces[0])
-        self.tensor.grad = bucket.new_sum(start, start + self.tensor.numel())
+        self._use(bucket.new_sum(start, start + self.values.numel()))
 
     def take_gradient(self) -> None:
         """Make the gradients of its parameters, all of which have one, that of its tensor."""
         parameters = [self.flat.parameters[piece.parameter] for piece in self.pieces]
         if self.flat.keeps_whole:
-            self.tensor.grad = parameters[0].grad
+            self._use(parameters[0].grad)
             return
         if len(self.pieces) == 1 and source_of(parameters[0]) is None:
             _, start, stop = self.pieces[0]
-            self.tensor.grad = _elements(parameters[0])[start:stop]
+            self._use(_elements(parameters[0])[start:stop])
             return
         if self._gradient is None:
-            self._gradient = torch.zeros_like(self.tensor)
-        own = self.tensor.grad = self._gradient
+            self._gradient = torch.zeros_like(self.values)
+        own = self._gradient
         for piece, parameter in zip(self.pieces, parameters, strict=True):
             part, source = own[self.place_of(piece)], source_of(parameter)
             if source is not None:
                 source.bucket.sum_into(part, source.start + piece.start)
             else:
                 part.copy_(_elements(parameter)[piece.start : piece.stop])
+        self._use(own)
+
+    def _use(self, gradient: torch.Tensor | None) -> None:
+        self.tensor.grad = None if gradient is None else gradient.to(self.tensor.dtype)
 
     def place_of(self, piece: Piece) -> slice:
         """Return where the elements of ``piece`` are in its tensor, if that has one dimension."""
@@ -75,16 +122,20 @@ class Shard:
         parts = [list(part) for _, part in groupby(self.pieces, lambda piece: key(piece.parameter))]
         if len(parts) == 1:
             return [self]
-        shards = [Shard(self.flat, part, self.group) for part in parts]
+        shards = [Shard(self.flat, part, self.group, self._master_dtype) for part in parts]
         own = state.pop(self.tensor, None)
-        for shard in shards if own is not None else ():
+        for shard in shards:
             first, last = self.place_of(shard.pieces[0]), self.place_of(shard.pieces[-1])
-            state[shard.tensor] = {
-                name: value[first.start : last.stop].clone()
-                if is_by_element(self.flat, self.tensor, name, value)
-                else copy.deepcopy(value)
-                for name, value in own.items()
-            }
+            place = slice(first.start, last.stop)
+            if self._has_stepped:
+                shard.put_master(self.tensor[place])
+            if own is not None:
+                state[shard.tensor] = {
+                    name: value[place].clone()
+                    if is_by_element(self.flat, self.tensor, name, value)
+                    else copy.deepcopy(value)
+                    for name, value in own.items()
+                }
         return shards
 
 
@@ -128,16 +179,29 @@ def _elements(parameter: torch.Tensor) -> torch.Tensor:
     return elements_of(gradient, parameter)
 
 
+def update_dtype(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which parameters of ``dtype`` are updated: the finer one."""
+    if master_dtype is None or not dtype.is_floating_point:
+        return dtype
+    return min(master_dtype, dtype, key=lambda each: torch.finfo(each).eps)
+
+
 def is_by_element(flat: FlatParameters, owner: torch.Tensor, name: str, value: object) -> bool:
     """Whether this state of ``owner``, a parameter of ``flat`` or a shard, is there by element."""
     has_shape = isinstance(value, torch.Tensor) and value.shape == owner.shape
     return has_shape and (flat.keeps_whole or name not in _SCALARS)
 
 
-def make_shards(flat: FlatParameters, groups: Sequence[int]) -> list[Shard]:
+def make_shards(
+    flat: FlatParameters, groups: Sequence[int], master_dtype: torch.dtype | None
+) -> list[Shard]:
     """Divide this rank's part of ``flat`` into shards; ``groups`` has each parameter's group."""
+
+    def shard_of(pieces: Sequence[Piece]) -> Shard:
+        return Shard(flat, pieces, groups[pieces[0].parameter], master_dtype)
+
     if flat.keeps_whole:
-        return [Shard(flat, [piece], groups[piece.parameter]) for piece in flat.pieces]
+        return [shard_of([piece]) for piece in flat.pieces]
     shards: list[Shard] = []
     together: list[Piece] = []
     numel = 0
@@ -147,10 +211,10 @@ def make_shards(flat: FlatParameters, groups: Sequence[int]) -> list[Shard]:
             size = piece.stop - piece.start
             group = groups[parameter]
             if together and (numel + size > _NUMEL or groups[together[0].parameter] != group):
-                shards.append(Shard(flat, together, groups[together[0].parameter]))
+                shards.append(shard_of(together))
                 together, numel = [], 0
             together.append(piece)
             numel += size
     if together:
-        shards.append(Shard(flat, together, groups[together[0].parameter]))
+        shards.append(shard_of(together))
     return shards

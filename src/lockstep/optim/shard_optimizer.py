@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from lockstep.arguments import check_type
+from lockstep.arguments import check_type, refusal
 from lockstep.comm import (
+    SingleRankGroup,
     Step,
     add_update,
     all_gather_bytes,
@@ -28,9 +29,9 @@ from lockstep.comm import (
 from lockstep.errors import AlreadyParallel, CollectiveFailed, ModelError, ModelMismatch
 from lockstep.grad import lacks_gradient
 from lockstep.nn import defer_gradients, finish_failed, groups_of, is_parallel
-from lockstep.optim.flat import FlatParameters, Progress
+from lockstep.optim.flat import FlatParameters, Progress, with_memory_of_others
 from lockstep.optim.shard import GroupsByShard, Part, Shard, make_shards
-from lockstep.optim.state import State, gather_state, put_state
+from lockstep.optim.state import Divided, State, gather_state, put_state, stand_ins
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -57,11 +58,14 @@ _PROGRESS = {
     "checkpoint.",
     Progress.DONE: "they are those of this step now.",
 }
+_ALONE = SingleRankGroup()
 # Returns, for each parameter, the ranks that keep it in step; None for one that is this rank's own.
 GroupsOf = Callable[[Sequence[nn.Parameter]], Sequence[dist.ProcessGroup | None]]
 
 
-def shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
+def shard_optimizer(
+    optimizer: OptimizerT, *, master_dtype: torch.dtype | None = None
+) -> OptimizerT:
     """Divide the work and the state of ``optimizer`` among the ranks, in place.
 
     It stays the same object of the same class, with the same parameter groups, and leaves the same
@@ -103,6 +107,10 @@ def shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     Args:
         optimizer: One whose parameters are those of modules that were given to
             :func:`parallelize`, or are in a wrapper.
+        master_dtype: The dtype of the values that are updated, and of the optimizer's state, such
+            as ``torch.float32`` for parameters in bfloat16: each rank has them of its part, and
+            the parameters are what they round to. In a state dict they are each parameter's
+            ``"master"``. By default the parameters' own dtype.
 
     Returns:
         ``optimizer`` itself.
@@ -112,12 +120,16 @@ def shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
             update of each parameter depends on all others.
         ModelMismatch: If the ranks' optimizers differ.
         AlreadyParallel: If it is sharded already.
-        TypeError: If it isn't an optimizer.
+        TypeError: If it isn't an optimizer, or ``master_dtype`` no floating-point dtype.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models" (2020), stage 1.
     """
     check_type("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+    if master_dtype is not None and not (
+        isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point
+    ):
+        raise TypeError(refusal("master_dtype", master_dtype, "a dtype such as torch.float32"))
     kind = type(optimizer).__name__
     if _is_sharded(optimizer):
         raise AlreadyParallel(f"This {kind} is sharded already. Go on with it as it is.")
@@ -134,8 +146,14 @@ def shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
             "and their updates can't be shared. Call lockstep.parallelize(model) before."
         )
     if any(group is not None for group in groups_of(parameters)):
-        Sharding(optimizer, groups_of)
+        Sharding(optimizer, groups_of, master_dtype=master_dtype)
+    elif master_dtype is not None:
+        Sharding(optimizer, _alone, master_dtype=master_dtype)
     return optimizer
+
+
+def _alone(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | None]:
+    return [cast(Any, _ALONE) if is_parallel(parameter) else None for parameter in parameters]
 
 
 @uncompiled
@@ -150,9 +168,15 @@ class Sharding:
     """
 
     def __init__(
-        self, optimizer: Optimizer, groups_of: GroupsOf, *, is_joinable: bool = False
+        self,
+        optimizer: Optimizer,
+        groups_of: GroupsOf,
+        *,
+        is_joinable: bool = False,
+        master_dtype: torch.dtype | None = None,
     ) -> None:
         self._optimizer, self._groups_of, self._is_joinable = optimizer, groups_of, is_joinable
+        self._master_dtype = master_dtype
         self._own_step = optimizer.step
         self._flats: list[FlatParameters] = []
         self._shards: list[Shard] = []
@@ -189,7 +213,7 @@ class Sharding:
         parameters = [*reversed(number)]
         parameters.sort(key=number.__getitem__)
         together: dict[Any, list[nn.Parameter]] = defaultdict(list)
-        local = _with_memory_of_others(parameters)
+        local = with_memory_of_others(parameters)
         for parameter, ranks in zip(parameters, self._groups_of(parameters), strict=True):
             if ranks is None or parameter in local:
                 local.add(parameter)
@@ -203,7 +227,7 @@ class Sharding:
             numbers = [number[parameter] for parameter in own]
             self._check_same(ranks, own, numbers)
             flats.append(FlatParameters(ranks, own, keeps_whole=keeps_whole))
-            shards += make_shards(flats[-1], numbers)
+            shards += make_shards(flats[-1], numbers, self._master_dtype)
         for flat in flats:
             defer_gradients(flat.in_order())
             if flat.group not in self._numbers:
@@ -220,7 +244,7 @@ class Sharding:
         shared = {p for flat in self._flats for p in flat.parameters}
         own.update({key: value for key, value in whole.items() if key not in shared})
         if whole:
-            own[_DIVIDED] = _Divided()
+            own[_DIVIDED] = Divided()
         self._shards = [part for shard in self._shards for part in put_state(shard, whole, own)]
 
     def _check_same(
@@ -228,7 +252,8 @@ class Sharding:
     ) -> None:
         kind = type(self._optimizer).__name__
         shapes = [list(parameter.shape) for parameter in own]
-        description = json.dumps([kind, str(own[0].dtype), shapes, list(numbers)])
+        dtypes = [str(own[0].dtype), str(self._master_dtype)]
+        description = json.dumps([kind, dtypes, shapes, list(numbers)])
         if not have_same(ranks, description.encode(), own[0].device):
             raise ModelMismatch(
                 f"The ranks' {kind}s differ in their class, or in the order, shapes or groups of "
@@ -287,6 +312,8 @@ class Sharding:
         for flat in self._flats:
             with self._telling_progress():
                 flat.begin_update()
+        for shard in self._shards:
+            shard.read_values()
         self._replaced = groups, [group["params"] for group in groups]
         self._optimizer.param_groups = GroupsByShard(groups, parts)
 
@@ -315,8 +342,9 @@ class Sharding:
         self._put_parameters_back()
         for shard in self._shards:
             shard.tensor.grad = None
+            shard.write_values()
         state: Any = self._optimizer.state
-        state[_DIVIDED] = _Divided()
+        state[_DIVIDED] = Divided()
         for flat in self._flats:
             with self._telling_progress():
                 flat.publish([p for p in flat.parameters if not lacks_gradient(p)])
@@ -427,23 +455,10 @@ class Sharding:
         for ranks in self._numbers:
             finish_failed(ranks)
         self._refresh()
-        type(self._optimizer).load_state_dict(self._optimizer, state_dict)
-        self._set_state(self._optimizer.state)
-
-
-class _Divided(dict[str, Any]):
-    """Stands in ``optimizer.state`` for the state that is divided among the ranks.
-
-    What asks whether there is any state finds some on every rank, and nobody copies a part of it.
-    """
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled."""
-        raise TypeError(
-            "The state of this optimizer is divided among the ranks, so that a copy or a pickle of "
-            "it on one rank would lack most of it. Let every rank call its state_dict(), and copy "
-            "or save that."
-        )
+        with stand_ins(self._optimizer, self._master_dtype) as parameters:
+            type(self._optimizer).load_state_dict(self._optimizer, state_dict)
+        state = self._optimizer.state
+        self._set_state({parameters.get(key, key): value for key, value in state.items()})
 
 
 def _once(loss: Any, kind: str) -> Callable[[], Any]:
@@ -461,15 +476,6 @@ def _once(loss: Any, kind: str) -> Callable[[], Any]:
         return loss
 
     return closure
-
-
-def _with_memory_of_others(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:
-    """Return those that share memory with others: moved apart, they would no longer be equal."""
-    owners: dict[int, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.layout is torch.strided and parameter.numel():
-            owners[parameter.untyped_storage().data_ptr()].append(parameter)
-    return {parameter for own in owners.values() if len(own) > 1 for parameter in own}
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from lockstep.comm import all_gather_bytes, all_gather_in_place, bytes_of
 from lockstep.optim.flat import FlatParameters, elements_of
-from lockstep.optim.shard import Shard, is_by_element
+from lockstep.optim.shard import MASTER, Shard, is_by_element, update_dtype
 
 State = dict[str, Any]
+
+
+class Divided(dict[str, Any]):
+    """Stands in ``optimizer.state`` for the state that is divided among the ranks.
+
+    What asks whether there is any state finds some on every rank, and nobody copies a part of it.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled."""
+        raise TypeError(
+            "The state of this optimizer is divided among the ranks, so that a copy or a pickle of "
+            "it on one rank would lack most of it. Let every rank call its state_dict(), and copy "
+            "or save that."
+        )
 
 
 def gather_state(
@@ -28,9 +45,9 @@ def gather_state(
     # each element, and all other state.
     own: list[tuple[list[int], dict[str, str], dict[str, Any]]] = []
     for shard in shards:
-        if shard.tensor in state:
+        if (whole := shard.state_in(state)) is not None:
             parts, others = {}, {}
-            for name, value in state[shard.tensor].items():
+            for name, value in whole.items():
                 if is_by_element(flat, shard.tensor, name, value):
                     parts[name] = str(value.dtype).removeprefix("torch.")
                 else:
@@ -50,7 +67,7 @@ def gather_state(
     for name, dtype in sorted(dtypes.items()):
         memory = flat.new_memory(getattr(torch, dtype))
         for shard in shards:
-            value = state.get(shard.tensor, {}).get(name)
+            value = (shard.state_in(state) or {}).get(name)
             if value is not None and is_by_element(flat, shard.tensor, name, value):
                 flat.part(memory, shard.pieces).copy_(elements_of(value, shard.tensor))
         all_gather_in_place(flat.group, memory)
@@ -58,6 +75,31 @@ def gather_state(
             if (index, name) in divided:
                 found[index][name] = view.clone()
     return {flat.parameters[index]: found[index] for index in sorted(found)}
+
+
+@contextmanager
+def stand_ins(
+    optimizer: Optimizer, master_dtype: torch.dtype | None
+) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+    """Have tensors of the dtype of updates for parameters, to whose dtype torch casts state.
+
+    Yields the parameters by what stands for them.
+    """
+    parameters: dict[torch.Tensor, torch.Tensor] = {}
+    before = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        own = group["params"]
+        dtypes = [update_dtype(parameter.dtype, master_dtype) for parameter in own]
+        group["params"] = [
+            torch.empty(0, dtype=dtype, device=parameter.device)
+            for dtype, parameter in zip(dtypes, own, strict=True)
+        ]
+        parameters |= zip(group["params"], own, strict=True)
+    try:
+        yield parameters
+    finally:
+        for group, own in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = own
 
 
 def put_state(
@@ -86,6 +128,7 @@ def put_state(
         first = part.pieces[0].parameter
         values = once(first)
         if values is None:
+            part.put_master(None)
             continue
         own = deepcopy(values)
         for name, value in whole[parameters[first]].items():
@@ -99,6 +142,7 @@ def put_state(
                 parameter = parameters[piece.parameter]
                 source = elements_of(whole[parameter][name], parameter)
                 own[name][part.place_of(piece)].copy_(source[piece.start : piece.stop])
+        part.put_master(own.pop(MASTER, None))
         state[part.tensor] = own
     return parts
 
