@@ -39,6 +39,7 @@ conformance: .venv/ready  ## Run torch's own tests of what we replace against ou
 bench: .venv/ready  ## Time collectives, steps and start-up, side by side with torch's
 	$(BIN)/lockstep bench collectives
 	$(BIN)/lockstep run -n 2 -m benchmarks.steps
+	$(BIN)/lockstep run -n 2 -m benchmarks.optimizers
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.startup
 
