@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -100,13 +101,18 @@ class PendingShares(Pending):
         super().__init__(group, "share", start)
 
 
-def any_rank(group: ProcessGroup, facts: Sequence[bool]) -> list[bool]:
-    """Return which of ``facts`` hold on any rank. All ranks must call it; it blocks."""
-    # On the CPU if the group carries CPU tensors: reading a GPU tensor waits for the GPU.
+def device_of_facts(group: ProcessGroup) -> torch.device:
+    """The device of small tensors that ``group`` can carry and that are read at once."""
+    # The CPU if the group carries CPU tensors: reading a GPU tensor waits for the GPU.
     device = torch.device("cpu")
     if not can_average(group, device) and device not in group._device_types:
         device = group._device_types[0]
-    counts = torch.tensor(facts, dtype=torch.int32, device=device)
+    return device
+
+
+def any_rank(group: ProcessGroup, facts: Sequence[bool]) -> list[bool]:
+    """Return which of ``facts`` hold on any rank. All ranks must call it; it blocks."""
+    counts = torch.tensor(facts, dtype=torch.int32, device=device_of_facts(group))
     start_all_reduce(group, counts).wait()
     return [count > 0 for count in counts.tolist()]
 
@@ -123,6 +129,25 @@ def have_same(group: ProcessGroup, payload: bytes, device: torch.device) -> bool
     maxima = torch.tensor(mine, dtype=torch.uint8, device=device)
     start_all_reduce(group, maxima, ReduceOp.MAX).wait()
     return maxima.tolist() == mine
+
+
+def differing_facts(
+    group: ProcessGroup, facts: object, device: torch.device | None = None
+) -> list[Any]:
+    """Return every rank's ``facts``, in rank order, if they differ, and else an empty list.
+
+    All ranks must call it; it blocks. If nothing differs, it costs one all-reduce of 64 bytes.
+
+    Args:
+        group: The ranks.
+        facts: What JSON can keep; dictionaries differ if their order does.
+        device: One whose tensors the group can carry.
+    """
+    payload = json.dumps(facts).encode()
+    device = device or device_of_facts(group)
+    if have_same(group, payload, device):
+        return []
+    return [json.loads(theirs) for theirs in all_gather_bytes(group, payload, device)]
 
 
 def all_gather(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:

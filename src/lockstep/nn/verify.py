@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.comm import all_gather_bytes, have_same
+from lockstep.comm import differing_facts
 from lockstep.errors import ModelError, ModelMismatch
 from lockstep.grad import gradient_dtype
 
@@ -45,11 +44,9 @@ def check_same_model(
         "tensors": {k: v for k, v in _descriptions(module).items() if k not in left_out},
         "options": {name: str(value) for name, value in (options or {}).items()},
     }
-    payload = json.dumps(facts).encode()
     tensors = [*module.parameters(), *module.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
-    is_same = have_same(group, payload, device)
-    by_rank = [] if is_same else [*map(json.loads, all_gather_bytes(group, payload, device))]
+    by_rank = differing_facts(group, facts, device)
     if refusal is not None:
         raise refusal
     for rank, theirs in enumerate(by_rank):
