@@ -224,21 +224,35 @@ def test_memory_of_the_group_is_reduced_where_it_is() -> None:
     assert all(torch.equal(result, expected) for result in results)
 
 
-@pytest.mark.parametrize("other", [1, 2])
-def test_mismatch_is_told_to_every_rank_of_every_host(other: int) -> None:
+@pytest.mark.parametrize("numel", [2, 100_000])
+@pytest.mark.parametrize("others", [{1}, {2}, {2, 3}])
+def test_mismatch_is_told_to_every_rank_of_every_host(others: set[int], numel: int) -> None:
     def body(rank: int, group: SharedMemoryGroup) -> str:
-        tensor = torch.ones(3 if rank == other else 2)
+        tensor = torch.ones(numel + (rank in others))
         with pytest.raises(CollectiveMismatch) as caught:
             group.allreduce([tensor]).wait()
         return str(caught.value)
 
-    for text in run_hosts([[0, 1], [2]], body, seconds=20):
-        assert "(2,)" in str(text)
-        assert "(3,)" in str(text)
+    for text in run_hosts([[0, 1], [2, 3]], body, seconds=20):
+        assert f"({numel},)" in str(text)
+        assert f"({numel + 1},)" in str(text)
 
 
+def test_all_gather_of_large_tensors(hosts: Sequence[Sequence[int]]) -> None:
+    size = sum(map(len, hosts))
+
+    def body(rank: int, group: SharedMemoryGroup) -> None:
+        outputs = [torch.empty(100, 200, dtype=torch.float64) for _ in range(size)]
+        group.allgather([outputs], [values(rank, 100, 200)]).wait()
+        for other, output in enumerate(outputs):
+            assert torch.equal(output, values(other, 100, 200))
+
+    run_hosts(hosts, body)
+
+
+@pytest.mark.parametrize("numel", [2, 100_000])
 @pytest.mark.parametrize("lost", range(4))
-def test_lost_rank_is_named_on_all_hosts(lost: int) -> None:
+def test_lost_rank_is_named_on_all_hosts(lost: int, numel: int) -> None:
     gone = threading.Event()
 
     def body(rank: int, group: SharedMemoryGroup) -> tuple[str, tuple[int, ...]] | None:
@@ -248,7 +262,7 @@ def test_lost_rank_is_named_on_all_hosts(lost: int) -> None:
             return None
         gone.wait(10)
         with pytest.raises(PeerLost) as caught:
-            group.allreduce([torch.ones(2)]).wait()
+            group.allreduce([torch.ones(numel)]).wait()
         return str(caught.value), caught.value.ranks
 
     for told in run_hosts([[0, 1], [2, 3]], body, seconds=8):

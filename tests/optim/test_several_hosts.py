@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import lockstep
+from lockstep.comm.hosts import HostsCollectives, Network
 from tests.comm.test_hosts import run_hosts
 from tests.nn.models import Digits
 from tests.optim.test_shard_optimizer import OPTIMIZERS, train
@@ -24,3 +29,31 @@ def test_parameters_have_the_bits_of_an_unsharded_optimizer() -> None:
 
     run_hosts([[0, 1], [2, 3]], body)
     run_hosts([[0, 1], [2]], body)
+
+
+def test_hosts_of_equally_many_ranks_send_each_other_gradients_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent, together = list[str](), threading.Barrier(4)
+    run = HostsCollectives._run
+
+    def noting(self: HostsCollectives, network: Network, method: str, *rest: object) -> None:
+        sent.append(method)
+        run(self, network, method, *rest)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        torch.manual_seed(0)
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(torch.optim.AdamW(model.parameters()))
+        for _ in range(2):
+            model(torch.rand(2, *Digits.sample)).sum().backward()
+            together.wait(20)
+            sent.clear()
+            together.wait(20)
+            optimizer.step()
+            together.wait(20)
+            assert not sent
+            together.wait(20)
+
+    monkeypatch.setattr(HostsCollectives, "_run", noting)
+    run_hosts([[0, 1], [2, 3]], body)

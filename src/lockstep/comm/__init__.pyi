@@ -14,6 +14,7 @@ from .any_group import differing_facts as differing_facts
 from .any_group import have_same as have_same
 from .any_group import meet as meet
 from .any_group import one_copy as one_copy
+from .any_group import ranks_with_one_copy as ranks_with_one_copy
 from .any_group import start_all_reduce as start_all_reduce
 from .any_group import sum_rows as sum_rows
 from .any_group import zero_buffer as zero_buffer

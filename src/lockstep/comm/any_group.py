@@ -209,6 +209,17 @@ def zero_buffer(
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
+def ranks_with_one_copy(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """Return the ranks of this host, if it suffices that these have one copy of parameters.
+
+    If all hosts have equally many ranks, they divide the parameters alike, and the updates have the
+    same bits on each host. Otherwise it is ``group``. All ranks must call it; it blocks.
+    """
+    if device.type != "cpu" or not hasattr(group, "of_this_host"):
+        return group
+    return cast(ProcessGroup, group.of_this_host())
+
+
 def meet(group: ProcessGroup, operation: str) -> None:
     """Wait until all ranks of a :class:`SharedMemoryGroup` are at this ``operation``."""
     Pending(group, operation, lambda: group.meet(operation)).wait()  # type: ignore[attr-defined]

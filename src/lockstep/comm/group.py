@@ -70,6 +70,7 @@ class SharedMemoryGroup(BaseGroup):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._host: SharedMemoryGroup | None = None
         self.num_shared = 0  # calls of share()
         # Tensors that other ranks may read although they were dropped here, since each of the last
         # calls of share().
@@ -101,6 +102,25 @@ class SharedMemoryGroup(BaseGroup):
         form = torch.empty(*size, dtype=dtype, device="meta")
         memory = self.transport.empty(form.nbytes)
         return memory[: form.nbytes].view(form.dtype).view(form.shape)
+
+    def of_this_host(self) -> SharedMemoryGroup:
+        """Return the group of this host's ranks: this one, if hosts differ in how many they have.
+
+        All ranks make the first call together, which blocks. It ends with this group.
+        """
+        if not getattr(self.transport, "is_even", False):
+            return self
+        if self._host is None:
+            timeout = self._queue.timeout
+            transport = self.transport.connect_host("again", timeout.total_seconds())  # type: ignore[attr-defined]
+            self._host = SharedMemoryGroup(transport, self._backend, timeout)
+        return self._host
+
+    def shutdown(self) -> None:
+        """Carry out all submitted calls, each within its own timeout, and leave the group."""
+        super().shutdown()
+        if self._host is not None:
+            self._host.shutdown()
 
     def keep(self, tensors: Tensors) -> None:
         """Keep the memory of shared tensors for the next ``NUM_KEPT`` calls of :meth:`share`."""

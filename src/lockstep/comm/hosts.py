@@ -1,10 +1,11 @@
 """Groups whose ranks are on several hosts: their transport, networks and collectives.
 
-Ranks of one host combine their tensors in shared memory. Then the first rank of each host, its
-leader, exchanges the result with the other leaders, so that a host sends each byte once; the other
-ranks take the result from the leader's memory. Collectives between single ranks (gather, scatter,
-reduce-scatter, all-to-all) go straight through the network of all ranks. Networks are Gloo's.
-Tensors travel as bytes: Gloo doesn't know all of torch's dtypes.
+Ranks of one host combine their tensors in shared memory. Then each rank exchanges its share of the
+result with the ranks of the same index on the other hosts, its column, so that a host sends each
+byte once, and all its network cards work; small tensors the first column alone, the hosts' leaders.
+Last, the ranks of a host take each other's shares. Collectives between single ranks (gather,
+scatter, reduce-scatter, all-to-all) go straight through the network of all ranks. Networks are
+Gloo's. Tensors travel as bytes: Gloo doesn't know all of torch's dtypes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -48,10 +49,12 @@ from lockstep.torch_private import AllgatherOptions
 
 # The key of the error that broke a group.
 _FAULT = "fault"
-# Leaders exchange pieces of this size, which bounds the memory for the other hosts' data.
+# Columns exchange pieces of this size, which bounds the memory for the other hosts' data.
 _PIECE_BYTES = 32 * 1024 * 1024
-# Ranks wait for their leader a little longer than it waits for other hosts: then it tells them
-# which rank is late, before they take it for the late one.
+# Up to this size the leaders exchange the whole: more messages would cost more than they save.
+_ONE_COLUMN_BYTES = 64 * 1024
+# Ranks wait for those of a column a little longer than these wait for other hosts: then they are
+# told which rank is late, before they take one of their own host for the late one.
 _PATIENCE_SECONDS = 2.0
 
 
@@ -65,7 +68,9 @@ class HostsTransport(Ranks):
         host: The index of this host.
         local: The transport between the ranks of this host.
         everyone: The network of all ranks, which is their mailbox too.
-        leaders: The network of the first ranks of the hosts; None on the others.
+        num_columns: The number of ranks of the smallest host.
+        column: The network of the ranks of this rank's index; None if some host has none.
+        leaders: The first column, the first ranks of the hosts; None on other ranks.
     """
 
     def __init__(
@@ -83,13 +88,29 @@ class HostsTransport(Ranks):
         self._name = names[rank]
         self.host, index = self.positions[rank]
         own = [names[r] for r in hosts[self.host]]
-        own_store = dist.PrefixStore(f"{self.host}/", store)
-        self.local = ShmTransport(own_store, index, len(own), timeout, own)
+        self._own = dist.PrefixStore(f"{self.host}/", store), index, own
+        self.local = self.connect_host("", timeout)
         self.everyone = self.mailbox = Network("everyone", store, names, self._name, timeout)
-        self.leaders: Network | None = None
-        if index == 0:
-            leaders = [names[ranks[0]] for ranks in hosts]
-            self.leaders = Network("leaders", store, leaders, self._name, timeout)
+        self.num_columns = min(map(len, hosts))
+        self.column: Network | None = None
+        if index < self.num_columns:
+            column = [names[ranks[index]] for ranks in hosts]
+            self.column = Network(f"column {index}", store, column, self._name, timeout)
+        self.leaders = self.column if index == 0 else None
+
+    def connect_host(self, name: str, timeout: float) -> ShmTransport:
+        """Return a transport between the ranks of this host, each of which calls it.
+
+        Each call has another ``name``; ``timeout`` is the seconds to wait for the others.
+        """
+        store, index, members = self._own
+        own_store = dist.PrefixStore(name, store)
+        return ShmTransport(own_store, index, len(members), timeout, members)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all hosts have equally many ranks."""
+        return self.num_columns == max(map(len, self.hosts))
 
     def empty(self, num_bytes: int) -> Tensor:
         """Return new memory, as bytes, that the ranks of this host reduce in place."""
@@ -119,8 +140,8 @@ class HostsTransport(Ranks):
     def _close_networks(self) -> None:
         # The ranks that wait at the other ends of the connections learn of it.
         self.everyone.gloo = None
-        if self.leaders is not None:
-            self.leaders.gloo = None
+        if self.column is not None:
+            self.column.gloo = None
 
     def after_fork(self) -> None:
         """Have later calls raise GroupClosed, in a forked child."""
@@ -237,13 +258,13 @@ class HostsCollectives(Collectives):
         super().__init__(transport, signature, deadline)  # type: ignore[arg-type]
         self._local = Collectives(transport.local, signature, deadline)
         later = Deadline(deadline.seconds + _PATIENCE_SECONDS)
-        self._after_leader = Collectives(transport.local, signature, later)
+        self._after_network = Collectives(transport.local, signature, later)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         self._local.barrier()
-        self._leaders()
-        self._after_leader.barrier()
+        self._is_agreed_in(self._transport.leaders)
+        self._after_network.barrier()
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Combine all ranks' tensors, in rank order on each host and then in the hosts' order."""
@@ -255,22 +276,35 @@ class HostsCollectives(Collectives):
             return
         step = reduction._replace(name="SUM") if reduction.name == "AVG" else reduction
         self._local.all_reduce(tensor, step)
-        if leaders := self._leaders():
-            for piece in pieces(tensor.numel(), _PIECE_BYTES // tensor.element_size()):
-                self._all_reduce_between(leaders, tensor[piece], step._replace(factor=None))
-        self._after_leader.broadcast(tensor, 0)
+        step = step._replace(factor=None)
+        if tensor.nbytes <= _ONE_COLUMN_BYTES:
+            self._all_reduce_in(self._transport.leaders, tensor, step)
+            self._after_network.broadcast(tensor, 0)
+        else:
+            num_columns, index = self._transport.num_columns, self._transport.local.rank
+            shares = tensor.split(-(-tensor.numel() // num_columns))
+            # A rank that is in no column has none.
+            shares += (tensor[:0],) * (self._transport.local.size - len(shares))
+            self._all_reduce_in(self._transport.column, shares[index], step)
+            self._after_network.gather(shares, shares[index])
         if reduction.name == "AVG":
             reduction.divide(tensor, self._transport.size)
 
-    def _all_reduce_between(self, leaders: Network, part: Tensor, reduction: Reduction) -> None:
-        """Each leader combines its share of the elements, and sends that to all."""
-        each = -(-part.numel() // leaders.size)
-        shares = [part[i * each : (i + 1) * each] for i in range(leaders.size)]
-        own = len(shares[leaders.rank])
+    def _all_reduce_in(self, network: Network | None, tensor: Tensor, reduction: Reduction) -> None:
+        """Combine the tensors of the ranks of ``network``, if this rank is in it."""
+        if self._is_agreed_in(network):
+            for piece in pieces(tensor.numel(), _PIECE_BYTES // tensor.element_size()):
+                self._all_reduce_piece(network, tensor[piece], reduction)
+
+    def _all_reduce_piece(self, network: Network, part: Tensor, reduction: Reduction) -> None:
+        """Each rank of ``network`` combines its share of the elements, and sends that to all."""
+        each = -(-part.numel() // network.size)
+        shares = [part[i * each : (i + 1) * each] for i in range(network.size)]
+        own = len(shares[network.rank])
         result = part.new_empty(each)
-        received = self._all_to_all(leaders, shares, [own] * leaders.size)
+        received = self._all_to_all(network, shares, [own] * network.size)
         reduction.into(result[:own], received)
-        part.copy_(self._all_gather(leaders, result).view(-1)[: part.numel()])
+        part.copy_(self._all_gather(network, result).view(-1)[: part.numel()])
 
     def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> None:
         """Combine all ranks' tensors; rank ``root`` gets the result, in place."""
@@ -287,26 +321,36 @@ class HostsCollectives(Collectives):
             self._local.broadcast(tensor, index)
         else:
             self._local.barrier()
-        if leaders := self._leaders():
+        if self._is_agreed_in(leaders := self._transport.leaders):
             options = dist.BroadcastOptions()
             options.rootRank = host
             self._run(leaders, "broadcast", [_bytes(tensor)], options)
         if is_roots_host:
-            self._after_leader.barrier()
+            self._after_network.barrier()
         else:
-            self._after_leader.broadcast(tensor, 0)
+            self._after_network.broadcast(tensor, 0)
 
     def all_gather(self, outputs: Tensors, tensor: Tensor) -> None:
         """Copy rank i's tensor, all of one length, to every rank's i-th output."""
         transport, numel = self._transport, tensor.numel()
+        if transport.is_even and tensor.nbytes > _ONE_COLUMN_BYTES:
+            self._local.barrier()
+            assert self._is_agreed_in(transport.column)
+            rows = self._all_gather(transport.column, tensor)
+            by_index = tensor.new_empty(transport.local.size, *rows.shape)
+            self._after_network.gather(list(by_index.flatten(1)), rows.view(-1))
+            for rank, output in enumerate(outputs):
+                host, index = transport.positions[rank]
+                output.copy_(by_index[index, host])
+            return
         # Gloo gathers equal sizes: as many rows for each host as the largest host has ranks.
         most = max(map(len, transport.hosts))
         everything = tensor.new_empty(len(transport.hosts), most, numel)
         block = tensor.new_empty(most, numel)
         self._local.gather(list(block[: transport.local.size]) if transport.leaders else [], tensor)
-        if leaders := self._leaders():
+        if self._is_agreed_in(leaders := transport.leaders):
             everything = self._all_gather(leaders, block.view(-1)).view_as(everything)
-        self._after_leader.broadcast(everything.view(-1), 0)
+        self._after_network.broadcast(everything.view(-1), 0)
         for rank, output in enumerate(outputs):
             output.copy_(everything[transport.positions[rank]])
 
@@ -336,26 +380,25 @@ class HostsCollectives(Collectives):
         incoming = [theirs[self._transport.rank] for theirs in lengths]
         yield slice(None), self._all_to_all(self._transport.everyone, inputs, incoming)
 
-    def _leaders(self) -> Network | None:
-        """Return the leaders' network once all leaders have made this call; None on other ranks.
+    def _is_agreed_in(self, network: Network | None) -> TypeGuard[Network]:
+        """Return whether this rank is in ``network``, once all ranks of that have made this call.
 
         Raises:
-            CollectiveMismatch: On all leaders, if they haven't made the same call.
+            CollectiveMismatch: On all of them, if they haven't made the same call.
         """
-        leaders = self._transport.leaders
-        if leaders is None:
-            return None
+        if network is None:
+            return False
         fingerprint, words = encoded(self._signature)
         call = bytearray(fingerprint + words.ljust(WORDS_BYTES))
-        rows = self._all_gather(leaders, torch.frombuffer(call, dtype=torch.uint8))
+        rows = self._all_gather(network, torch.frombuffer(call, dtype=torch.uint8))
         others = {
             rank: bytes(row[FINGERPRINT_BYTES:]).decode(errors="replace").strip()
-            for rank, row in zip(leaders.ranks, rows.tolist(), strict=True)
+            for rank, row in zip(network.ranks, rows.tolist(), strict=True)
             if bytes(row[:FINGERPRINT_BYTES]) != fingerprint
         }
         if others:
-            raise self._signature.mismatch(leaders.ranks[leaders.rank], others)
-        return leaders
+            raise self._signature.mismatch(network.ranks[network.rank], others)
+        return True
 
     def _all_gather(self, network: Network, tensor: Tensor) -> Tensor:
         """Return the rows of the ranks of ``network``, which give flat tensors of one length."""

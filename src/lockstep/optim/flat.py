@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import all_gather_in_place, meet, one_copy, zero_buffer
+from lockstep.comm import all_gather_in_place, meet, one_copy, ranks_with_one_copy, zero_buffer
 from lockstep.grad import DeferredBucket, source_of, view_like
 from lockstep.optim.layout import Layout, Piece, cut_evenly, keep_whole, pieces_of
 
@@ -27,21 +27,24 @@ class Progress(Enum):
 class FlatParameters:
     """Parameters of one dtype and device, moved to one memory.
 
-    Every rank of ``group`` creates it with the same parameters. Each rank alone updates its block.
+    Every rank of ``ranks`` creates it with the same parameters. Each rank alone updates its block.
     Ranks of one host have one copy of the memory, where the system can do that; otherwise each has
-    a copy, and they send each other what they have updated.
+    a copy, and they send each other what they have updated. Several hosts update their copies
+    alike, each with all its ranks, and send each other nothing, unless they differ in how many.
 
     Attributes:
-        group: The ranks.
+        ranks: All ranks.
+        group: Those among which the memory is divided: all, or those of this host.
         parameters: The parameters, which are views of the memory from now on.
         keeps_whole: Whether each parameter is one rank's, or the blocks are cut anywhere.
         pieces: The elements that this rank owns, in the order of the memory.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], *, keeps_whole: bool
+        self, ranks: dist.ProcessGroup, parameters: Sequence[nn.Parameter], *, keeps_whole: bool
     ) -> None:
-        self.group, self.parameters = group, list(parameters)
+        self.ranks, self.parameters = ranks, list(parameters)
+        self.group = group = ranks_with_one_copy(ranks, parameters[0].device)
         self.keeps_whole = keeps_whole
         numels = [parameter.numel() for parameter in parameters]
         self._layout: Layout = (keep_whole if keeps_whole else cut_evenly)(numels, group.size())

@@ -84,7 +84,8 @@ def shard_optimizer(
     are of a subclass of ``nn.Parameter`` then; copies and what is unpickled are plain ones.
     :func:`lockstep.clip_grad_norm_` clips without reading all of them, and the optimizer's
     ``zero_grad()`` drops them unread, where the model's reads them first. ``torch.compile`` with
-    ``fullgraph=True`` can't read them. Elsewhere the ranks send each other what they have updated.
+    ``fullgraph=True`` can't read them. Elsewhere the ranks send each other what they have updated;
+    but hosts of equally many ranks each divide all of the work among their own, and send nothing.
 
     Options may be changed, groups added, and parameters frozen, unfrozen or replaced at any time,
     on every rank alike. Parameters with sparse gradients, and those that no parallel module has,
@@ -230,8 +231,8 @@ class Sharding:
             shards += make_shards(flats[-1], numbers, self._master_dtype)
         for flat in flats:
             defer_gradients(flat.in_order())
-            if flat.group not in self._numbers:
-                self._numbers[flat.group] = add_update(flat.group, self.follow)
+            if flat.ranks not in self._numbers:
+                self._numbers[flat.ranks] = add_update(flat.ranks, self.follow)
         self._local = [[p for p in group["params"] if p in local] for group in groups]
         self._flats, self._shards, self._ids = flats, shards, _ids(groups)
         self._set_state(state)
@@ -406,7 +407,7 @@ class Sharding:
 
     def _take_gradients_of(self, ranks: dist.ProcessGroup, first: int) -> None:
         """Take over the gradients of rank ``first``, which its program may have clipped."""
-        flats = (flat for flat in self._flats if flat.group is ranks)
+        flats = (flat for flat in self._flats if flat.ranks is ranks)
         parameters = [parameter for flat in flats for parameter in flat.parameters]
         lacks = self._gather(ranks, [*map(lacks_gradient, parameters)])[first]
         for parameter, has_none in zip(parameters, lacks, strict=True):
