@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import copy
 from collections.abc import Callable
 
@@ -238,6 +239,8 @@ def test_a_parameter_put_in_behind_torchs_back_is_named_and_then_known() -> None
 
 def test_other_models_are_not_looked_at() -> None:
     from torch.nn.modules import module as hooks
+
+    gc.collect()  # models of other tests may have left such hooks
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = in_place(net(), group)
