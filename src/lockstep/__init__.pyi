@@ -3,6 +3,7 @@ from .data import DataPartitioner as DataPartitioner
 from .data import Partition as Partition
 from .data import partition as partition
 from .launcher import launch as launch
+from .metrics import reduce as reduce
 from .nn import DataParallel as DataParallel
 from .nn import DistributedDataParallel as DistributedDataParallel
 from .nn import SyncBatchNorm as SyncBatchNorm
