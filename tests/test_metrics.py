@@ -247,7 +247,7 @@ def test_ranks_that_ask_for_something_else_are_named_on_every_rank(
 
 def test_ranks_that_ask_for_another_op_or_weight_are_named_on_every_rank() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
-        with pytest.raises(CollectiveMismatch, match="of op 'max' on rank 1 and of op 'min' on"):
+        with pytest.raises(CollectiveMismatch, match="op is 'max' on rank 1 and 'min' on"):
             lockstep.reduce(1, ("min", "max")[rank], process_group=group)
         weight = (2, torch.ones(3))[rank]
         with pytest.raises(

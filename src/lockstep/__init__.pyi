@@ -23,5 +23,6 @@ from .nn import sync_buffers as sync_buffers
 from .optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from .optim import clip_grad_norm_ as clip_grad_norm_
 from .optim import shard_optimizer as shard_optimizer
+from .sampler import DistributedSampler as DistributedSampler
 from .world import World as World
 from .world import init as init

@@ -21,13 +21,13 @@ from lockstep.comm import (
     SingleRankGroup,
     all_gather,
     all_gather_bytes,
+    check_same_facts,
     device_of_facts,
     flattened,
-    global_rank,
     join_state_of,
     uncompiled,
 )
-from lockstep.errors import CollectiveFailed, CollectiveMismatch
+from lockstep.errors import CollectiveFailed
 from lockstep.nn import finish_failed
 from lockstep.world import group_or_all
 
@@ -84,13 +84,15 @@ def reduce(
         own = _leaves_of(tree, op, device)
         if op == "mean" or weight is not None:
             own["weight"] = _checked_weight(weight, op, own).to(device)
-        facts = {"reduce()": f"of op {op!r}"} | {path: _fact(leaf) for path, leaf in own.items()}
+        facts = {"op": repr(op)} | {path: _fact(leaf) for path, leaf in own.items()}
     except (OverflowError, TypeError, ValueError) as error:
-        refused, facts = error, {"reduce()": f"refused ({error})"}
+        refused, facts = error, {"op": f"refused ({error})"}
     by_rank = [*map(json.loads, all_gather_bytes(group, json.dumps(facts).encode(), device))]
     if refused is not None:
         raise refused
-    _check_same("reduce", group, by_rank, first_dim=int(op == "cat"))
+    first_dim = int(op == "cat")
+    forms = [{name: _form(x, first_dim) for name, x in theirs.items()} for theirs in by_rank]
+    check_same_facts(group, "reduce", forms)
     results = _combined(_all_values(group, own, by_rank), op)
 
     def result_for(path: str, value: object) -> object:
@@ -125,7 +127,7 @@ def gather_all_tensors(result: Tensor, group: dist.ProcessGroup | None = None) -
         empty = like.new_empty(0, *like.shape[1:])
         gathered = [empty if tensor.shape == (0,) else tensor for tensor in gathered]
         forms = [f"a tensor {each.dtype} of {each.dim()} dimensions" for each in gathered]
-        _check_same("gather_all_tensors", ranks, [{"result": form} for form in forms])
+        check_same_facts(ranks, "gather_all_tensors", [{"result": form} for form in forms])
     if result.shape != (0,):
         gathered[ranks.rank()] = result
     return gathered
@@ -222,23 +224,11 @@ def _fact(leaf: _Leaf) -> object:
     )
 
 
-def _check_same(
-    call: str, group: dist.ProcessGroup, by_rank: Sequence[Mapping[str, Any]], first_dim: int = 0
-) -> None:
-    """Raise CollectiveMismatch if a rank's facts, of shapes from ``first_dim``, aren't rank 0's."""
-
-    def form(fact: object) -> str:
-        if isinstance(fact, list):
-            return f"{'rows' if first_dim else 'a tensor'} {(*fact[1 + first_dim :],)} {fact[0]}"
-        return fact if isinstance(fact, str) else "a number"
-
-    for rank, facts in enumerate(by_rank):
-        for name in [*by_rank[0], *facts]:
-            first, other = (form(each.get(name, "missing")) for each in (by_rank[0], facts))
-            if other != first:
-                here, there = (global_rank(group, each) for each in (rank, 0))
-                text = f"{name} is {other} on rank {here} and {first} on rank {there}. Let all "
-                raise CollectiveMismatch(text + f"ranks call {call}() alike.", [here], call)
+def _form(fact: object, first_dim: int) -> str:
+    """Return what ranks must have in common, of shapes the dimensions from ``first_dim``."""
+    if isinstance(fact, list):
+        return f"{'rows' if first_dim else 'a tensor'} {(*fact[1 + first_dim :],)} {fact[0]}"
+    return fact if isinstance(fact, str) else "a number"
 
 
 def _all_values(
