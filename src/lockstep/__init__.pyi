@@ -3,6 +3,7 @@ from .data import DataPartitioner as DataPartitioner
 from .data import Partition as Partition
 from .data import partition as partition
 from .launcher import launch as launch
+from .metrics import reduce as reduce
 from .nn import DataParallel as DataParallel
 from .nn import DistributedDataParallel as DistributedDataParallel
 from .nn import SyncBatchNorm as SyncBatchNorm
@@ -22,5 +23,6 @@ from .nn import sync_buffers as sync_buffers
 from .optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from .optim import clip_grad_norm_ as clip_grad_norm_
 from .optim import shard_optimizer as shard_optimizer
+from .sampler import DistributedSampler as DistributedSampler
 from .world import World as World
 from .world import init as init

@@ -9,6 +9,7 @@ from .any_group import any_rank as any_rank
 from .any_group import broadcast_tensors as broadcast_tensors
 from .any_group import can_average as can_average
 from .any_group import can_share as can_share
+from .any_group import check_same_facts as check_same_facts
 from .any_group import device_of_facts as device_of_facts
 from .any_group import differing_facts as differing_facts
 from .any_group import have_same as have_same
@@ -18,6 +19,7 @@ from .any_group import ranks_with_one_copy as ranks_with_one_copy
 from .any_group import start_all_reduce as start_all_reduce
 from .any_group import sum_rows as sum_rows
 from .any_group import zero_buffer as zero_buffer
+from .arguments import flattened as flattened
 from .arguments import without_repeats as without_repeats
 from .backends import SHM as SHM
 from .backends import THREADS as THREADS

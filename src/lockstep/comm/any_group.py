@@ -12,7 +12,7 @@ import json
 import logging
 import mmap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -23,12 +23,12 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from lockstep.comm.arguments import flattened, without_repeats
 from lockstep.comm.collectives import sum_sparse
-from lockstep.comm.failures import explained
+from lockstep.comm.failures import explained, global_rank
 from lockstep.comm.shm.memory import Segment, bytes_of
 from lockstep.comm.shm.one_copy import OneCopy, name_of
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.transport import Transport
-from lockstep.errors import CollectiveFailed, LockstepError, SharedMemoryFull
+from lockstep.errors import CollectiveFailed, CollectiveMismatch, LockstepError, SharedMemoryFull
 
 _log = logging.getLogger(__name__)
 
@@ -148,6 +148,17 @@ def differing_facts(
     if have_same(group, payload, device):
         return []
     return [json.loads(theirs) for theirs in all_gather_bytes(group, payload, device)]
+
+
+def check_same_facts(group: ProcessGroup, call: str, by_rank: Sequence[Mapping[str, Any]]) -> None:
+    """Raise CollectiveMismatch, naming both, if a rank told ``call`` other facts than rank 0."""
+    for rank, facts in enumerate(by_rank):
+        for name in [*by_rank[0], *facts]:
+            first, other = by_rank[0].get(name, "missing"), facts.get(name, "missing")
+            if other != first:
+                here, there = global_rank(group, rank), global_rank(group, 0)
+                text = f"{name} is {other} on rank {here} and {first} on rank {there}."
+                raise CollectiveMismatch(f"{call}: {text} Give the same on all.", [here], call)
 
 
 def all_gather(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:

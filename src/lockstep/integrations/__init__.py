@@ -6,6 +6,7 @@ subclass of torch's, after :func:`lockstep.init` has made the process group.
 - Accelerate, Transformers' Trainer: :func:`replace_torch_ddp`.
 - Lightning's Trainer: :class:`lockstep.integrations.lightning.LockstepStrategy`.
 - Fabric: :class:`lockstep.integrations.fabric.LockstepStrategy`.
+- torchmetrics: :func:`gather_all_tensors`, which names ranks that differ; its own works too.
 - Ray Train: ``TorchConfig(backend="shm")``, and our wrapper instead of ``prepare_model``.
 """
 
@@ -17,8 +18,9 @@ from collections.abc import Iterator
 import torch
 
 import lockstep.nn
+from lockstep.metrics import gather_all_tensors
 
-__all__ = ["replace_torch_ddp"]
+__all__ = ["gather_all_tensors", "replace_torch_ddp"]
 
 
 @contextlib.contextmanager
