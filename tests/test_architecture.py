@@ -30,11 +30,12 @@ LAYERS = {
     "launcher": 4,
     "optim": 4,
     "train": 4,
+    "checkpoint": 5,
     "integrations": 5,
-    "bench": 5,
-    "demo": 5,
-    "cli": 6,
-    "__main__": 7,
+    "bench": 6,
+    "demo": 6,
+    "cli": 7,
+    "__main__": 8,
 }
 
 # Lower them as the code shrinks.
@@ -179,6 +180,7 @@ def test_readme_lists_packages_from_the_highest_layer_to_the_lowest() -> None:
 
 
 PUBLIC_MODULES = [
+    "lockstep.checkpoint",
     "lockstep.comm",
     "lockstep.data",
     "lockstep.errors",
@@ -208,6 +210,7 @@ PUBLIC_NAMES = {
     "init",
     "join",
     "launch",
+    "load",
     "SyncBatchNorm",
     "mean",
     "no_sync",
@@ -215,6 +218,7 @@ PUBLIC_NAMES = {
     "parallelize",
     "partition",
     "replicate",
+    "save",
     "scatter",
     "scatter_kwargs",
     "shard_optimizer",
