@@ -1,6 +1,8 @@
-"""Checkpoints that are whole or not there, and load at any number of ranks."""
+"""Checkpoints that are whole or not there, and load at any number of ranks.
 
-from lockstep.checkpoint.load import load
-from lockstep.checkpoint.save import save
+The names are listed in ``__init__.pyi`` and are imported when first used.
+"""
 
-__all__ = ["load", "save"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -18,10 +18,10 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,32 +212,43 @@ def in_pieces(ranges: Iterable[Range]) -> Iterable[Range]:
             yield Range(key, start + first, elements[first : first + size])
 
 
-def write_bytes(path: Path, ranges: Sequence[Range]) -> tuple[int, dict[str, list[Piece]]]:
+def write_bytes(
+    path: Path, rank: int, ranges: Sequence[Range], *, in_thread: bool
+) -> tuple[int, dict[str, list[Piece]]]:
     """Write pieces to a file; return its size, and by tensor where they are.
 
-    Checksums are computed in another thread, beside the system's copying.
+    With ``in_thread`` a thread computes checksums beside the writing.
     """
-    offset, found = 0, list[tuple[Range, int, Future[int]]]()
-    with ThreadPoolExecutor(1) as pool, open(path, "wb") as file:
-        for piece in ranges:
-            elements = piece.elements.cpu()
-            memory = bytes_of(elements)
-            padding = bytes(padded(len(memory)) - len(memory))
-            found.append((piece, offset, pool.submit(_checksum, memory, padding, elements)))
-            file.write(memory)
-            file.write(padding)
-            offset += len(memory) + len(padding)
-        flush(file)
-    pieces: dict[str, list[Piece]] = {}
-    rank = int(path.stem.removeprefix("rank-"))
-    for (key, start, elements), at, checksum in found:
-        stop = start + elements.numel()
-        pieces.setdefault(key, []).append(Piece(start, stop, rank, at, checksum.result()))
+    elements = [piece.elements.cpu() for piece in ranges]
+    memories = [bytes_of(each) for each in elements]
+    paddings = [bytes(padded(len(memory)) - len(memory)) for memory in memories]
+    checksums: list[int] = []
+
+    def compute() -> None:
+        pairs = zip(memories, paddings, strict=True)
+        checksums.extend(zlib.crc32(padding, zlib.crc32(memory)) for memory, padding in pairs)
+
+    # Not if this is a thread that outlives the program: it can't start another.
+    thread = threading.Thread(target=compute) if in_thread else None
+    if thread is not None:
+        thread.start()
+    try:
+        with open(path, "wb") as file:
+            for memory, padding in zip(memories, paddings, strict=True):
+                file.write(memory)
+                file.write(padding)
+            flush(file)
+    finally:
+        if thread is not None:
+            thread.join()
+    if thread is None:
+        compute()
+    offset, pieces = 0, dict[str, list[Piece]]()
+    for (key, start, part), memory, checksum in zip(ranges, memories, checksums, strict=True):
+        piece = Piece(start, start + part.numel(), rank, offset, checksum)
+        pieces.setdefault(key, []).append(piece)
+        offset += padded(len(memory))
     return offset, pieces
-
-
-def _checksum(memory: memoryview, padding: bytes, owner: torch.Tensor) -> int:
-    return zlib.crc32(padding, zlib.crc32(memory))
 
 
 def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -314,6 +325,11 @@ class Manifest:
     def _parse(self, body: bytes) -> tuple[dict[str, Any], dict[str, Entry], list[int]]:
         facts = json.loads(body)
         sizes = [int(size) for size in facts["bytes"]]
+        for name, thing in facts["things"].items():
+            if not isinstance(thing["kind"], str) or "tree" not in thing:
+                raise ValueError(f"{name!r} has no kind and value")
+        if not facts["random"]:
+            raise ValueError("there are no random states")
         entries = {}
         for key, ((dtype, shape, order), pieces) in facts["tensors"].items():
             header = Header(dtype, tuple(map(int, shape)), tuple(map(int, order)))

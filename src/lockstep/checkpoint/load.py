@@ -66,7 +66,7 @@ def load(
     ranks = Ranks(process_group)
     ranks.gather(background_of(ranks.group).finish())
     kinds = {name: kind_of(things[name]) for name in sorted(things)}
-    ranks.check_same({"path": str(path), "things": kinds}, "in what they load")
+    ranks.check_same({"path": str(path), "things": kinds}, "load")
     failure, folder = None, ""
     try:
         folder = str(newest(Path(os.fspath(path)))) if ranks.rank == 0 else ""

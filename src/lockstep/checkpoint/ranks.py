@@ -60,8 +60,8 @@ class Ranks:
             if theirs != every[0]:
                 where, mine, other = _difference(every[0], theirs, "")
                 raise errors.CheckpointMismatch(
-                    f"The ranks {what} differ at {where.removeprefix('.')!r}: {mine} on rank 0, "
-                    f"and {other} on rank {rank}. Give the same on every rank."
+                    f"What the ranks {what} differs at {where.removeprefix('.')!r}: {mine} on rank "
+                    f"0, and {other} on rank {rank}. Give the same on every rank."
                 )
 
 

@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def save(
     ranks.gather(background.finish())
     kinds = {name: kind_of(things[name]) for name in sorted(things)}
     options = {"path": str(path), "keep": keep, "async_": async_}
-    ranks.check_same(options | {"things": kinds}, "in what they save")
+    ranks.check_same(options | {"things": kinds}, "save")
     shared, own, number = Collector(), Collector(), 0
     place, failure, divided, trees = None, None, {}, {}
     random_state = None
@@ -98,7 +99,7 @@ def save(
     try:
         number = ranks.gather(failure, number)[0]
         place = place or Place(folder, number)
-        ranks.check_same({"": trees, "headers": shared.headers}, "in what they save")
+        ranks.check_same(trees | {"tensors": shared.headers}, "save")
         ranges = [*_share(shared.whole, ranks.rank, ranks.size), *own.ranges]
         ranges += [Range(key, 0, flat) for key, flat in own.whole.items()]
         facts = {
@@ -119,7 +120,7 @@ def save(
             background.start(writing.run_alone)
             place = None
         else:
-            ranks.gather(writing.tried(writing.write))
+            ranks.gather(writing.tried(partial(writing.write, in_thread=True)))
             ranks.gather(writing.tried(writing.commit))
     finally:
         if place is not None:
@@ -148,10 +149,12 @@ class Writing:
         self._place, self._rank, self._size, self._keep = place, rank, size, keep
         self._facts, self._part = facts, part
 
-    def write(self) -> None:
+    def write(self, *, in_thread: bool = False) -> None:
         """Write this rank's file, and then tell rank 0 what is in it."""
         path = self._place.folder / file_of(self._rank)
-        self._part["bytes"], pieces = write_bytes(path, self.ranges)
+        self._part["bytes"], pieces = write_bytes(
+            path, self._rank, self.ranges, in_thread=in_thread
+        )
         headers = self._part.pop("headers").items()
         self._part["tensors"] = {key: [header, pieces.get(key, [])] for key, header in headers}
         self._place.put_part(self._rank, self._part)
