@@ -1,5 +1,5 @@
-from .load import load as load
-from .save import save as save
+from .loading import load as load
+from .saving import save as save
 from .tools import DcpReader as DcpReader
 from .tools import export as export
 from .tools import show as show

@@ -23,6 +23,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ class Place:
             try:
                 # What runs left that were killed while saving.
                 for left in path.glob(".tmp-*"):
-                    shutil.rmtree(left)
+                    shutil.rmtree(left, ignore_errors=True)
                 number = max(numbers_in(path), default=0) + 1
                 self._new(number).mkdir()
             except BaseException:
@@ -120,7 +121,9 @@ class Place:
             os.close(self._lock)
             self._lock = -1
 
-    def commit(self, facts: dict[str, Any], parts: Sequence[dict[str, Any]], keep: int) -> None:
+    def commit(
+        self, facts: dict[str, Any], parts: Sequence[dict[str, Any]], keep: int, *, in_thread: bool
+    ) -> None:
         """Make the checkpoint of all ranks' ``parts`` visible, and remove all but ``keep``."""
         body = json.dumps(facts | _merged(parts)).encode()
         with open(self.folder / MANIFEST, "wb") as file:
@@ -133,7 +136,11 @@ class Place:
         for number in numbers_in(self._path)[:-keep]:
             # Renamed first, so that a folder with a number is whole.
             self._path.joinpath(f"{number:06}").rename(self._new(number))
-            shutil.rmtree(self._new(number))
+            remove = partial(shutil.rmtree, self._new(number), ignore_errors=True)
+            if in_thread:  # takes as long as a fifth of the save
+                threading.Thread(target=remove, name="lockstep-remove").start()
+            else:
+                remove()
 
     def put_part(self, rank: int, part: dict[str, Any]) -> None:
         """Tell rank 0, all at once, what this rank has written."""
@@ -170,13 +177,14 @@ class Place:
             time.sleep(0.005)
         return parts
 
-    def discard(self, rank: int) -> None:
-        """Remove what was written of a checkpoint that failed, or tell rank 0 of it."""
-        if rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                self._part(rank).with_suffix(".failed").touch()
+    def discard(self) -> None:
+        """Remove what was written of a checkpoint that failed, once no rank writes any more."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def put_failure(self, rank: int) -> None:
+        """Tell rank 0, if it can be told, that this rank has failed."""
+        with suppress(OSError):
+            self._part(rank).with_suffix(".failed").touch()
 
 
 def flush(file: Any) -> None:

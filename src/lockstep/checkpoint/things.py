@@ -15,7 +15,7 @@ from lockstep.checkpoint.folder import Manifest
 from lockstep.checkpoint.tree import Collector, check_tensor, decode, header_of
 from lockstep.errors import CheckpointMismatch
 from lockstep.nn import DataParallel
-from lockstep.optim import ZeroRedundancyOptimizer, sharding_of
+from lockstep.optim import sharding_of
 
 _WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel
 # Puts into a thing what was saved of it, or returns it.
@@ -261,7 +261,8 @@ def _unwrapped(thing: Any) -> Any:
         if inner is None:
             return thing
         thing = inner
-    return thing.optim if isinstance(thing, ZeroRedundancyOptimizer) else thing
+    # Of a ZeroRedundancyOptimizer, whose import takes a while.
+    return thing.optim if hasattr(thing, "consolidate_state_dict") else thing
 
 
 def _plain_names(module: nn.Module) -> dict[str, str]:

@@ -120,8 +120,12 @@ def save(
             background.start(writing.run_alone)
             place = None
         else:
-            ranks.gather(writing.tried(partial(writing.write, in_thread=True)))
-            ranks.gather(writing.tried(writing.commit))
+            for step in writing.write, writing.commit:
+                ranks.gather(writing.tried(partial(step, in_thread=True)))
+    except BaseException:
+        if place is not None and ranks.rank == 0:
+            place.discard()
+        raise
     finally:
         if place is not None:
             place.close()
@@ -159,10 +163,11 @@ class Writing:
         self._part["tensors"] = {key: [header, pieces.get(key, [])] for key, header in headers}
         self._place.put_part(self._rank, self._part)
 
-    def commit(self) -> None:
+    def commit(self, *, in_thread: bool = False) -> None:
         """On rank 0 wait for what all ranks have written, and make the checkpoint visible."""
         if self._rank == 0:
-            self._place.commit(self._facts, self._place.take_parts(self._size), self._keep)
+            parts = self._place.take_parts(self._size)
+            self._place.commit(self._facts, parts, self._keep, in_thread=in_thread)
 
     def tried(self, *steps: Callable[[], None]) -> Exception | None:
         """Take steps, and return the error of the one that failed."""
@@ -170,7 +175,7 @@ class Writing:
             for step in steps:
                 step()
         except Exception as error:
-            self._place.discard(self._rank)
+            self._place.put_failure(self._rank)
             return explained(error, self._place.final)
         return None
 
