@@ -32,11 +32,12 @@ LAYERS = {
     "metrics": 4,
     "optim": 4,
     "train": 4,
+    "checkpoint": 5,
     "integrations": 5,
-    "bench": 5,
-    "demo": 5,
-    "cli": 6,
-    "__main__": 7,
+    "bench": 6,
+    "demo": 6,
+    "cli": 7,
+    "__main__": 8,
 }
 
 # Lower them as the code shrinks.
@@ -181,6 +182,7 @@ def test_readme_lists_packages_from_the_highest_layer_to_the_lowest() -> None:
 
 
 PUBLIC_MODULES = [
+    "lockstep.checkpoint",
     "lockstep.comm",
     "lockstep.data",
     "lockstep.errors",
@@ -211,6 +213,7 @@ PUBLIC_NAMES = {
     "init",
     "join",
     "launch",
+    "load",
     "SyncBatchNorm",
     "mean",
     "no_sync",
@@ -219,6 +222,7 @@ PUBLIC_NAMES = {
     "partition",
     "reduce",
     "replicate",
+    "save",
     "scatter",
     "scatter_kwargs",
     "shard_optimizer",

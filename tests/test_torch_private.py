@@ -90,6 +90,9 @@ def stepping() -> nn.Parameter:
 
 # What only an object has, not its class.
 SAMPLES = {
+    "torch._dynamo.eval_frame.OptimizedModule": lambda: torch.compile(
+        nn.Linear(1, 1), backend="eager"
+    ),
     "torch.nn.Module": nn.Module,
     "torch.nn.Module.state_dict": lambda: nn.Linear(1, 1).state_dict(),
     "torch.nn.RNN": lambda: nn.RNN(1, 1),

@@ -1,4 +1,6 @@
 from . import errors as errors
+from .checkpoint import load as load
+from .checkpoint import save as save
 from .data import DataPartitioner as DataPartitioner
 from .data import Partition as Partition
 from .data import partition as partition

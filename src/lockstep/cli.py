@@ -23,6 +23,8 @@ step.
   run     run a Python script on several ranks, and leave none behind
   demo    train a small network on handwritten digits, over several processes
   bench   measure, on this machine, what training in step costs
+  show    print what is in a checkpoint of lockstep.save(), and verify it
+  export  write a checkpoint's model to a file of safetensors
 
 `lockstep run train.py` runs a script on all devices; `lockstep run --help`
 tells more."""
@@ -50,6 +52,17 @@ Train a small network on handwritten digits, over several processes.
 
 Then show that nothing was lost by splitting: one more epoch, on all processes
 and in one, and the largest difference between the two sets of parameters."""
+
+_SHOW = """\
+Print what is in a checkpoint, and verify every byte of it.
+
+CHECKPOINT is the folder that was given to lockstep.save(), of which the newest
+one is shown, or one of those in it, such as run/000001."""
+
+_EXPORT = """\
+Write the tensors of a checkpoint's model to a file of safetensors.
+
+  lockstep export run model.safetensors --thing model"""
 
 _BENCH = """\
 Measure, on this machine, what training in step costs.
@@ -189,6 +202,15 @@ def _parser() -> argparse.ArgumentParser:
         "scikit-learn's 1,797 digits, which is the default; MNIST, downloaded by torchvision; or a "
         "folder with a sub-folder of PNG or JPEG images for each class.",
     )
+    usage = "lockstep show [-h] CHECKPOINT"
+    commands.add_parser("show", usage=usage, description=_SHOW, act=_show).add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="Its folder."
+    )
+    usage = "lockstep export [-h] [--thing NAME] CHECKPOINT FILE"
+    export = commands.add_parser("export", usage=usage, description=_EXPORT, act=_export)
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="Its folder.")
+    export.add_argument("to", metavar="FILE", help="The file to write.")
+    export.option("--thing NAME", "What of it, as it was named in save(); by default model.")
     bench = commands.add_parser("bench", usage="lockstep bench [-h]", description=_BENCH)
     benchmarks = bench.add_subparsers(prog="lockstep bench", metavar="COMMAND", help=hidden)
     collectives = benchmarks.add_parser("collectives", description=_COLLECTIVES, act=_collectives)
@@ -226,6 +248,18 @@ def _demo(**options: Any) -> NoReturn:
     from lockstep.demo import demo
 
     sys.exit(0 if demo(**options) else 1)
+
+
+def _show(**options: Any) -> None:
+    from lockstep.checkpoint import show
+
+    show(**options)
+
+
+def _export(**options: Any) -> None:
+    from lockstep.checkpoint import export
+
+    export(**options)
 
 
 def _collectives(**options: Any) -> None:

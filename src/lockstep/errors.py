@@ -19,6 +19,11 @@
     │   ├── CollectiveTimeout        one of them didn't come in time
     │   ├── CollectiveMismatch       they called different operations
     │   └── GroupClosed              the process group was destroyed, or is another process's
+    ├── CheckpointError            a checkpoint was not saved, or not loaded
+    │   ├── SaveFailed               it could not be written
+    │   ├── CheckpointNotFound       there is none
+    │   ├── CheckpointDamaged        a file of it is missing, or isn't as it was written
+    │   └── CheckpointMismatch       it has other things, or the ranks' things differ
     ├── ReplicaLost                the process of a DataParallel's replica is gone
     ├── SharedMemoryFull           there is no room for memory that ranks share
     ├── SplitError                 data cannot be divided as asked
@@ -113,6 +118,26 @@ class CollectiveMismatch(CollectiveFailed, ValueError):
 
 class GroupClosed(CollectiveFailed):
     """The process group was destroyed, or belongs to the process that this one was forked from."""
+
+
+class CheckpointError(LockstepError, RuntimeError):
+    """A checkpoint was not saved or not loaded."""
+
+
+class SaveFailed(CheckpointError):
+    """A checkpoint could not be written; those saved before are as they were."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where one was to be loaded."""
+
+
+class CheckpointDamaged(CheckpointError, ValueError):
+    """A file of a checkpoint is missing, of a newer format, or isn't as it was written."""
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """A checkpoint has other things than are to be loaded, or the ranks' things differ."""
 
 
 class ReplicaLost(LockstepError, RuntimeError):

@@ -89,6 +89,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_modules": "children by name",
         "_parameters": "parameters by name, which are replaced in replicas",
     },
+    "torch._dynamo.eval_frame.OptimizedModule": {
+        "_orig_mod": "the module that was compiled, whose keys a checkpoint has",
+    },
     "torch.optim.Optimizer": {
         "_optimizer_step_post_hooks": "put in order: that of a sharded optimizer comes first",
         "_optimizer_step_pre_hooks": "the same; it comes last",

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -32,6 +32,31 @@ class Divided(dict[str, Any]):
             "it on one rank would lack most of it. Let every rank call its state_dict(), and copy "
             "or save that."
         )
+
+
+class StatePart(NamedTuple):
+    """What one rank has of the state of a parameter, some of whose elements it updates."""
+
+    parameter: torch.Tensor
+    start: int  # the first of the elements, in the order in which the parameter has them
+    by_element: dict[str, torch.Tensor]  # each of one dimension
+    once: dict[str, Any]
+
+
+def parts_of_state(shards: Sequence[Shard], state: Mapping[Any, State]) -> Iterator[StatePart]:
+    """Yield this rank's state of parameters, which nobody has to gather."""
+    for shard in shards:
+        own = shard.state_in(state) or {}
+        by_element = {
+            name: elements_of(value, shard.tensor)
+            for name, value in own.items()
+            if is_by_element(shard.flat, shard.tensor, name, value)
+        }
+        once = {name: value for name, value in own.items() if name not in by_element}
+        for piece in shard.pieces if own else ():
+            place = slice(None) if shard.flat.keeps_whole else shard.place_of(piece)
+            parts = {name: value[place] for name, value in by_element.items()}
+            yield StatePart(shard.flat.parameters[piece.parameter], piece.start, parts, once)
 
 
 def gather_state(

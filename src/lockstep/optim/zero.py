@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.arguments import refusal
 from lockstep.comm import global_rank
-from lockstep.optim.shard_optimizer import Sharding
+from lockstep.optim.sharding import Sharding
 from lockstep.world import group_or_all
 
 with warnings.catch_warnings():

@@ -1,0 +1,132 @@
+"""``load``: gives things back what a checkpoint has of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.arguments import check_flag
+from lockstep.checkpoint.background import background_of
+from lockstep.checkpoint.folder import Manifest, newest
+from lockstep.checkpoint.ranks import Ranks
+from lockstep.checkpoint.things import kind_of, names_of, prepare
+from lockstep.checkpoint.tree import decode
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    random_state: bool = True,
+    strict: bool = True,
+    **things: Any,
+) -> dict[str, Any]:
+    """Load what :func:`lockstep.save` has saved, into ``things``. ::
+
+        found = lockstep.load("run", model=model, optimizer=optimizer, epoch=0)
+        first_epoch = found["epoch"] + 1
+
+    Modules, optimizers, tensors, generators and objects with ``load_state_dict()`` get what was
+    saved of them, in place; of anything else, such as a number or None, the value is returned that
+    was saved under that name (of a module or optimizer, its state dict). What isn't asked for isn't
+    loaded. All that is asked for is read and verified before anything is changed.
+
+    It loads at any number of ranks, whatever it was at saving. Each rank gets its own random states
+    back; ranks that weren't there at saving get states that follow from those of rank 0.
+
+    Every rank calls it, with things of the same names; it blocks. Nothing is unpickled.
+
+    Args:
+        path: The folder that was given to :func:`lockstep.save`, of which the newest checkpoint is
+            loaded; or one of the checkpoints in it.
+        process_group: The ranks; by default all of ``lockstep.init()``.
+        random_state: Whether to restore the random states.
+        strict: Whether a module has to have the parameters and buffers that were saved, and no
+            others; shapes and dtypes have to agree in any case.
+        things: What to load, by name.
+
+    Returns:
+        The values by name, of those things that aren't changed in place.
+
+    Raises:
+        CheckpointNotFound: If there is no checkpoint.
+        CheckpointDamaged: If a file of it is missing or isn't as it was written.
+        CheckpointMismatch: If it is one of other things, or the ranks ask for different ones.
+    """
+    check_flag("random_state", random_state)
+    check_flag("strict", strict)
+    ranks = Ranks(process_group)
+    ranks.gather(background_of(ranks.group).finish())
+    kinds = {name: kind_of(things[name]) for name in sorted(things)}
+    ranks.check_same({"path": str(path), "things": kinds}, "load")
+    failure, folder = None, ""
+    try:
+        folder = str(newest(Path(os.fspath(path)))) if ranks.rank == 0 else ""
+    except Exception as error:
+        failure = error
+    folder = ranks.gather(failure, folder)[0]
+    actions = {}
+    try:
+        manifest = Manifest(Path(folder))
+        names = names_of(things)
+        states = _read_random_states(manifest, ranks.rank, ranks.size) if random_state else {}
+        # Modules first: an optimizer may take over their values.
+        for name in sorted(kinds, key=lambda name: kinds[name] != "module"):
+            actions[name] = prepare(name, things[name], manifest, names, strict=strict)
+    except Exception as error:
+        failure = error
+    ranks.gather(failure)
+    values = {}
+    try:
+        for name, action in actions.items():
+            value = action()
+            if kinds[name] == "value":
+                values[name] = value
+        _restore(states)
+    except Exception as error:
+        failure = error
+    ranks.gather(failure)
+    return {name: values[name] for name in things if name in values}
+
+
+def _read_random_states(manifest: Manifest, rank: int, size: int) -> dict[str, Any]:
+    def states_of(number: int) -> dict[str, Any]:
+        states = decode(manifest.facts["random"][number], manifest.read)
+        # So that what is wrong is noticed before anything is changed.
+        random.Random().setstate(states["python"])
+        torch.Generator().set_state(states["torch"])
+        if "numpy" in states and "numpy" in sys.modules:
+            sys.modules["numpy"].random.RandomState().set_state(states["numpy"])
+        return dict(states)
+
+    # Those of ranks that aren't there any more too, so that all of every file is verified.
+    num_saved = len(manifest.facts["random"])
+    states = [manifest.parse(states_of, number) for number in range(rank, num_saved, size)]
+    if states:
+        return dict(states[0])
+    first = json.dumps([manifest.parse(states_of, 0)["torch"].tolist(), rank])
+    return {"seed": int.from_bytes(hashlib.blake2b(first.encode(), digest_size=4).digest())}
+
+
+def _restore(states: dict[str, Any]) -> None:
+    numpy = sys.modules.get("numpy")
+    if "seed" in states:
+        random.seed(states["seed"])
+        torch.manual_seed(states["seed"])
+        if numpy is not None:
+            numpy.random.seed(states["seed"])
+    if "python" in states:
+        random.setstate(states["python"])
+        torch.set_rng_state(states["torch"])
+    if "numpy" in states and numpy is not None:
+        numpy.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,213 @@
+"""``save``: a checkpoint of all ranks' things, of which each rank writes a part."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.arguments import as_whole_number, check_flag
+from lockstep.checkpoint.background import background_of
+from lockstep.checkpoint.folder import Place, explained, file_of, in_pieces, write_bytes
+from lockstep.checkpoint.ranks import Ranks
+from lockstep.checkpoint.things import encode, kind_of
+from lockstep.checkpoint.tree import Collector, Range
+
+# Smaller tensors are written by rank 0 alone, so that those that may differ between the ranks, such
+# as buffers, are those of one rank.
+_SMALL_BYTES = 64 * 1024
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    keep: int = 2,
+    async_: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    **things: Any,
+) -> Path:
+    """Save ``things`` in a new checkpoint in the folder ``path``. ::
+
+        lockstep.save("run", model=model, optimizer=optimizer, epoch=epoch)
+
+    A thing is a module, an optimizer, a tensor, a ``torch.Generator``, any object that has
+    ``state_dict()`` and ``load_state_dict()`` (a learning rate scheduler, a GradScaler, a data
+    loader), or a plain value: numbers, strings, bytes, tensors, dtypes, devices, and lists, tuples,
+    sets and dictionaries of them. The random states of every rank (Python's, NumPy's, torch's, and
+    that of its GPU) are saved along.
+
+    Models have the keys that they have without a wrapper, and optimizers are saved by parameter,
+    sharded or not: a checkpoint loads at any number of ranks, into parallel models and others. The
+    ranks are expected to hold the same; each writes about as many bytes of it as any other. Of
+    tensors of less than 64 KiB, such as most buffers, the values of rank 0 are saved.
+
+    The checkpoint is a sub-folder, ``000001`` and so on. It gets that name when all of it is on the
+    disk: whatever happens before leaves the older ones as they are. All ranks have to see the
+    folder, so on several hosts it is on a file system that they share.
+
+    Every rank calls it, with things of the same names; it blocks. With ``async_`` only until the
+    tensors are copied to memory, which is kept for the next time; a thread writes them. The next
+    ``save()`` or :func:`lockstep.load` of the same ranks waits for that, and so does the end of the
+    program. If it failed, that ``save()`` or ``load()`` raises; at the end of the program the
+    error is printed, and its exit code is 1.
+
+    Args:
+        path: The folder, which is made if it isn't there.
+        keep: How many checkpoints are left there, the new one among them.
+        async_: Whether to write while the program goes on.
+        process_group: The ranks; by default all of ``lockstep.init()``.
+        things: What to save, by name.
+
+    Returns:
+        The path of the checkpoint; with ``async_`` it is there when it is complete.
+
+    Raises:
+        SaveFailed: If it can't be written, on any rank.
+        CheckpointMismatch: If the ranks' things differ.
+        TypeError: If something is of a type that isn't saved.
+    """
+    keep = as_whole_number("keep", keep, "1 or more", at_least=1)
+    check_flag("async_", async_)
+    folder, ranks = Path(os.fspath(path)).absolute(), Ranks(process_group)
+    background = background_of(ranks.group)
+    ranks.gather(background.finish())
+    kinds = {name: kind_of(things[name]) for name in sorted(things)}
+    options = {"path": str(path), "keep": keep, "async_": async_}
+    ranks.check_same(options | {"things": kinds}, "save")
+    shared, own, number = Collector(), Collector(), 0
+    place, failure, divided, trees = None, None, {}, {}
+    random_state = None
+    try:
+        for name in kinds:
+            trees[name] = encode(name, things[name], shared, own)
+            divided[name] = trees[name].pop("divided")
+        random_state = own.encode(_random_states(), f"random.{ranks.rank}")
+        if ranks.rank == 0:
+            place = Place(folder, None)
+            number = place.number
+    except Exception as error:
+        failure = explained(error, folder)
+    try:
+        number = ranks.gather(failure, number)[0]
+        place = place or Place(folder, number)
+        ranks.check_same(trees | {"tensors": shared.headers}, "save")
+        ranges = [*_share(shared.whole, ranks.rank, ranks.size), *own.ranges]
+        ranges += [Range(key, 0, flat) for key, flat in own.whole.items()]
+        facts = {
+            "lockstep": metadata.version("torch-lockstep"),
+            "torch": str(torch.__version__),
+            "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "ranks": ranks.size,
+            "things": trees,
+        }
+        part = {
+            "random": random_state,
+            "divided": divided,
+            "headers": {**shared.headers, **own.headers},
+        }
+        writing = Writing(place, ranks.rank, ranks.size, keep, facts, part, [*in_pieces(ranges)])
+        if async_:
+            writing.ranges = background.copied(writing.ranges)
+            background.start(writing.run_alone)
+            place = None
+        else:
+            for step in writing.write, writing.commit:
+                ranks.gather(writing.tried(partial(step, in_thread=True)))
+    except BaseException:
+        if place is not None and ranks.rank == 0:
+            place.discard()
+        raise
+    finally:
+        if place is not None:
+            place.close()
+    return folder / f"{number:06}"
+
+
+class Writing:
+    """What a rank writes of a checkpoint.
+
+    Attributes:
+        ranges: What goes to its file, in pieces.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        rank: int,
+        size: int,
+        keep: int,
+        facts: dict[str, Any],
+        part: dict[str, Any],
+        ranges: Sequence[Range],
+    ) -> None:
+        self.ranges = ranges
+        self._place, self._rank, self._size, self._keep = place, rank, size, keep
+        self._facts, self._part = facts, part
+
+    def write(self, *, in_thread: bool = False) -> None:
+        """Write this rank's file, and then tell rank 0 what is in it."""
+        path = self._place.folder / file_of(self._rank)
+        self._part["bytes"], pieces = write_bytes(
+            path, self._rank, self.ranges, in_thread=in_thread
+        )
+        headers = self._part.pop("headers").items()
+        self._part["tensors"] = {key: [header, pieces.get(key, [])] for key, header in headers}
+        self._place.put_part(self._rank, self._part)
+
+    def commit(self, *, in_thread: bool = False) -> None:
+        """On rank 0 wait for what all ranks have written, and make the checkpoint visible."""
+        if self._rank == 0:
+            parts = self._place.take_parts(self._size)
+            self._place.commit(self._facts, parts, self._keep, in_thread=in_thread)
+
+    def tried(self, *steps: Callable[[], None]) -> Exception | None:
+        """Take steps, and return the error of the one that failed."""
+        try:
+            for step in steps:
+                step()
+        except Exception as error:
+            self._place.put_failure(self._rank)
+            return explained(error, self._place.final)
+        return None
+
+    def run_alone(self) -> Exception | None:
+        """Do all of it without collectives, and return the error of what failed."""
+        try:
+            return self.tried(self.write, self.commit)
+        finally:
+            self._place.close()
+
+
+def _share(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> Iterator[Range]:
+    """Yield what one rank writes of tensors that all have: an equal part of their bytes."""
+    large = {key: flat for key, flat in tensors.items() if flat.nbytes >= _SMALL_BYTES}
+    if rank == 0:
+        yield from (Range(key, 0, flat) for key, flat in tensors.items() if key not in large)
+    total = sum(flat.nbytes for flat in large.values())
+    first, last, begin = total * rank // size, total * (rank + 1) // size, 0
+    for key, flat in large.items():
+        start, stop = (
+            min(max(at - begin, 0), flat.nbytes) // flat.element_size() for at in (first, last)
+        )
+        if start < stop:
+            yield Range(key, start, flat[start:stop])
+        begin += flat.nbytes
+
+
+def _random_states() -> dict[str, Any]:
+    """Return the states of the generators of random numbers that this process uses."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states

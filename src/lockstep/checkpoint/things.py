@@ -1,0 +1,283 @@
+"""Models, optimizers and other things: what of them is saved, and how they get it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.checkpoint.folder import Manifest
+from lockstep.checkpoint.tree import Collector, check_tensor, decode, header_of
+from lockstep.errors import CheckpointMismatch
+from lockstep.nn import DataParallel
+from lockstep.optim import sharding_of
+
+_WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel
+# Puts into a thing what was saved of it, or returns it.
+Action = Callable[[], object]
+
+
+def kind_of(thing: object) -> str:
+    """Return how a thing is saved; ``"value"`` as it is."""
+    if isinstance(thing, nn.Module):
+        return "module"
+    if isinstance(thing, Optimizer):
+        return "optimizer"
+    if isinstance(thing, torch.Tensor):
+        return "tensor"
+    if isinstance(thing, torch.Generator):
+        return "generator"
+    if callable(getattr(thing, "state_dict", None)) and hasattr(thing, "load_state_dict"):
+        return "state"
+    return "value"
+
+
+def encode(name: str, thing: Any, shared: Collector, own: Collector) -> dict[str, Any]:
+    """Return a thing as JSON keeps it, and what is divided of it by itself.
+
+    Every rank calls it, for the same thing; it may block.
+
+    Args:
+        name: Its name.
+        thing: The thing.
+        shared: Collects what all ranks have.
+        own: Collects what this rank alone has.
+    """
+    kind, thing = kind_of(thing), _unwrapped(thing)
+    value, divided = thing, dict[str, Any]()
+    if kind == "module":
+        names = _plain_names(thing)
+        value = {names[key]: each for key, each in thing.state_dict().items()}
+    elif kind == "optimizer":
+        value, divided = _encode_optimizer(name, thing, own)
+    elif kind == "generator":
+        value = thing.get_state()
+    elif kind == "state":
+        value = thing.state_dict()
+    return {"kind": kind, "tree": shared.encode(value, name), "divided": divided}
+
+
+def _encode_optimizer(
+    name: str, optimizer: Optimizer, own: Collector
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state dict without what is divided among the ranks, and that of this rank."""
+    parameters, sharding = parameters_of(optimizer), sharding_of(optimizer)
+    state, parts = sharding.own_state_dict() if sharding else (optimizer.state_dict(), [])
+    divided: dict[str, Any] = {}
+    index_of = {parameter: index for index, parameter in enumerate(parameters)}
+    for parameter, start, by_element, once in parts:
+        index = index_of[parameter]
+        path = f"{name}.state.{index}"
+        encoded = divided.setdefault(str(index), {})
+        for key, elements in by_element.items():
+            own.add_range(f"{path}.{key}", parameter, start, elements)
+            encoded[key] = {"tensor": f"{path}.{key}"}
+        if start == 0:  # this rank has the first element
+            # Copies: several parameters of this rank have one step count.
+            encoded |= {key: own.encode(deepcopy(v), f"{path}.{key}") for key, v in once.items()}
+    return {"shapes": [[*parameter.shape] for parameter in parameters], **state}, divided
+
+
+def prepare(
+    name: str, thing: Any, manifest: Manifest, names: Mapping[int, str], *, strict: bool
+) -> Action:
+    """Read what was saved of a thing, and return what puts it there; nothing is changed yet.
+
+    Args:
+        name: Its name.
+        thing: The thing, or any value to have it returned as it was saved.
+        manifest: The checkpoint.
+        names: Names of parameters, by their id().
+        strict: Whether a model has to have the parameters and buffers that were saved.
+
+    Raises:
+        CheckpointDamaged: If a file isn't as it was written.
+        CheckpointMismatch: If the thing is another one.
+    """
+    things = manifest.facts["things"]
+    if name not in things:
+        known = ", ".join(map(repr, things)) or "nothing"
+        raise CheckpointMismatch(
+            f"There is no {name!r} in {manifest.folder}, which has {known}. Load what is there."
+        )
+    kind, thing = kind_of(thing), _unwrapped(thing)
+    saved_kind, tree = manifest.parse(lambda: (things[name]["kind"], things[name]["tree"]))
+    if kind not in ("value", saved_kind):
+        raise CheckpointMismatch(
+            f"{name!r} was saved as a {saved_kind}, and is to be loaded into a {kind} "
+            f"({type(thing).__name__}). Give what was saved, or None to get it returned."
+        )
+    if kind == "module":
+        _check_module(name, thing, manifest, tree, strict=strict)
+    if kind == "tensor":
+        check_tensor(thing, name)
+        _check_same(name, thing, manifest, tree["tensor"])
+    cache: dict[str, torch.Tensor] = {}
+
+    def tensor_of(key: str) -> torch.Tensor:
+        if key not in cache:
+            cache[key] = manifest.read(key)
+        return cache[key]
+
+    if kind == "optimizer":
+        _check_optimizer(name, thing, manifest, names)
+        return partial(thing.load_state_dict, _read_optimizer(name, thing, manifest))
+    if saved_kind == "optimizer":
+        value = _read_optimizer(name, None, manifest)
+    else:
+        value = manifest.parse(decode, tree, tensor_of)
+    if kind == "module":
+        state = thing.state_dict()
+        own = _plain_names(thing)
+        state.update({key: value[plain] for key, plain in own.items() if plain in value})
+        return partial(thing.load_state_dict, state)
+    if kind == "tensor":
+        return partial(_copy, thing, value)
+    if kind == "generator":
+        return partial(thing.set_state, value)
+    if kind == "state":
+        return partial(thing.load_state_dict, value)
+    return lambda: value
+
+
+def _copy(target: torch.Tensor, value: Any) -> None:
+    with torch.no_grad():
+        target.copy_(value)
+
+
+def _check_same(name: str, own: torch.Tensor, manifest: Manifest, key: str) -> None:
+    """Raise CheckpointMismatch unless ``own`` has the shape and dtype that were saved."""
+    saved, is_lazy = manifest.entries[key].header, nn.parameter.is_lazy(own)
+    if not is_lazy and saved.shape != tuple(own.shape):
+        raise CheckpointMismatch(
+            f"{name!r} has shape {list(saved.shape)} in the checkpoint {manifest.folder}, and "
+            f"{list(own.shape)} here. Nothing was loaded: build the model that was saved."
+        )
+    if saved.torch_dtype is not own.dtype:
+        raise CheckpointMismatch(
+            f"{name!r} is torch.{saved.dtype} in the checkpoint {manifest.folder}, and {own.dtype} "
+            "here. Nothing was loaded: load into a model of that dtype, and convert it afterwards."
+        )
+
+
+def _check_module(
+    name: str, module: nn.Module, manifest: Manifest, tree: Any, *, strict: bool
+) -> None:
+    names, state = _plain_names(module), module.state_dict()
+    own = {names[key]: value for key, value in state.items()}
+    saved = manifest.parse(lambda: dict(tree["dict"]))
+    for what, only in (
+        ("is in the checkpoint and not in the model", saved.keys() - own.keys()),
+        ("is in the model and not in the checkpoint", own.keys() - saved.keys()),
+    ):
+        if only and strict:
+            more = f" ({len(only)} in all)" if len(only) > 1 else ""
+            raise CheckpointMismatch(
+                f"{name}.{min(only)}{more} {what}: {manifest.folder}. Nothing was loaded: build "
+                "the model that was saved, or pass strict=False."
+            )
+    for key in saved.keys() & own.keys():
+        if isinstance(own[key], torch.Tensor):
+            _check_same(f"{name}.{key}", own[key], manifest, saved[key]["tensor"])
+
+
+def _check_optimizer(
+    name: str, optimizer: Optimizer, manifest: Manifest, names: Mapping[int, str]
+) -> None:
+    """Raise CheckpointMismatch unless the checkpoint's has parameters like the optimizer's."""
+    found = manifest.facts["things"][name]["tree"]["dict"]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    others = manifest.parse(
+        lambda: [len(group["dict"]["params"]) for group in found["param_groups"]]
+    )
+    if sizes != others:
+        raise CheckpointMismatch(
+            f"{name!r} was saved with {others} parameters in its groups, and has {sizes}. Nothing "
+            "was loaded: make the optimizer that was saved."
+        )
+    for index, (own, shape) in enumerate(
+        zip(parameters_of(optimizer), found["shapes"], strict=True)
+    ):
+        if [*own.shape] != shape:
+            called = names.get(id(own), f"parameter {index}")
+            raise CheckpointMismatch(
+                f"{name!r}: {called} has shape {shape} in the checkpoint {manifest.folder}, and "
+                f"{[*own.shape]} here. Nothing was loaded: build the model that was saved."
+            )
+
+
+def _read_optimizer(name: str, optimizer: Optimizer | None, manifest: Manifest) -> dict[str, Any]:
+    """Return a state dict in which are at least those elements that this rank updates."""
+    parameters = [] if optimizer is None else parameters_of(optimizer)
+    sharding = None if optimizer is None else sharding_of(optimizer)
+    owned = {} if sharding is None else sharding.owned()
+
+    def read(index: int, key: str) -> torch.Tensor:
+        header = manifest.entries[key].header
+        parameter = parameters[index] if parameters else None
+        if (
+            parameter is None
+            or parameter not in owned
+            or header.order != header_of(parameter).order
+        ):
+            return manifest.read(key)
+        return manifest.read(key, [owned[parameter]] if header.shape == parameter.shape else None)
+
+    def state_of() -> dict[str, Any]:
+        thing = manifest.facts["things"][name]
+        state = {**thing["tree"]["dict"]}
+        pairs = [*state.pop("state").get("pairs", [])]
+        pairs += [[int(i), {"dict": each}] for i, each in manifest.facts["divided"][name].items()]
+        del state["shapes"]
+        each = {i: decode(tree, partial(read, i)) for i, tree in sorted(pairs)}
+        return {"state": each, **decode({"dict": state}, manifest.read)}
+
+    found: dict[str, Any] = manifest.parse(state_of)
+    return found
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters in the order in which a state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def names_of(things: Mapping[str, Any]) -> dict[int, str]:
+    """Return by id() how parameters are named in the modules among ``things``."""
+    modules = {n: _unwrapped(t) for n, t in things.items() if isinstance(t, nn.Module)}
+    return {id(p): f"{n}.{k}" for n, m in modules.items() for k, p in m.named_parameters()}
+
+
+def _unwrapped(thing: Any) -> Any:
+    """Return the module or optimizer itself that is in a wrapper."""
+    while isinstance(thing, nn.Module):
+        inner = getattr(thing, "_orig_mod", None)  # of torch.compile
+        if inner is None and isinstance(thing, _WRAPPERS):
+            inner = thing.module
+        if inner is None:
+            return thing
+        thing = inner
+    # Of a ZeroRedundancyOptimizer, whose import takes a while.
+    return thing.optim if hasattr(thing, "consolidate_state_dict") else thing
+
+
+def _plain_names(module: nn.Module) -> dict[str, str]:
+    """Return the keys of the state dict, each with what it is without wrappers of parts."""
+    paths = [
+        path
+        for path, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, _WRAPPERS) and not isinstance(part, DataParallel)
+    ]
+    # Inner wrappers first: their paths have the names of those around them.
+    paths.sort(key=len, reverse=True)
+    names = {}
+    for key in module.state_dict():
+        names[key] = key
+        for path in paths:
+            if names[key].startswith(f"{path}.module."):
+                names[key] = f"{path}.{names[key].removeprefix(f'{path}.module.')}"
+    return names

@@ -1,0 +1,128 @@
+"""``lockstep show``, ``lockstep export``, and a reader for ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import reprlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.checkpoint import Metadata, StorageReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from lockstep.checkpoint.folder import Manifest, newest
+from lockstep.checkpoint.tree import decode
+from lockstep.errors import CheckpointMismatch, MissingExtra
+
+
+class DcpReader(StorageReader):
+    """Lets ``torch.distributed.checkpoint.load`` read a checkpoint of :func:`lockstep.save`. ::
+
+        state = {"model": model.state_dict()}  # of FSDP2, say
+        torch.distributed.checkpoint.load(state, storage_reader=DcpReader("run"))
+
+    Tensors have the names ``"model.layer.weight"``: a thing's, and its key. Each rank reads the
+    whole of those tensors of which it needs a part.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._manifest = Manifest(newest(Path(path)))
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        """Do nothing: it reads the path that it was made with."""
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """Return the tensors' names, dtypes and shapes."""
+        found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for key, (header, _) in self._manifest.entries.items():
+            size = torch.Size(header.shape)
+            whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+            properties = TensorProperties(dtype=header.torch_dtype)
+            found[key] = TensorStorageMetadata(properties, size, [whole])
+        return Metadata(found)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, **_: Any) -> None:
+        """Do nothing."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what the plan asks for."""
+        for item in plan.items:
+            part = self._manifest.read(item.storage_index.fqn)
+            for dim, (start, size) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                part = part.narrow(dim, start, size)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Leave it to torch to find another reader."""
+        return False
+
+
+def show(checkpoint: str) -> None:
+    """Print what is in a checkpoint, of which every byte is verified."""
+    manifest = Manifest(newest(Path(checkpoint)))
+    facts, console = manifest.facts, Console()
+    tensors = Table("tensor", "shape", "dtype", "bytes")
+    for key, (header, _) in manifest.entries.items():
+        num_bytes = manifest.read(key).nbytes
+        if not key.startswith("random."):
+            tensors.add_row(key, str([*header.shape]), header.dtype, f"{num_bytes:,}")
+    values = Table("thing", "kind", "value")
+    for name, thing in facts["things"].items():
+        is_value = thing["kind"] == "value"
+        value = manifest.parse(decode, thing["tree"], str) if is_value else ""
+        values.add_row(name, thing["kind"], reprlib.repr(value) if is_value else "")
+    total = sum(manifest.sizes)
+    console.print(
+        f"{manifest.folder}: saved {facts['saved']} by {facts['ranks']} ranks, with lockstep "
+        f"{facts['lockstep']} and torch {facts['torch']}; {total:,} bytes, all as written."
+    )
+    console.print(values)
+    console.print(tensors)
+
+
+def export(checkpoint: str, to: str, thing: str = "model") -> None:
+    """Write the tensors of one thing to a file of safetensors."""
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise MissingExtra(
+            "lockstep export writes files with safetensors, which isn't installed. Install it by: "
+            "pip install 'torch-lockstep[safetensors]'"
+        ) from error
+    manifest = Manifest(newest(Path(checkpoint)))
+    if thing not in manifest.facts["things"]:
+        known = ", ".join(map(repr, manifest.facts["things"]))
+        raise CheckpointMismatch(f"There is no {thing!r} in {manifest.folder}, which has {known}.")
+    value = manifest.parse(decode, manifest.facts["things"][thing]["tree"], manifest.read)
+    if isinstance(value, torch.Tensor):
+        value = {thing: value}
+    state = value if isinstance(value, dict) else {}
+    found = {str(k): v.contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
+    if not found:
+        raise CheckpointMismatch(f"{thing!r} in {manifest.folder} has no tensors by name.")
+    save_file(found, to, metadata={"format": "pt"})

@@ -1,0 +1,426 @@
+"""The steps of an optimizer, divided among the ranks of its parameters."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.comm import (
+    Step,
+    add_update,
+    all_gather_bytes,
+    broadcast_tensors,
+    have_same,
+    join_state_of,
+    uncompiled,
+)
+from lockstep.errors import CollectiveFailed, ModelError, ModelMismatch
+from lockstep.grad import lacks_gradient
+from lockstep.nn import defer_gradients, finish_failed
+from lockstep.optim.flat import FlatParameters, Progress, with_memory_of_others
+from lockstep.optim.shard import GroupsByShard, Part, Shard, make_shards
+from lockstep.optim.state import (
+    Divided,
+    State,
+    StatePart,
+    gather_state,
+    parts_of_state,
+    put_state,
+    stand_ins,
+)
+
+# Their update of an element depends on its own value, gradient and state, and on nothing else but
+# options and the number of steps.
+_ELEMENTWISE = {
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+# The key of what stands for the divided state in the optimizer's.
+_DIVIDED = "divided among the ranks"
+_PROGRESS = {
+    Progress.BEFORE: "they are still those of the step before.",
+    Progress.IN_THE_MIDST: "some are of this step now and some of the one before. Go on from a "
+    "checkpoint.",
+    Progress.DONE: "they are those of this step now.",
+}
+# Returns, for each parameter, the ranks that keep it in step; None for one that is this rank's own.
+GroupsOf = Callable[[Sequence[nn.Parameter]], Sequence[dist.ProcessGroup | None]]
+
+
+@uncompiled
+class Sharding:
+    """Divides the steps of an optimizer among the ranks of its parameters.
+
+    Between steps the optimizer has the program's parameters and options; its state is that of this
+    rank's shards. During a step its groups hold the shards in place of the parameters, so that the
+    arithmetic is that of its own class. Afterwards the ranks send each other what they changed.
+
+    With ``is_joinable``, torch's Join context itself lets ranks without data take the steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        groups_of: GroupsOf,
+        *,
+        is_joinable: bool = False,
+        master_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._optimizer, self._groups_of, self._is_joinable = optimizer, groups_of, is_joinable
+        self._master_dtype = master_dtype
+        self._own_step = optimizer.step
+        self._flats: list[FlatParameters] = []
+        self._shards: list[Shard] = []
+        # The parameters of each group that are this rank's own, and the id() of all of them.
+        self._local: list[list[nn.Parameter]] = []
+        self._ids: list[list[int]] = []
+        # While a step runs, the program's groups and their parameters, and how many are in each
+        # other.
+        self._replaced: tuple[list[dict[str, Any]], list[Any]] | None = None
+        self._depth = 0
+        # By process group, the number by which ranks announce a step in lockstep.join().
+        self._numbers: dict[dist.ProcessGroup, int] = {}
+        self._arrange(optimizer.state)
+        self._before = optimizer.register_step_pre_hook(self._begin_step)
+        self._after = optimizer.register_step_post_hook(self._end_step)
+
+        @wraps(self._own_step)  # which a learning rate scheduler may have marked
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+            return self._step(closure, options)
+
+        vars(optimizer).update(
+            step=MethodType(step, optimizer),
+            state_dict=self.state_dict,
+            load_state_dict=self.load_state_dict,
+        )
+        if type(optimizer).zero_grad is Optimizer.zero_grad:
+            vars(optimizer).update(zero_grad=self.zero_grad)
+
+    def _arrange(self, state: Mapping[Any, State]) -> None:
+        """Divide the parameters that the optimizer has now, with ``state`` by parameter."""
+        groups = self._optimizer.param_groups
+        number = {p: index for index, group in enumerate(groups) for p in group["params"]}
+        # Within each group in the order in which gradients come.
+        parameters = [*reversed(number)]
+        parameters.sort(key=number.__getitem__)
+        together: dict[Any, list[nn.Parameter]] = defaultdict(list)
+        local = with_memory_of_others(parameters)
+        for parameter, ranks in zip(parameters, self._groups_of(parameters), strict=True):
+            if ranks is None or parameter in local:
+                local.add(parameter)
+            else:
+                together[ranks, parameter.dtype, parameter.device].append(parameter)
+        keeps_whole = type(self._optimizer) not in _ELEMENTWISE
+        flats: list[FlatParameters] = []
+        shards: list[Shard] = []
+        for (ranks, *_), own in together.items():
+            finish_failed(ranks)
+            numbers = [number[parameter] for parameter in own]
+            self._check_same(ranks, own, numbers)
+            flats.append(FlatParameters(ranks, own, keeps_whole=keeps_whole))
+            shards += make_shards(flats[-1], numbers, self._master_dtype)
+        for flat in flats:
+            defer_gradients(flat.in_order())
+            if flat.ranks not in self._numbers:
+                self._numbers[flat.ranks] = add_update(flat.ranks, self.follow)
+        self._local = [[p for p in group["params"] if p in local] for group in groups]
+        self._flats, self._shards, self._ids = flats, shards, _ids(groups)
+        self._set_state(state)
+
+    def _set_state(self, state: Mapping[Any, State]) -> None:
+        """Let the optimizer have this rank's part of ``state``, which is by parameter."""
+        whole: dict[Any, State] = dict(state)
+        own: Any = self._optimizer.state
+        own.clear()
+        shared = {p for flat in self._flats for p in flat.parameters}
+        own.update({key: value for key, value in whole.items() if key not in shared})
+        if whole:
+            own[_DIVIDED] = Divided()
+        self._shards = [part for shard in self._shards for part in put_state(shard, whole, own)]
+
+    def _check_same(
+        self, ranks: dist.ProcessGroup, own: Sequence[nn.Parameter], numbers: Sequence[int]
+    ) -> None:
+        kind = type(self._optimizer).__name__
+        shapes = [list(parameter.shape) for parameter in own]
+        dtypes = [str(own[0].dtype), str(self._master_dtype)]
+        description = json.dumps([kind, dtypes, shapes, list(numbers)])
+        if not have_same(ranks, description.encode(), own[0].device):
+            raise ModelMismatch(
+                f"The ranks' {kind}s differ in their class, or in the order, shapes or groups of "
+                "their parameters. Make the same optimizer on every rank before it is sharded."
+            )
+
+    def _whole_state(self) -> dict[Any, State]:
+        """Return the state of all parameters. Every rank calls it; it blocks."""
+        state = self._optimizer.state
+        found: dict[Any, State] = {}
+        for flat in self._flats:
+            found |= gather_state(flat, [s for s in self._shards if s.flat is flat], state)
+        return self._local_state() | found
+
+    def _local_state(self) -> dict[Any, State]:
+        # A look at optimizer.state[parameter] leaves an empty state there.
+        known: set[Any] = {p for flat in self._flats for p in flat.parameters} | {_DIVIDED}
+        known |= {shard.tensor for shard in self._shards}
+        return {key: v for key, v in self._optimizer.state.items() if key not in known}
+
+    def _refresh(self) -> None:
+        """Arrange the parameters anew if the program has changed them."""
+        is_same = self._ids == _ids(self._optimizer.param_groups)
+        if not is_same or not all([*map(FlatParameters.take_back, self._flats)]):
+            self._arrange(self._whole_state())
+
+    def _step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            options["closure"] = _once(loss, type(self._optimizer).__name__)
+        for ranks, number in self._numbers.items():
+            finish_failed(ranks)
+            self._announce(ranks, number)
+        return self._take_step(options)
+
+    def _take_step(self, options: dict[str, Any]) -> Any:
+        # Hooks of others are to see the program's parameters.
+        pre: Any = self._optimizer._optimizer_step_pre_hooks
+        post: Any = self._optimizer._optimizer_step_post_hooks
+        pre.move_to_end(self._before.id)
+        post.move_to_end(self._after.id, last=False)
+        self._depth = 0
+        try:
+            return self._own_step(**options)
+        finally:
+            self._put_parameters_back()
+
+    def _begin_step(self, *_: object) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return  # the step of a base class, in that of the class
+        self._refresh()
+        groups = self._optimizer.param_groups
+        parts = [Part([*own], []) for own in self._local]
+        self._shards = [
+            shard for flat in self._flats for shard in self._take_gradients(flat, parts)
+        ]
+        for flat in self._flats:
+            with self._telling_progress():
+                flat.begin_update()
+        for shard in self._shards:
+            shard.read_values()
+        self._replaced = groups, [group["params"] for group in groups]
+        self._optimizer.param_groups = GroupsByShard(groups, parts)
+
+    def _take_gradients(self, flat: FlatParameters, parts: list[Part]) -> list[Shard]:
+        """Give gradients to the shards of ``flat``, which go to ``parts``; return the shards."""
+        shards = [shard for shard in self._shards if shard.flat is flat]
+        bucket = None if flat.keeps_whole else flat.deferred_bucket()
+        if bucket is not None:
+            for shard in shards:
+                parts[shard.group].unsummed.append((shard, bucket))
+            return shards
+        lacks = [*map(lacks_gradient, flat.parameters)]
+        if any(lacks):
+            state = self._optimizer.state
+            shards = [part for one in shards for part in one.split(lacks.__getitem__, state)]
+        for shard in shards:
+            if not lacks[shard.pieces[0].parameter]:
+                shard.take_gradient()
+                parts[shard.group].summed.append(shard.tensor)
+        return shards
+
+    def _end_step(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        self._put_parameters_back()
+        for shard in self._shards:
+            shard.tensor.grad = None
+            shard.write_values()
+        state: Any = self._optimizer.state
+        state[_DIVIDED] = Divided()
+        for flat in self._flats:
+            with self._telling_progress():
+                flat.publish([p for p in flat.parameters if not lacks_gradient(p)])
+
+    @contextmanager
+    def _telling_progress(self) -> Iterator[None]:
+        try:
+            yield
+        except CollectiveFailed as error:
+            progress = {each for flat in self._flats for each in flat.progress()}
+            told = _PROGRESS[progress.pop() if len(progress) == 1 else Progress.IN_THE_MIDST]
+            error.add_note(
+                f"It was in a step of {type(self._optimizer).__name__}, in which the ranks update "
+                f"parameters together: {told}"
+            )
+            raise
+
+    def _put_parameters_back(self) -> None:
+        if self._replaced is not None:
+            (groups, replaced), self._replaced = self._replaced, None
+            self._optimizer.param_groups = groups
+            for group, parameters in zip(groups, replaced, strict=True):
+                group["params"] = parameters
+
+    def _announce(self, ranks: dist.ProcessGroup, number: int) -> None:
+        """Let ranks that have no data any more take the step, too."""
+        state = join_state_of(ranks)
+        if state is None or self._is_joinable:
+            return
+        if not state.follows_updates:
+            raise ModelError(
+                "A sharded optimizer steps in torch's Join context, where ranks without data don't "
+                "know of it, and its work is divided among all. Use lockstep.join(model), or pass "
+                "a lockstep.ZeroRedundancyOptimizer to the context, behind the model."
+            )
+        active = state.call(Step.UPDATE, number).active
+        self._take_options(ranks, active[0])
+        if len(active) < ranks.size():
+            self._take_gradients_of(ranks, active[0])
+
+    def follow(self, ranks: dist.ProcessGroup, first: int) -> None:
+        """Take a step of the ranks that still have data, with what rank ``first`` has for it."""
+        self._take_options(ranks, first)
+        self._take_gradients_of(ranks, first)
+        self._take_step({})
+
+    def _take_options(self, ranks: dist.ProcessGroup, first: int) -> None:
+        """Take over the numbers among the options of rank ``first``, such as learning rates."""
+        groups = self._optimizer.param_groups
+        numbers = [
+            {name: float(v) for name, v in group.items() if _is_number(v)} for group in groups
+        ]
+        for group, own in zip(groups, self._gather(ranks, numbers)[first], strict=True):
+            for name, number in own.items():
+                if isinstance(group[name], torch.Tensor):
+                    group[name].fill_(number)
+                elif float(group[name]) != number:
+                    group[name] = type(group[name])(number)
+
+    def _take_gradients_of(self, ranks: dist.ProcessGroup, first: int) -> None:
+        """Take over the gradients of rank ``first``, which its program may have clipped."""
+        flats = (flat for flat in self._flats if flat.ranks is ranks)
+        parameters = [parameter for flat in flats for parameter in flat.parameters]
+        lacks = self._gather(ranks, [*map(lacks_gradient, parameters)])[first]
+        for parameter, has_none in zip(parameters, lacks, strict=True):
+            if has_none or lacks_gradient(parameter):
+                parameter.grad = None if has_none else torch.empty_like(parameter)
+        gradients = [parameter.grad for parameter in parameters]
+        broadcast_tensors(ranks, [g for g in gradients if g is not None], first)
+
+    def _gather(self, ranks: dist.ProcessGroup, own: Any) -> list[Any]:
+        """Return each rank's value, of what JSON can say."""
+        device = self._flats[0].parameters[0].device
+        return [*map(json.loads, all_gather_bytes(ranks, json.dumps(own).encode(), device))]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, to None by default, as torch's does."""
+        if not set_to_none:
+            type(self._optimizer).zero_grad(self._optimizer, set_to_none)
+            return
+        for flat in self._flats:
+            if (bucket := flat.deferred_bucket()) is not None:
+                bucket.drop_pending()
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if not lacks_gradient(parameter):
+                    parameter.grad = None
+
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Return the ordinary state dict, of all parameters. Every rank calls it; it blocks.
+
+        With ``rank0_only`` those of other ranks than the first have no state.
+        """
+        self._settle()
+        whole = self._whole_state()
+        if rank0_only and any(ranks.rank() for ranks in self._numbers):
+            whole = {}
+        return self._as_state_dict(whole)
+
+    def own_state_dict(self) -> tuple[dict[str, Any], list[StatePart]]:
+        """Return the state dict without what is divided, and this rank's part of that.
+
+        Every rank calls it.
+        """
+        self._settle()
+        parts = [*parts_of_state(self._shards, self._optimizer.state)]
+        return self._as_state_dict(self._local_state()), parts
+
+    def owned(self) -> dict[torch.Tensor, tuple[int, int]]:
+        """Return the first and last element that this rank updates of each divided parameter.
+
+        Every rank calls it. Of a state dict that is loaded no others are read on this rank.
+        """
+        self._settle()
+        owned: dict[torch.Tensor, tuple[int, int]]
+        owned = {p: (0, 0) for flat in self._flats for p in flat.parameters}
+        for flat in self._flats:
+            owned |= {flat.parameters[index]: (start, stop) for index, start, stop in flat.pieces}
+        return owned
+
+    def _settle(self) -> None:
+        for ranks in self._numbers:
+            finish_failed(ranks)
+        self._refresh()
+
+    def _as_state_dict(self, state: dict[Any, State]) -> dict[str, Any]:
+        own, self._optimizer.state = self._optimizer.state, defaultdict(dict, state)
+        try:
+            return type(self._optimizer).state_dict(self._optimizer)
+        finally:
+            self._optimizer.state = own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load an ordinary state dict, of which this rank keeps its part. Every rank calls it."""
+        self._settle()
+        with stand_ins(self._optimizer, self._master_dtype) as parameters:
+            type(self._optimizer).load_state_dict(self._optimizer, state_dict)
+        state = self._optimizer.state
+        self._set_state({parameters.get(key, key): value for key, value in state.items()})
+
+
+def _once(loss: Any, kind: str) -> Callable[[], Any]:
+    """Return a closure for an optimizer that calls it once."""
+    calls: list[None] = []
+
+    def closure() -> Any:
+        if calls:
+            raise ModelError(
+                f"{kind} calls its closure several times in a step, between changes of the "
+                "parameters, of which each rank has a part while the optimizer is sharded. Use it "
+                "as it is."
+            )
+        calls.append(None)
+        return loss
+
+    return closure
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float)
+
+
+def _ids(groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+    return [[*map(id, group["params"])] for group in groups]

@@ -1,0 +1,289 @@
+"""Damaged checkpoints are refused; whatever ends a save, the last checkpoint stays."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import fcntl
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.checkpoint import folder as folder_module
+from lockstep.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    SaveFailed,
+)
+from tests.checkpoint.test_round_trips import same, states_of, trained
+from tests.counts import num_examples
+from tests.nn.models import Digits
+from tests.optim.test_shard_optimizer import OPTIMIZERS
+from tests.ranks import run_ranks
+
+PROGRAM = """
+import sys, torch, lockstep
+torch.manual_seed(0)
+steps, is_async = sys.argv[2].split(",")
+value = torch.zeros(1_000_000)
+for step in range(1, int(steps)):
+    value.fill_(step)
+    lockstep.save(sys.argv[1], async_=is_async == "async", value=value, step=step)
+    print(step, flush=True)
+"""
+
+
+def things() -> dict[str, Any]:
+    model, optimizer = trained(None, Digits, OPTIMIZERS["AdamW"], steps=1)
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.shortened
+def test_damage_is_refused_and_the_file_named(tmp_path) -> None:
+    """Truncated files, and flipped bits anywhere in them."""
+
+    def save(rank: int, group: dist.ProcessGroup) -> Path:
+        model, optimizer = trained(group, Digits, OPTIMIZERS["AdamW"], sharded=True)
+        return lockstep.save(tmp_path, process_group=group, model=model, optimizer=optimizer, n=3)
+
+    path, own, chance = run_ranks(2, save)[0], things(), random.Random(0)
+    before = copy.deepcopy(states_of(*own.values()))
+    files = sorted(path.iterdir())
+    assert [file.name for file in files] == ["manifest.json", "rank-0.bin", "rank-1.bin"]
+    for number in range(num_examples(200, 40)):
+        file = files[number % 3]
+        data = bytearray(file.read_bytes())
+        if number % 4 == 0:
+            file.write_bytes(data[: chance.randrange(len(data))])
+        else:
+            place = chance.randrange(len(data))
+            file.write_bytes(
+                data[:place] + bytes([data[place] ^ 1 << chance.randrange(8)]) + data[place + 1 :]
+            )
+        with pytest.raises(CheckpointDamaged) as caught:
+            load_all(tmp_path, own, 1 + number % 2)
+        # Random states are each rank's own, and so is what another rank needs of a file.
+        assert file.name in str(caught.value)
+        file.write_bytes(data)
+    assert same(states_of(*own.values()), before)
+    load_all(tmp_path, own, 1)
+    for file in files:
+        file.rename(tmp_path / "away")
+        with pytest.raises(CheckpointDamaged, match=file.name):
+            lockstep.load(tmp_path, n=0)
+        (tmp_path / "away").rename(file)
+
+
+def load_all(folder: Path, own: dict[str, Any], size: int) -> None:
+    """Load on ranks that share what was read; ``own`` are the things of one rank."""
+    if size == 1:
+        lockstep.load(folder, n=0, **own)
+        # The random states of the ranks that aren't there any more.
+        return
+
+    def load(rank: int, group: dist.ProcessGroup) -> None:
+        model, optimizer = trained(group, Digits, OPTIMIZERS["AdamW"], sharded=True, steps=0)
+        lockstep.load(folder, process_group=group, model=model, optimizer=optimizer, n=0)
+
+    run_ranks(size, load)
+
+
+@pytest.mark.forks
+@pytest.mark.shortened
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_a_save_that_is_killed_leaves_a_whole_checkpoint(tmp_path, how) -> None:
+    chance = random.Random(0)
+    for number in range(num_examples(25, 1)):
+        folder = tmp_path / str(number)
+        command = [sys.executable, "-c", PROGRAM, str(folder), f"10000,{how}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            last = [int(process.stdout.readline()) for _ in range(2 + number % 2)][-1]
+            time.sleep(chance.random() * 0.05)
+            process.send_signal(signal.SIGKILL)
+            last = max([last, *map(int, process.stdout.read().split())])
+        value = torch.zeros(1_000_000)
+        step = lockstep.load(folder, value=value, step=0)["step"]
+        assert step in ((last, last + 1) if how == "sync" else (last - 1, last, last + 1))
+        assert torch.equal(value, torch.full_like(value, step))
+        # What the killed one has left is in nobody's way.
+        lockstep.save(folder, keep=1, step=0)
+        deadline = time.monotonic() + 20
+        while len([*folder.iterdir()]) > 2 and time.monotonic() < deadline:  # with the lock
+            time.sleep(0.01)
+        assert sorted(path.name for path in folder.iterdir())[0] == ".lock"
+        assert len([*folder.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, is_async) -> None:
+    flush, full = folder_module.flush, [False]
+
+    def may_be_full(file: Any) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        flush(file)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        value = torch.ones(100_000)
+        save = functools.partial(lockstep.save, tmp_path, process_group=group)
+        save(value=value)
+        group.barrier().wait()
+        full[0] = True
+        group.barrier().wait()
+        if is_async:
+            save(value=value * 2, async_=True)
+        with pytest.raises(SaveFailed, match="No space left"):
+            save(value=value * 2)
+        group.barrier().wait()
+        full[0] = False
+        group.barrier().wait()
+        found = lockstep.load(tmp_path, process_group=group, value=None)["value"]
+        assert torch.equal(found, value)
+        save(value=value)
+
+    monkeypatch.setattr(folder_module, "flush", may_be_full)
+    run_ranks(2, body)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "000001", "000002"]
+
+
+def test_an_error_of_one_rank_is_raised_on_all_and_names_it(tmp_path) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        value = object() if rank == 1 else 3
+        with pytest.raises(TypeError if rank == 1 else CheckpointError) as caught:
+            lockstep.save(tmp_path, process_group=group, value=[value])
+        assert "'value.0' is a object" in str(caught.value)
+        assert rank == 1 or "Rank 1" in str(caught.value)
+        with pytest.raises(CheckpointMismatch, match=r"'value.tree.1': 0 on rank 0, and 1"):
+            lockstep.save(tmp_path, process_group=group, value=[0, rank])
+        with pytest.raises(CheckpointMismatch, match="'things'"):
+            lockstep.save(tmp_path, process_group=group, **{f"name{rank}": 0})
+        with pytest.raises(CheckpointMismatch, match=r"'tensors.value.1.0': 3 on"):
+            lockstep.save(tmp_path, process_group=group, value=torch.zeros(3 + rank))
+        lockstep.save(tmp_path, process_group=group, value=torch.zeros(3))
+        target = torch.ones(3 + rank)
+        with pytest.raises(CheckpointMismatch, match=r"\[3\] in the checkpoint .* \[4\]"):
+            lockstep.load(tmp_path, process_group=group, value=target)
+        assert torch.equal(target, torch.ones(3 + rank))
+
+    run_ranks(2, body)
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_changed(tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    lockstep.save(tmp_path, model=model, optimizer=optimizer, step=1)
+    number = torch.zeros(())
+    for other, words in [
+        (
+            nn.Sequential(nn.Linear(3, 5)),
+            "model.1.bias.*in the checkpoint and not in the model",
+        ),
+        (nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(4)), r"'model.0.(weight|bias)'.*\[5"),
+        (nn.Sequential(nn.Linear(3, 4).double(), nn.BatchNorm1d(4)), "'model.0.* is torch.float32"),
+        (nn.Sequential(*model, nn.Linear(4, 1)), "model.2.bias.*is in the model and not in the ch"),
+    ]:
+        before = copy.deepcopy(other.state_dict())
+        with pytest.raises(CheckpointMismatch, match=words):
+            lockstep.load(tmp_path, model=other, step=0)
+        assert same(dict(other.state_dict()), dict(before))
+    wide = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    its = torch.optim.SGD(wide.parameters(), lr=2.0)
+    with pytest.raises(CheckpointMismatch, match=r"parameter 0 has shape \[4, 3\] .*\[5, 3\] here"):
+        lockstep.load(tmp_path, optimizer=its)
+    assert its.param_groups[0]["lr"] == 2.0
+    with pytest.raises(CheckpointMismatch, match=r"was saved with \[4\] parameters"):
+        lockstep.load(tmp_path, optimizer=torch.optim.SGD(model[0].parameters(), lr=1.0))
+    with pytest.raises(CheckpointMismatch, match=r"no 'scheduler'.*'model', 'optimizer', 'step'"):
+        lockstep.load(tmp_path, scheduler=None)
+    with pytest.raises(CheckpointMismatch, match="'step' was saved as a value"):
+        lockstep.load(tmp_path, step=number)
+    found = lockstep.load(tmp_path, model=None)["model"]
+    assert same(found, dict(model.state_dict()))
+    bigger = nn.Sequential(*model, nn.Linear(4, 1))
+    lockstep.load(tmp_path, strict=False, model=bigger)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path) -> None:
+    for path, words in [(tmp_path / "none", "not there"), (tmp_path, "no checkpoint in it")]:
+        with pytest.raises(CheckpointNotFound, match=words):
+            lockstep.load(path, step=0)
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(CheckpointNotFound, match="is a file"):
+        lockstep.load(file, step=0)
+    with pytest.raises(SaveFailed, match="file"):
+        lockstep.save(file, step=0)
+    with pytest.raises(ValueError, match="keep is 0"):
+        lockstep.save(tmp_path / "a", keep=0, step=0)
+    path = lockstep.save(tmp_path / "a", step=0)
+    with pytest.raises(CheckpointNotFound, match="000007"):
+        lockstep.load(tmp_path / "a" / "000007", step=0)
+    manifest = path / "manifest.json"
+    data = manifest.read_bytes()
+    manifest.write_bytes(data.replace(b"checkpoint 1 ", b"checkpoint 2 "))
+    with pytest.raises(CheckpointDamaged, match=r"has format 2, and this version.*up to 1"):
+        lockstep.load(tmp_path / "a", step=0)
+
+
+def test_a_manifest_that_means_harm_is_refused(tmp_path) -> None:
+    path = lockstep.save(tmp_path, value=torch.zeros(100), words=["a"])
+    manifest = path / "manifest.json"
+    facts = json.loads(manifest.read_bytes().partition(b"\n")[2])
+
+    entry = facts["tensors"]["value"]
+    for changed in [
+        {"tensors": facts["tensors"] | {"value": [["float32", [10**15], [0]], entry[1]]}},
+        {"tensors": facts["tensors"] | {"value": [["float32", [100], [1]], entry[1]]}},
+        {"tensors": facts["tensors"] | {"value": [["load", [100], [0]], entry[1]]}},
+        {"tensors": facts["tensors"] | {"value": [entry[0], [[0, 100, -1, 0, 1]]]}},
+        {"tensors": facts["tensors"] | {"value": [entry[0], [[0, 100, 0, -64, 1]]]}},
+        {"tensors": facts["tensors"] | {"value": [entry[0], [[0, 100, "../x", 0, 1]]]}},
+        {"things": facts["things"] | {"words": {"kind": "value", "tree": {"eval": "1"}}}},
+        {"things": facts["things"] | {"words": {"kind": "value", "tree": {"tensor": "no"}}}},
+        {"things": 3},
+        {"random": []},
+    ]:
+        body = json.dumps(facts | changed).encode()
+        digest = blake2b(body, digest_size=32).hexdigest()
+        manifest.write_bytes(f"lockstep checkpoint 1 {digest}\n".encode() + body)
+        with pytest.raises(CheckpointDamaged, match="can't be understood"):
+            lockstep.load(tmp_path, value=None, words=None)
+
+
+def test_two_runs_that_save_to_one_folder_are_told(tmp_path) -> None:
+    lockstep.save(tmp_path, step=1)
+    with open(tmp_path / ".lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(SaveFailed, match=rf"process {os.getpid()} on .* holds .*\.lock"):
+            lockstep.save(tmp_path, step=2)
+    assert lockstep.load(tmp_path, step=0) == {"step": 1}
+
+
+@pytest.mark.forks
+def test_a_background_save_that_fails_ends_the_program_with_an_error(tmp_path) -> None:
+    program = PROGRAM.replace("    print", "    shutil.rmtree(sys.argv[1])\n    print")
+    program = "import shutil" + program
+    command = [sys.executable, "-c", program, str(tmp_path / "a"), "2,async"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "the last checkpoint was not saved" in done.stderr
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "b"), "2,async"]
+    subprocess.run(command, check=True)
+    assert lockstep.load(tmp_path / "b", step=0) == {"step": 1}

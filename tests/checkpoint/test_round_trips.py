@@ -1,0 +1,181 @@
+"""What is loaded is what was saved, in every bit, at any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import Optimizer
+
+import lockstep
+from tests.counts import num_examples
+from tests.nn.models import Digits, Layers, Shared
+from tests.optim.test_shard_optimizer import OPTIMIZERS
+from tests.ranks import run_ranks
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.complex64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+]
+
+
+def bits(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What a tensor is, with its bytes, so that NaNs are equal to themselves."""
+    plain = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
+    return tensor.dtype, tuple(tensor.shape), bytes(plain.view(torch.uint8).tolist())
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees are of the same types and have the same values and bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return bits(a) == bits(b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(
+            same(x, y) for pair in zip(a.items(), b.items(), strict=True) for x, y in [pair]
+        )
+    if isinstance(a, list | tuple | deque):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b or (a != a and b != b)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    dtype, seed = draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99))
+    generator = torch.Generator().manual_seed(seed)
+    numel = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (numel,), generator=generator)
+    tensor = raw.to(torch.uint8).view(dtype).view(shape)
+    if draw(st.booleans()) and tensor.dim() > 1:
+        tensor = tensor.transpose(0, -1)
+    if draw(st.booleans()) and tensor.dim() and tensor.shape[0]:
+        tensor = tensor[::2]
+    return tensor.conj() if dtype is torch.complex64 and draw(st.booleans()) else tensor
+
+
+KEYS = st.one_of(st.text(max_size=4), st.integers(), st.tuples(st.integers(), st.text(max_size=2)))
+LEAVES = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9)),
+    *(st.binary(max_size=9), st.complex_numbers(allow_nan=False), tensors()),
+    st.sampled_from([torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), Counter("abba")]),
+    st.sampled_from([np.arange(6.0).reshape(2, 3).T, np.int32(7), {1, 2}, frozenset("ab")]),
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        *(st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple)),
+        *(st.lists(inner, max_size=3).map(deque), st.dictionaries(KEYS, inner, max_size=3)),
+        st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=num_examples(300, 60))
+@given(TREES)
+def test_any_value_is_loaded_as_it_was_saved(tmp_path_factory, value) -> None:
+    folder = tmp_path_factory.mktemp("trees")
+    lockstep.save(folder, value=value)
+    found = lockstep.load(folder, value=None)["value"]
+    assert same(found, value), (found, value)
+
+
+def test_tied_tensors_are_saved_once_and_stay_tied(tmp_path) -> None:
+    tensor = torch.randn(20_000)
+    path = lockstep.save(tmp_path, values=[tensor, tensor, tensor[1:]])
+    assert sum(file.stat().st_size for file in path.glob("*.bin")) < 2.5 * tensor.nbytes
+    first, second, third = lockstep.load(tmp_path, values=None)["values"]
+    assert first is second
+    assert torch.equal(third, tensor[1:])
+
+
+def trained(
+    group: dist.ProcessGroup | None,
+    kind: type[nn.Module],
+    make: Any,
+    *,
+    sharded: bool = False,
+    master: torch.dtype | None = None,
+    steps: int = 3,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model: nn.Module = kind().to(dtype)
+    if group is not None:
+        model = lockstep.parallelize(model, process_group=group)
+    optimizer = make(model.parameters())
+    if sharded:
+        lockstep.shard_optimizer(optimizer, master_dtype=master)
+    train(group, model, optimizer, range(steps))
+    return model, optimizer
+
+
+def train(
+    group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer, steps: range
+) -> None:
+    for step in steps:
+        x = torch.randn(4, *model.sample, generator=torch.Generator().manual_seed(step))
+        model(x.to(next(model.parameters()).dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_from_to(
+    folder: Path, first: int, second: int, make: Any, is_sharded: tuple[bool, bool], kind: Any
+) -> None:
+    """Save at ``first`` ranks and load at ``second``; compare with the state dicts."""
+
+    def saved(rank: int, group: dist.ProcessGroup) -> Any:
+        model, optimizer = trained(group, kind, make, sharded=is_sharded[0])
+        lockstep.save(folder, process_group=group, model=model, optimizer=optimizer, epoch=7)
+        return copy.deepcopy(states_of(model, optimizer))
+
+    def loaded(rank: int, group: dist.ProcessGroup) -> None:
+        like, its = trained(group, kind, make, sharded=is_sharded[1], steps=1)
+        like.load_state_dict(expected[0])
+        its.load_state_dict(copy.deepcopy(expected[1]))
+        model, optimizer = trained(group, kind, make, sharded=is_sharded[1], steps=1)
+        found = lockstep.load(
+            folder, process_group=group, model=model, optimizer=optimizer, epoch=0
+        )
+        assert found == {"epoch": 7}
+        assert same(states_of(model, optimizer), expected)
+        train(group, like, its, range(3, 5))
+        train(group, model, optimizer, range(3, 5))
+        assert same(states_of(model, optimizer), states_of(like, its))
+
+    expected = run_ranks(first, saved)[0]
+    run_ranks(second, loaded)
+
+
+def states_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Their state dicts, with parameters in order, which those of sharded optimizers aren't."""
+    state = optimizer.state_dict()
+    own = {i: dict(sorted(state["state"][i].items())) for i in sorted(state["state"])}
+    return dict(model.state_dict()), state | {"state": own}
+
+
+@pytest.mark.parametrize("is_sharded", [(False, False), (True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1), (2, 2), (3, 4), (4, 3)])
+def test_state_is_loaded_at_any_number_of_ranks(tmp_path, first, second, is_sharded) -> None:
+    check_from_to(tmp_path, first, second, OPTIMIZERS["AdamW"], is_sharded, Digits)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [Layers, Shared])
+def test_state_of_any_optimizer_is_loaded(tmp_path, name, kind) -> None:
+    check_from_to(tmp_path, 3, 2, OPTIMIZERS[name], (True, True), kind)
