@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +31,29 @@ def test_parameters_have_the_bits_of_an_unsharded_optimizer() -> None:
 
     run_hosts([[0, 1], [2, 3]], body)
     run_hosts([[0, 1], [2]], body)
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 1], [2]]])
+def test_a_checkpoint_of_several_hosts_is_loaded_on_one_rank(
+    hosts: list[list[int]], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    first: nn.Module = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
+        model, optimizer = train(group, first, OPTIMIZERS["AdamW"], sharded=True)
+        lockstep.save(tmp_path, model=model, optimizer=optimizer, process_group=group)
+        return optimizer.state_dict()
+
+    states: Any = run_hosts(hosts, body)
+    model = Digits()
+    optimizer = torch.optim.AdamW(model.parameters())
+    lockstep.load(tmp_path, model=model, optimizer=optimizer)
+    loaded = optimizer.state_dict()["state"]
+    for state in states:
+        for index, own in state["state"].items():
+            for name, value in own.items():
+                assert torch.equal(value, loaded[index][name])
 
 
 def test_hosts_of_equally_many_ranks_send_each_other_gradients_alone(

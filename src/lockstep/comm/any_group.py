@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from lockstep.comm.arguments import flattened, without_repeats
 from lockstep.comm.collectives import sum_sparse
 from lockstep.comm.failures import explained, global_rank
+from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.shm.memory import Segment, bytes_of
 from lockstep.comm.shm.one_copy import OneCopy, name_of
 from lockstep.comm.shm.transport import ShmTransport
@@ -220,15 +221,19 @@ def zero_buffer(
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-def ranks_with_one_copy(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+def ranks_with_one_copy(group: ProcessGroup, device: torch.device) -> tuple[ProcessGroup, bool]:
     """Return the ranks of this host, if it suffices that these have one copy of parameters.
 
     If all hosts have equally many ranks, they divide the parameters alike, and the updates have the
     same bits on each host. Otherwise it is ``group``. All ranks must call it; it blocks.
+
+    Returns:
+        The ranks, and whether the first of all is among them.
     """
-    if device.type != "cpu" or not hasattr(group, "of_this_host"):
-        return group
-    return cast(ProcessGroup, group.of_this_host())
+    if device.type != "cpu" or not isinstance(group, SharedMemoryGroup):
+        return group, True
+    own = group.of_this_host()
+    return own, own is group or group.transport.host == 0  # type: ignore[attr-defined]
 
 
 def meet(group: ProcessGroup, operation: str) -> None:

@@ -35,6 +35,7 @@ class FlatParameters:
     Attributes:
         ranks: All ranks.
         group: Those among which the memory is divided: all, or those of this host.
+        is_first: Whether the first of all ranks is among those.
         parameters: The parameters, which are views of the memory from now on.
         keeps_whole: Whether each parameter is one rank's, or the blocks are cut anywhere.
         pieces: The elements that this rank owns, in the order of the memory.
@@ -44,7 +45,8 @@ class FlatParameters:
         self, ranks: dist.ProcessGroup, parameters: Sequence[nn.Parameter], *, keeps_whole: bool
     ) -> None:
         self.ranks, self.parameters = ranks, list(parameters)
-        self.group = group = ranks_with_one_copy(ranks, parameters[0].device)
+        group, self.is_first = ranks_with_one_copy(ranks, parameters[0].device)
+        self.group = group
         self.keeps_whole = keeps_whole
         numels = [parameter.numel() for parameter in parameters]
         self._layout: Layout = (keep_whole if keeps_whole else cut_evenly)(numels, group.size())

@@ -44,8 +44,10 @@ class StatePart(NamedTuple):
 
 
 def parts_of_state(shards: Sequence[Shard], state: Mapping[Any, State]) -> Iterator[StatePart]:
-    """Yield this rank's state of parameters, which nobody has to gather."""
+    """Yield this rank's state of parameters, which nobody has to gather; each from one host."""
     for shard in shards:
+        if not shard.flat.is_first:
+            continue
         own = shard.state_in(state) or {}
         by_element = {
             name: elements_of(value, shard.tensor)
