@@ -193,6 +193,7 @@ PUBLIC_MODULES = [
 
 # Whoever adds a public name adds it here, and so means it.
 PUBLIC_NAMES = {
+    "DataLoader",
     "DataParallel",
     "DataPartitioner",
     "DistributedDataParallel",

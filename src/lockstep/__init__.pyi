@@ -1,4 +1,5 @@
 from . import errors as errors
+from .data import DataLoader as DataLoader
 from .data import DataPartitioner as DataPartitioner
 from .data import Partition as Partition
 from .data import partition as partition

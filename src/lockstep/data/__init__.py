@@ -1,0 +1,23 @@
+"""Data: the ranks' parts of a dataset and of its global batches, each sample in exactly one."""
+
+from lockstep.data.loader import DataLoader
+from lockstep.data.partition import (
+    DataPartitioner,
+    Partition,
+    SizedDataset,
+    batch_share,
+    batch_slice,
+    epoch_shares,
+    partition,
+)
+
+__all__ = [
+    "DataLoader",
+    "DataPartitioner",
+    "Partition",
+    "SizedDataset",
+    "batch_share",
+    "batch_slice",
+    "epoch_shares",
+    "partition",
+]

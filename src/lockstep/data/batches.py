@@ -1,0 +1,261 @@
+"""Global batches: their order, the share of each rank, and how it is read."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lockstep.data.random_state import RandomState, Source, mixed, sources
+from lockstep.errors import SplitError
+
+# How many global batches are drawn from a sampler at once.
+_NUM_DRAWN = 64
+
+
+@lru_cache(maxsize=64)
+def cuts(num_samples: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where the ranks' parts of ``num_samples`` begin, and the end of the last.
+
+    Parts are in proportion to ``shares``, rounded by largest remainder; ties go to lower ranks.
+    """
+    total = sum(shares)
+    sizes = [num_samples * share // total for share in shares]
+    remainders = [num_samples * share % total for share in shares]
+    largest_first = sorted(range(len(shares)), key=lambda rank: -remainders[rank])
+    for rank in largest_first[: num_samples - sum(sizes)]:
+        sizes[rank] += 1
+    return (0, *itertools.accumulate(sizes))
+
+
+class Part(list[Any]):
+    """The indices of a rank's samples in a global batch.
+
+    If it has none, ``is_empty`` is set, and there is the index of one sample of another rank, from
+    which an empty batch of the same structure is made.
+
+    Attributes:
+        seed: The seed of the epoch's random numbers.
+        first: The position of its first sample in the epoch.
+        is_empty: Whether the samples aren't this rank's.
+        is_one: Whether its only index is what the dataset makes a whole batch of.
+    """
+
+    def __init__(
+        self,
+        indices: Iterable[Any],
+        seed: int,
+        first: int,
+        is_empty: bool = False,
+        is_one: bool = False,
+    ) -> None:
+        super().__init__(indices)
+        self.seed, self.first, self.is_empty, self.is_one = seed, first, is_empty, is_one
+
+    def __reduce__(self) -> Any:
+        """Return what makes the same in a worker's process, in few bytes."""
+        return Part, ([*self], self.seed, self.first, self.is_empty, self.is_one)
+
+
+class GlobalBatches:
+    """The global batches of an epoch, as a user's or torch's batch sampler makes them.
+
+    Whatever random numbers the samplers draw are from ``seed`` and the epoch.
+
+    Args:
+        batches: Gives lists of indices.
+        samplers: All samplers in it, of which some may have a ``generator`` or a ``set_epoch()``.
+        seed: The seed.
+        epoch: The epoch.
+        may_repeat: Whether an index may come several times in an epoch.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        samplers: Sequence[Any],
+        seed: int,
+        epoch: int,
+        *,
+        may_repeat: bool,
+    ) -> None:
+        self._random = RandomState(mixed(seed, epoch, -1))
+        self._epoch, self._may_repeat = epoch, may_repeat
+        self._seen: set[Any] = set()
+        self._drawn: list[Any] = []
+        for sampler in samplers:
+            if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+                generator.manual_seed(mixed(seed, epoch, -2))
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+        with self._random():
+            self._batches = iter(batches)
+
+    def peek(self) -> list[Any]:
+        """Return the next batches, as many as are drawn at once."""
+        if not self._drawn:
+            with self._random():
+                self._drawn = [*itertools.islice(self._batches, _NUM_DRAWN)]
+        return self._drawn
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield each global batch."""
+        while drawn := self.peek():
+            self._drawn = []
+            for batch in drawn:
+                if not self._may_repeat:
+                    self._check(batch)
+                yield batch
+
+    def _check(self, batch: Any) -> None:
+        seen, before = self._seen, len(self._seen)
+        size = 1
+        if isinstance(batch, list | tuple):
+            seen.update(batch)
+            size = len(batch)
+        else:
+            seen.add(batch)
+        if len(seen) - before == size:
+            return
+        counts = [i for i in batch if batch.count(i) > 1] if size > 1 else [batch]
+        named = counts[0] if counts else "an index of an earlier batch"
+        raise SplitError(
+            f"The sampler gave {named} twice in epoch {self._epoch}, so that a sample would count "
+            "twice. If that is what you want, as in sampling with replacement, set its attribute "
+            "'replacement' to True."
+        )
+
+
+def digest(batch: Any, before: int = 0) -> int:
+    """Return a checksum of the indices of a batch, and of those ``before`` it."""
+    try:
+        payload = array("q", batch).tobytes()
+    except TypeError:  # one index, or one that isn't a number
+        payload = repr(batch).encode()
+    return zlib.crc32(payload, before)
+
+
+class Reader:
+    """Reads a part of a batch; the dataset of torch's own loader, whose workers have copies.
+
+    Each sample's random numbers, such as those of an augmentation, are from the seed, the epoch and
+    the sample's position in it: the same for any number of ranks and workers. That costs only a
+    program that draws some: a part in which a generator is found to be drawn from, for the first
+    time, is read once more with its samples' seeds.
+
+    Args:
+        dataset: The user's.
+        collate: Makes a batch of a list of samples; or of what the dataset returns for a list of
+            indices, if it makes batches itself.
+        makes_batches: Whether it does.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, makes_batches: bool) -> None:
+        self.dataset, self._collate = dataset, collate
+        self._makes_batches = makes_batches
+        self._reset()
+
+    def _reset(self) -> None:
+        self._unused: list[Source] = sources()
+        self._used: list[Source] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker's process needs, which has generators of its own."""
+        left_out = ("_unused", "_used")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin in a worker's process."""
+        vars(self).update(state)
+        self._reset()
+
+    def __getitem__(self, part: Part) -> Any:
+        """Return the batch of ``part``, without samples if it has none."""
+        unused = self._unused
+        for source in (*unused, *self._used):
+            source.begin()
+        try:
+            batch = self._read(part)
+            if found := [source for source in unused if source.has_drawn()]:
+                self._used += found
+                self._unused = [source for source in unused if source not in found]
+                for source in found:
+                    source.rewind()
+                batch = self._read(part)
+        finally:
+            for source in self._used:
+                source.rewind()
+        return without_samples(batch) if part.is_empty else batch
+
+    def _read(self, part: Part) -> Any:
+        dataset: Any = self.dataset
+        if self._makes_batches:
+            self._seed(part.seed, part.first)
+            return self._collate(dataset[part[0] if part.is_one else [*part]])
+        if self._used:
+            samples = []
+            for position, index in enumerate(part, part.first):
+                self._seed(part.seed, position)
+                samples.append(dataset[index])
+            self._seed(part.seed, part.first, -3)
+            return self._collate(samples)
+        if callable(read := getattr(dataset, "__getitems__", None)):
+            return self._collate(read([*part]))
+        return self._collate([dataset[index] for index in part])
+
+    def _seed(self, *numbers: int) -> None:
+        if self._used:
+            seed = mixed(*numbers)
+            for source in self._used:
+                source.seed(seed)
+
+
+def without_samples(batch: Any) -> Any:
+    """Return an empty batch of the structure of ``batch``.
+
+    Raises:
+        SplitError: If something in it isn't one tensor or list of all samples.
+    """
+    if isinstance(batch, list) and not any(
+        isinstance(each, torch.Tensor | list | tuple | dict) for each in batch
+    ):
+        return []  # of strings, say, one for each sample
+
+    def emptied(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            raise _cannot_be_cut("a tensor without dimensions")
+        return tensor[:0]
+
+    if isinstance(batch, torch.Tensor):
+        return emptied(batch)
+    if isinstance(batch, dict):
+        return _like(batch, {name: without_samples(value) for name, value in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(without_samples, batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map(without_samples, batch))
+    try:
+        return batch[:0]
+    except (TypeError, KeyError, IndexError, NotImplementedError):
+        raise _cannot_be_cut(f"a {type(batch).__name__}") from None
+
+
+def _like(batch: dict[Any, Any], values: dict[Any, Any]) -> Any:
+    if type(batch) is dict:
+        return values
+    same = batch.copy()
+    same.update(values)
+    return same
+
+
+def _cannot_be_cut(what: str) -> SplitError:
+    return SplitError(
+        f"A rank has no sample in a short batch, and the batch has {what} in it, of which an empty "
+        "batch can't be made. Let collate_fn return tensors whose first dimension is that of "
+        "samples, or leave the last batch out with drop_last=True."
+    )
