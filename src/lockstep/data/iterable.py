@@ -63,7 +63,8 @@ class StreamReader:
     ) -> None:
         self.dataset, self._collate = dataset, collate
         self._rank, self._num_ranks = rank, num_ranks
-        self._iteration, self._fingerprint = -1, None
+        self._iteration = -1
+        self._fingerprint: int | None = None
 
     def __getitem__(self, request: Request) -> Answer:
         """Return the next part."""
@@ -165,10 +166,7 @@ def _check_shards(own: list[int | None], group: dist.ProcessGroup | None) -> Non
     by_rank = [own]
     if group is not None:
         payload = json.dumps(own).encode()
-        by_rank = [
-            json.loads(theirs)
-            for theirs in all_gather_bytes(group, payload, device_of_facts(group))
-        ]
+        by_rank = [*map(json.loads, all_gather_bytes(group, payload, device_of_facts(group)))]
     owners: dict[int, str] = {}
     for rank, theirs in enumerate(by_rank):
         for index, fingerprint in enumerate(theirs):
@@ -176,7 +174,7 @@ def _check_shards(own: list[int | None], group: dist.ProcessGroup | None) -> Non
             if fingerprint is not None and owners.setdefault(fingerprint, name) != name:
                 raise SplitError(
                     f"The iterable dataset gives the same samples to {owners[fingerprint]} and to "
-                    f"{name}, so that they would count several times. In its __iter__(), give those "
-                    "samples alone whose number modulo get_worker_info().num_workers is "
+                    f"{name}, so that they would count several times. In its __iter__(), give only "
+                    "samples whose number modulo get_worker_info().num_workers is "
                     "get_worker_info().id, which here count the workers of all ranks."
                 )

@@ -43,7 +43,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     a sample (from torch, ``random`` or NumPy), in an augmentation say. Each iteration is the next
     epoch; nobody has to call :meth:`set_epoch`, and who does decides.
 
-    In the midst of an epoch, :meth:`state_dict` says how far it is, and :meth:`load_state_dict` goes
+    In the midst of an epoch :meth:`state_dict` says how far it is, and :meth:`load_state_dict` goes
     on from there: with any number of ranks and workers, with each further sample exactly once.
 
     All of torch's arguments are taken, and mean what they do there. ``sampler`` and
@@ -58,7 +58,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     has any left. It goes on in its midst with the same numbers of ranks and workers, by reading
     anew what it has given.
 
-    Every rank iterates over it; the ranks compare their settings when an epoch begins, which blocks.
+    Every rank iterates over it. When an epoch begins, the ranks compare their settings.
 
     Args:
         dataset: As torch's.
@@ -131,14 +131,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if self.batch_size is None and self._num_ranks > 1 and not self._gives_lists():
             raise SplitError(
                 "With batch_size=None the dataset makes a batch of each index, which can't be cut. "
-                "Give batch_size, or a sampler that gives lists of indices, such as a BatchSampler, "
-                "and a dataset that makes a batch of such a list."
+                "Give batch_size; or a sampler that gives lists of indices, such as a "
+                "BatchSampler, and a dataset that makes a batch of such a list."
             )
         for each in self._samplers:
             if isinstance(each, DistributedSampler):
                 raise SplitError(
-                    f"A {type(each).__name__} gives each rank samples of its own, which this loader "
-                    "would divide once more. Leave the sampler out, and give shuffle=True."
+                    f"A {type(each).__name__} gives each rank samples of its own, which this "
+                    "loader would divide once more. Leave the sampler out, and give shuffle=True."
                 )
 
     def _gives_lists(self) -> bool:
@@ -171,7 +171,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """Go on where :meth:`state_dict` was called, at any number of ranks and workers.
 
         Raises:
-            ValueError: If it is of another dataset, batch size or version. Nothing has changed then.
+            ValueError: If it is of another dataset, batch size or version; nothing has changed.
         """
         if not isinstance(state_dict, dict) or not state_dict.keys() >= _STATE:
             raise ValueError(refusal("state_dict", state_dict, "what state_dict() returned"))
@@ -226,8 +226,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         length = _length_of(self.dataset)
         if self._length not in (None, length):
             raise SplitError(
-                f"The dataset had {self._length} samples in an earlier epoch, and has {length} now, "
-                "so that epochs differ. Make a new DataLoader for it."
+                f"The dataset had {self._length} samples in an earlier epoch, and has {length} "
+                "now, so that epochs differ. Make a new DataLoader for it."
             )
         stream: Iterator[Any]
         asked: deque[tuple[int, int]] = deque()
