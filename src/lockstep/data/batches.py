@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data.random_state import RandomState, Source, mixed, sources
+from lockstep.data.random_state import RandomState, Source, exclusive, mixed, sources
 from lockstep.errors import SplitError
 
 # How many global batches are drawn from a sampler at once.
@@ -176,6 +176,11 @@ class Reader:
 
     def __getitem__(self, part: Part) -> Any:
         """Return the batch of ``part``, without samples if it has none."""
+        with exclusive:
+            batch = self._read_seeded(part)
+        return without_samples(batch) if part.is_empty else batch
+
+    def _read_seeded(self, part: Part) -> Any:
         unused = self._unused
         for source in (*unused, *self._used):
             source.begin()
@@ -187,10 +192,10 @@ class Reader:
                 for source in found:
                     source.rewind()
                 batch = self._read(part)
+            return batch
         finally:
             for source in self._used:
                 source.rewind()
-        return without_samples(batch) if part.is_empty else batch
 
     def _read(self, part: Part) -> Any:
         dataset: Any = self.dataset

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import pickle
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +16,9 @@ from torch.utils.data import get_worker_info
 
 from lockstep.comm import all_gather_bytes, any_rank, device_of_facts
 from lockstep.data.batches import without_samples
-from lockstep.data.random_state import RandomState, mixed
+from lockstep.data.random_state import RandomState, exclusive, mixed
 from lockstep.errors import SplitError
 from lockstep.torch_private import WorkerInfo, worker
-
-# Ranks may be threads, and there is one worker info in a process.
-_lock = threading.RLock()
 
 
 class Request(NamedTuple):
@@ -97,7 +93,7 @@ class StreamReader:
 @contextmanager
 def shown_as_worker(shard: int, num_shards: int, dataset: Any) -> Iterator[None]:
     """Let ``get_worker_info()`` count the workers of all ranks; None if there is one shard."""
-    with _lock:
+    with exclusive:  # there is one worker info in a process
         before = worker._worker_info
         if num_shards > 1:
             seed = 0 if before is None else before.seed

@@ -108,6 +108,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             seed = self.generator.initial_seed()
         self._seed = None if seed is None else as_whole_number("seed", seed)
         self._is_iterable = isinstance(dataset, IterableDataset)
+        if type(self.sampler) is RandomSampler and self.sampler.generator is None:
+            self.sampler.generator = torch.Generator()  # which is seeded for each epoch
         self._samplers = _samplers_in(self)
         self._check_arguments()
         own = (BatchSampler, RandomSampler, SequentialSampler)

@@ -6,9 +6,11 @@ On a CPU there are three global generators: those of torch, of ``random`` and of
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -18,6 +20,26 @@ import torch
 _MASK = 2**64 - 1
 # The number of bytes of the state of NumPy's MT19937: 624 words and a position.
 _NUMPY_BYTES = 2500
+
+
+class _Exclusive:
+    """Held while samples are read in this process: ranks that are threads share the generators."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()  # a thread that isn't in the child may have held it
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+exclusive = _Exclusive()
 
 
 def mixed(*numbers: int) -> int:
@@ -131,18 +153,19 @@ class RandomState:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Let the generators have these states; afterwards they have their former ones again."""
-        before = _states()
-        if self._seed is not None:
-            for source in sources():
-                source.seed(self._seed)
-            self._seed = None
-        else:
-            _restore(self._states)
-        try:
-            yield
-        finally:
-            self._states = _states()
-            _restore(before)
+        with exclusive:
+            before = _states()
+            if self._seed is not None:
+                for source in sources():
+                    source.seed(self._seed)
+                self._seed = None
+            else:
+                _restore(self._states)
+            try:
+                yield
+            finally:
+                self._states = _states()
+                _restore(before)
 
 
 def _states() -> tuple[Any, ...]:
