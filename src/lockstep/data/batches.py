@@ -114,16 +114,15 @@ class GlobalBatches:
 
     def _check(self, batch: Any) -> None:
         seen, before = self._seen, len(self._seen)
-        size = 1
-        if isinstance(batch, list | tuple):
-            seen.update(batch)
-            size = len(batch)
-        else:
-            seen.add(batch)
-        if len(seen) - before == size:
+        indices: Sequence[Any] = batch if isinstance(batch, list | tuple) else [batch]
+        if indices and isinstance(indices[0], torch.Tensor):  # equal ones have different hashes
+            indices = [index.item() for index in indices]
+        is_new = seen.isdisjoint(indices)
+        earlier = () if is_new else set(seen)
+        seen.update(indices)
+        if is_new and len(seen) - before == len(indices):
             return
-        counts = [i for i in batch if batch.count(i) > 1] if size > 1 else [batch]
-        named = counts[0] if counts else "an index of an earlier batch"
+        named = next(i for i in indices if i in earlier or indices.count(i) > 1)
         raise SplitError(
             f"The sampler gave {named} twice in epoch {self._epoch}, so that a sample would count "
             "twice. If that is what you want, as in sampling with replacement, set its attribute "
@@ -181,14 +180,14 @@ class Reader:
         return without_samples(batch) if part.is_empty else batch
 
     def _read_seeded(self, part: Part) -> Any:
-        unused = self._unused
-        for source in (*unused, *self._used):
+        for source in (*self._unused, *self._used):
             source.begin()
         try:
             batch = self._read(part)
-            if found := [source for source in unused if source.has_drawn()]:
+            # What is drawn may depend on what other generators gave: until nothing new is found.
+            while found := [source for source in self._unused if source.has_drawn()]:
                 self._used += found
-                self._unused = [source for source in unused if source not in found]
+                self._unused = [source for source in self._unused if source not in found]
                 for source in found:
                     source.rewind()
                 batch = self._read(part)

@@ -64,6 +64,12 @@ class StreamReader:
 
     def __getitem__(self, request: Request) -> Answer:
         """Return the next part."""
+        # The worker info that is shown is the whole process's: another rank, if ranks are threads,
+        # would take it for its own. Shown by test_an_iterable_dataset_in_ranks_that_are_threads.
+        with exclusive:
+            return self._read(request)
+
+    def _read(self, request: Request) -> Answer:
         info = get_worker_info()
         num_workers = 1 if info is None else info.num_workers
         shard = self._rank * num_workers + (0 if info is None else info.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.arguments import as_whole_number, refusal
+from lockstep.arguments import as_whole_number, check_type, refusal
 from lockstep.comm import all_gather, device_of_facts, differing_facts
 from lockstep.data.batches import GlobalBatches, Part, Reader, cuts, digest
 from lockstep.data.iterable import Request, StreamReader, global_stream
@@ -46,7 +47,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     In the midst of an epoch :meth:`state_dict` says how far it is, and :meth:`load_state_dict` goes
     on from there: with any number of ranks and workers, with each further sample exactly once.
 
-    All of torch's arguments are taken, and mean what they do there. ``sampler`` and
+    All of torch's arguments are taken, and mean what they do there; but batches come in their order
+    even with ``in_order=False``, as the ranks' parts of a batch belong together. ``sampler`` and
     ``batch_sampler`` give all samples, not a rank's; random numbers that they draw are from the
     seed and the epoch. One that gives an index twice is refused, unless it has an attribute
     ``replacement`` that is true, as torch's have. With ``batch_size=None`` a sampler gives lists of
@@ -120,7 +122,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._next_epoch, self._iteration = 0, 0
         # Where the epoch is that was begun last, or from which the next one goes on.
         self._epoch, self._num_given, self._digest = 0, 0, 0
-        self._goes_on = False
+        self._goes_on = self._is_in_epoch = False
+        self._run = 0
         self._loader: torch.utils.data.DataLoader[Any] | None = None
 
     def _check_arguments(self) -> None:
@@ -136,6 +139,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 "Give batch_size; or a sampler that gives lists of indices, such as a "
                 "BatchSampler, and a dataset that makes a batch of such a list."
             )
+        if self._is_iterable and self.batch_size is not None:
+            bounds = cuts(self.batch_size, self._shares)
+            if len(set(bounds)) < len(bounds):
+                raise SplitError(
+                    f"With shares {list(self._shares)}, a rank would have no sample in a batch of "
+                    f"{self.batch_size}. All ranks read an iterable dataset, and what that rank "
+                    "reads would be lost. Use a larger batch or other shares."
+                )
         for each in self._samplers:
             if isinstance(each, DistributedSampler):
                 raise SplitError(
@@ -152,7 +163,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch, from 0; trainers call it."""
         epoch = as_whole_number("epoch", epoch)
-        self._goes_on = self._goes_on and epoch == self._epoch
+        if self._goes_on and epoch != self._epoch:
+            self._goes_on = self._is_in_epoch = False
+            self._num_given = self._digest = 0
         self._next_epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,9 +176,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return {
             "version": _VERSION,
             "seed": self._seed,
-            "epoch": self._epoch if self._is_in_epoch() else self._next_epoch,
-            "num_batches": self._num_given if self._is_in_epoch() else 0,
-            "digest": self._digest if self._is_in_epoch() else 0,
+            "epoch": self._epoch if self._is_in_epoch else self._next_epoch,
+            "num_batches": self._num_given,
+            "digest": self._digest,
             "facts": self._facts_of_order(),
         }
 
@@ -182,19 +195,26 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 f"This state of a DataLoader has version {state_dict['version']}, and this release "
                 f"of lockstep knows version {_VERSION}. Install the one that saved it."
             )
-        own, facts = self._facts_of_order(), state_dict["facts"]
-        in_epoch = state_dict["num_batches"] > 0
-        for name in [*own, *facts] if in_epoch else []:
+        seed, facts = state_dict["seed"], state_dict["facts"]
+        check_type("facts", facts, dict, "what state_dict() returned")
+        seed = None if seed is None else as_whole_number("seed", seed)
+        epoch, num_batches, checksum = (
+            as_whole_number(name, state_dict[name], "a whole number from 0 up", at_least=0)
+            for name in ("epoch", "num_batches", "digest")
+        )
+        own, in_epoch = self._facts_of_order(), num_batches > 0
+        # Between epochs all may change but the dataset.
+        for name in [*own, *facts] if in_epoch else ["dataset", "length of the dataset"]:
             if own.get(name) != facts.get(name):
                 raise ValueError(
                     f"This state is of a DataLoader whose {name} was {facts.get(name)!r}, and this "
                     f"one's is {own.get(name)!r}: the rest of its epoch would be other samples. "
                     "Make the loader as it was, or call set_epoch() to begin a new epoch."
                 )
-        self._seed = state_dict["seed"]
-        self._epoch = self._next_epoch = state_dict["epoch"]
-        self._num_given, self._digest = state_dict["num_batches"], state_dict["digest"]
-        self._goes_on = in_epoch
+        self._run += 1
+        self._seed, self._epoch, self._next_epoch = seed, epoch, epoch
+        self._num_given, self._digest = num_batches, checksum
+        self._goes_on = self._is_in_epoch = in_epoch
 
     def _facts_of_order(self) -> dict[str, Any]:
         """What the samples of global batches depend on, besides seed and epoch."""
@@ -208,9 +228,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if self._is_iterable:
             facts |= {"number of ranks": self._num_ranks, "num_workers": self.num_workers}
         return facts
-
-    def _is_in_epoch(self) -> bool:
-        return self._num_given > 0
 
     def __iter__(self) -> Any:
         """Begin the next epoch, or go on with one that was loaded. Every rank calls it."""
@@ -226,13 +243,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             **self._facts_of_order(),
         }
         length = _length_of(self.dataset)
-        if self._length not in (None, length):
-            raise SplitError(
-                f"The dataset had {self._length} samples in an earlier epoch, and has {length} "
-                "now, so that epochs differ. Make a new DataLoader for it."
-            )
         stream: Iterator[Any]
         asked: deque[tuple[int, int]] = deque()
+        if self._pace is not None:
+            facts["number of batches read ahead"] = self._pace.ahead
+            self._pace.restart()  # before workers are asked for batches
         if self._is_iterable:
             self._check_same(facts)
             stream = self._iterable_batches(skip)
@@ -244,14 +259,15 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 self._epoch,
                 may_repeat=self._may_repeat,
             )
-            facts["order of samples"] = [digest(each) for each in batches.peek()[:4]]
+            facts["order of samples"] = functools.reduce(
+                lambda checksum, batch: digest(batch, checksum), batches.peek(), 0
+            )
             self._check_same(facts)
             stream = self._read(self._parts(iter(batches), skip, expected, asked))
-        self._length, self._goes_on = length, False
-        self._num_given, self._next_epoch = skip, self._epoch + 1
-        if self._pace is not None:
-            self._pace.restart()
-        return self._counted(stream, asked)
+        self._length, self._goes_on, self._is_in_epoch = length, False, True
+        self._num_given, self._digest, self._next_epoch = skip, expected, self._epoch + 1
+        self._run += 1
+        return self._counted(stream, asked, self._run)
 
     def _read(self, requests: Iterator[Any]) -> Iterator[Any]:
         """Return what torch's own loader reads for each of ``requests``."""
@@ -278,7 +294,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 prefetch_factor=self.prefetch_factor,
                 persistent_workers=self.persistent_workers,
                 pin_memory_device=self.pin_memory_device,
-                in_order=self.in_order,
             )
         self._requests.stream = requests
         assert self._seed is not None
@@ -302,18 +317,28 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         stream = global_stream(answers, reader, size, num_workers, self._group)
         return itertools.islice(stream, skip, None)
 
-    def _counted(self, stream: Iterator[Any], asked: deque[tuple[int, int]]) -> Iterator[Any]:
-        """Yield batches, and note which ones the program has been given."""
+    def _counted(
+        self, stream: Iterator[Any], asked: deque[tuple[int, int]], run: int
+    ) -> Iterator[Any]:
+        """Yield batches, and note which ones the program has been given.
+
+        ``run`` is the number of this iteration. Once there is a later one, or a state was loaded,
+        what is still read in this one doesn't count.
+        """
         for batch in stream:
-            self._num_given += 1
-            self._digest, num_samples = asked.popleft() if asked else (0, 0)
+            checksum, num_samples = asked.popleft() if asked else (0, 0)
+            if run == self._run:
+                self._num_given += 1
+                self._digest = checksum
             if self._pace is None:
                 yield batch
             else:
                 self._pace.begin()
                 yield batch
                 self._pace.end(self._num_given, num_samples)
-        self._num_given = self._digest = 0
+        if run == self._run:
+            self._num_given = self._digest = 0
+            self._is_in_epoch = False
 
     def _settle_seed(self) -> None:
         if self._seed is not None:
@@ -324,6 +349,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             self._seed = int(all_gather(self._group, own)[0])
 
     def _check_same(self, facts: dict[str, Any]) -> None:
+        """Compare the ranks, and then the epochs: so no rank waits for one that raises."""
         by_rank = [] if self._group is None else differing_facts(self._group, facts)
         for rank, theirs in enumerate(by_rank):
             for name, value in theirs.items():
@@ -333,6 +359,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                         f"{by_rank[0].get(name)!r} on rank 0. Make the same loader of the same "
                         "dataset on every rank."
                     )
+        length = facts["length of the dataset"]
+        if self._length not in (None, length):
+            raise SplitError(
+                f"The dataset had {self._length} samples in an earlier epoch, and has {length} "
+                "now, so that epochs differ. Make a new DataLoader for it."
+            )
 
     def _parts(
         self, batches: Iterator[Any], skip: int, expected: int, asked: deque[tuple[int, int]]
@@ -342,6 +374,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         ``asked`` gets the checksum of the batches so far, and the number of samples of the part.
         """
         position = checksum = 0
+        number = -1
         assert self._seed is not None
         seed = mixed(self._seed, self._epoch)
         for number, batch in enumerate(batches):
@@ -361,6 +394,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 asked.append((checksum, 0 if part.is_empty else len(part)))
                 yield part
             position += len(batch) if is_list else 1
+        if number + 1 < skip:
+            raise SplitError(
+                f"The state that was loaded counts {skip} batches of epoch {self._epoch}, and the "
+                f"sampler gives {number + 1}. Make the loader as it was."
+            )
 
     def _part_of(self, batch: Any, number: int, position: int, seed: int) -> Part:
         shares = self._shares if self._pace is None else self._pace.shares_at(number)
@@ -374,10 +412,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 class _Requests:
     """The sampler of torch's own loader: what to read in the iteration that begins."""
 
-    stream: Iterator[Any]
+    stream: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
         return self.stream
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return nothing: a copy of the loader begins iterations of its own."""
+        return {}
 
 
 class _WorkerStart:

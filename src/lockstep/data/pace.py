@@ -23,7 +23,7 @@ class Pace:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, ahead: int) -> None:
-        self._group, self._ahead = group, ahead
+        self._group, self.ahead = group, ahead
         size = 1 if group is None else group.size()
         self._shares, self._later = (1,) * size, (0, (1,) * size)
         self._speeds = [0.0] * size
@@ -62,4 +62,4 @@ class Pace:
             return
         total = sum(self._speeds)
         shares = tuple(max(1, round(_NUM_SHARES * speed / total)) for speed in self._speeds)
-        self._shares, self._later = self._later[1], (number + self._ahead, shares)
+        self._shares, self._later = self._later[1], (number + self.ahead, shares)

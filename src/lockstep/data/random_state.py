@@ -9,6 +9,7 @@ import ctypes
 import os
 import pickle
 import random
+import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ import torch
 _MASK = 2**64 - 1
 # The number of bytes of the state of NumPy's MT19937: 624 words and a position.
 _NUMPY_BYTES = 2500
+# The same of Python's: a position and 624 words.
+_PYTHON_BYTES = 2500
+_GLOBAL_RANDOM: Any = random.random.__self__  # type: ignore[attr-defined]
 
 
 class _Exclusive:
@@ -87,20 +91,31 @@ class _Torch:
 
 
 class _Random:
-    # Copying the state takes longer than reading many a batch. So there is a second generator in
-    # the same state: as long as both give the same next number, nobody else has drawn.
+    # getstate() takes longer than reading many a batch: it makes 625 numbers of a state whose bytes
+    # follow the header of the object in memory. Where they don't, it has to do.
     def __init__(self) -> None:
-        self._same = random.Random()
+        self._address: int | None = id(_GLOBAL_RANDOM) + object.__basicsize__
+        words = _GLOBAL_RANDOM.getstate()[1]
+        if self._now() != struct.pack("625I", words[-1], *words[:-1]):
+            self._address = None
 
     def begin(self) -> None:
-        if random.random() != self._same.random():
-            self._same.setstate(random.getstate())
+        self._before, self._gauss_next = self._now(), _GLOBAL_RANDOM.gauss_next
 
     def has_drawn(self) -> bool:
-        return random.random() != self._same.random()
+        return bool(self._now() != self._before)
 
     def rewind(self) -> None:
-        random.setstate(self._same.getstate())
+        _GLOBAL_RANDOM.gauss_next = self._gauss_next  # the second of a pair that gauss() drew
+        if self._address is None:
+            random.setstate(self._before)
+        else:
+            ctypes.memmove(self._address, self._before, _PYTHON_BYTES)
+
+    def _now(self) -> Any:
+        if self._address is None:
+            return random.getstate()
+        return ctypes.string_at(self._address, _PYTHON_BYTES)
 
     def seed(self, seed: int) -> None:
         random.seed(seed)
