@@ -40,6 +40,7 @@ bench: .venv/ready  ## Time collectives, steps and start-up, side by side with t
 	$(BIN)/lockstep bench collectives
 	$(BIN)/lockstep run -n 2 -m benchmarks.steps
 	$(BIN)/lockstep run -n 2 -m benchmarks.optimizers
+	$(BIN)/lockstep run -n 2 -m benchmarks.loader
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.startup
 

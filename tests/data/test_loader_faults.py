@@ -223,3 +223,26 @@ def test_a_loader_can_be_copied_after_an_epoch() -> None:
     loader = lockstep.DataLoader(Numbers(10), 4, seed=1)
     list(loader)
     assert all_of(copy.deepcopy(loader)) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("collate", "empty"),
+    [
+        (lambda samples: list(zip(*samples, strict=True)), [(), ()]),  # images of several sizes
+        (lambda samples: {"x": torch.stack([x for x, _ in samples], 1)}, {"x": (7, 0)}),
+        (lambda samples: {"name": [n for _, n in samples]}, {"name": []}),
+    ],
+)
+def test_an_empty_batch_has_no_samples_wherever_they_are(collate: Any, empty: Any) -> None:
+    class Pairs(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return torch.ones(7), str(index)
+
+    def body(rank: int, group: dist.ProcessGroup) -> Any:
+        *_, last = lockstep.DataLoader(Pairs(3), 2, collate_fn=collate, process_group=group)
+        return last
+
+    last = run_ranks(2, body)[1]
+    if "x" in last:
+        last = {"x": tuple(last["x"].shape)}
+    assert last == empty

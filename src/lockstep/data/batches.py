@@ -16,6 +16,8 @@ from lockstep.errors import SplitError
 
 # How many global batches are drawn from a sampler at once.
 _NUM_DRAWN = 64
+# The golden ratio in 32 bits, and the bits of a seed.
+_ODD, _MASK = 0x9E3779B1, 2**32 - 1
 
 
 @lru_cache(maxsize=64)
@@ -177,7 +179,10 @@ class Reader:
         """Return the batch of ``part``, without samples if it has none."""
         with exclusive:
             batch = self._read_seeded(part)
-        return without_samples(batch) if part.is_empty else batch
+            if not part.is_empty:
+                return batch
+            twice = self._read_seeded(Part([part[0]] * 2, part.seed, part.first))
+        return without_samples(batch, twice)
 
     def _read_seeded(self, part: Part) -> Any:
         for source in (*self._unused, *self._used):
@@ -203,8 +208,14 @@ class Reader:
             return self._collate(dataset[part[0] if part.is_one else [*part]])
         if self._used:
             samples = []
+            seeds = [source.seed for source in self._used]
+            # torch's generator takes 32 bits of a seed. An odd factor keeps those of positions
+            # apart, and takes less time than mixing.
+            start = mixed(part.seed)
             for position, index in enumerate(part, part.first):
-                self._seed(part.seed, position)
+                number = (start + position * _ODD) & _MASK
+                for seed in seeds:
+                    seed(number)
                 samples.append(dataset[index])
             self._seed(part.seed, part.first, -3)
             return self._collate(samples)
@@ -219,34 +230,42 @@ class Reader:
                 source.seed(seed)
 
 
-def without_samples(batch: Any) -> Any:
+def without_samples(batch: Any, twice: Any = None) -> Any:
     """Return an empty batch of the structure of ``batch``.
 
+    Args:
+        batch: One of a single sample, or any if there is no ``twice``.
+        twice: The same with that sample twice, which shows where there is one entry for each
+            sample. Without it, tensors have samples in their first dimension.
+
     Raises:
-        SplitError: If something in it isn't one tensor or list of all samples.
+        SplitError: If something in it has no entry for each sample.
     """
-    if isinstance(batch, list) and not any(
-        isinstance(each, torch.Tensor | list | tuple | dict) for each in batch
-    ):
-        return []  # of strings, say, one for each sample
-
-    def emptied(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dim():
-            raise _cannot_be_cut("a tensor without dimensions")
-        return tensor[:0]
-
     if isinstance(batch, torch.Tensor):
-        return emptied(batch)
+        for dim, length in enumerate(batch.shape):
+            if twice is None or (length and twice.shape[dim] == 2 * length):
+                return batch.narrow(dim, 0, 0)
+        raise _cannot_be_cut(f"a tensor of shape {tuple(batch.shape)}")
     if isinstance(batch, dict):
-        return _like(batch, {name: without_samples(value) for name, value in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(without_samples, batch))
+        values = {
+            name: without_samples(value, None if twice is None else twice[name])
+            for name, value in batch.items()
+        }
+        return _like(batch, values)
     if isinstance(batch, list | tuple):
-        return type(batch)(map(without_samples, batch))
+        if twice is not None and len(batch) > 0 and len(twice) == 2 * len(batch):
+            return batch[:0]
+        is_nested = any(isinstance(e, torch.Tensor | list | tuple | dict) for e in batch)
+        if isinstance(batch, list) and twice is None and not is_nested:
+            return []  # of strings, say, one for each sample
+        parts = map(without_samples, batch, itertools.repeat(None) if twice is None else twice)
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     try:
-        return batch[:0]
+        if twice is None or len(twice) == 2 * len(batch):
+            return batch[:0]
     except (TypeError, KeyError, IndexError, NotImplementedError):
-        raise _cannot_be_cut(f"a {type(batch).__name__}") from None
+        pass
+    raise _cannot_be_cut(f"a {type(batch).__name__}")
 
 
 def _like(batch: dict[Any, Any], values: dict[Any, Any]) -> Any:
