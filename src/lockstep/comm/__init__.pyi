@@ -18,6 +18,7 @@ from .any_group import one_copy as one_copy
 from .any_group import ranks_with_one_copy as ranks_with_one_copy
 from .any_group import start_all_reduce as start_all_reduce
 from .any_group import sum_rows as sum_rows
+from .any_group import waited_seconds as waited_seconds
 from .any_group import zero_buffer as zero_buffer
 from .arguments import flattened as flattened
 from .arguments import without_repeats as without_repeats

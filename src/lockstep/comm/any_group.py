@@ -11,6 +11,8 @@ import hashlib
 import json
 import logging
 import mmap
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -37,6 +39,18 @@ _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 25 * 1024 * 1024
 
 
+class _Waited(threading.local):
+    seconds = 0.0
+
+
+_waited = _Waited()
+
+
+def waited_seconds() -> float:
+    """Return for how long this thread has waited for collectives of lockstep's."""
+    return _waited.seconds
+
+
 class Pending:
     """A collective that ``start`` starts, whose errors name ``operation`` and ranks to blame."""
 
@@ -53,12 +67,15 @@ class Pending:
         Raises:
             CollectiveFailed: If a rank is lost, or doesn't come in time.
         """
+        began = time.perf_counter()
         try:
             self._work.wait()
         except LockstepError:
             raise
         except RuntimeError as error:
             raise explained(self._group, self._operation, error) from error
+        finally:
+            _waited.seconds += time.perf_counter() - began
 
 
 def can_average(group: ProcessGroup, device: torch.device) -> bool:

@@ -1,0 +1,284 @@
+"""Global batches: their order, the share of each rank, and how it is read."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lockstep.data.random_state import RandomState, Source, exclusive, mixed, sources
+from lockstep.errors import SplitError
+
+# How many global batches are drawn from a sampler at once.
+_NUM_DRAWN = 64
+# The golden ratio in 32 bits, and the bits of a seed.
+_ODD, _MASK = 0x9E3779B1, 2**32 - 1
+
+
+@lru_cache(maxsize=64)
+def cuts(num_samples: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where the ranks' parts of ``num_samples`` begin, and the end of the last.
+
+    Parts are in proportion to ``shares``, rounded by largest remainder; ties go to lower ranks.
+    """
+    total = sum(shares)
+    sizes = [num_samples * share // total for share in shares]
+    remainders = [num_samples * share % total for share in shares]
+    largest_first = sorted(range(len(shares)), key=lambda rank: -remainders[rank])
+    for rank in largest_first[: num_samples - sum(sizes)]:
+        sizes[rank] += 1
+    return (0, *itertools.accumulate(sizes))
+
+
+class Part(list[Any]):
+    """The indices of a rank's samples in a global batch.
+
+    If it has none, ``is_empty`` is set, and there is the index of one sample of another rank, from
+    which an empty batch of the same structure is made.
+
+    Attributes:
+        seed: The seed of the epoch's random numbers.
+        first: The position of its first sample in the epoch.
+        is_empty: Whether the samples aren't this rank's.
+        is_one: Whether its only index is what the dataset makes a whole batch of.
+    """
+
+    def __init__(
+        self,
+        indices: Iterable[Any],
+        seed: int,
+        first: int,
+        is_empty: bool = False,
+        is_one: bool = False,
+    ) -> None:
+        super().__init__(indices)
+        self.seed, self.first, self.is_empty, self.is_one = seed, first, is_empty, is_one
+
+    def __reduce__(self) -> Any:
+        """Return what makes the same in a worker's process, in few bytes."""
+        return Part, ([*self], self.seed, self.first, self.is_empty, self.is_one)
+
+
+class GlobalBatches:
+    """The global batches of an epoch, as a user's or torch's batch sampler makes them.
+
+    Whatever random numbers the samplers draw are from ``seed`` and the epoch.
+
+    Args:
+        batches: Gives lists of indices.
+        samplers: All samplers in it, of which some may have a ``generator`` or a ``set_epoch()``.
+        seed: The seed.
+        epoch: The epoch.
+        may_repeat: Whether an index may come several times in an epoch.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        samplers: Sequence[Any],
+        seed: int,
+        epoch: int,
+        *,
+        may_repeat: bool,
+    ) -> None:
+        self._random = RandomState(mixed(seed, epoch, -1))
+        self._epoch, self._may_repeat = epoch, may_repeat
+        self._seen: set[Any] = set()
+        self._drawn: list[Any] = []
+        for sampler in samplers:
+            if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+                generator.manual_seed(mixed(seed, epoch, -2))
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+        with self._random():
+            self._batches = iter(batches)
+
+    def peek(self) -> list[Any]:
+        """Return the next batches, as many as are drawn at once."""
+        if not self._drawn:
+            with self._random():
+                self._drawn = [*itertools.islice(self._batches, _NUM_DRAWN)]
+        return self._drawn
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield each global batch."""
+        while drawn := self.peek():
+            self._drawn = []
+            for batch in drawn:
+                if not self._may_repeat:
+                    self._check(batch)
+                yield batch
+
+    def _check(self, batch: Any) -> None:
+        seen, before = self._seen, len(self._seen)
+        indices: Sequence[Any] = batch if isinstance(batch, list | tuple) else [batch]
+        if indices and isinstance(indices[0], torch.Tensor):  # equal ones have different hashes
+            indices = [index.item() for index in indices]
+        is_new = seen.isdisjoint(indices)
+        earlier = () if is_new else set(seen)
+        seen.update(indices)
+        if is_new and len(seen) - before == len(indices):
+            return
+        named = next(i for i in indices if i in earlier or indices.count(i) > 1)
+        raise SplitError(
+            f"The sampler gave {named} twice in epoch {self._epoch}, so that a sample would count "
+            "twice. If that is what you want, as in sampling with replacement, set its attribute "
+            "'replacement' to True."
+        )
+
+
+def digest(batch: Any, before: int = 0) -> int:
+    """Return a checksum of the indices of a batch, and of those ``before`` it."""
+    try:
+        payload = array("q", batch).tobytes()
+    except TypeError:  # one index, or one that isn't a number
+        payload = repr(batch).encode()
+    return zlib.crc32(payload, before)
+
+
+class Reader:
+    """Reads a part of a batch; the dataset of torch's own loader, whose workers have copies.
+
+    Each sample's random numbers, such as those of an augmentation, are from the seed, the epoch and
+    the sample's position in it: the same for any number of ranks and workers. That costs only a
+    program that draws some: a part in which a generator is found to be drawn from, for the first
+    time, is read once more with its samples' seeds.
+
+    Args:
+        dataset: The user's.
+        collate: Makes a batch of a list of samples; or of what the dataset returns for a list of
+            indices, if it makes batches itself.
+        makes_batches: Whether it does.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, makes_batches: bool) -> None:
+        self.dataset, self._collate = dataset, collate
+        self._makes_batches = makes_batches
+        self._reset()
+
+    def _reset(self) -> None:
+        self._unused: list[Source] = sources()
+        self._used: list[Source] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker's process needs, which has generators of its own."""
+        left_out = ("_unused", "_used")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin in a worker's process."""
+        vars(self).update(state)
+        self._reset()
+
+    def __getitem__(self, part: Part) -> Any:
+        """Return the batch of ``part``, without samples if it has none."""
+        with exclusive:
+            batch = self._read_seeded(part)
+            if not part.is_empty:
+                return batch
+            twice = self._read_seeded(Part([part[0]] * 2, part.seed, part.first))
+        return without_samples(batch, twice)
+
+    def _read_seeded(self, part: Part) -> Any:
+        for source in (*self._unused, *self._used):
+            source.begin()
+        try:
+            batch = self._read(part)
+            # What is drawn may depend on what other generators gave: until nothing new is found.
+            while found := [source for source in self._unused if source.has_drawn()]:
+                self._used += found
+                self._unused = [source for source in self._unused if source not in found]
+                for source in found:
+                    source.rewind()
+                batch = self._read(part)
+            return batch
+        finally:
+            for source in self._used:
+                source.rewind()
+
+    def _read(self, part: Part) -> Any:
+        dataset: Any = self.dataset
+        if self._makes_batches:
+            self._seed(part.seed, part.first)
+            return self._collate(dataset[part[0] if part.is_one else [*part]])
+        if self._used:
+            samples = []
+            seeds = [source.seed for source in self._used]
+            # torch's generator takes 32 bits of a seed. An odd factor keeps those of positions
+            # apart, and takes less time than mixing.
+            start = mixed(part.seed)
+            for position, index in enumerate(part, part.first):
+                number = (start + position * _ODD) & _MASK
+                for seed in seeds:
+                    seed(number)
+                samples.append(dataset[index])
+            self._seed(part.seed, part.first, -3)
+            return self._collate(samples)
+        if callable(read := getattr(dataset, "__getitems__", None)):
+            return self._collate(read([*part]))
+        return self._collate([dataset[index] for index in part])
+
+    def _seed(self, *numbers: int) -> None:
+        if self._used:
+            seed = mixed(*numbers)
+            for source in self._used:
+                source.seed(seed)
+
+
+def without_samples(batch: Any, twice: Any = None) -> Any:
+    """Return an empty batch of the structure of ``batch``.
+
+    Args:
+        batch: One of a single sample, or any if there is no ``twice``.
+        twice: The same with that sample twice, which shows where there is one entry for each
+            sample. Without it, tensors have samples in their first dimension.
+
+    Raises:
+        SplitError: If something in it has no entry for each sample.
+    """
+    if isinstance(batch, torch.Tensor):
+        for dim, length in enumerate(batch.shape):
+            if twice is None or (length and twice.shape[dim] == 2 * length):
+                return batch.narrow(dim, 0, 0)
+        raise _cannot_be_cut(f"a tensor of shape {tuple(batch.shape)}")
+    if isinstance(batch, dict):
+        values = {
+            name: without_samples(value, None if twice is None else twice[name])
+            for name, value in batch.items()
+        }
+        return _like(batch, values)
+    if isinstance(batch, list | tuple):
+        if twice is not None and len(batch) > 0 and len(twice) == 2 * len(batch):
+            return batch[:0]
+        is_nested = any(isinstance(e, torch.Tensor | list | tuple | dict) for e in batch)
+        if isinstance(batch, list) and twice is None and not is_nested:
+            return []  # of strings, say, one for each sample
+        parts = map(without_samples, batch, itertools.repeat(None) if twice is None else twice)
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    try:
+        if twice is None or len(twice) == 2 * len(batch):
+            return batch[:0]
+    except (TypeError, KeyError, IndexError, NotImplementedError):
+        pass
+    raise _cannot_be_cut(f"a {type(batch).__name__}")
+
+
+def _like(batch: dict[Any, Any], values: dict[Any, Any]) -> Any:
+    if type(batch) is dict:
+        return values
+    same = batch.copy()
+    same.update(values)
+    return same
+
+
+def _cannot_be_cut(what: str) -> SplitError:
+    return SplitError(
+        f"A rank has no sample in a short batch, and the batch has {what} in it, of which an empty "
+        "batch can't be made. Let collate_fn return tensors whose first dimension is that of "
+        "samples, or leave the last batch out with drop_last=True."
+    )

@@ -1,0 +1,468 @@
+"""``lockstep.DataLoader``: torch's, for the global batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.utils.data
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lockstep.arguments import as_whole_number, check_type, refusal
+from lockstep.comm import all_gather, device_of_facts, differing_facts
+from lockstep.data.batches import GlobalBatches, Part, Reader, cuts, digest
+from lockstep.data.iterable import Request, StreamReader, global_stream
+from lockstep.data.pace import Pace
+from lockstep.data.random_state import mixed
+from lockstep.errors import SplitError
+from lockstep.torch_private import worker
+from lockstep.world import group_or_all
+
+_T_co = TypeVar("_T_co", covariant=True)
+_VERSION = 1
+_STATE = {"version", "seed", "epoch", "num_batches", "digest", "facts"}
+
+
+class DataLoader(torch.utils.data.DataLoader[_T_co]):
+    """torch's DataLoader, of which ``batch_size`` is the global batch, shared out among the ranks.
+
+    Each rank gets its part of each global batch, a last short one too: all samples of an epoch come
+    exactly once, and every rank takes equally many steps. A rank for which a short batch has no
+    sample gets an empty one, of the same structure; :func:`lockstep.mean` is right for it. ::
+
+        loader = lockstep.DataLoader(dataset, batch_size=128, shuffle=True)
+
+    The order of samples, and which are in which global batch, depend on the seed and the epoch, and
+    not on the number of ranks or workers. Neither do the random numbers that the dataset draws for
+    a sample (from torch, ``random`` or NumPy), in an augmentation say. Each iteration is the next
+    epoch; nobody has to call :meth:`set_epoch`, and who does decides.
+
+    In the midst of an epoch :meth:`state_dict` says how far it is, and :meth:`load_state_dict` goes
+    on from there: with any number of ranks and workers, with each further sample exactly once.
+
+    All of torch's arguments are taken, and mean what they do there; but batches come in their order
+    even with ``in_order=False``, as the ranks' parts of a batch belong together. ``sampler`` and
+    ``batch_sampler`` give all samples, not a rank's; random numbers that they draw are from the
+    seed and the epoch. One that gives an index twice is refused, unless it has an attribute
+    ``replacement`` that is true, as torch's have. With ``batch_size=None`` a sampler gives lists of
+    indices, and the dataset a batch for such a list.
+
+    An iterable dataset is read by all workers of all ranks, each of which is to give samples of its
+    own: :func:`torch.utils.data.get_worker_info` counts the workers of all ranks there, and one for
+    each rank without workers. Batches have samples of all ranks then; an epoch lasts until no rank
+    has any left. It goes on in its midst with the same numbers of ranks and workers, by reading
+    anew what it has given.
+
+    Every rank iterates over it. When an epoch begins, the ranks compare their settings.
+
+    Args:
+        dataset: As torch's.
+        batch_size: The samples of a global batch, at least one for each rank; None if the dataset
+            makes batches itself.
+        args: Torch's further arguments, in their order.
+        seed: Of all random numbers; by default that of ``generator``, or else of
+            :func:`torch.manual_seed` on the first rank.
+        shares: How much of each batch the ranks get, one whole number for each, such as ``[3, 1]``
+            for a fast and a slow device. ``"auto"``: as much as they computed lately in the same
+            time; what a rank waits for others in lockstep's collectives doesn't count.
+        process_group: The ranks; by default all of :func:`lockstep.init`.
+        options: Torch's further arguments, by name.
+
+    Raises:
+        SplitError: If the batch is smaller than the number of ranks, or the sampler already divides
+            the samples. In iterating: if the ranks' settings or datasets differ, the sampler gives
+            an index twice, an empty batch can't be made, the length of the dataset has changed, or
+            several shards of an iterable dataset give the same samples.
+        TypeError: If ``shares`` aren't whole numbers.
+
+    Source: ``torch.utils.data.DataLoader``; its state dict is like that of torchdata's
+    StatefulDataLoader.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        *args: Any,
+        seed: int | None = None,
+        shares: Sequence[int] | str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(dataset, batch_size, *args, **options)
+        group = group_or_all(process_group)
+        self._group = group
+        self._rank, self._num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+        self._pace: Pace | None = None
+        self._shares = (1,) * self._num_ranks
+        if shares == "auto":
+            self._pace = Pace(group, max(1, self.num_workers) * (self.prefetch_factor or 1) + 1)
+        elif shares is not None:
+            self._shares = _checked_shares(shares, self._num_ranks)
+        if seed is None and isinstance(self.generator, torch.Generator):
+            seed = self.generator.initial_seed()
+        self._seed = None if seed is None else as_whole_number("seed", seed)
+        self._is_iterable = isinstance(dataset, IterableDataset)
+        if type(self.sampler) is RandomSampler and self.sampler.generator is None:
+            self.sampler.generator = torch.Generator()  # which is seeded for each epoch
+        self._samplers = _samplers_in(self)
+        self._check_arguments()
+        own = (BatchSampler, RandomSampler, SequentialSampler)
+        self._may_repeat = all(type(each) in own for each in self._samplers) or any(
+            getattr(each, "replacement", False) for each in self._samplers
+        )
+        self._length: int | None = None
+        self._next_epoch, self._iteration = 0, 0
+        # Where the epoch is that was begun last, or from which the next one goes on.
+        self._epoch, self._num_given, self._digest = 0, 0, 0
+        self._goes_on = self._is_in_epoch = False
+        self._run = 0
+        self._loader: torch.utils.data.DataLoader[Any] | None = None
+
+    def _check_arguments(self) -> None:
+        if self.batch_size is not None and self.batch_size < self._num_ranks:
+            raise SplitError(
+                f"A global batch of {self.batch_size} can't be split over {self._num_ranks} ranks: "
+                "batch_size counts the samples of all ranks together. Use a larger batch or fewer "
+                "ranks."
+            )
+        if self.batch_size is None and self._num_ranks > 1 and not self._gives_lists():
+            raise SplitError(
+                "With batch_size=None the dataset makes a batch of each index, which can't be cut. "
+                "Give batch_size; or a sampler that gives lists of indices, such as a "
+                "BatchSampler, and a dataset that makes a batch of such a list."
+            )
+        if self._is_iterable and self.batch_size is not None:
+            bounds = cuts(self.batch_size, self._shares)
+            if len(set(bounds)) < len(bounds):
+                raise SplitError(
+                    f"With shares {list(self._shares)}, a rank would have no sample in a batch of "
+                    f"{self.batch_size}. All ranks read an iterable dataset, and what that rank "
+                    "reads would be lost. Use a larger batch or other shares."
+                )
+        for each in self._samplers:
+            if isinstance(each, DistributedSampler):
+                raise SplitError(
+                    f"A {type(each).__name__} gives each rank samples of its own, which this "
+                    "loader would divide once more. Leave the sampler out, and give shuffle=True."
+                )
+
+    def _gives_lists(self) -> bool:
+        """Whether the ranks can share what the sampler gives at a time."""
+        own = (RandomSampler, SequentialSampler)
+        is_given = self.batch_sampler is not None or self._is_iterable
+        return is_given or not isinstance(self.sampler, own)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be this epoch, from 0; trainers call it."""
+        epoch = as_whole_number("epoch", epoch)
+        if self._goes_on and epoch != self._epoch:
+            self._goes_on = self._is_in_epoch = False
+            self._num_given = self._digest = 0
+        self._next_epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the iteration is, the same on every rank; for :meth:`load_state_dict`.
+
+        Batches count that the program was given, not those that workers have read ahead.
+        """
+        return {
+            "version": _VERSION,
+            "seed": self._seed,
+            "epoch": self._epoch if self._is_in_epoch else self._next_epoch,
+            "num_batches": self._num_given,
+            "digest": self._digest,
+            "facts": self._facts_of_order(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called, at any number of ranks and workers.
+
+        Raises:
+            ValueError: If it is of another dataset, batch size or version; nothing has changed.
+        """
+        if not isinstance(state_dict, dict) or not state_dict.keys() >= _STATE:
+            raise ValueError(refusal("state_dict", state_dict, "what state_dict() returned"))
+        if state_dict["version"] != _VERSION:
+            raise ValueError(
+                f"This state of a DataLoader has version {state_dict['version']}, and this release "
+                f"of lockstep knows version {_VERSION}. Install the one that saved it."
+            )
+        seed, facts = state_dict["seed"], state_dict["facts"]
+        check_type("facts", facts, dict, "what state_dict() returned")
+        seed = None if seed is None else as_whole_number("seed", seed)
+        epoch, num_batches, checksum = (
+            as_whole_number(name, state_dict[name], "a whole number from 0 up", at_least=0)
+            for name in ("epoch", "num_batches", "digest")
+        )
+        own, in_epoch = self._facts_of_order(), num_batches > 0
+        # Between epochs all may change but the dataset.
+        for name in [*own, *facts] if in_epoch else ["dataset", "length of the dataset"]:
+            if own.get(name) != facts.get(name):
+                raise ValueError(
+                    f"This state is of a DataLoader whose {name} was {facts.get(name)!r}, and this "
+                    f"one's is {own.get(name)!r}: the rest of its epoch would be other samples. "
+                    "Make the loader as it was, or call set_epoch() to begin a new epoch."
+                )
+        self._run += 1
+        self._seed, self._epoch, self._next_epoch = seed, epoch, epoch
+        self._num_given, self._digest = num_batches, checksum
+        self._goes_on = self._is_in_epoch = in_epoch
+
+    def _facts_of_order(self) -> dict[str, Any]:
+        """What the samples of global batches depend on, besides seed and epoch."""
+        facts: dict[str, Any] = {
+            "dataset": type(self.dataset).__name__,
+            "length of the dataset": _length_of(self.dataset),
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+            "samplers": [type(each).__name__ for each in self._samplers],
+        }
+        if self._is_iterable:
+            facts |= {"number of ranks": self._num_ranks, "num_workers": self.num_workers}
+        return facts
+
+    def __iter__(self) -> Any:
+        """Begin the next epoch, or go on with one that was loaded. Every rank calls it."""
+        self._settle_seed()
+        skip, expected = (self._num_given, self._digest) if self._goes_on else (0, 0)
+        self._epoch = self._next_epoch
+        assert self._seed is not None
+        facts = {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "number of batches given": skip,
+            "shares": self._shares,
+            **self._facts_of_order(),
+        }
+        length = _length_of(self.dataset)
+        stream: Iterator[Any]
+        asked: deque[tuple[int, int]] = deque()
+        if self._pace is not None:
+            facts["number of batches read ahead"] = self._pace.ahead
+            self._pace.restart()  # before workers are asked for batches
+        if self._is_iterable:
+            self._check_same(facts)
+            stream = self._iterable_batches(skip)
+        else:
+            batches = GlobalBatches(
+                self.sampler if self.batch_sampler is None else self.batch_sampler,
+                self._samplers,
+                self._seed,
+                self._epoch,
+                may_repeat=self._may_repeat,
+            )
+            facts["order of samples"] = functools.reduce(
+                lambda checksum, batch: digest(batch, checksum), batches.peek(), 0
+            )
+            self._check_same(facts)
+            stream = self._read(self._parts(iter(batches), skip, expected, asked))
+        self._length, self._goes_on, self._is_in_epoch = length, False, True
+        self._num_given, self._digest, self._next_epoch = skip, expected, self._epoch + 1
+        self._run += 1
+        return self._counted(stream, asked, self._run)
+
+    def _read(self, requests: Iterator[Any]) -> Iterator[Any]:
+        """Return what torch's own loader reads for each of ``requests``."""
+        loader = self._loader
+        if loader is None:
+            reader: Any
+            if self._is_iterable:
+                reader = StreamReader(self.dataset, self.collate_fn, self._rank, self._num_ranks)
+            else:
+                makes_batches = self.batch_sampler is None
+                reader = Reader(self.dataset, self.collate_fn, makes_batches=makes_batches)
+            self._requests = _Requests()
+            self._loader = loader = torch.utils.data.DataLoader(
+                reader,
+                batch_size=None,
+                sampler=self._requests,
+                num_workers=self.num_workers,
+                collate_fn=_as_it_is,
+                pin_memory=self.pin_memory,
+                timeout=self.timeout,
+                worker_init_fn=_WorkerStart(self.worker_init_fn),
+                multiprocessing_context=self.multiprocessing_context,
+                generator=torch.Generator(),
+                prefetch_factor=self.prefetch_factor,
+                persistent_workers=self.persistent_workers,
+                pin_memory_device=self.pin_memory_device,
+            )
+        self._requests.stream = requests
+        assert self._seed is not None
+        # Workers' own seeds, which their worker_init_fn sees, differ by rank, epoch and worker.
+        loader.generator.manual_seed(mixed(self._seed, self._epoch, self._rank))
+        return iter(loader)
+
+    def _iterable_batches(self, skip: int) -> Iterator[Any]:
+        """Yield this rank's parts of what is left of an iterable dataset."""
+        assert self._seed is not None
+        size = self.batch_size
+        if size is not None:
+            bounds = cuts(size, self._shares)
+            size = bounds[self._rank + 1] - bounds[self._rank]
+        self._iteration += 1
+        request = Request(self._iteration, mixed(self._seed, self._epoch), size, self.drop_last)
+        answers = self._read(itertools.repeat(request))
+        assert self._loader is not None
+        reader: Any = self._loader.dataset
+        num_workers = max(1, self.num_workers)
+        stream = global_stream(answers, reader, size, num_workers, self._group)
+        return itertools.islice(stream, skip, None)
+
+    def _counted(
+        self, stream: Iterator[Any], asked: deque[tuple[int, int]], run: int
+    ) -> Iterator[Any]:
+        """Yield batches, and note which ones the program has been given.
+
+        ``run`` is the number of this iteration. Once there is a later one, or a state was loaded,
+        what is still read in this one doesn't count.
+        """
+        for batch in stream:
+            checksum, num_samples = asked.popleft() if asked else (0, 0)
+            if run == self._run:
+                self._num_given += 1
+                self._digest = checksum
+            if self._pace is None:
+                yield batch
+            else:
+                self._pace.begin()
+                yield batch
+                self._pace.end(self._num_given, num_samples)
+        if run == self._run:
+            self._num_given = self._digest = 0
+            self._is_in_epoch = False
+
+    def _settle_seed(self) -> None:
+        if self._seed is not None:
+            return
+        self._seed = torch.initial_seed() % 2**62
+        if self._group is not None:
+            own = torch.tensor([self._seed], device=device_of_facts(self._group))
+            self._seed = int(all_gather(self._group, own)[0])
+
+    def _check_same(self, facts: dict[str, Any]) -> None:
+        """Compare the ranks, and then the epochs: so no rank waits for one that raises."""
+        by_rank = [] if self._group is None else differing_facts(self._group, facts)
+        for rank, theirs in enumerate(by_rank):
+            for name, value in theirs.items():
+                if value != by_rank[0].get(name):
+                    raise SplitError(
+                        f"The ranks' DataLoaders differ: {name} is {value!r} on rank {rank} and "
+                        f"{by_rank[0].get(name)!r} on rank 0. Make the same loader of the same "
+                        "dataset on every rank."
+                    )
+        length = facts["length of the dataset"]
+        if self._length not in (None, length):
+            raise SplitError(
+                f"The dataset had {self._length} samples in an earlier epoch, and has {length} "
+                "now, so that epochs differ. Make a new DataLoader for it."
+            )
+
+    def _parts(
+        self, batches: Iterator[Any], skip: int, expected: int, asked: deque[tuple[int, int]]
+    ) -> Iterator[Part]:
+        """Yield this rank's part of each global batch but the first ``skip``.
+
+        ``asked`` gets the checksum of the batches so far, and the number of samples of the part.
+        """
+        position = checksum = 0
+        number = -1
+        assert self._seed is not None
+        seed = mixed(self._seed, self._epoch)
+        for number, batch in enumerate(batches):
+            if number == skip and checksum != expected:
+                raise SplitError(
+                    f"The sampler doesn't give the same indices again in epoch {self._epoch}, so "
+                    "that the rest of it isn't known. Let it draw random numbers from torch, "
+                    "random or numpy.random, or from an attribute 'generator'."
+                )
+            checksum = digest(batch, checksum)
+            is_list = isinstance(batch, list | tuple)
+            if number >= skip:
+                if is_list:
+                    part = self._part_of(batch, number, position, seed)
+                else:
+                    part = Part([batch], seed, position, is_one=True)
+                asked.append((checksum, 0 if part.is_empty else len(part)))
+                yield part
+            position += len(batch) if is_list else 1
+        if number + 1 < skip:
+            raise SplitError(
+                f"The state that was loaded counts {skip} batches of epoch {self._epoch}, and the "
+                f"sampler gives {number + 1}. Make the loader as it was."
+            )
+
+    def _part_of(self, batch: Any, number: int, position: int, seed: int) -> Part:
+        shares = self._shares if self._pace is None else self._pace.shares_at(number)
+        bounds = cuts(len(batch), shares)
+        start, stop = bounds[self._rank], bounds[self._rank + 1]
+        is_empty = start == stop and len(batch) > 0
+        own = batch[:1] if is_empty else batch[start:stop]
+        return Part(own, seed, position + start, is_empty)
+
+
+class _Requests:
+    """The sampler of torch's own loader: what to read in the iteration that begins."""
+
+    stream: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.stream
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return nothing: a copy of the loader begins iterations of its own."""
+        return {}
+
+
+class _WorkerStart:
+    """Calls the user's function at the start of a worker, which knows of the user's dataset."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, worker_id: int) -> None:
+        info: Any = worker._worker_info
+        worker._worker_info = dataclasses.replace(info, dataset=info.dataset.dataset)
+        if self._function is not None:
+            self._function(worker_id)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _checked_shares(shares: Any, num_ranks: int) -> tuple[int, ...]:
+    wanted = f"'auto' or {num_ranks} whole numbers, one for each rank, such as [3, 1]"
+    if isinstance(shares, str) or not isinstance(shares, Sequence):
+        raise TypeError(refusal("shares", shares, wanted))
+    checked = tuple(as_whole_number("shares", share, wanted) for share in shares)
+    if len(checked) != num_ranks or min(checked) < 0 or not any(checked):
+        raise SplitError(f"shares is {list(shares)}; needed is {wanted}, and not all of them 0.")
+    return checked
+
+
+def _samplers_in(loader: DataLoader[Any]) -> list[Any]:
+    """Return the sampler that gives the batches, and those inside of it."""
+    found: list[Any] = []
+    if isinstance(loader.dataset, IterableDataset):
+        return found
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while sampler is not None and not any(sampler is each for each in found):
+        found.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    return found
+
+
+def _length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None

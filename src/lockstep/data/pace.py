@@ -1,0 +1,65 @@
+"""Shares of the ranks in a batch that follow from how fast they were."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import all_gather, device_of_facts, waited_seconds
+
+# After so many batches the ranks compare how long they took.
+_INTERVAL = 8
+# The shares of all ranks together; each has one at least.
+_NUM_SHARES = 256
+
+
+class Pace:
+    """Shares in proportion to the samples that each rank computes in a second.
+
+    Ranks agree on new shares after every few batches. They count from a batch on that no rank's
+    workers can have been asked for: ``ahead`` of the last that was given.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, ahead: int) -> None:
+        self._group, self.ahead = group, ahead
+        size = 1 if group is None else group.size()
+        self._shares, self._later = (1,) * size, (0, (1,) * size)
+        self._speeds = [0.0] * size
+        self._seconds, self._num_samples = 0.0, 0
+
+    def restart(self) -> None:
+        """An epoch begins."""
+        self._later = 0, self._later[1]
+
+    def shares_at(self, number: int) -> tuple[int, ...]:
+        """Return the shares in the batch of that number of the epoch."""
+        return self._later[1] if number >= self._later[0] else self._shares
+
+    def begin(self) -> None:
+        """Note the time at which the program is given a batch."""
+        self._began = time.perf_counter() - waited_seconds()
+
+    def end(self, number: int, num_samples: int) -> None:
+        """Note that the program is through with batch ``number``, from 1, of so many samples."""
+        self._seconds += time.perf_counter() - waited_seconds() - self._began
+        self._num_samples += num_samples
+        # While new shares are still to come, batches may have been cut by them on some ranks.
+        if self._group is None or number % _INTERVAL or number < self._later[0]:
+            return
+        own = torch.tensor(
+            [self._num_samples / max(self._seconds, 1e-9)],
+            dtype=torch.float32,
+            device=device_of_facts(self._group),
+        )
+        self._seconds, self._num_samples = 0.0, 0
+        speeds = [float(each) for each in all_gather(self._group, own)]
+        # A rank without samples was not measured.
+        pairs = zip(speeds, self._speeds, strict=True)
+        self._speeds = [(new + (old or new)) / 2 if new else old for new, old in pairs]
+        if not all(self._speeds):
+            return
+        total = sum(self._speeds)
+        shares = tuple(max(1, round(_NUM_SHARES * speed / total)) for speed in self._speeds)
+        self._shares, self._later = self._later[1], (number + self.ahead, shares)

@@ -1,0 +1,537 @@
+"""DataLoader: each sample once, in the same global batches at any number of ranks and workers."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+import lockstep
+from lockstep.errors import SplitError
+from tests.ranks import run_ranks
+
+Epoch = list[list[int]]  # the samples of each global batch
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Augmented(Numbers):
+    """Samples with a number of each generator."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(()).item(), random.random(), np.random.rand()
+
+
+class Stream(IterableDataset[int]):
+    """Numbers, divided among workers as torch's documentation tells."""
+
+    def __init__(self, length: int, *, divides: bool = True) -> None:
+        self.length, self.divides = length, divides
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None or not self.divides else (info.id, info.num_workers)
+        return iter(range(first, self.length, step))
+
+
+class Halves(Sampler[int]):
+    """One of a user's own, which draws from the global generators as it goes."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(self.length))
+        while left:
+            yield left.pop(random.randrange(len(left)) // (1 + int(torch.randint(2, ()))))
+
+
+SAMPLERS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "in order": lambda n, size: {"batch_size": size},
+    "shuffled": lambda n, size: {"batch_size": size, "shuffle": True},
+    "drop_last": lambda n, size: {"batch_size": size, "shuffle": True, "drop_last": True},
+    "own sampler": lambda n, size: {"batch_size": size, "sampler": Halves(n)},
+    "batch_sampler": lambda n, size: {
+        "batch_sampler": BatchSampler(RandomSampler(range(n)), size, False)
+    },
+}
+
+
+def joined(by_rank: list[Epoch]) -> Epoch:
+    """The global batches of ranks that have taken equally many steps."""
+    assert len({len(epoch) for epoch in by_rank}) == 1
+    return [[*itertools.chain(*parts)] for parts in zip(*by_rank, strict=True)]
+
+
+def numbers_of(batch: torch.Tensor) -> list[int]:
+    return list(batch.tolist())
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> dict[str, Any]:
+    size = draw(st.integers(4, 12))
+    return {
+        "length": draw(st.integers(1, 40)),
+        "size": size,
+        "sampler": draw(st.sampled_from(sorted(SAMPLERS))),
+        "seed": draw(st.integers(0, 2**40)),
+        "ranks": draw(st.lists(st.integers(1, 4), min_size=2, max_size=3)),
+        "shares": draw(st.sampled_from([None, "odd", "auto"])),
+        "stop": draw(st.integers(0, 12)),
+    }
+
+
+def loader(plan: dict[str, Any], group: dist.ProcessGroup, **more: Any) -> Any:
+    options = SAMPLERS[plan["sampler"]](plan["length"], plan["size"])
+    shares = plan["shares"]
+    if shares == "odd":
+        shares = [1 + 2 * rank for rank in range(group.size())]
+    return lockstep.DataLoader(
+        Numbers(plan["length"]),
+        seed=plan["seed"],
+        shares=shares,
+        process_group=group,
+        **options,
+        **more,
+    )
+
+
+def epochs(plan: dict[str, Any], num_ranks: int, count: int) -> list[Epoch]:
+    def body(rank: int, group: dist.ProcessGroup) -> list[Epoch]:
+        each = loader(plan, group)
+        return [[numbers_of(batch) for batch in each] for _ in range(count)]
+
+    by_rank = run_ranks(num_ranks, body)
+    return [joined([one[epoch] for one in by_rank]) for epoch in range(count)]
+
+
+@given(plans())
+def test_global_batches_are_those_of_one_rank(plan: dict[str, Any]) -> None:
+    expected = epochs(plan, 1, 2)
+    for epoch in expected:
+        samples = [*itertools.chain(*epoch)]
+        if plan["sampler"] == "drop_last":
+            assert len(samples) == plan["length"] // plan["size"] * plan["size"]
+            assert len(set(samples)) == len(samples)
+        else:
+            assert sorted(samples) == list(range(plan["length"]))
+    for num_ranks in plan["ranks"]:
+        assert epochs(plan, num_ranks, 2) == expected
+
+
+@given(plans())
+def test_an_interrupted_epoch_goes_on_at_any_number_of_ranks(plan: dict[str, Any]) -> None:
+    expected = epochs(plan, 1, 2)
+    seen: list[Epoch] = [[], []]
+    state: dict[str, Any] | None = None
+    for num_ranks in [*plan["ranks"], 1]:
+
+        def body(
+            rank: int,
+            group: dist.ProcessGroup,
+            state: dict[str, Any] | None = state,
+            is_last: bool = num_ranks == 1,
+        ) -> tuple[Any, list[tuple[int, list[int]]]]:
+            each, found = loader(plan, group), []
+            if state is not None:
+                each.load_state_dict(state)
+            while (epoch := each.state_dict()["epoch"]) < 2:
+                for batch in each:
+                    found.append((epoch, numbers_of(batch)))
+                    if not is_last and len(found) > plan["stop"]:
+                        return each.state_dict(), found
+            return each.state_dict(), found
+
+        results = run_ranks(num_ranks, body)
+        assert all(result[0] == results[0][0] for result in results)
+        state = results[0][0]
+        for parts in zip(*(found for _, found in results), strict=True):
+            seen[parts[0][0]].append([*itertools.chain(*(part for _, part in parts))])
+    assert seen == expected
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_augmentations_are_the_same_at_any_number_of_ranks_and_workers(start: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup, workers: int = 0) -> list[Any]:
+        options = {"multiprocessing_context": start, "persistent_workers": True} if workers else {}
+        each = lockstep.DataLoader(
+            Augmented(11),
+            4,
+            shuffle=True,
+            seed=5,
+            num_workers=workers,
+            process_group=group,
+            **options,
+        )
+        return [[torch.stack([*map(torch.Tensor.double, b)], 1) for b in each] for _ in range(2)]
+
+    alone = run_ranks(1, body)[0]
+    try:
+        in_workers = run_ranks(1, lambda rank, group: body(rank, group, 2))[0]
+    finally:  # Python keeps them for the next workers
+        multiprocessing.forkserver._forkserver._stop()
+        multiprocessing.resource_tracker._resource_tracker._stop()
+    ranks = run_ranks(3, body)
+    for epoch in range(2):
+        for step, batch in enumerate(alone[epoch]):
+            assert torch.equal(batch, in_workers[epoch][step])
+            assert torch.equal(batch, torch.cat([rank[epoch][step] for rank in ranks]))
+    drawn = torch.cat(alone[0] + alone[1])[:, 1:]
+    assert len(drawn.flatten().unique()) == drawn.numel()
+
+
+def test_the_program_has_its_own_random_numbers() -> None:
+    each = lockstep.DataLoader(Augmented(8), 4, seed=5)
+    next(iter(each))  # finds that the dataset draws
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    expected = torch.rand(1), np.random.rand()
+    torch.manual_seed(1)
+    np.random.seed(1)
+    for _ in each:
+        pass
+    assert (torch.rand(1), np.random.rand()) == expected
+
+
+def test_workers_and_prefetched_batches_are_counted_right() -> None:
+    options = {"batch_size": 5, "shuffle": True, "seed": 9}
+    dataset = Numbers(43)
+    whole = [numbers_of(batch) for batch in lockstep.DataLoader(dataset, **options)]
+    first = lockstep.DataLoader(dataset, **options, num_workers=2)
+    begun = iter(first)
+    seen = [numbers_of(next(begun)) for _ in range(3)]
+    state = first.state_dict()
+    del begun
+    second = lockstep.DataLoader(dataset, **options, num_workers=1, prefetch_factor=3)
+    second.load_state_dict(state)
+    seen += [numbers_of(batch) for batch in second]
+    assert seen == whole
+    assert second.state_dict()["epoch"] == 1
+    assert second.state_dict()["num_batches"] == 0
+
+
+def test_evaluation_counts_each_sample() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> int:
+        each = lockstep.DataLoader(Numbers(1797), 128, process_group=group)
+        assert len(each) == 15
+        return sum(len(batch) for batch in each)
+
+    assert sum(run_ranks(4, body)) == 1797
+
+
+def test_a_rank_without_samples_gets_an_empty_batch() -> None:
+    class Things(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return {"x": torch.ones(3, 2), "name": "a", "pair": (index, [1.0, 2.0])}
+
+    def body(rank: int, group: dist.ProcessGroup) -> Any:
+        *_, last = lockstep.DataLoader(Things(9), 4, process_group=group)
+        return last
+
+    *_, last = run_ranks(4, body)
+    assert last["x"].shape == (0, 3, 2)
+    assert last["name"] == []
+    assert last["pair"][0].shape == (0,)
+    assert [each.shape for each in last["pair"][1]] == [(0,), (0,)]
+
+
+def test_what_cannot_be_emptied_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        each = lockstep.DataLoader(
+            Numbers(5), 4, process_group=group, collate_fn=lambda samples: {"n": len(samples)}
+        )
+        if rank < 1:
+            list(each)
+            return
+        with pytest.raises(SplitError, match="has a int in it"):
+            list(each)
+
+    run_ranks(2, body)
+
+
+def test_lists_of_indices_are_shared_where_the_dataset_makes_batches() -> None:
+    class Table:
+        def __getitem__(self, indices: list[int]) -> torch.Tensor:
+            return torch.tensor(indices)
+
+        def __len__(self) -> int:
+            return 10
+
+    sampler = BatchSampler(range(10), 4, False)
+
+    def body(rank: int, group: dist.ProcessGroup) -> Epoch:
+        each = lockstep.DataLoader(Table(), None, sampler=sampler, process_group=group)
+        return [numbers_of(batch) for batch in each]
+
+    assert joined(run_ranks(3, body)) == [list(batch) for batch in sampler]
+    with pytest.raises(SplitError, match="can't be cut"):
+        run_ranks(2, lambda rank, group: lockstep.DataLoader(Numbers(3), None, process_group=group))
+    assert [int(x) for x in lockstep.DataLoader(Numbers(3), None)] == [0, 1, 2]
+
+
+def test_samples_may_repeat_where_they_are_drawn_with_replacement() -> None:
+    sampler = WeightedRandomSampler([1.0, 5.0, 1.0], 30)
+    assert sum(len(b) for b in lockstep.DataLoader(Numbers(3), 4, sampler=sampler)) == 30
+
+
+def test_a_sampler_that_gives_an_index_twice_is_refused() -> None:
+    with pytest.raises(SplitError, match="gave 2 twice in epoch 0"):
+        list(lockstep.DataLoader(Numbers(3), 4, sampler=[0, 1, 2, 2]))
+    with pytest.raises(SplitError, match="twice"):
+        list(lockstep.DataLoader(Numbers(3), 2, sampler=[0, 1, 2, 1]))
+
+
+def test_epochs_advance_and_can_be_set() -> None:
+    each = lockstep.DataLoader(Numbers(20), 20, shuffle=True, seed=1)
+    first, second = numbers_of(next(iter(each))), numbers_of(next(iter(each)))
+    assert first != second
+    each.set_epoch(0)
+    assert numbers_of(next(iter(each))) == first
+    assert numbers_of(next(iter(each))) == second
+
+
+def test_the_seed_is_that_of_the_first_rank_or_of_the_generator() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> Epoch:
+        generator = torch.Generator().manual_seed(3)
+        each = lockstep.DataLoader(
+            Numbers(9), 4, shuffle=True, generator=generator, process_group=group
+        )
+        return [numbers_of(batch) for batch in each]
+
+    assert joined(run_ranks(2, body)) == joined(run_ranks(1, body))
+    torch.manual_seed(4)
+    one = [numbers_of(batch) for batch in lockstep.DataLoader(Numbers(9), 4, shuffle=True)]
+    torch.manual_seed(5)
+    other = [numbers_of(batch) for batch in lockstep.DataLoader(Numbers(9), 4, shuffle=True)]
+    torch.manual_seed(4)
+    assert one == [numbers_of(b) for b in lockstep.DataLoader(Numbers(9), 4, shuffle=True)]
+    assert one != other
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"batch_size": 6}, "batch_size"),
+        ({"shares": [2, 1]}, "shares"),
+        ({"dataset": Numbers(11)}, "length of the dataset"),
+        ({"sampler": list(range(9, -1, -1))}, "samplers|order of samples"),
+    ],
+)
+def test_ranks_that_differ_are_named(options: dict[str, Any], named: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        own: dict[str, Any] = {"dataset": Numbers(10), "batch_size": 4, "seed": 0}
+        own |= options if rank else {}
+        each = lockstep.DataLoader(process_group=group, **own)
+        with pytest.raises(SplitError, match=f"({named}) is .* on rank 1"):
+            iter(each)
+
+    run_ranks(2, body)
+
+
+def test_ranks_in_different_epochs_are_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        each = lockstep.DataLoader(Numbers(10), 4, process_group=group)
+        each.set_epoch(rank)
+        with pytest.raises(SplitError, match="epoch is 1 on rank 1 and 0 on rank 0"):
+            iter(each)
+
+    run_ranks(2, body)
+
+
+def test_a_dataset_of_another_length_is_refused() -> None:
+    dataset = Numbers(10)
+    each = lockstep.DataLoader(dataset, 4)
+    list(each)
+    dataset.length = 12
+    with pytest.raises(SplitError, match="had 10 samples in an earlier epoch, and has 12 now"):
+        iter(each)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (lambda: lockstep.DataLoader(Numbers(11), 4), "length of the dataset was 10"),
+        (lambda: lockstep.DataLoader(Numbers(10), 5), "batch_size was 4"),
+        (lambda: lockstep.DataLoader(Numbers(10), 4, shuffle=True), "samplers was"),
+        (lambda: lockstep.DataLoader(Augmented(10), 4), "dataset was 'Numbers'"),
+    ],
+)
+def test_the_state_of_another_loader_is_refused(other: Callable[[], Any], named: str) -> None:
+    each = lockstep.DataLoader(Numbers(10), 4)
+    next(iter(each))
+    loading = other()
+    before = loading.state_dict()
+    with pytest.raises(ValueError, match=named):
+        loading.load_state_dict(each.state_dict())
+    with pytest.raises(ValueError, match="version 2"):
+        each.load_state_dict(each.state_dict() | {"version": 2})
+    with pytest.raises(ValueError, match="state_dict"):
+        each.load_state_dict({"epoch": 1})
+    assert loading.state_dict() == before
+
+
+def test_a_sampler_that_cannot_be_repeated_is_refused_when_it_goes_on() -> None:
+    class Own(Halves):
+        def __init__(self, length: int, seed: int) -> None:
+            super().__init__(length)
+            self.random = random.Random(seed)
+
+        def __iter__(self) -> Iterator[int]:
+            yield from self.random.sample(range(self.length), self.length)
+
+    each = lockstep.DataLoader(Numbers(20), 4, sampler=Own(20, 0))
+    next(iter(each))
+    again = lockstep.DataLoader(Numbers(20), 4, sampler=Own(20, 1))
+    again.load_state_dict(each.state_dict())
+    with pytest.raises(SplitError, match="doesn't give the same indices again"):
+        list(again)
+
+
+def test_bad_arguments_are_refused() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        with pytest.raises(SplitError, match="global batch of 1 can't be split over 2 ranks"):
+            lockstep.DataLoader(Numbers(10), 1, process_group=group)
+        sampler = DistributedSampler(Numbers(10), 2, rank)
+        with pytest.raises(SplitError, match="DistributedSampler gives each rank samples"):
+            lockstep.DataLoader(Numbers(10), 4, sampler=sampler, process_group=group)
+        for shares in ([1], [0, 0], [1, -1]):
+            with pytest.raises(SplitError, match="2 whole numbers"):
+                lockstep.DataLoader(Numbers(10), 4, shares=shares, process_group=group)
+        for wrong in ("fast", 3, [0.5, 0.5]):
+            with pytest.raises(TypeError, match="shares"):
+                lockstep.DataLoader(Numbers(10), 4, shares=wrong, process_group=group)
+
+    run_ranks(2, body)
+
+
+def test_shares_are_in_proportion() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[int]:
+        return [*map(len, lockstep.DataLoader(Numbers(10), 8, shares=[3, 1], process_group=group))]
+
+    assert run_ranks(2, body) == [[6, 2], [2, 0]]
+
+
+def test_shares_follow_the_ranks_pace() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[int]:
+        each = lockstep.DataLoader(Numbers(40 * 8), 8, shares="auto", process_group=group)
+        sizes = []
+        for batch in each:
+            sizes.append(len(batch))
+            each._pace._began -= len(batch) * (3.0 if rank else 1.0)  # as if it had taken so long
+        return sizes
+
+    fast, slow = run_ranks(2, body)
+    assert fast[:8] == slow[:8] == [4] * 8
+    assert fast[-8:] == [6] * 8
+    assert slow[-8:] == [2] * 8
+
+
+@given(
+    length=st.integers(0, 40),
+    size=st.integers(4, 9),
+    num_ranks=st.integers(1, 4),
+    drop_last=st.booleans(),
+    stop=st.integers(0, 8),
+)
+def test_an_iterable_dataset_is_divided_among_ranks(
+    length: int, size: int, num_ranks: int, drop_last: bool, stop: int
+) -> None:
+    def body(rank: int, group: dist.ProcessGroup, *, resumes: bool = False) -> Epoch:
+        def make() -> Any:
+            return lockstep.DataLoader(
+                Stream(length), size, seed=1, drop_last=drop_last, process_group=group
+            )
+
+        each, found = make(), []
+        for batch in each:
+            found.append(numbers_of(batch))
+            if resumes and len(found) > stop:
+                again = make()
+                again.load_state_dict(each.state_dict())
+                return found + [numbers_of(batch) for batch in again]
+        return found
+
+    if 0 < length < num_ranks and not drop_last:
+        length = num_ranks
+    whole = joined(run_ranks(num_ranks, body))
+    samples = [*itertools.chain(*whole)]
+    assert len(set(samples)) == len(samples)
+    assert drop_last or sorted(samples) == list(range(length))
+    assert joined(run_ranks(num_ranks, lambda *each: body(*each, resumes=True))) == whole
+
+
+def test_an_iterable_dataset_is_divided_among_workers_of_ranks() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[Epoch]:
+        each = lockstep.DataLoader(
+            Stream(37), 6, num_workers=2, persistent_workers=True, process_group=group
+        )
+        return [[numbers_of(batch) for batch in each] for _ in range(2)]
+
+    for epoch in zip(*run_ranks(2, body), strict=True):
+        assert sorted(itertools.chain(*joined(list(epoch)))) == list(range(37))
+
+
+def test_an_iterable_dataset_that_gives_all_to_each_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        each = lockstep.DataLoader(Stream(9, divides=False), 4, process_group=group)
+        with pytest.raises(SplitError, match="same samples to rank 0 and to rank 1"):
+            list(each)
+
+    run_ranks(2, body)
+    with pytest.raises(SplitError, match="worker 0 of rank 0 and to worker 1 of rank 0"):
+        list(lockstep.DataLoader(Stream(9, divides=False), 4, num_workers=2))
+
+
+def test_it_is_torchs_loader_with_torchs_attributes() -> None:
+    dataset = TensorDataset(torch.arange(10.0))
+    each = lockstep.DataLoader(dataset, 4, shuffle=True, pin_memory=False)
+    assert isinstance(each, torch.utils.data.DataLoader)
+    assert (each.dataset, each.batch_size, len(each)) == (dataset, 4, 3)
+    assert isinstance(each.sampler, RandomSampler)
+
+
+def start_of_worker(worker_id: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert info.id == worker_id
+    info.dataset.length = 7  # type: ignore[attr-defined]
+
+
+def test_a_worker_is_begun_with_the_users_dataset() -> None:
+    each = lockstep.DataLoader(Numbers(6), 3, num_workers=1, worker_init_fn=start_of_worker)
+    assert [numbers_of(batch) for batch in each] == [[0, 1, 2], [3, 4, 5]]
