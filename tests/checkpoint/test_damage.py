@@ -35,7 +35,7 @@ from tests.checkpoint.test_round_trips import same, states_of, trained
 from tests.counts import num_examples
 from tests.nn.models import Digits
 from tests.optim.test_shard_optimizer import OPTIMIZERS
-from tests.ranks import run_ranks
+from tests.ranks import make_group, run_ranks
 
 PROGRAM = """
 import sys, torch, lockstep
@@ -170,7 +170,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_names_it(tmp_path) -> None:
             lockstep.save(tmp_path, process_group=group, value=[value])
         assert "'value.0' is a object" in str(caught.value)
         assert rank == 1 or "Rank 1" in str(caught.value)
-        with pytest.raises(CheckpointMismatch, match=r"'value.tree.1': 0 on rank 0, and 1"):
+        with pytest.raises(CheckpointMismatch, match=r"'things.value.tree.1': 0 on rank 0, and 1"):
             lockstep.save(tmp_path, process_group=group, value=[0, rank])
         with pytest.raises(CheckpointMismatch, match="'things'"):
             lockstep.save(tmp_path, process_group=group, **{f"name{rank}": 0})
@@ -265,6 +265,19 @@ def test_a_manifest_that_means_harm_is_refused(tmp_path) -> None:
         manifest.write_bytes(f"lockstep checkpoint 1 {digest}\n".encode() + body)
         with pytest.raises(CheckpointDamaged, match="can't be understood"):
             lockstep.load(tmp_path, value=None, words=None)
+
+
+def test_an_optimizer_that_is_sharded_among_others_is_refused(tmp_path) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        # Two halves of the ranks, each with an optimizer that it shares out among itself.
+        half = make_group("threads", stores[rank // 2], rank % 2, 2, 20)
+        _, optimizer = trained(half, Digits, OPTIMIZERS["AdamW"], sharded=True)
+        with pytest.raises(SaveFailed, match=r"each element of 'optimizer.state.*once"):
+            lockstep.save(tmp_path, process_group=group, optimizer=optimizer)
+        half.shutdown()
+
+    stores = [dist.HashStore(), dist.HashStore()]
+    run_ranks(4, body)
 
 
 def test_two_runs_that_save_to_one_folder_are_told(tmp_path) -> None:

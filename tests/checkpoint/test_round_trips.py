@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
-from tests.counts import num_examples
+from tests.counts import num_examples, some
 from tests.nn.models import Digits, Layers, Shared
 from tests.optim.test_shard_optimizer import OPTIMIZERS
 from tests.ranks import run_ranks
@@ -169,13 +169,22 @@ def states_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], d
     return dict(model.state_dict()), state | {"state": own}
 
 
-@pytest.mark.parametrize("is_sharded", [(False, False), (True, True), (True, False), (False, True)])
-@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1), (2, 2), (3, 4), (4, 3)])
+SIZES = [(1, 2), (2, 1), (2, 2), (3, 4), (4, 3)]
+KINDS = [(False, False), (True, True), (True, False), (False, True)]
+
+
+@pytest.mark.shortened
+@pytest.mark.parametrize(
+    ("first", "second", "is_sharded"),
+    some([(*sizes, kinds) for kinds in KINDS for sizes in SIZES], 0),
+)
 def test_state_is_loaded_at_any_number_of_ranks(tmp_path, first, second, is_sharded) -> None:
     check_from_to(tmp_path, first, second, OPTIMIZERS["AdamW"], is_sharded, Digits)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kind", [Layers, Shared])
+@pytest.mark.shortened
+@pytest.mark.parametrize(
+    ("name", "kind"), some([(name, kind) for name in OPTIMIZERS for kind in (Layers, Shared)], 1)
+)
 def test_state_of_any_optimizer_is_loaded(tmp_path, name, kind) -> None:
     check_from_to(tmp_path, 3, 2, OPTIMIZERS[name], (True, True), kind)

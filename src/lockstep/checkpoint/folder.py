@@ -272,8 +272,14 @@ def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             own = divided.setdefault(name, {})
             for index, state in states.items():
                 own[index] = own.get(index, {}) | state
-    for _, pieces in tensors.values():
+    for key, (header, pieces) in tensors.items():
         pieces.sort()
+        ends = [0, *(stop for _, stop, *_ in pieces)]
+        if [*(start for start, *_ in pieces), Header(*header).numel] != ends:
+            raise SaveFailed(
+                f"The ranks don't have each element of {key!r} once. Save over those ranks among "
+                "which its optimizer is sharded: lockstep.save(..., process_group=...)."
+            )
     return {
         "bytes": [part["bytes"] for part in parts],
         "random": [part["random"] for part in parts],

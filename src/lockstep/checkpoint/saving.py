@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -99,7 +100,7 @@ def save(
     try:
         number = ranks.gather(failure, number)[0]
         place = place or Place(folder, number)
-        ranks.check_same(trees | {"tensors": shared.headers}, "save")
+        ranks.check_same({"things": trees, "tensors": shared.headers}, "save")
         ranges = [*_share(shared.whole, ranks.rank, ranks.size), *own.ranges]
         ranges += [Range(key, 0, flat) for key, flat in own.whole.items()]
         facts = {
@@ -132,42 +133,31 @@ def save(
     return folder / f"{number:06}"
 
 
+@dataclass
 class Writing:
-    """What a rank writes of a checkpoint.
+    """What a rank writes of a checkpoint."""
 
-    Attributes:
-        ranges: What goes to its file, in pieces.
-    """
-
-    def __init__(
-        self,
-        place: Place,
-        rank: int,
-        size: int,
-        keep: int,
-        facts: dict[str, Any],
-        part: dict[str, Any],
-        ranges: Sequence[Range],
-    ) -> None:
-        self.ranges = ranges
-        self._place, self._rank, self._size, self._keep = place, rank, size, keep
-        self._facts, self._part = facts, part
+    place: Place
+    rank: int
+    size: int
+    keep: int
+    facts: dict[str, Any]  # of the checkpoint
+    part: dict[str, Any]  # of this rank
+    ranges: Sequence[Range]  # in pieces
 
     def write(self, *, in_thread: bool = False) -> None:
         """Write this rank's file, and then tell rank 0 what is in it."""
-        path = self._place.folder / file_of(self._rank)
-        self._part["bytes"], pieces = write_bytes(
-            path, self._rank, self.ranges, in_thread=in_thread
-        )
-        headers = self._part.pop("headers").items()
-        self._part["tensors"] = {key: [header, pieces.get(key, [])] for key, header in headers}
-        self._place.put_part(self._rank, self._part)
+        path = self.place.folder / file_of(self.rank)
+        self.part["bytes"], pieces = write_bytes(path, self.rank, self.ranges, in_thread=in_thread)
+        headers = self.part.pop("headers").items()
+        self.part["tensors"] = {key: [header, pieces.get(key, [])] for key, header in headers}
+        self.place.put_part(self.rank, self.part)
 
     def commit(self, *, in_thread: bool = False) -> None:
         """On rank 0 wait for what all ranks have written, and make the checkpoint visible."""
-        if self._rank == 0:
-            parts = self._place.take_parts(self._size)
-            self._place.commit(self._facts, parts, self._keep, in_thread=in_thread)
+        if self.rank == 0:
+            parts = self.place.take_parts(self.size)
+            self.place.commit(self.facts, parts, self.keep, in_thread=in_thread)
 
     def tried(self, *steps: Callable[[], None]) -> Exception | None:
         """Take steps, and return the error of the one that failed."""
@@ -175,8 +165,8 @@ class Writing:
             for step in steps:
                 step()
         except Exception as error:
-            self._place.put_failure(self._rank)
-            return explained(error, self._place.final)
+            self.place.put_failure(self.rank)
+            return explained(error, self.place.final)
         return None
 
     def run_alone(self) -> Exception | None:
@@ -184,7 +174,7 @@ class Writing:
         try:
             return self.tried(self.write, self.commit)
         finally:
-            self._place.close()
+            self.place.close()
 
 
 def _share(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> Iterator[Range]:
