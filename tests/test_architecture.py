@@ -35,6 +35,7 @@ LAYERS = {
     "integrations": 5,
     "bench": 6,
     "demo": 6,
+    "check": 6,
     "cli": 7,
     "__main__": 8,
 }

@@ -183,6 +183,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     folded = "Show the frames of lockstep, torch and Python too when a rank fails."
     run.option("--full-traceback", folded, action="store_true")
+    run.option(
+        "--check STEPS",
+        "Take so many optimizer steps on the ranks, then the same ones in one process on the same "
+        "global batches, and tell where they part and why. Dropout is off. The script runs three "
+        "times: what it writes is written so often.",
+    )
+    run.option("--float64", "With --check: compute in float64.", action="store_true")
     run.option("--nnodes N", "On how many hosts this command is given; by default 1.")
     run.option(
         "--node-rank R",
@@ -240,7 +247,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(**options: Any) -> None:
+def _run(check: str | None = None, float64: bool = False, **options: Any) -> None:
+    if check is not None:
+        from lockstep.check import check as check_program
+
+        sys.exit(check_program(check, float64=float64, **options))
+    if float64:
+        raise BadLaunch("--float64 is for --check STEPS. Leave it out.")
     launcher.run_job(launcher.job_of(**options))
 
 

@@ -53,6 +53,8 @@ _get_current_function_mode_stack: Callable[[], list[Any]] = (
 )
 # Moves and casts the tensors among a forward's arguments, as torch's DDP does.
 tree_map_only = torch.utils._pytree.tree_map_only
+# The tensors of a batch, whatever its nesting.
+tree_leaves = torch.utils._pytree.tree_leaves
 
 # Data. What a worker of a DataLoader is told, which lockstep lets count the workers of all ranks.
 worker = torch.utils.data._utils.worker

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +58,8 @@ class Job(NamedTuple):
     # The descriptor of a socket to the process that called launch(), which takes the outcome;
     # end-of-file means that it has ended. None: the outcome is printed.
     caller: int | None = None
+    # The context that each rank runs the program in, made there from its rank.
+    around: Callable[[int], AbstractContextManager[object]] | None = None
 
 
 def name_of(function: object) -> str:

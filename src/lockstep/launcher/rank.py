@@ -21,7 +21,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import InspectLoader
 from types import ModuleType
 
@@ -77,7 +78,7 @@ def run_rank(
     # Not before: a signal would run the supervisor's handlers.
     signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
     pid = os.getpid()
-    failure, result = _run(job.program, rank, reads_stdin)
+    failure, result = _run(job.program, rank, reads_stdin, job.around or nullcontext)
     # If the supervisor was killed, the end of this rank is near.
     with contextlib.suppress(BrokenPipeError), connection:
         # A process that the program forked may come here too: it can fail the rank, no more.
@@ -114,14 +115,18 @@ def _leave_supervisor(outputs: Sequence[int], reads_stdin: bool) -> None:
 
 
 def _run(
-    program: Program | bytes, rank: int, reads_stdin: bool
+    program: Program | bytes,
+    rank: int,
+    reads_stdin: bool,
+    around: Callable[[int], AbstractContextManager[object]],
 ) -> tuple[Failure | None, bytes | None]:
     """Run ``program``; return its failure, and the pickled result if it is a function."""
     is_call = isinstance(program, bytes)
     try:
         if isinstance(program, bytes):
             return None, _call(program)
-        (_run_module if program.is_module else _run_script)(program)
+        with around(rank):
+            (_run_module if program.is_module else _run_script)(program)
     except KeyboardInterrupt:
         return Failure(rank, time.monotonic(), 128 + signal.SIGINT), None
     except SystemExit as error:

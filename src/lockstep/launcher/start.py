@@ -175,7 +175,7 @@ def launch(
         log_dir=None if log_dir is None else os.fspath(Path(log_dir).absolute()),
         labelled=output == "labelled",
     )
-    outcome = _run(job)
+    outcome = supervise(job)
     outcome.check()
     return [pickle.loads(result) for result in outcome.results]
 
@@ -192,7 +192,7 @@ def _pickled(fn: Callable[..., object], args: Sequence[object]) -> bytes:
         ) from error
 
 
-def _run(job: Job) -> Outcome:
+def supervise(job: Job) -> Outcome:
     """Run ``job`` in a supervisor, copy its output, and return its outcome."""
     ours, theirs = socket.socketpair()
     with ours:
