@@ -79,6 +79,7 @@ def finding(ranks: Sequence[Records], alone: Records, with_rounding: Records) ->
     ends = [records.end() for records in [*ranks, alone]]
     num_steps = [end.num_steps if end else 0 for end in ends]
     largest = tolerance = 0.0
+    are_same = True  # whether all ranks have trained on the same samples
     for number in range(1, min(num_steps) + 1):
         steps = [records.step(number) for records in ranks]
         one, rounded = alone.step(number), with_rounding.step(number)
@@ -86,6 +87,8 @@ def finding(ranks: Sequence[Records], alone: Records, with_rounding: Records) ->
             break
         together = [step for step in steps if step is not None]
         parting = _parting(together, one, rounded)
+        inputs = [[(back.rows, back.num_rows) for back in step.backwards] for step in together]
+        are_same &= any(num for _, num in inputs[0]) and all(each == inputs[0] for each in inputs)
         largest, tolerance = max(largest, parting.difference), max(tolerance, parting.tolerance)
         if parting.difference > parting.tolerance:
             facts = _facts(parting, ranks, together, one, num_steps[:-1])
@@ -97,6 +100,15 @@ def finding(ranks: Sequence[Records], alone: Records, with_rounding: Records) ->
                 f"{parting.difference:.1e}, where rounding explains {parting.tolerance:.1e}."
             )
             return Finding(number, parting.difference, parting.tolerance, where, *verdict)
+    if are_same and min(num_steps):
+        return Finding(
+            min(num_steps),
+            largest,
+            tolerance,
+            "All ranks train on the same samples, so that each does the work of all.",
+            "the loader's sampler doesn't divide the samples among the ranks.",
+            f"Use {_OUR_LOADER}.",
+        )
     if len(set(num_steps[:-1])) > 1:
         told = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(num_steps[:-1]))
         return Finding(
