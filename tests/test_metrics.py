@@ -73,11 +73,12 @@ def test_reduce_keeps_the_nesting(backend: str) -> None:
 
 
 def test_reduce_takes_dicts_that_ranks_filled_in_different_orders() -> None:
-    for result, keys in zip(
-        reduce_on([{"a": 1, "b": 10}, {"b": 20, "a": 2}], "sum"), ["ab", "ba"], strict=True
-    ):
-        assert result == {"a": 3, "b": 30}
-        assert "".join(result) == keys
+    trees = [{"a": 1, "b": torch.tensor(2), "c": torch.tensor(0.5)} for _ in range(2)]
+    trees[1] = dict(reversed(trees[1].items()))
+    for op, c in (("sum", 1.0), ("max", 0.5), ("mean", 0.5)):
+        for result, keys in zip(reduce_on(trees, op), ("abc", "cba"), strict=True):
+            assert "".join(result) == keys
+            assert_same(result["c"], torch.tensor(c))
 
 
 @pytest.mark.parametrize(
