@@ -85,7 +85,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "a rank that leaves steps out": (
         _STEP,
         "        if world.rank == 0:\n            optimizer.step()\n",
-        "step",
+        "a rank leaves out steps",
     ),
     "parameters changed by one rank": (
         _STEP,
@@ -114,8 +114,13 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
 }
 
 
+# Where parts of different sizes would hide the mistake behind a mean of means.
+EVEN = {"a loss that compares samples"}
+
+
 def program(name: str) -> tuple[str, str]:
     """The script with this mistake, and the words that name its cause."""
     old, new, words = MISTAKES[name]
     assert old in BODY, old
-    return BODY.replace(old, new), words
+    text = BODY.replace(old, new)
+    return text.replace("batch_size=21", "batch_size=20") if name in EVEN else text, words

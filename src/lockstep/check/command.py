@@ -44,10 +44,10 @@ def check(steps: str, *, float64: bool = False, **options: Any) -> int:
         if code := _run(job, plan, console):
             return code
         ends = [records.end() or End() for records in ranks]
-        if not all(end.num_steps for end in ends):
+        if not any(end.num_steps for end in ends):
             raise BadLaunch(
-                "The program ended before each rank had taken an optimizer step, so that there is "
-                "nothing to compare. Check a program, or options of it, that train."
+                "The program ended before it had taken an optimizer step, so that there is nothing "
+                "to compare. Check a program, or options of it, that train."
             )
         plan = plan._replace(divides_itself=is_divided_by_program(ranks))
         for run in ALONE, ROUNDED:
