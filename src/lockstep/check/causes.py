@@ -36,6 +36,13 @@ class Verdict(NamedTuple):
     remedy: str
 
 
+_PADDED = Verdict(
+    "the sampler isn't lockstep's: torch's DistributedSampler gives some samples twice, so that all "
+    "ranks have equally many.",
+    f"Use {_OUR_LOADER}.",
+)
+
+
 class Parting(NamedTuple):
     """The first step after which runs differ.
 
@@ -100,6 +107,14 @@ def finding(ranks: Sequence[Records], alone: Records, with_rounding: Records) ->
                 f"{parting.difference:.1e}, where rounding explains {parting.tolerance:.1e}."
             )
             return Finding(number, parting.difference, parting.tolerance, where, *verdict)
+    if any(pads for each in ranks[0].rows().values() for _, pads in each):
+        return Finding(
+            min(num_steps),
+            largest,
+            tolerance,
+            "Some samples are given to two ranks, and so count twice.",
+            *_PADDED,
+        )
     if are_same and min(num_steps):
         return Finding(
             min(num_steps),
@@ -248,11 +263,7 @@ def _from_one_process(facts: Facts) -> Verdict:
     ranks, alone = facts.ranks, facts.alone
     num_ranks = len(ranks)
     if facts.pads:
-        return Verdict(
-            "the sampler isn't lockstep's: torch's DistributedSampler gives some samples twice, so "
-            "that all ranks have equally many.",
-            f"Use {_OUR_LOADER}.",
-        )
+        return _PADDED
     if facts.repeated:
         return Verdict(
             f"the ranks train on the same samples: {facts.repeated} of {facts.num_rows} in a batch "

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from lockstep.data.random_state import RandomState, Source, exclusive, mixed, sources
 from lockstep.errors import SplitError
@@ -67,6 +68,9 @@ class Part(list[Any]):
 class GlobalBatches:
     """The global batches of an epoch, as a user's or torch's batch sampler makes them.
 
+    Those of torch's own samplers are tensors of indices: a rank then makes numbers of its own
+    indices alone, however many ranks there are.
+
     Whatever random numbers the samplers draw are from ``seed`` and the epoch.
 
     Args:
@@ -96,7 +100,7 @@ class GlobalBatches:
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
         with self._random():
-            self._batches = iter(batches)
+            self._batches = iter(_as_tensors(batches))
 
     def peek(self) -> list[Any]:
         """Return the next batches, as many as are drawn at once."""
@@ -117,6 +121,8 @@ class GlobalBatches:
     def _check(self, batch: Any) -> None:
         seen, before = self._seen, len(self._seen)
         indices: Sequence[Any] = batch if isinstance(batch, list | tuple) else [batch]
+        if isinstance(batch, torch.Tensor) and batch.dim():
+            indices = batch.tolist()
         if indices and isinstance(indices[0], torch.Tensor):  # equal ones have different hashes
             indices = [index.item() for index in indices]
         is_new = seen.isdisjoint(indices)
@@ -132,8 +138,27 @@ class GlobalBatches:
         )
 
 
+def _as_tensors(batches: Iterable[Any]) -> Iterable[Any]:
+    """Return the same batches, as tensors if torch's own samplers make them."""
+    sampler: Any = getattr(batches, "sampler", None)
+    if type(batches) is not BatchSampler or type(sampler) not in (RandomSampler, SequentialSampler):
+        return batches
+    length = len(sampler.data_source)
+    if type(sampler) is SequentialSampler:
+        order = torch.arange(length, device="cpu")
+    elif sampler.replacement or sampler.num_samples != length or sampler.generator is None:
+        return batches
+    else:
+        order = torch.randperm(length, generator=sampler.generator, device="cpu")
+    if batches.drop_last:
+        order = order[: length - length % batches.batch_size]
+    return order.split(batches.batch_size) if len(order) else ()
+
+
 def digest(batch: Any, before: int = 0) -> int:
     """Return a checksum of the indices of a batch, and of those ``before`` it."""
+    if isinstance(batch, torch.Tensor):
+        return zlib.crc32(batch.cpu().numpy().tobytes(), before)
     try:
         payload = array("q", batch).tobytes()
     except TypeError:  # one index, or one that isn't a number

@@ -385,7 +385,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                     "random or numpy.random, or from an attribute 'generator'."
                 )
             checksum = digest(batch, checksum)
-            is_list = isinstance(batch, list | tuple)
+            is_list = isinstance(batch, list | tuple) or getattr(batch, "ndim", 0) == 1
             if number >= skip:
                 if is_list:
                     part = self._part_of(batch, number, position, seed)
@@ -406,6 +406,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         start, stop = bounds[self._rank], bounds[self._rank + 1]
         is_empty = start == stop and len(batch) > 0
         own = batch[:1] if is_empty else batch[start:stop]
+        own = own.tolist() if isinstance(own, torch.Tensor) else own
         return Part(own, seed, position + start, is_empty)
 
 
