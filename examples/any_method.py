@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.data import batch_slice
 
 NUM_STEPS = 100
 
@@ -53,9 +54,9 @@ def main() -> None:
     model = lockstep.parallelize(Net().to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    # Each rank has samples of its own.
-    torch.manual_seed(world.rank)
-    x = torch.randn(64, 8, device=world.device)
+    # The same samples on every rank, of which each takes its part.
+    samples = torch.randn(120, 8, generator=torch.Generator().manual_seed(0))
+    x = samples[batch_slice(120, world.rank, world.world_size)].to(world.device)
     y = x[:, 0::2] + x[:, 1::2]
 
     for step in range(NUM_STEPS):

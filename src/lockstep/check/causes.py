@@ -37,8 +37,8 @@ class Verdict(NamedTuple):
 
 
 _PADDED = Verdict(
-    "the sampler isn't lockstep's: torch's DistributedSampler gives some samples twice, so that all "
-    "ranks have equally many.",
+    "the sampler isn't lockstep's: torch's DistributedSampler gives some samples twice, so that "
+    "all ranks have equally many.",
     f"Use {_OUR_LOADER}.",
 )
 
