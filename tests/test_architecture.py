@@ -36,6 +36,7 @@ LAYERS = {
     "bench": 6,
     "demo": 6,
     "check": 6,
+    "observe": 6,
     "cli": 7,
     "__main__": 8,
 }

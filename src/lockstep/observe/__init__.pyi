@@ -1,0 +1,1 @@
+from .doctor import doctor as doctor
