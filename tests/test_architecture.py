@@ -21,6 +21,7 @@ README = Path(__file__).parent.parent / "README.md"
 LAYERS = {
     "torch_private": 0,
     "errors": 0,
+    "spans": 0,
     "arguments": 0,
     "comm": 1,
     "world": 2,
@@ -191,6 +192,7 @@ PUBLIC_MODULES = [
     "lockstep.integrations",
     "lockstep.launcher",
     "lockstep.nn",
+    "lockstep.observe",
     "lockstep.train",
     "lockstep.world",
 ]
@@ -229,6 +231,7 @@ PUBLIC_NAMES = {
     "scatter_kwargs",
     "shard_optimizer",
     "sync_buffers",
+    "trace",
 }
 
 

@@ -198,6 +198,14 @@ def _parser() -> argparse.ArgumentParser:
         "times: what it writes is written so often.",
     )
     run.option("--float64", "With --check: compute in float64.", action="store_true")
+    run.option(
+        "--trace DIR",
+        "Record what every rank does and when, in files in DIR: trace.json is for "
+        "https://ui.perfetto.dev.",
+    )
+    run.option(
+        "--trace-steps FIRST:STOP", "Record these steps alone, from 0; the last one is STOP - 1."
+    )
     run.option("--nnodes N", "On how many hosts this command is given; by default 1.")
     run.option(
         "--node-rank R",
@@ -258,14 +266,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(check: str | None = None, float64: bool = False, **options: Any) -> None:
+def _run(
+    check: str | None = None,
+    float64: bool = False,
+    trace: str | None = None,
+    trace_steps: str | None = None,
+    **options: Any,
+) -> None:
     if check is not None:
         from lockstep.check import check as check_program
 
         sys.exit(check_program(check, float64=float64, **options))
     if float64:
         raise BadLaunch("--float64 is for --check STEPS. Leave it out.")
-    launcher.run_job(launcher.job_of(**options))
+    job = launcher.job_of(**options)
+    if trace is not None:
+        from lockstep.observe import traced
+
+        job = traced(job, trace, trace_steps)
+    elif trace_steps is not None:
+        raise BadLaunch("--trace-steps is for --trace DIR. Leave it out.")
+    launcher.run_job(job)
 
 
 def _doctor(**options: Any) -> NoReturn:

@@ -22,11 +22,13 @@ from lockstep.data.iterable import Request, StreamReader, global_stream
 from lockstep.data.pace import Pace
 from lockstep.data.random_state import mixed
 from lockstep.errors import SplitError
+from lockstep.spans import span
 from lockstep.torch_private import worker
 from lockstep.world import group_or_all
 
 _T_co = TypeVar("_T_co", covariant=True)
 _VERSION = 1
+_END = object()
 _STATE = {"version", "seed", "epoch", "num_batches", "digest", "facts"}
 
 
@@ -328,7 +330,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         ``run`` is the number of this iteration. Once there is a later one, or a state was loaded,
         what is still read in this one doesn't count.
         """
-        for batch in stream:
+        while True:
+            with span("data"):
+                batch = next(stream, _END)
+            if batch is _END:
+                break
             checksum, num_samples = asked.popleft() if asked else (0, 0)
             if run == self._run:
                 self._num_given += 1

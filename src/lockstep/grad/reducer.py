@@ -299,7 +299,7 @@ class Reducer(GradientOrder):
         """Gradients of ``bucket`` have come: copy them early, or launch it if it is full."""
         if self.copies_early and bucket.num_missing:
             bucket.copy_ready(self._states)
-        if not bucket.num_missing and self._launches_early:
+        if bucket.is_full() and self._launches_early:
             for reducer in self._launch_order:
                 if not reducer.launch_full_buckets():
                     break
@@ -403,8 +403,7 @@ class Reducer(GradientOrder):
             with torch.no_grad():
                 self.launch_all_but_last()
                 self.launch_last()
-                for bucket in self._buckets:
-                    bucket.wait(self.process_group)
+                Bucket.wait_for_all(self._buckets, self.process_group)
                 self._unused = sorted({*self._order}.difference(self._arrivals))
                 if self.phase is not Phase.FAILED:
                     error = self._use_reduced()
@@ -452,6 +451,7 @@ class Reducer(GradientOrder):
 
     def _launch(self) -> None:
         index, bucket = self._next_launch, self._buckets[self._next_launch]
+        bucket.note_launch()
         is_last = index == len(self._buckets) - 1
         if not is_last and self._skips(index, any(bucket.accumulated)):
             bucket.has_left, self._next_launch = True, index + 1
