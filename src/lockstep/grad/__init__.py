@@ -6,10 +6,9 @@ from lockstep.grad.deferred import (
     ALIGNMENT,
     DeferredBucket,
     DeferredParameter,
-    Source,
     bucket_of,
     lacks_gradient,
-    source_of,
+    pending_bucket_of,
 )
 from lockstep.grad.reducer import Phase, Reducer
 
@@ -22,11 +21,10 @@ __all__ = [
     "GradBucket",
     "Phase",
     "Reducer",
-    "Source",
     "assign_buckets",
     "bucket_of",
     "gradient_dtype",
     "lacks_gradient",
-    "source_of",
+    "pending_bucket_of",
     "view_like",
 ]

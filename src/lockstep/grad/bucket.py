@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -108,6 +108,16 @@ def rows_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach()
 
 
+class Memory(NamedTuple):
+    """A buffer with the gradients of a bucket and, behind them, the facts."""
+
+    buffer: torch.Tensor
+    gradients: torch.Tensor  # of one dimension
+    tail: torch.Tensor  # the facts; elsewhere if a communication hook takes the buffer
+    views: list[torch.Tensor]  # of the gradients, each in the shape of its parameter
+    pointers: list[int]  # the addresses of the views when they were made
+
+
 class Bucket:
     """The gradients of some parameters, side by side in one buffer.
 
@@ -128,8 +138,10 @@ class Bucket:
         alignment: A gradient begins at a multiple of so many elements.
     """
 
-    # Whether gradients are summed where they are needed, and not when they are sent.
+    # Whether ranks leave gradients to be summed on demand, and send no sums: a DeferredBucket.
     is_deferred = False
+    # The number of elements behind the facts.
+    num_notes = 0
 
     def __init__(
         self,
@@ -155,30 +167,40 @@ class Bucket:
         self._is_large = numel >= _LARGE_NUMEL * len(sizes)
         # The number of gradients from which on copy_ready() copies them.
         self.chunk = 1 if self._is_large else max(1, _CHUNK_NUMEL * len(sizes) // max(1, numel))
+        self._offsets, self._tail_size = [0, *itertools.accumulate(sizes)], tail_size
         first = self._parameters[0] if named or like is None else like
         dtype, device = gradient_dtype(first), first.device
-        size = numel if is_hooked else numel + tail_size
-        # Whether the group had better average it: scaling small gradients takes another pass over
-        # the memory.
+        size = numel if is_hooked else numel + tail_size + self.num_notes
+        # Whether the group averages the gradients, instead of this rank scaling them: for small
+        # gradients scaling takes another pass over the memory.
         self.averages = False
         if buffers_from is None:
-            self._buffer = torch.zeros(size, dtype=dtype, device=device)
+            buffer = torch.zeros(size, dtype=dtype, device=device)
         else:
             # A half or a quarter of a number is exact.
             is_exact = buffers_from.size().bit_count() == 1
             scales = self._is_large and is_exact
             self.averages = not scales and can_average(buffers_from, device)
-            self._buffer = zero_buffer(buffers_from, size, dtype, device)
-        self._gradients, self.tail = self._buffer, self._buffer.new_zeros(tail_size)
-        if not is_hooked:
-            self._gradients, self.tail = self._buffer.split([numel, tail_size])
-        self._offsets = [0, *itertools.accumulate(sizes)]
-        self._views = [
-            view_like(self._buffer, offset, parameter)
+            buffer = zero_buffer(buffers_from, size, dtype, device)
+        self._use(self._memory_in(buffer))
+        self.reset()
+
+    def _memory_in(self, buffer: torch.Tensor) -> Memory:
+        """Return where in ``buffer`` the gradients and the facts are."""
+        if self.is_hooked:
+            gradients, tail = buffer, buffer.new_zeros(self._tail_size)
+        else:
+            gradients = buffer[: self._numel]
+            tail = buffer[self._numel : self._numel + self._tail_size]
+        views = [
+            view_like(buffer, offset, parameter)
             for offset, parameter in zip(self._offsets, self._parameters, strict=False)
         ]
-        self._pointers = [view.data_ptr() for view in self._views]
-        self.reset()
+        return Memory(buffer, gradients, tail, views, [view.data_ptr() for view in views])
+
+    def _use(self, memory: Memory) -> None:
+        """Leave the gradients of the next backward in ``memory``."""
+        self._buffer, self._gradients, self.tail, self._views, self._pointers = memory
 
     @property
     def gradients(self) -> torch.Tensor:
@@ -239,7 +261,7 @@ class Bucket:
                 # Another hook has replaced some gradients since.
                 for position in range(copied):
                     if gradient_of(self._parameters[position]) is not self._views[position]:
-                        self._copy(position, position + 1, 1)
+                        self._copy(position, position + 1, self.copy_scale)
             if self.copy_scale != scale:
                 self._gradients[: self._offsets[copied]].mul_(scale)
         self._copy(copied, len(self._parameters), scale)

@@ -27,7 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,7 @@ from lockstep.comm import (
     uncompiled,
     zero_buffer,
 )
-from lockstep.grad.bucket import Bucket, gradient_dtype, gradient_of, set_gradient
-from lockstep.grad.comm_hook import view_like
+from lockstep.grad.bucket import Bucket, gradient_of, set_gradient
 from lockstep.grad.diagnostics import naming
 
 # Where parameters begin in memory, in elements: whole cache lines.
@@ -109,24 +108,15 @@ def bucket_of(parameter: torch.Tensor) -> tuple[DeferredBucket, int] | None:
     return None if bucket is None else (bucket, position)
 
 
-class Source(NamedTuple):
-    """Where the gradient of a parameter is that nobody has summed yet."""
-
-    bucket: DeferredBucket
-    start: int  # its first element
-
-
-def source_of(parameter: torch.Tensor) -> Source | None:
-    """Return where the gradient of ``parameter`` is; None if it is in ``parameter.grad``."""
+def pending_bucket_of(parameter: torch.Tensor) -> tuple[DeferredBucket, int] | None:
+    """The same if the gradient is yet to be summed; None if it is in ``parameter.grad``."""
     found = bucket_of(parameter)
-    if found is None or not found[0].pending[found[1]]:
-        return None
-    return Source(found[0], found[0].offset_of(found[1]))
+    return found if found is not None and found[0].pending[found[1]] else None
 
 
 def lacks_gradient(parameter: torch.Tensor) -> bool:
     """Whether ``parameter.grad`` is None, without a look at it."""
-    return gradient_of(parameter) is None and source_of(parameter) is None
+    return gradient_of(parameter) is None and pending_bucket_of(parameter) is None
 
 
 # Ranks may be threads.
@@ -134,14 +124,6 @@ _lock = threading.Lock()
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[DeferredBucket]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-class _Side(NamedTuple):
-    buffer: torch.Tensor
-    gradients: torch.Tensor
-    tail: torch.Tensor
-    views: list[torch.Tensor]
-    pointers: list[int]
 
 
 class DeferredBucket(Bucket):
@@ -152,6 +134,7 @@ class DeferredBucket(Bucket):
     """
 
     is_deferred = True
+    num_notes = 1  # the number of the last backward whose gradients this rank has read
 
     def __init__(
         self,
@@ -165,13 +148,11 @@ class DeferredBucket(Bucket):
             named,
             accumulated,
             start=start,
-            tail_size=tail_size + 1,
+            tail_size=tail_size,
             buffers_from=group,
             alignment=ALIGNMENT,
         )
-        self._place = self._numel + tail_size  # of the number of the last backward that was read
-        self._sides = [self._side_of(self._buffer)]
-        self._side = self._sides[0]
+        self._note_at = self._numel + tail_size
         # Gradients that the program has read, by position, and those of them that were there before
         # this backward, or were read in its midst: such a gradient stays the same tensor.
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -186,20 +167,14 @@ class DeferredBucket(Bucket):
         self._factor: torch.Tensor | None = None  # by which means are multiplied
         self._shares: list[torch.Tensor] = []
         self._shared: PendingShares | None = None
-        # Other ranks may read them for a while.
+        # The memory of this backward, and that of the one before if there are two. Other ranks may
+        # read the buffers for a while after this bucket is gone.
+        self._memories = [self._memory_in(self._buffer)]
         self._buffers = [self._buffer]
         weakref.finalize(self, group.keep, self._buffers).atexit = False  # type: ignore[attr-defined]
         reference = weakref.ref(self)
         for position, parameter in enumerate(self._parameters):
             parameter._deferred = reference, position  # type: ignore[attr-defined]
-
-    def _side_of(self, buffer: torch.Tensor) -> _Side:
-        gradients, tail = buffer[: self._numel], buffer[self._numel : self._place]
-        views = [
-            view_like(buffer, offset, parameter)
-            for offset, parameter in zip(self._offsets, self._parameters, strict=False)
-        ]
-        return _Side(buffer, gradients, tail, views, [view.data_ptr() for view in views])
 
     def offset_of(self, position: int) -> int:
         """Return where the gradient at ``position`` begins, in elements."""
@@ -242,35 +217,35 @@ class DeferredBucket(Bucket):
                 self._held[position] = gradient
         if self._has_met:  # or nobody else knows of this buffer
             self._has_met = False
-            self._side = self._free_side()
+            self._free_memory()
         self._read, self._factor, self._shares, self._is_open = {}, None, [], True
-        self._buffer, self._gradients, self.tail, self._views, self._pointers = self._side
+        self._use(self._memories[0])
 
-    def _free_side(self) -> _Side:
-        """Return memory that nobody reads any more. See Note [Buffers of a bucket]."""
-        if len(self._sides) == 1:
+    def _free_memory(self) -> None:
+        """Put memory first that no rank reads any more. See Note [Buffers of a bucket]."""
+        if len(self._memories) == 1:
             end = time.monotonic() + _PATIENCE_SECONDS
             while _KEEPS_ORDER and time.monotonic() < end:
                 if self._is_read_by_all():
-                    return self._side
+                    return
                 time.sleep(_PAUSE_SECONDS)
-            first = self._parameters[0]
-            size, dtype = len(self._buffer), gradient_dtype(first)
-            self._buffers.append(zero_buffer(self.group, size, dtype, first.device))
-            self._sides.append(self._side_of(self._buffers[1]))
-        return self._sides[self._side is self._sides[0]]
+            first = self._buffer
+            buffer = zero_buffer(self.group, len(first), first.dtype, first.device)
+            self._buffers.append(buffer)
+            self._memories.append(self._memory_in(buffer))
+        self._memories.reverse()
 
     def _is_read_by_all(self) -> bool:
         """Whether all ranks are through with the gradients of the last backward."""
         if len(self._shares) == 1:  # all summed; this rank's own
             return True
-        return all(share[self._place].real.item() == self._number for share in self._shares)
+        return all(share[self._note_at].real.item() == self._number for share in self._shares)
 
     def _note_read(self) -> None:
         """Tell the others that this rank won't read gradients of the last backward any more."""
         if self._has_met:
             with torch.inference_mode():
-                self._buffer[self._place] = self._number
+                self._buffer[self._note_at] = self._number
 
     def settle(self) -> None:
         """Sum the gradients that nobody has read yet: more may be added to them."""
@@ -423,7 +398,7 @@ class DeferredBucket(Bucket):
                 start_all_reduce(group, self.tail).wait()
                 self._shares = [self._buffer]
         self.tail = functools.reduce(
-            operator.add, [s[self._numel : self._place] for s in self._shares]
+            operator.add, [s[self._numel : self._note_at] for s in self._shares]
         )
 
     def failed_ranks(self, divisor: int) -> tuple[int, int]:
