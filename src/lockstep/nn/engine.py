@@ -122,7 +122,7 @@ class Engine:
             sparse=sparse_indices(module, self.parameters),
         )
         if previous is not None:
-            previous.settle()
+            previous.sum_pending()
             self.reducer.take_over(previous)
         self._defer()
         self.detach()
@@ -179,7 +179,7 @@ class Engine:
 
     def detach(self) -> None:
         """Take all hooks off the parameters: gradients stay this rank's own."""
-        self.reducer.settle()
+        self.reducer.sum_pending()
         for hooks, own in self._hooks:
             hooks.release(own)
         self._hooks, self._hooks_of_others, self._nodes = [], [], []
