@@ -230,6 +230,26 @@ def test_what_was_scaled_in_a_failed_backward_is_not_scaled_again(numel: int):
     assert [parameters[index].grad[0].item() for index in came] == [index + 1 for index in came]
 
 
+@pytest.mark.parametrize("is_first_backward", [True, False])
+def test_a_gradient_may_be_replaced_after_its_copy(is_first_backward: bool):
+    """By a tensor hook of another parameter, say."""
+    parameters = [torch.nn.Parameter(torch.zeros(20_000)) for _ in range(4)]
+    named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+    reducer = Reducer(named, Recorder(), cap_bytes=320_000, first_cap_bytes=320_000)
+    order = list(range(4))
+    if not is_first_backward:
+        backward(reducer, parameters, order)
+    for parameter in parameters:
+        parameter.grad = None
+    reducer.begin(copies_early=True)
+    for index in order[:3]:
+        come(reducer, parameters, index)
+    parameters[1].grad = torch.full_like(parameters[1], 7)
+    come(reducer, parameters, 3)
+    reducer.finish()
+    assert [parameter.grad[0].item() for parameter in parameters] == [1, 7, 3, 4]
+
+
 def test_nothing_is_left_of_buckets_for_which_memory_is_short(monkeypatch: pytest.MonkeyPatch):
     reducer, parameters, _ = reducer_of(3)
     made = []

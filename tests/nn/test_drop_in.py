@@ -191,6 +191,21 @@ def test_whether_buffers_follow_can_be_set_later() -> None:
     launch(body)
 
 
+def test_parallel_parts_keep_their_policies_when_those_of_the_wrapper_are_set() -> None:
+    def body(world: lockstep.World) -> None:
+        inner, outer = Counting(), Counting()
+        outer.inner = lockstep.parallelize(inner, broadcast_buffers={"*": "mean"})
+        model = OurDDP(outer)
+        model.broadcast_buffers = False
+        inner.own.fill_(world.rank)
+        outer.own.fill_(world.rank)
+        inputs = parts(2)[world.rank]
+        (model(inputs).sum() + inner(inputs).sum()).backward()
+        assert (inner.own.item(), outer.own.item()) == (0.5, world.rank)
+
+    launch(body)
+
+
 def test_attributes_are_those_of_torchs() -> None:
     names = (
         "device",

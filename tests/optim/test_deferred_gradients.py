@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounter
 
 import lockstep
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, ParameterChanged
-from lockstep.grad import bucket_of, source_of
+from lockstep.grad import bucket_of, pending_bucket_of
 from tests.nn.models import Digits
 from tests.optim.test_sharded_programs import adamw, losses
 from tests.ranks import run_ranks
@@ -35,7 +35,7 @@ def sharded(group: dist.ProcessGroup, first: nn.Module) -> tuple[nn.Module, torc
 
 
 def is_pending(model: nn.Module) -> list[bool]:
-    return [source_of(parameter) is not None for parameter in model.parameters()]
+    return [pending_bucket_of(parameter) is not None for parameter in model.parameters()]
 
 
 @BACKENDS

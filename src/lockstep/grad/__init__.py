@@ -1,4 +1,4 @@
-"""Gradients: their assignment to buckets, and the reduction of those."""
+"""Gradients: how they are assigned to buckets, and how buckets are reduced over the ranks."""
 
 from lockstep.grad.bucket import MIB, assign_buckets, gradient_dtype
 from lockstep.grad.comm_hook import CommHook, GradBucket, view_like
@@ -6,12 +6,12 @@ from lockstep.grad.deferred import (
     ALIGNMENT,
     DeferredBucket,
     DeferredParameter,
-    Source,
     bucket_of,
     lacks_gradient,
-    source_of,
+    pending_bucket_of,
 )
-from lockstep.grad.reducer import Phase, Reducer
+from lockstep.grad.order import Phase
+from lockstep.grad.reducer import Reducer
 
 __all__ = [
     "ALIGNMENT",
@@ -22,11 +22,10 @@ __all__ = [
     "GradBucket",
     "Phase",
     "Reducer",
-    "Source",
     "assign_buckets",
     "bucket_of",
     "gradient_dtype",
     "lacks_gradient",
-    "source_of",
+    "pending_bucket_of",
     "view_like",
 ]

@@ -1,11 +1,11 @@
-"""Buckets: their assignment, and the buffers of gradients that are all-reduced at once."""
+"""Buckets: which gradients share one, and the buffer that is all-reduced."""
 
 from __future__ import annotations
 
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,20 +23,20 @@ FIRST_BUCKET_BYTES = MIB
 # If everything fits into four first buckets, don't split: another all-reduce costs more over Gloo
 # than it hides, and as much over shared memory. See "Steps" in benchmarks/RESULTS.md.
 _MIN_FIRST_BUCKETS = 4
-# Gradients of this average size are copied and scaled one by one. Below it, a call costs more than
-# a second pass over the memory (2 us against 16 K elements).
+# From this average size on, each gradient is copied and scaled in one call. Below it, the calls
+# cost more than a second pass over the memory (2 us against 16 K elements).
 _LARGE_NUMEL = 16 * 1024
 # Smaller gradients are copied in chunks of this size.
 _CHUNK_NUMEL = 128 * 1024
-# The state of a gradient in one backward: its bucket waits for it, or doesn't since the backward
-# won't compute it (it may come nevertheless), or it has come. Numbers and not an Enum, as each
-# gradient of each step passes here.
+# The state of a gradient in one backward. AWAITED: its bucket waits for it. UNUSED: its bucket
+# doesn't, as the backward probably won't compute it. READY: it has been computed. Numbers and not
+# an Enum, as they are compared for each gradient of each step.
 AWAITED, UNUSED, READY = 0, 1, 2
-# The number of ranks on which the backward failed, and the sum of their numbers.
+# These are: on how many ranks the backward has failed, and the sum of the numbers of these ranks.
 _NUM_FAILURE_FACTS = 2
-# Mapped over gradients, which calls no Python function for each.
+# To be mapped over gradients without a call in Python for each.
 _layout_of = operator.attrgetter("layout")
-# The gradient that autograd accumulates to, whatever the class of the parameter.
+# The gradient that autograd accumulates to; a DeferredParameter has a property of this name.
 _slot: Any = torch.Tensor.grad
 gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _slot.__get__
 set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _slot.__set__
@@ -95,12 +95,12 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 
 def num_facts(num_parameters: int) -> int:
-    """Return the number of elements that facts take behind the last bucket."""
+    """Return the number of elements of the facts, which follow the last bucket's gradients."""
     return num_parameters + _NUM_FAILURE_FACTS
 
 
 def rows_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the gradient of ``parameter`` as a sparse tensor, of no rows if there is none."""
+    """Return the gradient of ``parameter`` as a sparse tensor; without rows if there is none."""
     gradient = parameter.grad
     if gradient is None:
         indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
@@ -109,28 +109,40 @@ def rows_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach()
 
 
+class Memory(NamedTuple):
+    """A buffer with the gradients of a bucket and, behind them, the facts."""
+
+    buffer: torch.Tensor
+    gradients: torch.Tensor  # of one dimension
+    tail: torch.Tensor  # the facts; elsewhere if a communication hook takes the buffer
+    views: list[torch.Tensor]  # of the gradients, each in the shape of its parameter
+    pointers: list[int]  # the addresses of the views when they were made
+
+
 class Bucket:
     """The gradients of some parameters, side by side in one buffer.
 
-    Between two backwards, every gradient that has been reduced IS its view of the buffer: nothing
-    is copied back, and if it is still the parameter's gradient in the next backward, autograd adds
-    to it in place.
+    Between two backwards, ``parameter.grad`` of every reduced gradient IS its view of the buffer:
+    nothing is copied back, and if the next backward finds it there still, autograd adds to it in
+    place.
 
     Args:
         named: The parameters with their names; of one dtype, and on one device. There may be none.
-        accumulated: For each, 1 if its gradient has grown since it was last reduced. The owner of
-            this memory goes on writing to it.
-        start: The number of gradients in the buckets before this one.
-        tail_size: The number of elements to reserve behind the gradients, for facts.
-        buffers_from: The group to ask for memory that it reduces in place, if there is one.
-        is_hooked: Whether a communication hook reduces it. The tail lies elsewhere then, since the
-            hook may resize the buffer.
-        like: A parameter with the bucket's dtype and device, if there are none in it.
-        alignment: A gradient begins at a multiple of so many elements.
+        accumulated: For each parameter, 1 if its gradient has grown since its last reduction. The
+            reducer goes on writing to this memory.
+        start: The position of the first gradient among those of the reducer.
+        tail_size: The number of elements to reserve for facts behind the gradients.
+        buffers_from: The group that allocates the buffer, in memory that it reduces in place.
+        is_hooked: Whether a communication hook reduces the gradients. Facts have memory of their
+            own then, since the hook may resize the buffer.
+        like: A parameter from which a bucket without parameters takes dtype and device.
+        alignment: Each gradient begins at a multiple of this number of elements.
     """
 
-    # Whether gradients are summed where they are needed, and not when they are sent.
+    # Whether ranks leave gradients to be summed on demand, and send no sums: a DeferredBucket.
     is_deferred = False
+    # The number of elements behind the facts.
+    num_notes = 0
 
     def __init__(
         self,
@@ -146,7 +158,7 @@ class Bucket:
     ) -> None:
         self.parameter_names = [name for name, _ in named]
         self.accumulated, self.is_hooked = accumulated, is_hooked
-        # The positions of its first gradient, and of the next bucket's.
+        # The positions of its first gradient, and of that of the next bucket.
         self.start, self.stop = start, start + len(named)
         self._parameters = [parameter for _, parameter in named]
         sizes = [p.numel() for p in self._parameters]
@@ -154,69 +166,79 @@ class Bucket:
             sizes = [-(-max(size, 1) // alignment) * alignment for size in sizes]
         numel = self._numel = sum(sizes)
         self._is_large = numel >= _LARGE_NUMEL * len(sizes)
-        # The number of gradients from which on copy_ready() copies them.
+        # The least number of gradients that copy_ready() copies at once.
         self.chunk = 1 if self._is_large else max(1, _CHUNK_NUMEL * len(sizes) // max(1, numel))
+        self._offsets, self._tail_size = [0, *itertools.accumulate(sizes)], tail_size
         first = self._parameters[0] if named or like is None else like
         dtype, device = gradient_dtype(first), first.device
-        size = numel if is_hooked else numel + tail_size
-        # Whether the group had better average it: scaling small gradients takes another pass over
-        # the memory.
+        size = numel if is_hooked else numel + tail_size + self.num_notes
+        # Whether the group averages the gradients, instead of this rank scaling them: for small
+        # gradients scaling takes another pass over the memory.
         self.averages = False
         if buffers_from is None:
-            self._buffer = torch.zeros(size, dtype=dtype, device=device)
+            buffer = torch.zeros(size, dtype=dtype, device=device)
         else:
             # A half or a quarter of a number is exact.
             is_exact = buffers_from.size().bit_count() == 1
             scales = self._is_large and is_exact
             self.averages = not scales and can_average(buffers_from, device)
-            self._buffer = zero_buffer(buffers_from, size, dtype, device)
-        self._gradients, self.tail = self._buffer, self._buffer.new_zeros(tail_size)
-        if not is_hooked:
-            self._gradients, self.tail = self._buffer.split([numel, tail_size])
-        self._offsets = [0, *itertools.accumulate(sizes)]
-        self._views = [
-            view_like(self._buffer, offset, parameter)
+            buffer = zero_buffer(buffers_from, size, dtype, device)
+        self._use(self._memory_in(buffer))
+        self.reset()
+
+    def _memory_in(self, buffer: torch.Tensor) -> Memory:
+        """Return where in ``buffer`` the gradients and the facts are."""
+        if self.is_hooked:
+            gradients, tail = buffer, buffer.new_zeros(self._tail_size)
+        else:
+            gradients = buffer[: self._numel]
+            tail = buffer[self._numel : self._numel + self._tail_size]
+        views = [
+            view_like(buffer, offset, parameter)
             for offset, parameter in zip(self._offsets, self._parameters, strict=False)
         ]
-        self._pointers = [view.data_ptr() for view in self._views]
-        self.reset()
+        return Memory(buffer, gradients, tail, views, [view.data_ptr() for view in views])
+
+    def _use(self, memory: Memory) -> None:
+        """Leave the gradients of the next backward in ``memory``."""
+        self._buffer, self._gradients, self.tail, self._views, self._pointers = memory
 
     @property
     def gradients(self) -> torch.Tensor:
-        """The gradients, as one tensor of one dimension."""
+        """The gradients, as a tensor of one dimension."""
         return self._gradients[: self._numel]
 
     def begin(self) -> None:
         """A backward begins."""
 
-    def settle(self) -> None:
-        """Sum the gradients that nobody has read yet: more may be added to them."""
+    def sum_pending(self) -> None:
+        """Sum deferred gradients that have not been summed yet, before others are added to them."""
 
     def gradients_of_ranks(self) -> list[torch.Tensor]:
-        """Return the gradients of the last backward by rank, if they aren't summed."""
+        """Return each rank's gradients of the last backward, by rank, if they are deferred."""
         return []
 
     def finish(self) -> None:
-        """All ranks' backwards have succeeded: the gradients are those of its parameters."""
+        """Make the reduced gradients those of the parameters: all ranks' backwards succeeded."""
 
     def reset(self) -> None:
-        """Drop the state of a backward: it is over."""
+        """Drop the state of a backward, which is over."""
         self._work: Pending | None = None
         self._hooked: torch.futures.Future[torch.Tensor] | None = None
-        # Whether it was launched or skipped in this backward.
-        self.has_left = False
+        # Whether this backward has launched the bucket, or skipped it as no rank uses it.
+        self.is_launched = False
         # The number of gradients that this backward has yet to compute.
         self.num_missing = len(self._parameters)
         # When its last gradient came, if all have, and when it was launched.
         self._full_at = self._launched_at = 0
-        # How many gradients have been copied before the bucket is full, and their factor: 1 if more
-        # may be added to them.
+        # The number of gradients that were copied before the bucket was full, and the factor they
+        # were multiplied by: 1 as long as the backward may add to them again.
         self._num_copied, self.copy_scale = 0, 1.0
 
     def copy_ready(self, states: bytearray) -> None:
-        """Copy gradients, up to the first that is missing, before the bucket is full.
+        """Copy the gradients before the first missing one, although the bucket isn't full.
 
-        They are still in the cores' caches then, and autograd's memory is free again earlier.
+        They are still in the cores' caches, and autograd's memory is free again earlier.
         """
         missing = states[self.start + self._num_copied : self.stop].lstrip(bytes([READY]))
         last = len(self._parameters) - len(missing)
@@ -250,56 +272,61 @@ class Bucket:
         return self._buffer.nbytes
 
     def is_too_late_for(self, position: int) -> bool:
-        """Whether nothing can be added any more to the gradient at ``position`` in this bucket."""
-        return self.has_left or (self.copy_scale != 1 and position < self._num_copied)
+        """Whether the gradient at ``position`` in this bucket has been launched, or scaled."""
+        return self.is_launched or (self.copy_scale != 1 and position < self._num_copied)
 
     def fill(self, scale: float) -> None:
-        """Copy every gradient into the buffer, times ``scale``, and zeros where there is none.
+        """Copy every gradient, times ``scale``, into the buffer; zeros for parameters without one.
 
-        A gradient that hasn't grown since the last reduction is copied and kept as it is: if it
-        hasn't on the other ranks either, it must keep its bits. Shown by
+        If a gradient hasn't grown since the last reduction, the parameter keeps a copy: if it
+        hasn't grown on any rank, its bits must not change. Shown by
         test_gradient_nobody_touched_keeps_its_bits.
+
+        Raises:
+            ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
         copied = self._num_copied
         if copied:
             gradients = map(gradient_of, self._parameters[:copied])
             if not all(map(operator.is_, gradients, self._views)):
-                # Another hook has replaced some gradients since.
+                # A hook of the program has replaced gradients since they were copied. Shown by
+                # test_a_gradient_may_be_replaced_after_its_copy.
                 for position in range(copied):
                     if gradient_of(self._parameters[position]) is not self._views[position]:
-                        self._copy(position, position + 1, 1)
+                        self._copy(position, position + 1, self.copy_scale)
             if self.copy_scale != scale:
                 self._gradients[: self._offsets[copied]].mul_(scale)
         self._copy(copied, len(self._parameters), scale)
 
     def fill_with(self, value: float) -> None:
-        """Fill the buffer with ``value``, and move this rank's gradients to other memory."""
+        """Fill the buffer with ``value``; gradients that are views of it are copied before."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if gradient_of(parameter) is view:
                 set_gradient(parameter, view.clone())
-            view.fill_(value)  # what is between gradients is 0 in every sum
+            view.fill_(value)  # not the padding between gradients, which stays 0
 
     def undo_copies(self) -> None:
-        """Restore gradients that were scaled in a backward that has failed.
+        """Undo the scaling of gradients by a backward that has failed.
 
-        Those that were launched are dropped: a collective may still write to their memory.
+        Launched gradients are dropped instead, as a collective may still write to their memory.
         """
-        if self.has_left:
+        if self.is_launched:
             self.drop()
         elif self.copy_scale != 1:
             self._gradients[: self._offsets[self._num_copied]].div_(self.copy_scale)
             self._num_copied = 0
 
     def drop(self) -> None:
-        """Drop the gradients of this backward: it failed, here or on another rank."""
+        """Drop the gradients of this backward, which has failed here or on another rank."""
         for position, parameter in enumerate(self._parameters):
             if self.accumulated[position] and gradient_of(parameter) is self._views[position]:
                 set_gradient(parameter, None)
         self.accumulated[:] = bytes(len(self.accumulated))
 
     def _copy(self, first: int, last: int, scale: float) -> None:
-        """Copy the gradients from position ``first`` to ``last``; large ones in one pass."""
-        # model.float() and p.grad.data = ... give a view other memory; the gradient is there then.
+        """Copy the gradients from position ``first`` to ``last``, times ``scale``."""
+        # model.float() and p.grad.data = ... move the gradient, and so the view, to other memory.
+        # Then a new view takes its place.
         if [*map(_pointer_of, self._views[first:last])] != self._pointers[first:last]:
             for position in range(first, last):
                 view = self._views[position]
@@ -326,7 +353,7 @@ class Bucket:
             self._gradients[self._offsets[first] : self._offsets[last]].mul_(scale)
 
     def _copies_of(self, first: int, last: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the views to be written, and the gradients that are to be copied there."""
+        """Return views of the buffer, and the gradients to be copied to them; zero other views."""
         views, sources = [], []
         for position in range(first, last):
             parameter, view = self._parameters[position], self._views[position]
@@ -345,7 +372,7 @@ class Bucket:
         return views, sources
 
     def use_as_grad(self, position: int) -> None:
-        """Make the mean the gradient of a parameter that other ranks used, and not this one."""
+        """Set the gradient of a parameter that only other ranks used: to the mean."""
         self._use_views(position, position + 1)
 
     def _use_views(self, first: int, last: int) -> None:
@@ -362,7 +389,7 @@ class Bucket:
             raise self.changed(position) from error
 
     def changed(self, position: int) -> ParameterChanged:
-        """Return the error to raise if the parameter at ``position`` is another than before."""
+        """Return the error for the parameter at ``position``, whose form has changed."""
         name, parameter = self.parameter_names[position], self._parameters[position]
         now = _describe(parameter, gradient_dtype(parameter))
         before = _describe(self._views[position], self._buffer.dtype)
@@ -373,23 +400,23 @@ class Bucket:
         )
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
-        """Start summing, or averaging, gradients and tail over the ranks; the tail if hooked."""
-        self.has_left = True
+        """Start the all-reduce of gradients and facts; of the facts alone if there is a hook."""
+        self.is_launched = True
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         self._work = start_all_reduce(group, self.tail if self.is_hooked else self._buffer, op)
 
     def launch_hook(self, hook: CommHook, index: int, *, is_last: bool) -> None:
-        """Let ``hook`` reduce the gradients, but not the tail."""
+        """Let ``hook`` start to reduce the gradients, but not the facts."""
         bucket = GradBucket(index, self._gradients, self._parameters, is_last=is_last)
         self._hooked = hook(bucket)
-        self.has_left = True
+        self.is_launched = True
 
     def is_hook_done(self) -> bool:
         """Whether no communication hook is running on it."""
         return self._hooked is None or self._hooked.done()
 
     def finish_hook(self, group: dist.ProcessGroup) -> None:
-        """Wait for the communication hook, and take over its result."""
+        """Wait for the communication hook, if one runs, and copy its result to the buffer."""
         if self._hooked is not None:
             hooked, self._hooked = self._hooked, None
             with naming(self.parameter_names, group):
@@ -398,7 +425,7 @@ class Bucket:
                 self.gradients.copy_(reduced.view(-1))
 
     def wait(self, group: dist.ProcessGroup) -> None:
-        """Wait for the collective, on this device's stream if it is a GPU."""
+        """Wait until the bucket is reduced; on a GPU, its stream waits."""
         self.finish_hook(group)
         if self._work is not None:
             work, self._work = self._work, None
@@ -406,7 +433,7 @@ class Bucket:
                 work.wait()
 
     def write_facts(self, accumulated: bytearray, failed_rank: int | None) -> None:
-        """Write which gradients this rank adds, or that its backward has failed: then none."""
+        """Write the facts: which gradients have grown on this rank, or that its backward failed."""
         used, failures = self.tail[:-_NUM_FAILURE_FACTS], self.tail[-_NUM_FAILURE_FACTS:]
         failures.zero_()
         if failed_rank is not None:
@@ -418,15 +445,16 @@ class Bucket:
             used.copy_(torch.tensor(list(accumulated), dtype=used.dtype))
 
     def used_by_any(self) -> list[float]:
-        """Return at each position more than 0 if any rank added a gradient. Waits for a GPU."""
+        """Return for each position a number above 0 if any rank had a gradient; waits for a GPU."""
         used: list[float] = self.tail[:-_NUM_FAILURE_FACTS].tolist()
         return used
 
     def failed_ranks(self, divisor: int) -> tuple[int, int]:
-        """Return how many ranks' backwards failed, and the sum of their numbers; 0, 0 on a GPU.
+        """Return on how many ranks the backward failed, and the sum of the numbers of these ranks.
 
-        Reading it would wait for the GPU. There, a rank whose backward has failed sends NaN or, to
-        a communication hook, which may remember it, 0. The sums were divided by ``divisor``.
+        The reduction has divided both by ``divisor``. On a GPU they aren't read, which would wait
+        for it: the result is 0, 0, and the gradients of a failed rank were NaN (or 0 for a
+        communication hook, which may keep them for later steps).
         """
         if self.tail.device.type != "cpu":
             return 0, 0

@@ -1,4 +1,4 @@
-"""Communication hooks: reductions of buckets that users replace the all-reduce by."""
+"""Communication hooks: functions of the program that reduce buckets instead of an all-reduce."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lockstep.errors import HookError
 
 
 class GradBucket:
-    """The argument of a communication hook: some gradients, side by side in one buffer.
+    """The argument of a communication hook: gradients, side by side in one buffer.
 
-    It has the methods of :class:`torch.distributed.GradBucket` that hooks call, so torch's own
-    hooks, and those written for torch, take it.
+    It has the methods of :class:`torch.distributed.GradBucket` that hooks call. So torch's own
+    hooks, and hooks written for torch, accept it.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """Return the gradients, as one tensor of one dimension, which may be written to.
+        """Return the gradients as a tensor of one dimension, which the hook may write to.
 
-        A sparse gradient, as of ``nn.Embedding(sparse=True)``, has a bucket of its own, whose
-        buffer it is.
+        A sparse gradient, as of ``nn.Embedding(sparse=True)``, has a bucket of its own, and is the
+        buffer of that.
         """
         return self._buffer
 
@@ -59,7 +59,7 @@ class GradBucket:
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let :meth:`buffer` return ``buffer``, of as many elements, from now on."""
+        """Let :meth:`buffer` return ``buffer`` from now on; it has the same number of elements."""
         if buffer.numel() != self._buffer.numel():
             raise ValueError(
                 f"set_buffer() was given {buffer.numel()} elements, but this bucket has "
@@ -118,8 +118,8 @@ def reduced_buffer(future: Future[torch.Tensor], numel: int) -> torch.Tensor:
 def view_like(buffer: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
     """Return the elements of ``buffer`` from ``start`` on, in the shape of ``parameter``.
 
-    If the parameter is dense, they have its strides (channels last, say): with those, optimizers
-    and autograd are fastest.
+    The view has the strides of a dense parameter (channels last, say): optimizers and autograd are
+    fastest if both have the same.
     """
     # As data: autograd refuses detach_() on tensors that it knows to be views.
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):

@@ -1,17 +1,17 @@
-"""Gradients that are summed where they are needed: by the rank that updates them, or when read.
+"""Deferred gradients: each is summed by the rank that updates it, or by ranks that read it.
 
-Each rank leaves its gradients where the others read them, and at the end of a backward all meet
-once. Afterwards any rank can take the mean of any gradient, by itself: the owner of a part of the
-parameters sums this part, to update it, and nobody sums the rest, unless the program looks at
-``parameter.grad``.
+Each rank leaves its gradients in a buffer that the other ranks can read. At the end of a backward
+there is one barrier, and from then on each rank can compute the mean of any gradient on its own.
+The owner of a part of the parameters sums the gradients of this part to update it. No rank sums the
+others, unless the program reads ``parameter.grad``.
 
-Note [Buffers of a bucket]: a rank that is through with a step may be in the next backward while
-another one still reads gradients of the last. Each rank notes in its buffer when it won't read any
-more: when zero_grad() has dropped the gradients, or all are summed. A rank that doesn't see that of
-all others within a moment makes a second buffer, and leaves gradients in the two by turns. That is
-enough, since a rank comes to the meeting of one backward only after it has read all that it ever
-will of the one before. Processors that may show others the note before the reads are over have two
-from the start.
+Note [Buffers of a bucket]: a rank may begin the next backward while another rank still reads
+gradients of the last one. So each rank writes a note to its buffer when it won't read any more of
+them: when zero_grad() has dropped them, or when all are summed. A rank that doesn't find the notes
+of all ranks within _PATIENCE_SECONDS makes a second buffer, and its backwards take turns between
+the two. Two are enough, since a rank comes to the barrier of one backward only after its last read
+of the gradients of the one before. On processors that may show the note to others before the reads
+are over, buckets have two buffers from the start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,25 +40,24 @@ from lockstep.comm import (
     uncompiled,
     zero_buffer,
 )
-from lockstep.grad.bucket import Bucket, gradient_dtype, gradient_of, set_gradient
-from lockstep.grad.comm_hook import view_like
+from lockstep.grad.bucket import Bucket, gradient_of, set_gradient
 from lockstep.grad.diagnostics import naming
 
-# Where parameters begin in memory, in elements: whole cache lines.
+# Parameters and gradients begin at multiples of this number of elements: at whole cache lines.
 ALIGNMENT = 64
-# Meetings are counted up to this, which all dtypes of gradients have.
+# Barriers are counted modulo this number: every dtype of gradients represents the numbers below.
 _NUM_NUMBERS = 64
-# How long to wait for others to read gradients before more memory is taken, once, and how often to
-# look.
+# How long to wait for the notes of the other ranks before a second buffer is made, and how long
+# between two looks at them.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 0.05, 50e-6
-# Whether a processor's reads are over when the others see what it writes afterwards.
+# Whether the processor completes earlier reads before others see a later write.
 _KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
 
 
 class DeferredParameter(nn.Parameter):
-    """A parameter whose gradient is summed over the ranks when it is read for the first time.
+    """A parameter whose gradient is summed over the ranks when the program first reads it.
 
-    Copies, and what is unpickled, are plain parameters.
+    Its copies, unpickled ones included, are plain parameters.
     """
 
     _deferred: tuple[weakref.ref[DeferredBucket], int] | None
@@ -66,7 +65,7 @@ class DeferredParameter(nn.Parameter):
     @property
     @uncompiled
     def grad(self) -> torch.Tensor | None:
-        """The gradient: the mean over the ranks, once it is reduced."""
+        """The gradient: after a backward that reduces gradients, the mean over the ranks."""
         found = bucket_of(self)
         return gradient_of(self) if found is None else found[0].read(found[1])
 
@@ -93,7 +92,7 @@ class DeferredParameter(nn.Parameter):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return what makes a plain parameter."""
+        """Pickle a plain parameter."""
         deferred = vars(self).pop("_deferred", None)
         try:
             return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -103,30 +102,21 @@ class DeferredParameter(nn.Parameter):
 
 
 def bucket_of(parameter: torch.Tensor) -> tuple[DeferredBucket, int] | None:
-    """Return the bucket that sums the gradient of ``parameter`` where needed, and its position."""
+    """Return the bucket with the deferred gradient of ``parameter``, and the position in it."""
     reference, position = getattr(parameter, "_deferred", None) or (None, 0)
     bucket = None if reference is None else reference()
     return None if bucket is None else (bucket, position)
 
 
-class Source(NamedTuple):
-    """Where the gradient of a parameter is that nobody has summed yet."""
-
-    bucket: DeferredBucket
-    start: int  # its first element
-
-
-def source_of(parameter: torch.Tensor) -> Source | None:
-    """Return where the gradient of ``parameter`` is; None if it is in ``parameter.grad``."""
+def pending_bucket_of(parameter: torch.Tensor) -> tuple[DeferredBucket, int] | None:
+    """Return the same as long as the gradient is pending; None if it is in ``parameter.grad``."""
     found = bucket_of(parameter)
-    if found is None or not found[0].pending[found[1]]:
-        return None
-    return Source(found[0], found[0].offset_of(found[1]))
+    return found if found is not None and found[0].pending[found[1]] else None
 
 
 def lacks_gradient(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter.grad`` is None, without a look at it."""
-    return gradient_of(parameter) is None and source_of(parameter) is None
+    """Whether ``parameter.grad`` is None, without reading it, which would sum it."""
+    return gradient_of(parameter) is None and pending_bucket_of(parameter) is None
 
 
 # Ranks may be threads.
@@ -136,22 +126,15 @@ _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[Deferred
 )
 
 
-class _Side(NamedTuple):
-    buffer: torch.Tensor
-    gradients: torch.Tensor
-    tail: torch.Tensor
-    views: list[torch.Tensor]
-    pointers: list[int]
-
-
 class DeferredBucket(Bucket):
-    """A bucket whose gradients are left for all ranks to read, in a group whose ranks can.
+    """A bucket of deferred gradients, in a group whose ranks can read each other's memory.
 
-    While a gradient is pending, nobody has summed it on this rank, and its parameter has none for
-    autograd: if it is read, or added to, it is summed before.
+    A gradient is pending until this rank has summed it; meanwhile autograd sees none on its
+    parameter. It is summed before the program reads it, and before autograd adds to it.
     """
 
     is_deferred = True
+    num_notes = 1  # the number of the last backward whose gradients this rank has read
 
     def __init__(
         self,
@@ -165,41 +148,34 @@ class DeferredBucket(Bucket):
             named,
             accumulated,
             start=start,
-            tail_size=tail_size + 1,
+            tail_size=tail_size,
             buffers_from=group,
             alignment=ALIGNMENT,
         )
-        self._place = self._numel + tail_size  # of the number of the last backward that was read
-        self._sides = [self._side_of(self._buffer)]
-        self._side = self._sides[0]
-        # Gradients that the program has read, by position, and those of them that were there before
-        # this backward, or were read in its midst: such a gradient stays the same tensor.
+        self._note_at = self._numel + tail_size
+        # Gradients that the program has read, by position; and those of them that were there before
+        # this backward, or were read during it: such a gradient stays the same tensor.
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}
         self._held: dict[int, torch.Tensor] = {}
-        # Whether all ranks have come to the meeting that let them read the last backward's buffer.
+        # Whether the last backward's barrier is over, from which on other ranks read this buffer;
+        # and the group's num_shared at that time.
         self._has_met, self._met_at = False, 0
-        self._number = 0  # of such meetings
+        self._number = 0  # of such barriers, modulo _NUM_NUMBERS
         with _lock:
             _by_group.setdefault(group, weakref.WeakSet()).add(self)
         self.group = group
         self.pending = bytearray(len(named))
-        self._factor: torch.Tensor | None = None  # by which means are multiplied
-        self._shares: list[torch.Tensor] = []
-        self._shared: PendingShares | None = None
-        # Other ranks may read them for a while.
+        self._factor: torch.Tensor | None = None  # of gradient clipping, for all means
+        self._shares: list[torch.Tensor] = []  # the buffers of all ranks, by rank
+        self._shared: PendingShares | None = None  # the running barrier
+        # The memory of this backward, and that of the one before if there are two. Other ranks may
+        # read the buffers for a while after this bucket is gone.
+        self._memories = [self._memory_in(self._buffer)]
         self._buffers = [self._buffer]
         weakref.finalize(self, group.keep, self._buffers).atexit = False  # type: ignore[attr-defined]
         reference = weakref.ref(self)
         for position, parameter in enumerate(self._parameters):
             parameter._deferred = reference, position  # type: ignore[attr-defined]
-
-    def _side_of(self, buffer: torch.Tensor) -> _Side:
-        gradients, tail = buffer[: self._numel], buffer[self._numel : self._place]
-        views = [
-            view_like(buffer, offset, parameter)
-            for offset, parameter in zip(self._offsets, self._parameters, strict=False)
-        ]
-        return _Side(buffer, gradients, tail, views, [view.data_ptr() for view in views])
 
     def offset_of(self, position: int) -> int:
         """Return where the gradient at ``position`` begins, in elements."""
@@ -212,11 +188,11 @@ class DeferredBucket(Bucket):
 
     @property
     def numel(self) -> int:
-        """The number of elements of all gradients, with those that align them."""
+        """The number of elements of all gradients, with the padding between them."""
         return self._numel
 
     def has_layout(self, parameters: Sequence[torch.Tensor], offsets: Sequence[int]) -> bool:
-        """Whether these are all its parameters, and their gradients are side by side like that."""
+        """Whether it has exactly these parameters, with gradients at these ``offsets``."""
         same = len(parameters) == len(self._parameters)
         return (
             same
@@ -225,57 +201,57 @@ class DeferredBucket(Bucket):
         )
 
     def gradients_of_ranks(self) -> list[torch.Tensor]:
-        """Return the gradients of the last backward by rank, if they aren't summed."""
+        """Return each rank's gradients of the last backward, by rank."""
         return [share[: self._numel] for share in self._shares]
 
     def are_all_pending(self) -> bool:
-        """Whether nobody has read or dropped any gradient of the last backward on this rank."""
+        """Whether this rank has neither summed nor dropped any gradient of the last backward."""
         return 0 not in self.pending
 
     def begin(self) -> None:
-        """A backward begins: leave its gradients in the buffer of the last but one."""
-        self.settle()
+        """Prepare for a backward: find a buffer that no other rank reads any more."""
+        self.sum_pending()
         self._note_read()
         for position, read in self._read.items():
             gradient = gradient_of(self._parameters[position])
             if gradient is not None and gradient is read():
                 self._held[position] = gradient
-        if self._has_met:  # or nobody else knows of this buffer
+        if self._has_met:  # else no other rank has read this buffer
             self._has_met = False
-            self._side = self._free_side()
+            self._free_memory()
         self._read, self._factor, self._shares, self._is_open = {}, None, [], True
-        self._buffer, self._gradients, self.tail, self._views, self._pointers = self._side
+        self._use(self._memories[0])
 
-    def _free_side(self) -> _Side:
-        """Return memory that nobody reads any more. See Note [Buffers of a bucket]."""
-        if len(self._sides) == 1:
+    def _free_memory(self) -> None:
+        """Put memory first that no rank reads any more. See Note [Buffers of a bucket]."""
+        if len(self._memories) == 1:
             end = time.monotonic() + _PATIENCE_SECONDS
             while _KEEPS_ORDER and time.monotonic() < end:
                 if self._is_read_by_all():
-                    return self._side
+                    return
                 time.sleep(_PAUSE_SECONDS)
-            first = self._parameters[0]
-            size, dtype = len(self._buffer), gradient_dtype(first)
-            self._buffers.append(zero_buffer(self.group, size, dtype, first.device))
-            self._sides.append(self._side_of(self._buffers[1]))
-        return self._sides[self._side is self._sides[0]]
+            first = self._buffer
+            buffer = zero_buffer(self.group, len(first), first.dtype, first.device)
+            self._buffers.append(buffer)
+            self._memories.append(self._memory_in(buffer))
+        self._memories.reverse()
 
     def _is_read_by_all(self) -> bool:
-        """Whether all ranks are through with the gradients of the last backward."""
-        if len(self._shares) == 1:  # all summed; this rank's own
+        """Whether no rank will read gradients of the last backward any more."""
+        if len(self._shares) == 1:  # the buffer of this rank alone, which has been all-reduced
             return True
-        return all(share[self._place].real.item() == self._number for share in self._shares)
+        return all(share[self._note_at].real.item() == self._number for share in self._shares)
 
     def _note_read(self) -> None:
-        """Tell the others that this rank won't read gradients of the last backward any more."""
+        """Note for the other ranks that this one won't read their last gradients any more."""
         if self._has_met:
             with torch.inference_mode():
-                self._buffer[self._place] = self._number
+                self._buffer[self._note_at] = self._number
 
-    def settle(self) -> None:
-        """Sum the gradients that nobody has read yet: more may be added to them."""
+    def sum_pending(self) -> None:
+        """Sum the pending gradients, before others are added to them."""
         for position in itertools.compress(range(len(self.pending)), self.pending[:]):
-            # Autograd may have begun to add, if this is in a hook that is told of it.
+            # In a hook of the parameter, autograd has added the next gradient already.
             more = gradient_of(self._parameters[position])
             summed = self._sum(position)
             if more is not None:
@@ -283,14 +259,14 @@ class DeferredBucket(Bucket):
                     summed.add_(more)
 
     def read(self, position: int) -> torch.Tensor | None:
-        """Return the gradient at ``position`` to the program, which may keep and change it."""
+        """Return the gradient at ``position``, which the program may keep and change."""
         parameter, view = self._parameters[position], self._views[position]
         gradient = gradient_of(parameter)
         if self.pending[position]:
             gradient = self._sum(position)
             if 1 not in self.pending:
                 self._note_read()
-        elif gradient is view:  # which all ranks will read
+        elif gradient is view:  # in the buffer, which other ranks will read
             with torch.inference_mode(False), torch.no_grad():
                 gradient = view.clone()
             set_gradient(parameter, gradient)
@@ -301,14 +277,14 @@ class DeferredBucket(Bucket):
         return gradient
 
     def drop_at(self, position: int) -> None:
-        """The program has set another gradient at ``position``, or none."""
+        """Drop the pending gradient at ``position``: the program has set ``parameter.grad``."""
         if self.pending[position]:
             self.pending[position] = 0
             if 1 not in self.pending:
                 self._note_read()
 
     def _sum(self, position: int) -> torch.Tensor:
-        """Sum the gradient at ``position``, which the parameter has from now on; return it."""
+        """Sum the gradient at ``position``, make it that of the parameter, and return it."""
         view = self._views[position]
         with torch.inference_mode(False), torch.no_grad():
             gradient = torch.empty_strided(
@@ -325,7 +301,7 @@ class DeferredBucket(Bucket):
         set_gradient(self._parameters[position], gradient)
 
     def drop_pending(self) -> None:
-        """Set all gradients to None."""
+        """Set the gradients of all its parameters to None."""
         self.pending[:] = bytes(len(self.pending))
         self._note_read()
         self._drop_gradients()
@@ -334,7 +310,7 @@ class DeferredBucket(Bucket):
         deque(map(set_gradient, self._parameters, itertools.repeat(None)), maxlen=0)
 
     def sum_into(self, target: torch.Tensor, start: int) -> None:
-        """Write the mean over the ranks of the elements from ``start`` on to ``target``, flat."""
+        """Write means over the ranks to ``target``, of one dimension: from element ``start`` on."""
         op = dist.ReduceOp.AVG if self._is_averaged else dist.ReduceOp.SUM
         stop = start + target.numel()
         with torch.inference_mode():
@@ -350,20 +326,21 @@ class DeferredBucket(Bucket):
         return total
 
     def scale_means(self, factor: torch.Tensor) -> None:
-        """Multiply the means, which nobody has read yet, by ``factor``."""
+        """Multiply all means, of which none is computed yet, by ``factor``."""
         self._factor = factor if self._factor is None else self._factor * factor
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # The parameters may be there still. When the interpreter ends, what is made is never freed
-        # in good order, and torch aborts. Shown by test_a_program_may_end_with_gradients_unread.
+        # The parameters may live on, and need their gradients. Not when the interpreter ends: torch
+        # aborts over tensors that are made then. Shown by
+        # test_a_program_may_end_with_gradients_unread.
         if not is_ending():
             with suppress(Exception):
-                self.settle()
+                self.sum_pending()
 
     def finish(self) -> None:
-        """All ranks' backwards have succeeded: the gradients are those of its parameters.
+        """Make the gradients pending: all ranks' backwards have succeeded.
 
-        Until now they were this rank's own ones, in the buffer.
+        Until now, each parameter had this rank's own gradient, in the buffer.
         """
         grown = self.accumulated.tobytes()
         if self._held or 0 in grown:
@@ -374,7 +351,7 @@ class DeferredBucket(Bucket):
             self.pending[:] = grown
 
     def use_as_grad(self, position: int) -> None:
-        """Make the mean the gradient of a parameter, of one that this rank didn't use too."""
+        """Set the gradient of a parameter that any rank used: to the mean, once it is summed."""
         held, view = self._held.get(position), self._views[position]
         if held is not None and held.shape == view.shape and held.stride() == view.stride():
             self._sum_to(held, position)
@@ -384,7 +361,7 @@ class DeferredBucket(Bucket):
             self.pending[position] = 1
 
     def drop(self) -> None:
-        """Drop the gradients of this backward: it failed, here or on another rank."""
+        """Drop the gradients of this backward, which has failed here or on another rank."""
         for position, gradient in self._held.items():
             parameter = self._parameters[position]
             if self.accumulated[position] and gradient_of(parameter) is gradient:
@@ -392,23 +369,25 @@ class DeferredBucket(Bucket):
         super().drop()
 
     def reset(self) -> None:
-        """Drop the state of a backward: it is over."""
+        """Drop the state of a backward, which is over."""
         super().reset()
         self._held, self._is_open = {}, False
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
-        """Let all ranks read the gradients."""
-        self.has_left, self._is_averaged = True, average
+        """Enter the barrier after which all ranks may read the gradients."""
+        self.is_launched, self._is_averaged = True, average
         shared: Any = group
         with _lock:
             others = [*_by_group[group]]
-        for bucket in others:  # other ranks may have dropped it, and keep its memory for a while
+        # Another rank may have dropped its part of a bucket, and keeps that memory for the next
+        # NUM_KEPT barriers only.
+        for bucket in others:
             if bucket._has_met and shared.num_shared - bucket._met_at > shared.NUM_KEPT - 3:
-                bucket.settle()
+                bucket.sum_pending()
         self._shared = PendingShares(group, self._buffer)
 
     def wait(self, group: dist.ProcessGroup) -> None:
-        """Wait until all ranks' gradients can be read, and take their facts together."""
+        """Wait for the barrier, and add up the ranks' facts."""
         shared, self._shared = self._shared, None
         if shared is None:
             return
@@ -423,9 +402,9 @@ class DeferredBucket(Bucket):
                 start_all_reduce(group, self.tail).wait()
                 self._shares = [self._buffer]
         self.tail = functools.reduce(
-            operator.add, [s[self._numel : self._place] for s in self._shares]
+            operator.add, [s[self._numel : self._note_at] for s in self._shares]
         )
 
     def failed_ranks(self, divisor: int) -> tuple[int, int]:
-        """Return how many ranks' backwards failed, and the sum of their numbers."""
-        return super().failed_ranks(1)  # the facts are always added up
+        """Return on how many ranks the backward failed, and the sum of the numbers of these."""
+        return super().failed_ranks(1)  # facts are never averaged

@@ -14,16 +14,16 @@ from lockstep.errors import CollectiveFailed, LateGradient
 
 _log = logging.getLogger(__name__)
 
-# In how many first backwards the gradients have to be equal on all ranks: in one they may be by
-# coincidence, as with a loss that doesn't depend on the input.
+# The number of backwards, from the first on, in which all ranks must have equal gradients before
+# the warning: in one they may be equal by coincidence, as with a loss that ignores the input.
 _NUM_SAME_BACKWARDS = 3
-# About how many elements of each bucket are compared.
+# About this number of elements of each bucket is compared.
 _SAMPLE_NUMEL = 1024
 
 
 @contextmanager
 def naming(names: Sequence[str], group: dist.ProcessGroup) -> Iterator[None]:
-    """Let an error of ``group`` say that it was in the reduction of the gradients of ``names``."""
+    """Note in errors of ``group`` that they come from the reduction of the gradients ``names``."""
     try:
         yield
     except RuntimeError as error:
@@ -40,7 +40,7 @@ def naming(names: Sequence[str], group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def late_gradient(name: str) -> LateGradient:
-    """Return the error of a gradient that came after its bucket was sent."""
+    """Return the error for a gradient that is computed after its bucket was launched."""
     return LateGradient(
         f"{name!r} got a gradient in a backward that had already sent the one before, so the mean "
         "over the ranks would be wrong. A backward inside of a backward does that, such as "
@@ -50,7 +50,10 @@ def late_gradient(name: str) -> LateGradient:
 
 
 def failed_elsewhere(num_failed: int, ranks: int, group: dist.ProcessGroup) -> CollectiveFailed:
-    """Return the error where the backward succeeded; ``ranks`` is the sum of the others' ranks."""
+    """Return the error for a rank whose backward succeeded, while it failed on others.
+
+    ``ranks`` is the sum of the numbers of the failed ranks: with one, its number.
+    """
     who = f"rank {global_rank(group, ranks)}" if num_failed == 1 else f"{num_failed} other ranks"
     here = global_rank(group, group.rank())
     return CollectiveFailed(
@@ -61,11 +64,11 @@ def failed_elsewhere(num_failed: int, ranks: int, group: dist.ProcessGroup) -> C
 
 
 class GradientLog:
-    """Logs, once, that no rank uses some parameters, or that all ranks have the same gradients.
+    """Logs, once each, that no rank uses some parameters, and that all ranks have equal gradients.
 
-    Without a distributed sampler they have. In the first few backwards rank 0's gradients are
-    compared with the mean over all ranks: if they are equal, so are those of all other ranks. That
-    needs no collective. The log of another rank is off.
+    Gradients are equal if the program forgot its distributed sampler. In the first few backwards
+    rank 0 compares its gradients with the mean over all ranks, which needs no collective: if they
+    are equal to the mean, so are the gradients of all other ranks. Only rank 0's log is on.
     """
 
     def __init__(self, *, is_on: bool) -> None:
@@ -83,13 +86,13 @@ class GradientLog:
         )
 
     def keep(self, gradients: torch.Tensor, factor: int) -> None:
-        """Keep gradients, flat; a reduction multiplies those that all ranks share by ``factor``."""
+        """Keep ``gradients`` before their reduction, which multiplies equal ones by ``factor``."""
         if gradients.numel():
             sample = _sample(gradients)
             self._samples.append((sample, sample * factor))
 
     def keep_of_ranks(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Keep the same gradients of all ranks, which nobody has summed."""
+        """Keep deferred gradients, given by rank, to be compared with each other."""
         self._samples += [(_sample(other), _sample(gradients[0])) for other in gradients[1:]]
 
     def drop(self) -> None:

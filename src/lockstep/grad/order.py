@@ -1,19 +1,28 @@
-"""The order of a reducer's gradients, and what is known of each of them between backwards."""
+"""The order of a reducer's gradients, and the state of each gradient between backwards."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, KeysView, Sequence
+from enum import Enum, auto
 
 import torch
 
 
+class Phase(Enum):
+    """The state of a reducer in the course of a step."""
+
+    IDLE = auto()  # no backward runs
+    COLLECTING = auto()  # a backward runs or ends; full buckets are launched
+    FAILED = auto()  # a backward has failed here, and has yet to be finished with the other ranks
+
+
 class GradientOrder:
-    """Parameters by position, the order in which their gradients come.
+    """The parameters by position: in the order in which their gradients become ready.
 
     Args:
         named_parameters: The parameters, in the same order on every rank.
-        sparse: The indices of those whose gradients are sparse.
+        sparse: The indices of parameters with sparse gradients.
 
     Attributes:
         named: The parameters with their names.
@@ -25,23 +34,24 @@ class GradientOrder:
         sparse: Collection[int],
     ) -> None:
         self.named = list(named_parameters)
-        # Of the last backward, the indices of parameters without a gradient and of those with one,
-        # in the order in which their gradients came, and at each position whether any rank has one.
+        # Of the last backward: the indices of parameters that got no gradient; the indices of those
+        # that got one, in the order in which gradients became ready; and for each position a number
+        # above 0 if any rank had a gradient.
         self._unused: list[int] = []
         self._last_order: list[int] | None = None
         self._used_by_any: Iterable[float] = ()
-        # By position: the index of the parameter; and 1 if the gradient has grown since it was last
-        # reduced, in memory that buckets hold views of. Positions of sparse gradients, for which no
-        # bucket waits, are the last ones.
+        # For each position, 1 if the gradient has grown since its last reduction: memory of which
+        # buckets hold views. The last positions are those of sparse gradients, without a bucket.
         self._accumulated = bytearray(len(self.named))
-        # Reversed registration order is a good guess: backward ends where forward began.
+        # The index of the parameter at each position. At first they are in reversed registration
+        # order, which is a good guess: backward ends where forward began.
         dense = [index for index in reversed(range(len(self.named))) if index not in sparse]
         self._order = [*dense, *sparse]
         self._sparse = range(len(dense), len(self.named))
         self._rearrange(dense)
 
     def _rearrange(self, dense: Iterable[int]) -> None:
-        """Put the gradients that aren't sparse into the order ``dense``, by index."""
+        """Give the dense gradients the order ``dense``, of indices."""
         accumulated = dict(zip(self._order, self._accumulated, strict=True))
         self._order[: self._sparse.start] = dense
         self._accumulated[:] = bytes(accumulated[index] for index in self._order)
@@ -55,12 +65,12 @@ class GradientOrder:
 
     @property
     def unused_parameters(self) -> Sequence[torch.nn.Parameter]:
-        """The same parameters themselves."""
+        """The parameters that got no gradient in the last backward on this rank."""
         return [self.named[index][1] for index in self._unused]
 
     @property
     def reduced(self) -> list[torch.nn.Parameter]:
-        """Parameters that any rank used in the last backward, in the same order on every rank."""
+        """The parameters that any rank used in the last backward, in one order on all ranks."""
         return [*itertools.compress(self._parameters, self._used_by_any)]
 
     @property
@@ -70,10 +80,10 @@ class GradientOrder:
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether a gradient has grown since it was last reduced."""
+        """Whether any gradient has grown since its last reduction."""
         grown = itertools.compress(self._parameters, self._accumulated)
         return any(parameter.grad is not None for parameter in grown)
 
     def is_unreduced(self, parameter: torch.Tensor) -> bool:
-        """Whether the gradient of ``parameter`` has grown since it was last reduced."""
+        """Whether the gradient of ``parameter`` has grown since its last reduction."""
         return bool(self._accumulated[self._position_of[id(parameter)]])

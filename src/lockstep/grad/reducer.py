@@ -1,7 +1,7 @@
-"""The reducer: gradients that come one by one become means over all ranks.
+"""The reducer: replaces gradients by their means over the ranks, as they become ready.
 
-The reducer knows parameters, buckets and a process group. It knows neither modules nor autograd:
-its caller tells it when a backward begins, when each gradient has come, and when it is over.
+The reducer knows parameters, buckets and a process group, and neither modules nor autograd: its
+caller calls it when a backward begins, when gradients are ready, and when the backward is over.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from enum import Enum, auto
 
 import torch
 import torch.distributed as dist
@@ -31,47 +30,39 @@ from lockstep.grad.bucket import (
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
-from lockstep.grad.order import GradientOrder
-
-
-class Phase(Enum):
-    """The state of a reducer in the course of a step."""
-
-    IDLE = auto()  # no backward runs; gradients are those of the last one
-    COLLECTING = auto()  # a backward runs or ends; full buckets are launched
-    FAILED = auto()  # a backward has failed here, and is to be finished with the other ranks
+from lockstep.grad.order import GradientOrder, Phase
 
 
 class Reducer(GradientOrder):
     """Replaces gradients by their mean over the ranks while the backward computes others.
 
-    Three rules keep the collectives of all ranks in one order, whatever each rank computes:
+    Three rules give all ranks the same order of collectives, whatever each rank computes:
 
     - Buckets launch in index order, not in the order in which they fill, which differs among
       ranks: collectives that don't match hang. Shown by test_buckets_launch_in_index_order.
-    - The last bucket launches when the backward is over, and carries which parameters this rank
-      used. So no step needs another collective to find the parameters that no rank used.
-    - After the first backward the gradients are assigned to buckets again, in the order in which
-      they came on rank 0.
+    - The last bucket launches when the backward is over, and carries the facts: which parameters
+      this rank used, and whether its backward failed. So no step needs a collective for those.
+    - After the first backward, gradients are assigned to buckets again, in the order in which they
+      became ready on rank 0.
 
-    In the first backward nothing is launched before its end. It shows whether a parameter gets
-    several gradients in one backward (as with reentrant checkpoints of shared weights); if one
-    does, buckets go on waiting for the end.
+    The first backward launches nothing before its end. It shows whether a parameter gets several
+    gradients in one backward (as with reentrant checkpoints of shared weights); if one does,
+    later backwards don't launch before their end either.
 
     Args:
         named_parameters: The parameters to reduce, in the same order on every rank of ``group``.
-        cap_bytes: The size from which a bucket is full; the first one, ``first_cap_bytes``.
-        skip_unused: Whether buckets are skipped of which no rank uses anything.
-        sparse: The indices of ``named_parameters`` whose gradients are sparse.
+        cap_bytes: The size from which a bucket is full; of the first one, ``first_cap_bytes``.
+        skip_unused: Whether buckets are not sent if no rank uses any of their parameters.
+        sparse: The indices of parameters with sparse gradients.
         is_kept: Whether it reduces more than one backward. Then it logs unusual gradients, and its
             buckets have memory that the group reduces in place, which is scarce.
 
     Attributes:
         scale: The factor of each rank's gradients in the sum.
         comm_hook: The communication hook that replaces the all-reduce of buckets, if there is one.
-        is_rearranged: Whether buckets have the order in which gradients came.
+        is_rearranged: Whether buckets are in the order in which gradients became ready.
         copies_early: Whether gradients are copied before their bucket is full. They must not be if
-            a backward inside of this one adds to them later, or they have a graph.
+            a nested backward may add to them later, or if they have a graph.
     """
 
     def __init__(
@@ -93,10 +84,10 @@ class Reducer(GradientOrder):
         self._skipped: set[int] = set()  # numbers of buckets, and of sparse gradients behind them
         self.comm_hook: CommHook | None = None
         self._log = GradientLog(is_on=is_kept and group.rank() == 0)
-        # Empty until the first backward: a copy that is never trained needs no memory for them.
+        # Empty until the first backward: a copied model that is never trained needs no buckets.
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
-        # The indices of parameters whose gradients are summed where they are needed.
+        # The indices of parameters with deferred gradients, which have a bucket for each run.
         self._runs: list[list[int]] = []
         self.is_rearranged = self._gets_gradients_twice = False
         self.reset()
@@ -112,23 +103,23 @@ class Reducer(GradientOrder):
         return [bucket.gradients.nbytes for bucket in self._buckets]
 
     def defer(self, runs: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Have gradients of each run of parameters, of one kind, side by side; sum them on need."""
+        """Give each run of parameters, of one dtype and device, a bucket of deferred gradients."""
         index = {id(parameter): index for index, (_, parameter) in enumerate(self.named)}
         self._runs = [[index[id(parameter)] for parameter in run] for run in runs]
-        self.settle()
+        self.sum_pending()
         self._buckets = []  # they are made when the next backward begins
 
-    def settle(self) -> None:
-        """Sum the gradients that are deferred: more are added to them."""
+    def sum_pending(self) -> None:
+        """Sum the pending gradients of deferred buckets, before others are added to them."""
         for bucket in self._buckets:
-            bucket.settle()
+            bucket.sum_pending()
 
     @property
     def _launches_early(self) -> bool:
         return self.is_rearranged and not self._gets_gradients_twice
 
     def take_over(self, previous: Reducer) -> None:
-        """Continue from the state of ``previous``, which had other parameters and some of these."""
+        """Continue from the state of ``previous``, a reducer of some of these parameters."""
         self.scale, self.comm_hook = previous.scale, previous.comm_hook
         self._log = previous._log
         self._log.logs_unused = self._log.is_on
@@ -139,27 +130,27 @@ class Reducer(GradientOrder):
             self._accumulated[position] = has_grown
 
     def reset(self, phase: Phase = Phase.IDLE) -> None:
-        """Drop the state of the last backward: in the next one, no gradient has come yet."""
+        """Drop the state of the last backward: no gradient of the next one is ready."""
         self.phase = phase
         self.copies_early = False
-        self._launch_order: Sequence[Reducer] = ()  # not kept, as it holds this reducer
-        self._next_launch = 0
+        self._launch_order: Sequence[Reducer] = ()  # dropped, as it is a cycle of references
+        self._next_launch = 0  # the index of the bucket to be launched next
         self._states = bytearray(self._sparse.start) + bytes([UNUSED]) * len(self._sparse)
-        self._arrivals: list[int] = []  # indices of parameters whose gradients have come, in order
-        self._next_position = 0  # that of the next gradient, if they come in order
-        self._reduced_sparse: dict[int, torch.Tensor | None] = {}  # None if it was not sent
+        self._arrivals: list[int] = []  # indices of parameters, as their gradients became ready
+        self._next_position = 0  # the position of the next gradient, if they come in order
+        self._reduced_sparse: dict[int, torch.Tensor | None] = {}  # by position; None: not sent
         for bucket in self._buckets:
             bucket.reset()
 
     def begin(
         self, launch_order: Sequence[Reducer] | None = None, *, copies_early: bool = False
     ) -> None:
-        """A backward begins on every rank; an earlier one that failed is finished first.
+        """Begin a backward, on every rank; one that failed is finished before.
 
-        ``launch_order`` has the reducers of one group in this backward, in the same order on every
-        rank. Before the end of the backward, a reducer launches when those before it have only
-        their last bucket left; last buckets follow at the end, in the same order. Shown by
-        test_two_models_in_one_backward_launch_in_one_order.
+        ``launch_order`` lists the group's reducers in this backward, in the same order on every
+        rank; by default this one. A reducer launches buckets before the end of the backward when
+        those before it in the list have only their last bucket left. Last buckets follow at the
+        end, in the same order. Shown by test_two_models_in_one_backward_launch_in_one_order.
         """
         if self.phase is Phase.FAILED:
             self.finish()
@@ -177,14 +168,14 @@ class Reducer(GradientOrder):
             bucket.begin()
         self.copies_early = copies_early
         self._launch_order = [self] if launch_order is None else launch_order
-        if copies_early and self._launches_early:  # in the first backward some may come twice
+        if copies_early and self._launches_early:  # the first backward may add to a gradient twice
             for bucket in self._buckets:
                 bucket.copy_scale = self._scale_of(bucket)
 
     def _arrange(self, order: Sequence[int]) -> None:
-        """Make buckets for gradients that become ready in ``order``, all or none."""
-        # First of all, as they are as large as all gradients: memory may be short.
-        self.settle()
+        """Make buckets for gradients that become ready in ``order``; if it raises, none."""
+        # The old ones are dropped before: they are as large as all gradients, and memory is short.
+        self.sum_pending()
         deferred = [bucket for bucket in self._buckets if isinstance(bucket, DeferredBucket)]
         self._buckets, self._bucket_at, self._skipped = [], [], set()
         runs = [] if self.comm_hook else self._runs
@@ -197,7 +188,7 @@ class Reducer(GradientOrder):
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
         )
-        groups = [*groups, *runs] or [[]]  # one for the facts at least
+        groups = [*groups, *runs] or [[]]  # without any gradients, a bucket for the facts alone
         self._rearrange(itertools.chain(*groups))
         memory_from = self.process_group if self._is_kept and not self.comm_hook else None
         buckets: list[Bucket] = []
@@ -225,31 +216,32 @@ class Reducer(GradientOrder):
         self._bucket_at = [bucket for bucket in buckets for _ in bucket.parameter_names]
 
     def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
-        """This backward won't compute these gradients: buckets don't wait for them."""
+        """Don't wait for the gradients of ``parameters``, which this backward won't compute."""
         for position in {self._position_of[id(parameter)] for parameter in parameters}:
             if position < self._sparse.start:
                 self._states[position] = UNUSED
                 self._bucket_at[position].num_missing -= 1
 
     def mark_accumulated(self, parameter: torch.Tensor) -> None:
-        """The gradient of ``parameter``, if it is one of these, has grown without a reduction."""
+        """Note that the gradient of ``parameter``, if it is known here, has grown unreduced."""
         position = self._position_of.get(id(parameter))
         if position is not None:
             self._accumulated[position] = 1
             if self._runs:
-                self.settle()
+                self.sum_pending()
 
     def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
-        """The gradients of ``parameters`` have come; buckets that are full are launched.
+        """Note that the gradients of ``parameters`` are ready, and launch buckets that are full.
 
-        Returns how many further gradients may come before this must be called again.
+        Returns:
+            The number of further gradients that may become ready before the next call.
 
         Raises:
-            LateGradient: If a gradient has been sent already in this backward.
+            LateGradient: If the bucket of a gradient has been launched already in this backward.
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
         first, last = self._next_position, self._next_position + len(parameters)
-        if (  # they are the next ones, and awaited, as most are
+        if (  # as for most gradients: these are the next ones, and awaited
             last <= self._sparse.start
             and all(map(operator.is_, parameters, self._parameters[first:last]))
             and not any(self._states[first:last])
@@ -257,7 +249,7 @@ class Reducer(GradientOrder):
             self._mark_awaited(first, last)
         else:
             self._mark_one_by_one(parameters)
-        # If they come in order, it is the next bucket that will be full first, or the one behind.
+        # If gradients come in order, the next bucket that isn't full will be, or the one behind it.
         filling = (bucket for bucket in self._buckets[self._next_launch :] if bucket.num_missing)
         most = len(self.named)
         for bucket in itertools.islice(filling, 2):
@@ -265,7 +257,7 @@ class Reducer(GradientOrder):
         return most
 
     def _mark_awaited(self, first: int, last: int) -> None:
-        """The gradients from position ``first`` to ``last`` have come."""
+        """Note that the gradients from position ``first`` to ``last`` are ready."""
         self._next_position = last
         self._states[first:last] = bytes([READY]) * (last - first)
         self._accumulated[first:last] = b"\1" * (last - first)
@@ -278,7 +270,7 @@ class Reducer(GradientOrder):
             self._look_at(bucket)
 
     def _mark_one_by_one(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The gradients of ``parameters`` have come, in any order."""
+        """Note that the gradients of ``parameters``, in any order, are ready."""
         grown: dict[Bucket, None] = {}
         for parameter in parameters:
             position = self._position_of[id(parameter)]
@@ -296,7 +288,7 @@ class Reducer(GradientOrder):
             self._look_at(bucket)
 
     def _look_at(self, bucket: Bucket) -> None:
-        """Gradients of ``bucket`` have come: copy them early, or launch it if it is full."""
+        """Copy new gradients of ``bucket`` early, or launch buckets if it is full."""
         if self.copies_early and bucket.num_missing:
             bucket.copy_ready(self._states)
         if bucket.is_full() and self._launches_early:
@@ -305,7 +297,11 @@ class Reducer(GradientOrder):
                     break
 
     def mark_unawaited(self, parameter: torch.Tensor) -> None:
-        """A gradient has come for which no bucket waits, or before :meth:`begin`."""
+        """Note that a gradient is ready for which no bucket waits, or before :meth:`begin`.
+
+        Raises:
+            LateGradient: If its bucket has been launched already in this backward.
+        """
         position = self._position_of[id(parameter)]
         if position < len(self._bucket_at):
             bucket = self._bucket_at[position]
@@ -320,10 +316,10 @@ class Reducer(GradientOrder):
             self._arrivals.append(self._order[position])
 
     def give_up(self) -> None:
-        """The backward has failed; gradients that were not launched stay, and are added to.
+        """Note that the backward has failed; the next one adds to gradients not launched yet.
 
-        Other ranks have launched more or fewer buckets of it, or wait for its end. So before
-        anything else is reduced, :meth:`finish` has to launch the rest, and that it failed.
+        Other ranks have launched more buckets or fewer, or wait for the end. So before any other
+        reduction, :meth:`finish` has to launch the rest, and tell the other ranks of the failure.
         Shown by test_a_backward_that_fails_at_different_places_on_each_rank.
         """
         if self.phase is Phase.IDLE:
@@ -336,7 +332,7 @@ class Reducer(GradientOrder):
             bucket.undo_copies()
 
     def launch_full_buckets(self) -> bool:
-        """Launch the buckets that are full; return whether only the last one is left."""
+        """Launch full buckets, up to the first that isn't; return whether only the last is left."""
         last = len(self._buckets) - 1
         while self._launches_early and self._next_launch < last:
             before = self._buckets[max(0, self._next_launch - 1)]
@@ -348,7 +344,7 @@ class Reducer(GradientOrder):
         return self._next_launch >= last and not self._sparse
 
     def launch_all_but_last(self) -> None:
-        """The backward is over: reduce all gradients but those of the last bucket.
+        """Launch all buckets but the last, and reduce sparse gradients: the backward is over.
 
         It waits for communication hooks and sparse gradients, and raises as :meth:`finish`. The
         caller disables autograd, also for :meth:`launch_last`, as gradients may have a graph.
@@ -365,9 +361,10 @@ class Reducer(GradientOrder):
                     self._reduced_sparse[position] = self._reduce_sparse(index, position)
 
     def _reduce_sparse(self, index: int, position: int) -> torch.Tensor | None:
-        """Return the sum of a gradient over the ranks, sparse unless it is dense here; or None.
+        """Return the mean of a sparse gradient; None if it is not sent, as no rank uses it.
 
-        To a communication hook it is the bucket ``index``, and isn't scaled.
+        It is dense if this rank's gradient is. A communication hook gets it as the bucket
+        ``index``, and not scaled.
         """
         parameter = self._parameters[position]
         gradient = parameter.grad
@@ -384,15 +381,15 @@ class Reducer(GradientOrder):
         return total if gradient is None or gradient.is_sparse else total.to_dense()
 
     def launch_last(self) -> None:
-        """Launch the last bucket, with this rank's facts."""
+        """Launch the last bucket, which carries this rank's facts."""
         if self._next_launch < len(self._buckets):
             self._launch()
 
     def finish(self) -> CollectiveFailed | None:
-        """Wait until every gradient is the mean over all ranks, or as before if no rank has one.
+        """Wait until the gradients of all parameters that any rank used are means over the ranks.
 
-        Returns the error to raise, after other models' reducers have finished too, if the backward
-        failed on another rank: its gradients are lost.
+        Returns the error to raise, after the reducers of other models have finished too, if the
+        backward failed on another rank: its gradients are lost.
 
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
@@ -454,28 +451,28 @@ class Reducer(GradientOrder):
         bucket.note_launch()
         is_last = index == len(self._buckets) - 1
         if not is_last and self._skips(index, any(bucket.accumulated)):
-            bucket.has_left, self._next_launch = True, index + 1
+            bucket.is_launched, self._next_launch = True, index + 1
             return
         is_failed = self.phase is Phase.FAILED
-        if is_failed and not bucket.has_left:
-            # 0 for a hook, which may remember it.
+        if is_failed and not bucket.is_launched:
+            # 0 for a hook, which may keep it for later steps.
             bucket.fill_with(math.nan if self.comm_hook is None else 0)
-        elif not bucket.has_left:  # as it has if its hook has failed
+        elif not bucket.is_launched:  # it is if its hook has failed
             bucket.fill(self._scale_of(bucket))
             is_summed = self.comm_hook is None and not bucket.is_deferred
             if self._log.compares and is_summed and self.scale == 1 / self._size:
                 self._log.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
         if is_last:
-            # All buckets are filled by now, so these facts are final.
+            # All buckets are filled by now, so the facts are final.
             bucket.write_facts(self._accumulated, self.process_group.rank() if is_failed else None)
         if self.comm_hook is None:
             bucket.launch(self.process_group, average=self._averages(bucket))
         else:
-            # One after the other: hooks launch further collectives when their first is through,
-            # and collectives of two buckets must not interleave differently on each rank. Shown by
-            # test_hooks_of_several_collectives_keep_their_order.
+            # One hook after the other: a hook may launch a second collective when its first is
+            # done, and collectives of two buckets must not interleave differently on each rank.
+            # Shown by test_hooks_of_several_collectives_keep_their_order.
             self._buckets[max(0, index - 1)].finish_hook(self.process_group)
-            if bucket.parameter_names and not bucket.has_left:
+            if bucket.parameter_names and not bucket.is_launched:
                 number = index + len(self._sparse) * is_last  # sparse ones come before the last
                 bucket.launch_hook(self.comm_hook, number, is_last=is_last)
             if is_last:
@@ -484,10 +481,10 @@ class Reducer(GradientOrder):
         self._next_launch += 1
 
     def _skips(self, number: int, is_used: bool) -> bool:
-        """Whether the bucket, or sparse gradient, of that number is not to be sent."""
+        """Whether the bucket, or the sparse gradient, ``number`` is not sent."""
         if not self._skip_unused:
             return False
-        # A backward that failed is taken to use the buckets of the one before it.
+        # A failed backward skips what the one before it skipped, as the other ranks do.
         if self.phase is not Phase.FAILED:
             (self._skipped.discard if is_used else self._skipped.add)(number)
         return number in self._skipped

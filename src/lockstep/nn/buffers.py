@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -44,11 +44,11 @@ def check_policies(broadcast_buffers: BroadcastBuffers, name: str = "broadcast_b
             )
 
 
-def policy_of(name: str, broadcast_buffers: BroadcastBuffers) -> str:
-    """Return the policy of the buffer of that name: the first whose pattern matches."""
-    if not isinstance(broadcast_buffers, Mapping):
-        return "rank0" if broadcast_buffers else "local"
-    matching = (p for pattern, p in broadcast_buffers.items() if fnmatchcase(name, pattern))
+def policy_of(name: str, policies: BroadcastBuffers) -> str:
+    """Return the policy of the buffer ``name``: that of the first pattern that matches."""
+    if not isinstance(policies, Mapping):
+        return "rank0" if policies else "local"
+    matching = (policy for pattern, policy in policies.items() if fnmatchcase(name, pattern))
     return next(matching, "rank0")
 
 
@@ -64,43 +64,43 @@ class _Slot(NamedTuple):
 class Buffers:
     """Keeps the buffers of one module equal on all ranks, each by its policy.
 
-    Buffers of ``leave_out``, modules that have another engine, and those of the names ``ignored``
-    are left alone. After a change of the module's buffers or policies :meth:`look` must be called.
+    After each change of the module's buffers or of their policies, :meth:`find` must be called.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        group: dist.ProcessGroup,
-        broadcast_buffers: BroadcastBuffers,
-        *,
-        leave_out: Iterable[nn.Module] = (),
-        ignored: Iterable[str] = (),
-    ) -> None:
-        self.broadcast_buffers = broadcast_buffers
-        self._group, self._ignored = group, frozenset(ignored)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         # The rank whose values are broadcast; 0 unless rank 0 has run out of data.
         self.source = 0
         # Called with the buffers by name, instead of an exchange; it may return futures.
         self.hook: BufferHook | None = None
         # Found once: to search all modules costs a millisecond a step for a few hundred.
         self._slots: list[_Slot] = []
-        # For buffers with more than one reference, such as a view or a scripted module: how many
-        # there are apart from graphs, and in how many backwards in a row there were more.
+        # For each buffer: the number of references apart from those of graphs (a view or a scripted
+        # module has one), and the number of backwards in a row that found more.
         self._num_references = WeakIdKeyDictionary()
         self._num_skips = WeakIdKeyDictionary()
-        self.look(module, leave_out)
 
-    def look(self, module: nn.Module, leave_out: Iterable[nn.Module] = ()) -> None:
-        """Find the buffers of ``module``."""
+    def find(
+        self,
+        module: nn.Module,
+        policies: BroadcastBuffers,
+        *,
+        leave_out: Iterable[nn.Module],
+        ignored: Collection[str],
+    ) -> None:
+        """Find the buffers of ``module``, and the policy of each among ``policies``.
+
+        Buffers of ``leave_out``, which are modules with engines of their own, are left alone, and
+        so are those of the names ``ignored``.
+        """
         others = {id(part) for other in leave_out for part in other.modules()}
         self._slots = [
             _Slot(weakref.ref(part), attribute, name, policy)
             for path, part in module.named_modules()
             if id(part) not in others
             for attribute in part._buffers.keys()  # noqa: SIM118 - scripted ones can't be iterated
-            if (name := f"{path}.{attribute}" if path else attribute) not in self._ignored
-            and (policy := policy_of(name, self.broadcast_buffers)) != "local"
+            if (name := f"{path}.{attribute}" if path else attribute) not in ignored
+            and (policy := policy_of(name, policies)) != "local"
         ]
         for tensor in self.named().values():
             self._num_references.setdefault(tensor, _num_references(tensor))

@@ -400,8 +400,8 @@ class DistributedDataParallel(
         check_policies(value)
         self._options = self._options._replace(broadcast_buffers=value)
         for engine in self._engines:
-            engine.buffers.broadcast_buffers = value
-            engine.buffers.look(self.module)
+            if engine.module is self.module:  # parallel parts keep policies of their own
+                engine.set_buffer_policies(value)
 
     forward_sync_buffers = broadcast_buffers
 

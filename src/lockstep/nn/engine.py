@@ -82,9 +82,7 @@ class Engine:
         self.is_stale = False
         # Whether there have been backwards inside of backwards.
         self.sees_nested_tasks = False
-        self.buffers = Buffers(
-            module, group, options.broadcast_buffers, leave_out=inner, ignored=options.ignored
-        )
+        self.buffers = Buffers(group)
         # The module and all modules in it.
         self.parts: weakref.WeakSet[nn.Module] = weakref.WeakSet(module.modules())
         self._module = weakref.ref(module)
@@ -95,6 +93,7 @@ class Engine:
         self._nodes: list[object] = []
         # Runs of parameters whose gradients are summed where a sharded optimizer needs them.
         self._deferred: list[list[nn.Parameter]] = []
+        self._find_buffers(module)
         self._take(module)
 
     @property
@@ -123,7 +122,7 @@ class Engine:
             sparse=sparse_indices(module, self.parameters),
         )
         if previous is not None:
-            previous.settle()
+            previous.sum_pending()
             self.reducer.take_over(previous)
         self._defer()
         self.detach()
@@ -168,9 +167,19 @@ class Engine:
         named = module.named_parameters()
         return [(n, p) for n, p in named if id(p) not in others and n not in self._options.ignored]
 
+    def set_buffer_policies(self, policies: BroadcastBuffers) -> None:
+        """Exchange buffers by other policies from the next backward on."""
+        self._options = self._options._replace(broadcast_buffers=policies)
+        if (module := self.module) is not None:
+            self._find_buffers(module)
+
+    def _find_buffers(self, module: nn.Module) -> None:
+        policies, ignored = self._options.broadcast_buffers, self._options.ignored
+        self.buffers.find(module, policies, leave_out=self._inner, ignored=ignored)
+
     def detach(self) -> None:
         """Take all hooks off the parameters: gradients stay this rank's own."""
-        self.reducer.settle()
+        self.reducer.sum_pending()
         for hooks, own in self._hooks:
             hooks.release(own)
         self._hooks, self._hooks_of_others, self._nodes = [], [], []
@@ -236,7 +245,7 @@ class Engine:
         if _describe(own, module) == self._description:
             return
         if not self.number:
-            self.buffers.look(module, self._inner)
+            self._find_buffers(module)
             self._take(module, self.reducer)
             return
         trained = {id(p) for _, p in own if p.requires_grad}
@@ -256,7 +265,7 @@ class Engine:
             )
             raise
         old_buffers = set(self.buffers.named())
-        self.buffers.look(module, self._inner)
+        self._find_buffers(module)
         more = [b for name, b in self.buffers.named().items() if name not in old_buffers]
         known = {key for key, *_ in self._description[0]}
         added = {name: p.detach() for name, p in own if id(p) not in known}

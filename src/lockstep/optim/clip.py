@@ -67,7 +67,7 @@ def clip_grad_norm_(
             norms.append(norm)
             every = [parameter for parameter in every if id(parameter) not in own]
         else:
-            bucket.settle()
+            bucket.sum_pending()
     clipped = [bucket for bucket in buckets if bucket.are_all_pending()]
     gradients = [parameter.grad for parameter in every if parameter.grad is not None]
     if gradients:

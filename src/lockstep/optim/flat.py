@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import all_gather_in_place, meet, one_copy, ranks_with_one_copy, zero_buffer
-from lockstep.grad import DeferredBucket, source_of, view_like
+from lockstep.grad import DeferredBucket, pending_bucket_of, view_like
 from lockstep.optim.layout import Layout, Piece, cut_evenly, keep_whole, pieces_of
 
 
@@ -106,10 +106,10 @@ class FlatParameters:
 
     def deferred_bucket(self) -> DeferredBucket | None:
         """Return the bucket that has all gradients where their parameters are, not summed yet."""
-        source = source_of(self._order[0])
-        if source is None:
+        found = pending_bucket_of(self._order[0])
+        if found is None:
             return None
-        bucket = source.bucket
+        bucket, _ = found
         if self._followed is None or bucket is not self._followed():
             offsets = sorted(self._layout.offsets)
             if not bucket.has_layout(self._order, offsets):

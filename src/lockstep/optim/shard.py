@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.grad import DeferredBucket, source_of
+from lockstep.grad import DeferredBucket, pending_bucket_of
 from lockstep.optim.flat import FlatParameters, elements_of
 from lockstep.optim.layout import Piece
 
@@ -94,7 +94,7 @@ class Shard:
         if self.flat.keeps_whole:
             self._use(parameters[0].grad)
             return
-        if len(self.pieces) == 1 and source_of(parameters[0]) is None:
+        if len(self.pieces) == 1 and pending_bucket_of(parameters[0]) is None:
             _, start, stop = self.pieces[0]
             self._use(_elements(parameters[0])[start:stop])
             return
@@ -102,9 +102,10 @@ class Shard:
             self._gradient = torch.zeros_like(self.values)
         own = self._gradient
         for piece, parameter in zip(self.pieces, parameters, strict=True):
-            part, source = own[self.place_of(piece)], source_of(parameter)
-            if source is not None:
-                source.bucket.sum_into(part, source.start + piece.start)
+            part, found = own[self.place_of(piece)], pending_bucket_of(parameter)
+            if found is not None:
+                bucket, position = found
+                bucket.sum_into(part, bucket.offset_of(position) + piece.start)
             else:
                 part.copy_(_elements(parameter)[piece.start : piece.stop])
         self._use(own)
