@@ -85,7 +85,7 @@ class Reducer(GradientOrder):
         self.comm_hook: CommHook | None = None
         self._log = GradientLog(is_on=is_kept and group.rank() == 0)
         # Empty until the first backward: a copied model that is never trained needs no buckets.
-        self.buckets: list[Bucket] = []
+        self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
         # The indices of parameters with deferred gradients, which have a bucket for each run.
         self._runs: list[list[int]] = []
@@ -95,23 +95,18 @@ class Reducer(GradientOrder):
     @property
     def buckets(self) -> Sequence[Sequence[str]]:
         """The names of each bucket's parameters, in launch order, from the first backward on."""
-        return [bucket.parameter_names for bucket in self.buckets]
-
-    @property
-    def bucket_bytes(self) -> Sequence[int]:
-        """The size of each bucket's gradients, in bytes."""
-        return [bucket.gradients.nbytes for bucket in self.buckets]
+        return [bucket.parameter_names for bucket in self._buckets]
 
     def defer(self, runs: Sequence[Sequence[torch.Tensor]]) -> None:
         """Give each run of parameters, of one dtype and device, a bucket of deferred gradients."""
         index = {id(parameter): index for index, (_, parameter) in enumerate(self.named)}
         self._runs = [[index[id(parameter)] for parameter in run] for run in runs]
         self.sum_pending()
-        self.buckets = []  # they are made when the next backward begins
+        self._buckets = []  # they are made when the next backward begins
 
     def sum_pending(self) -> None:
         """Sum the pending gradients of deferred buckets, before others are added to them."""
-        for bucket in self.buckets:
+        for bucket in self._buckets:
             bucket.sum_pending()
 
     @property
@@ -139,7 +134,7 @@ class Reducer(GradientOrder):
         self._arrivals: list[int] = []  # indices of parameters, as their gradients became ready
         self._next_position = 0  # the position of the next gradient, if they come in order
         self._reduced_sparse: dict[int, torch.Tensor | None] = {}  # by position; None: not sent
-        for bucket in self.buckets:
+        for bucket in self._buckets:
             bucket.reset()
 
     def begin(
@@ -161,34 +156,25 @@ class Reducer(GradientOrder):
             broadcast_tensors(self.process_group, [order])  # that of rank 0
             self.is_rearranged = True  # on every rank, as none of them has raised
             self._arrange(order.tolist())
-        if not self.buckets or self.buckets[0].is_hooked != bool(self.comm_hook):
+        if not self._buckets or self._buckets[0].is_hooked != bool(self.comm_hook):
             self._arrange(self._order)
         self.reset(Phase.COLLECTING)
-        for bucket in self.buckets:
+        for bucket in self._buckets:
             bucket.begin()
         self.copies_early = copies_early
         self._launch_order = [self] if launch_order is None else launch_order
         if copies_early and self._launches_early:  # the first backward may add to a gradient twice
-            for bucket in self.buckets:
+            for bucket in self._buckets:
                 bucket.copy_scale = self._scale_of(bucket)
 
     def _arrange(self, order: Sequence[int]) -> None:
         """Make buckets for gradients that become ready in ``order``; if it raises, none."""
         # The old ones are dropped before: they are as large as all gradients, and memory is short.
         self.sum_pending()
-        deferred = [bucket for bucket in self.buckets if isinstance(bucket, DeferredBucket)]
-        self.buckets, self._bucket_at, self._skipped = [], [], set()
-        runs = [] if self.comm_hook else self._runs
-        apart = {*itertools.chain(*runs), *self._order[self._sparse.start :]}
+        deferred = [bucket for bucket in self._buckets if isinstance(bucket, DeferredBucket)]
+        self._buckets, self._bucket_at, self._skipped = [], [], set()
+        groups, runs = self.assignment(order)
         parameters = [parameter for _, parameter in self.named]
-        groups = assign_buckets(
-            [p.numel() * gradient_dtype(p).itemsize for p in parameters],
-            [(gradient_dtype(p), p.device) for p in parameters],
-            [index for index in order if index not in apart],
-            cap_bytes=self._cap_bytes,
-            first_cap_bytes=self._first_cap_bytes,
-        )
-        groups = [*groups, *runs] or [[]]  # without any gradients, a bucket for the facts alone
         self._rearrange(itertools.chain(*groups))
         memory_from = self.process_group if self._is_kept and not self.comm_hook else None
         buckets: list[Bucket] = []
@@ -212,8 +198,23 @@ class Reducer(GradientOrder):
             else:
                 bucket = DeferredBucket(named, accumulated, start, tail_size, self.process_group)
             buckets.append(bucket)
-        self.buckets = buckets
+        self._buckets = buckets
         self._bucket_at = [bucket for bucket in buckets for _ in bucket.parameter_names]
+
+    def assignment(self, order: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the indices in each bucket, and those of the last ones, which are deferred."""
+        runs = [] if self.comm_hook else self._runs
+        apart = {*itertools.chain(*runs), *self._order[self._sparse.start :]}
+        parameters = [parameter for _, parameter in self.named]
+        groups = assign_buckets(
+            [p.numel() * gradient_dtype(p).itemsize for p in parameters],
+            [(gradient_dtype(p), p.device) for p in parameters],
+            [index for index in order if index not in apart],
+            cap_bytes=self._cap_bytes,
+            first_cap_bytes=self._first_cap_bytes,
+        )
+        # Without any gradients, a bucket for the facts alone.
+        return [*groups, *runs] or [[]], runs
 
     def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
         """Don't wait for the gradients of ``parameters``, which this backward won't compute."""
@@ -250,7 +251,7 @@ class Reducer(GradientOrder):
         else:
             self._mark_one_by_one(parameters)
         # If gradients come in order, the next bucket that isn't full will be, or the one behind it.
-        filling = (bucket for bucket in self.buckets[self._next_launch :] if bucket.num_missing)
+        filling = (bucket for bucket in self._buckets[self._next_launch :] if bucket.num_missing)
         most = len(self.named)
         for bucket in itertools.islice(filling, 2):
             most = min(most, bucket.num_missing, bucket.chunk if self.copies_early else most)
@@ -328,15 +329,15 @@ class Reducer(GradientOrder):
         self.phase = Phase.FAILED
         self._launch_order = ()
         self._log.drop()
-        for bucket in self.buckets:
+        for bucket in self._buckets:
             bucket.undo_copies()
 
     def launch_full_buckets(self) -> bool:
         """Launch full buckets, up to the first that isn't; return whether only the last is left."""
-        last = len(self.buckets) - 1
+        last = len(self._buckets) - 1
         while self._launches_early and self._next_launch < last:
-            before = self.buckets[max(0, self._next_launch - 1)]
-            if self.buckets[self._next_launch].num_missing or not before.is_hook_done():
+            before = self._buckets[max(0, self._next_launch - 1)]
+            if self._buckets[self._next_launch].num_missing or not before.is_hook_done():
                 return False
             with torch.no_grad():
                 self._launch()
@@ -349,10 +350,10 @@ class Reducer(GradientOrder):
         It waits for communication hooks and sparse gradients, and raises as :meth:`finish`. The
         caller disables autograd, also for :meth:`launch_last`, as gradients may have a graph.
         """
-        last = len(self.buckets) - 1
+        last = len(self._buckets) - 1
         while self._next_launch < last:
             self._launch()
-        for bucket in self.buckets:
+        for bucket in self._buckets:
             bucket.finish_hook(self.process_group)
         for index, position in enumerate(self._sparse, last):
             if position not in self._reduced_sparse:
@@ -382,7 +383,7 @@ class Reducer(GradientOrder):
 
     def launch_last(self) -> None:
         """Launch the last bucket, which carries this rank's facts."""
-        if self._next_launch < len(self.buckets):
+        if self._next_launch < len(self._buckets):
             self._launch()
 
     def finish(self) -> CollectiveFailed | None:
@@ -400,7 +401,7 @@ class Reducer(GradientOrder):
             with torch.no_grad():
                 self.launch_all_but_last()
                 self.launch_last()
-                Bucket.wait_for_all(self.buckets, self.process_group)
+                Bucket.wait_for_all(self._buckets, self.process_group)
                 self._unused = sorted({*self._order}.difference(self._arrivals))
                 if self.phase is not Phase.FAILED:
                     error = self._use_reduced()
@@ -415,15 +416,15 @@ class Reducer(GradientOrder):
 
     def _use_reduced(self) -> CollectiveFailed | None:
         """Make the mean the gradient of every parameter that any rank used."""
-        last = self.buckets[-1]
+        last = self._buckets[-1]
         num_failed, ranks = last.failed_ranks(self._size if self._averages(last) else 1)
         if num_failed:
-            for bucket in self.buckets:
+            for bucket in self._buckets:
                 bucket.drop()
             for position in self._sparse:
                 self._parameters[position].grad = None
             return failed_elsewhere(num_failed, ranks, self.process_group)
-        for bucket in self.buckets:
+        for bucket in self._buckets:
             bucket.finish()
         # Reading the facts waits for a GPU. A rank that used everything need not.
         used: Sequence[int] = self._sparse
@@ -441,15 +442,15 @@ class Reducer(GradientOrder):
                 bucket = self._bucket_at[position]
                 bucket.use_as_grad(position - bucket.start)
         if self._log.compares:
-            for bucket in self.buckets:
+            for bucket in self._buckets:
                 self._log.keep_of_ranks(bucket.gradients_of_ranks())
             self._log.compare()
         return None
 
     def _launch(self) -> None:
-        index, bucket = self._next_launch, self.buckets[self._next_launch]
+        index, bucket = self._next_launch, self._buckets[self._next_launch]
         bucket.note_launch()
-        is_last = index == len(self.buckets) - 1
+        is_last = index == len(self._buckets) - 1
         if not is_last and self._skips(index, any(bucket.accumulated)):
             bucket.is_launched, self._next_launch = True, index + 1
             return
@@ -471,7 +472,7 @@ class Reducer(GradientOrder):
             # One hook after the other: a hook may launch a second collective when its first is
             # done, and collectives of two buckets must not interleave differently on each rank.
             # Shown by test_hooks_of_several_collectives_keep_their_order.
-            self.buckets[max(0, index - 1)].finish_hook(self.process_group)
+            self._buckets[max(0, index - 1)].finish_hook(self.process_group)
             if bucket.parameter_names and not bucket.is_launched:
                 number = index + len(self._sparse) * is_last  # sparse ones come before the last
                 bucket.launch_hook(self.comm_hook, number, is_last=is_last)

@@ -3,7 +3,7 @@
 from lockstep.nn.backward import finish_failed
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.mean import average_gradients, mean
-from lockstep.nn.parallel_state import defer_gradients, groups_of, is_parallel
+from lockstep.nn.parallel_state import defer_gradients, groups_of, is_parallel, state_of
 from lockstep.nn.parallelize import accumulate, join, no_sync, parallelize, sync_buffers
 from lockstep.nn.replicas import (
     DataParallel,
@@ -36,5 +36,6 @@ __all__ = [
     "replicate",
     "scatter",
     "scatter_kwargs",
+    "state_of",
     "sync_buffers",
 ]
