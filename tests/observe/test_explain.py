@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +182,38 @@ def test_data_parallel(workers: Any) -> None:
     assert facts["bytes_per_step"] == {"copies of parameters": 0, "gradients of replicas": 2 * size}
     assert f"in {workers} of their own" in " ".join(str(found).split())
     assert bool(facts["unusual"]) == (workers == "threads")
+
+
+def explain_script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "script.py"
+    path.write_text("import torch, lockstep\nfrom torch import nn\nlockstep.init()\n" + text)
+    command = [sys.executable, "-m", "lockstep", "explain", "-n", "2", str(path)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.forks
+def test_the_command_explains_a_script_after_two_steps(tmp_path: Path) -> None:
+    done = explain_script(
+        tmp_path,
+        """
+model = lockstep.parallelize(nn.Linear(3, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(1000):
+    if number > 1:
+        print("another step")
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Linear, 8 parameters, kept in step by 2 ranks over shm" in done.stdout
+    assert "All gradients are one bucket" in done.stdout
+    assert "another step" not in done.stdout
+    assert done.stdout.count("kept in step by") == 1
+
+
+@pytest.mark.forks
+def test_the_command_explains_a_script_that_takes_no_step(tmp_path: Path) -> None:
+    done = explain_script(tmp_path, "model = lockstep.parallelize(nn.Linear(3, 2))")
+    assert "In the first backward" in done.stdout
+    assert "has no parallel model" in explain_script(tmp_path, "print(1)").stdout
