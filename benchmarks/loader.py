@@ -3,9 +3,10 @@
     lockstep run -n 2 -m benchmarks.loader [--rounds 15] [--json FILE]
 
 Each rank gets 128 samples of a batch, in every epoch in another order, and does nothing with them.
-Samples are rows of two tensors, as in TensorDataset, or images of which some are flipped and all
-are moved. The two loaders take turns, an epoch each, with workers that stay; a round's time is that
-of the slowest rank. With 0 workers, the rank reads its samples itself.
+Samples are rows of two tensors, from a TensorDataset and from a dataset that isn't torch's, or
+images of which some are flipped and all are moved. The two loaders take turns, an epoch each, with
+workers that stay; a round's time is that of the slowest rank. With 0 workers, the rank reads its
+samples itself.
 """
 
 from __future__ import annotations
@@ -32,6 +33,21 @@ SAMPLES_PER_RANK = 128
 NUM_WORKERS = (0, 1, 2)
 
 
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Rows of two tensors, one at a time."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """One row."""
+        return self.x[index], self.y[index]
+
+
 class Augmented(Dataset[tuple[Tensor, int]]):
     """Images of 3x32x32, flipped by chance and moved by up to 4 pixels."""
 
@@ -56,8 +72,10 @@ def datasets(num_ranks: int) -> dict[str, Any]:
     """Datasets of so many samples that an epoch takes some tenths of a second."""
     size = SAMPLES_PER_RANK * num_ranks
     rows = 200 * size
+    x, y = torch.randn(rows, 20), torch.randint(10, (rows,))
     return {
-        "rows": TensorDataset(torch.randn(rows, 20), torch.randint(10, (rows,))),
+        "TensorDataset": TensorDataset(x, y),
+        "rows": Rows(x, y),
         "augmented images": Augmented(20 * size),
     }
 

@@ -121,9 +121,10 @@ def _descriptors() -> set[tuple[str, str]]:
 
 def _shared_memory() -> set[str]:
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else ()
-    # Python's own, of multiprocessing. When their processes were killed, its resource tracker
-    # removes them; until then those of other runs have no owner.
-    return {name for name in names if not name.startswith("sem.mp-")}
+    # Semaphores aren't ours: multiprocessing has them, and `import joblib` (scikit-learn) makes and
+    # removes some. When their processes were killed, a resource tracker removes them; until then
+    # those of other runs have no owner.
+    return {name for name in names if not name.startswith("sem.")}
 
 
 def _is_gone_or_others(name: str) -> bool:

@@ -21,6 +21,7 @@ README = Path(__file__).parent.parent / "README.md"
 LAYERS = {
     "torch_private": 0,
     "errors": 0,
+    "spans": 0,
     "arguments": 0,
     "comm": 1,
     "world": 2,
@@ -36,13 +37,14 @@ LAYERS = {
     "bench": 6,
     "demo": 6,
     "check": 6,
+    "observe": 6,
     "cli": 7,
     "__main__": 8,
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 26_500
-MAX_FILES = 125
+MAX_LINES = 27_400
+MAX_FILES = 135
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
@@ -190,6 +192,7 @@ PUBLIC_MODULES = [
     "lockstep.integrations",
     "lockstep.launcher",
     "lockstep.nn",
+    "lockstep.observe",
     "lockstep.train",
     "lockstep.world",
 ]
@@ -228,6 +231,7 @@ PUBLIC_NAMES = {
     "scatter_kwargs",
     "shard_optimizer",
     "sync_buffers",
+    "trace",
 }
 
 

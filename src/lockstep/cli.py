@@ -21,6 +21,7 @@ Synchronous data parallelism for PyTorch: one model, many devices, the same
 step.
 
   run     run a Python script on several ranks, and leave none behind
+  doctor  what is on this machine, what init() makes of it, and what is wrong
   demo    train a small network on handwritten digits, over several processes
   bench   measure, on this machine, what training in step costs
   show    print what is in a checkpoint of lockstep.save(), and verify it
@@ -46,6 +47,13 @@ A module, with four threads for each rank:
 
 Two machines with eight ranks each; the same on the other one, with --node-rank 1:
   lockstep run --nnodes 2 --node-rank 0 --rdzv-endpoint first:29500 -n 8 train.py"""
+
+_DOCTOR = """\
+Tell what is on this machine, what lockstep.init() makes of it, and what is
+wrong and how to mend it.
+
+Some ranks are started, meet, and time an all-reduce. The exit code is 1 if
+something is wrong."""
 
 _DEMO = """\
 Train a small network on handwritten digits, over several processes.
@@ -190,6 +198,14 @@ def _parser() -> argparse.ArgumentParser:
         "times: what it writes is written so often.",
     )
     run.option("--float64", "With --check: compute in float64.", action="store_true")
+    run.option(
+        "--trace DIR",
+        "Record what every rank does and when, in files in DIR: trace.json is for "
+        "https://ui.perfetto.dev.",
+    )
+    run.option(
+        "--trace-steps FIRST:STOP", "Record these steps alone, from 0; the last one is STOP - 1."
+    )
     run.option("--nnodes N", "On how many hosts this command is given; by default 1.")
     run.option(
         "--node-rank R",
@@ -200,6 +216,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.option("--rdzv-id ID", "Tells jobs that meet there apart; by default lockstep.")
     run.option("--rdzv-timeout SECONDS", "How long hosts wait to meet; by default 300.")
+    doctor = commands.add_parser("doctor", description=_DOCTOR, act=_doctor)
+    doctor.option("-n --nprocs N", "How many ranks to start; by default one for each GPU, or 2.")
+    doctor.option("--json", "Print it all as JSON.", dest="as_json", action="store_true")
     demo = commands.add_parser("demo", description=_DEMO, act=_demo)
     demo.option("-n --nprocs N", "How many processes train; by default 2.")
     demo.option("--epochs E", "How often to go through the training images; by default 15.")
@@ -247,14 +266,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(check: str | None = None, float64: bool = False, **options: Any) -> None:
+def _run(
+    check: str | None = None,
+    float64: bool = False,
+    trace: str | None = None,
+    trace_steps: str | None = None,
+    **options: Any,
+) -> None:
     if check is not None:
         from lockstep.check import check as check_program
 
         sys.exit(check_program(check, float64=float64, **options))
     if float64:
         raise BadLaunch("--float64 is for --check STEPS. Leave it out.")
-    launcher.run_job(launcher.job_of(**options))
+    job = launcher.job_of(**options)
+    if trace is not None:
+        from lockstep.observe import traced
+
+        job = traced(job, trace, trace_steps)
+    elif trace_steps is not None:
+        raise BadLaunch("--trace-steps is for --trace DIR. Leave it out.")
+    launcher.run_job(job)
+
+
+def _doctor(**options: Any) -> NoReturn:
+    from lockstep.observe import doctor
+
+    sys.exit(0 if doctor(**options) else 1)
 
 
 def _demo(**options: Any) -> NoReturn:

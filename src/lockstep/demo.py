@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -14,11 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
-from lockstep.data import batch_slice, partition
+from lockstep.data import DataLoader, partition
 from lockstep.errors import BadLaunch, MissingExtra
 from lockstep.launcher import check_num_ranks, launch, whole_number
+from lockstep.metrics import reduce
 from lockstep.nn import mean, parallelize
+from lockstep.optim import shard_optimizer
 from lockstep.world import World, init
 
 GLOBAL_BATCH_SIZE = 128
@@ -73,10 +77,10 @@ def demo(nprocs: str = "2", epochs: str = "15", seed: int = 1234, data: str = "d
         f"{len(digits.test_labels):,} to test with, {GLOBAL_BATCH_SIZE} a step over {processes}."
     )
     start, together = launch(train, num_ranks, (digits, num_epochs, seed), output="plain")[0]
-    alone = train_exactly(start, digits, init(device="cpu"), seed, num_ranks)
+    alone = train_exactly(start, digits, init(device="cpu"), seed)
     difference = largest_difference(together, alone)
     num_parameters = sum(value.numel() for value in alone.values())
-    num_batches = len(global_batches(digits, num_ranks, seed))
+    num_batches = math.ceil(len(digits.train_labels) / GLOBAL_BATCH_SIZE)
     verdict = "[green]Nothing was lost by splitting.[/green]"
     if difference >= TOLERANCE:
         verdict = f"[red]It should be below {TOLERANCE:.0e}: please report this.[/red]"
@@ -130,30 +134,24 @@ def train(world: World, digits: Digits, epochs: int, seed: int) -> tuple[State, 
     with Progress(
         *columns, TimeRemainingColumn(), console=console, disable=is_quiet, transient=True
     ) as progress:
-        num_steps = epochs * len(global_batches(digits, world.world_size, seed))
-        bar = progress.add_task("training", total=num_steps)
+        loader = loader_of(digits, world, seed)
+        bar = progress.add_task("training", total=epochs * len(loader))
         optimizer = _optimizer(model)
         for epoch in range(epochs):
-            batches = global_batches(digits, world.world_size, seed + epoch)
-            advance = partial(progress.advance, bar)
-            loss = train_epoch(model, optimizer, digits, world, batches, advance)
+            loss = train_epoch(model, optimizer, loader, world, partial(progress.advance, bar))
             right = accuracy(model, digits, world)
             console.print(f"epoch {epoch + 1:2}  loss {loss:.4f}  accuracy {right:6.2%}")
     start = _copy_of(model)
-    return start, train_exactly(start, digits, world, seed, world.world_size)
+    return start, train_exactly(start, digits, world, seed)
 
 
-def train_exactly(start: State, digits: Digits, world: World, seed: int, num_ranks: int) -> State:
-    """Return the parameters after one epoch from ``start``, in float64 and without dropout.
-
-    The batches are those of ``num_ranks`` ranks, however many ranks ``world`` has.
-    """
+def train_exactly(start: State, digits: Digits, world: World, seed: int) -> State:
+    """Return the parameters after one epoch from ``start``, in float64 and without dropout."""
     model = ConvNet(dropout=0)
     model.load_state_dict(start)
     model = parallelize(model.double().to(world.device), process_group=world.process_group)
     exact = digits._replace(train_images=digits.train_images.double())
-    batches = global_batches(digits, num_ranks, seed)
-    train_epoch(model, _optimizer(model), exact, world, batches)
+    train_epoch(model, _optimizer(model), loader_of(exact, world, seed), world)
     return _copy_of(model)
 
 
@@ -162,37 +160,37 @@ def largest_difference(one: State, other: State) -> float:
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-def global_batches(digits: Digits, num_ranks: int, seed: int) -> Sequence[Tensor]:
-    """An epoch's batches for ``num_ranks``, as indices; the same on every rank."""
-    order = torch.randperm(len(digits.train_labels), generator=torch.Generator().manual_seed(seed))
-    batches: Sequence[Tensor] = order.split(GLOBAL_BATCH_SIZE)
-    # A last batch too short to give each rank a sample is left out.
-    return batches[:-1] if len(batches) > 1 and len(batches[-1]) < num_ranks else batches
+def loader_of(digits: Digits, world: World, seed: int) -> DataLoader[list[Tensor]]:
+    """This rank's parts of the global batches, which are the same for any number of ranks."""
+    dataset = TensorDataset(digits.train_images, digits.train_labels)
+    return DataLoader(
+        dataset, GLOBAL_BATCH_SIZE, shuffle=True, seed=seed, process_group=world.process_group
+    )
 
 
 def train_epoch(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    digits: Digits,
+    loader: DataLoader[list[Tensor]],
     world: World,
-    batches: Sequence[Tensor],
     after_step: Callable[[], object] = lambda: None,
 ) -> float:
-    """Take a step for each global batch, and return the mean loss over all of them."""
+    """Take a step for each global batch, and return the mean loss over all samples."""
     model.train()
-    total = 0.0
-    for batch in batches:
-        part = batch[batch_slice(len(batch), world.rank, world.world_size)]
-        images = digits.train_images[part].to(world.device)
-        labels = digits.train_labels[part].to(world.device)
+    total, count = 0.0, 0
+    for images, labels in loader:
         optimizer.zero_grad()
-        losses = F.nll_loss(model(images), labels, reduction="none")
+        losses = F.nll_loss(
+            model(images.to(world.device)), labels.to(world.device), reduction="none"
+        )
         loss = mean(losses, process_group=world.process_group)
         loss.backward()
         optimizer.step()
-        total += loss.item() * len(batch)
+        total += loss.item() * losses.numel()
+        count += losses.numel()
         after_step()
-    return total / sum(map(len, batches))
+    total, count = reduce((total, count), "sum", process_group=world.process_group)
+    return total / count
 
 
 @torch.no_grad()
@@ -206,7 +204,9 @@ def accuracy(model: nn.Module, digits: Digits, world: World) -> float:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    """SGD, its work divided among the ranks where `model` is parallel."""
+    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    return shard_optimizer(sgd)
 
 
 def _copy_of(model: nn.Module) -> State:

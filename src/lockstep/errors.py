@@ -27,6 +27,7 @@
     ├── ReplicaLost                the process of a DataParallel's replica is gone
     ├── SharedMemoryFull           there is no room for memory that ranks share
     ├── SplitError                 data cannot be divided as asked
+    ├── TraceError                 a trace cannot be read
     ├── LaunchError                ranks could not be started
     │   ├── BadLaunch                the program or an option makes no sense
     │   └── RankFailed               a rank was started and failed
@@ -150,6 +151,10 @@ class SharedMemoryFull(LockstepError, MemoryError):
 
 class SplitError(LockstepError, ValueError):
     """Data, or a batch, cannot be divided into the parts asked for."""
+
+
+class TraceError(LockstepError, ValueError):
+    """There is no trace, or a file isn't of one."""
 
 
 class LaunchError(LockstepError, RuntimeError):

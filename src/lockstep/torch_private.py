@@ -56,8 +56,10 @@ tree_map_only = torch.utils._pytree.tree_map_only
 # The tensors of a batch, whatever its nesting.
 tree_leaves = torch.utils._pytree.tree_leaves
 
-# Data. What a worker of a DataLoader is told, which lockstep lets count the workers of all ranks.
+# Data. What a worker of a DataLoader is told, which lockstep lets count the workers of all ranks;
+# and what iterates over a DataLoader, whose time a trace has.
 worker = torch.utils.data._utils.worker
+_BaseDataLoaderIter = torch.utils.data.dataloader._BaseDataLoaderIter
 WorkerInfo = torch.utils.data._utils.worker.WorkerInfo
 
 # Modules. The base of all normalisations with running statistics, that of the BatchNorms, and the
@@ -119,6 +121,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch.distributed.rpc.api": {
         "_init_rpc_states": "is replaced, to learn when there may be distributed backwards",
         "_is_current_rpc_agent_set": "whether there may be distributed backwards in this program",
+    },
+    "torch.autograd.profiler": {
+        "_is_profiler_enabled": "whether to make spans ranges of torch.profiler",
     },
     "torch.utils.data._utils.worker": {
         "_worker_info": "what get_worker_info() returns",

@@ -532,6 +532,24 @@ def start_of_worker(worker_id: int) -> None:
     info.dataset.length = 7  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_rows_of_tensors_are_the_batches_that_torch_makes(num_workers: int) -> None:
+    dataset = TensorDataset(torch.randn(10, 3), torch.arange(10), torch.randn(10) > 0)
+    for batches in (
+        [[3, 1, 2], [-1, 0], [9]],
+        [[slice(0, 2), slice(2, 4)]],  # the first of them has two dimensions more
+        [[True]],  # an index that adds a dimension, and no mask
+    ):
+        ours = lockstep.DataLoader(dataset, batch_sampler=batches, num_workers=num_workers)
+        theirs = torch.utils.data.DataLoader(dataset, batch_sampler=batches)
+        for own, expected in zip(ours, theirs, strict=True):
+            assert type(own) is type(expected)
+            assert all(map(torch.equal, own, expected))
+    too_far = lockstep.DataLoader(dataset, batch_sampler=[[10]], num_workers=num_workers)
+    with pytest.raises(IndexError, match="out of bounds"):
+        next(iter(too_far))
+
+
 def test_a_worker_is_begun_with_the_users_dataset() -> None:
     each = lockstep.DataLoader(Numbers(6), 3, num_workers=1, worker_init_fn=start_of_worker)
     assert [numbers_of(batch) for batch in each] == [[0, 1, 2], [3, 4, 5]]

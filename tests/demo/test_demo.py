@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+import lockstep
 from lockstep import demo as training
 from lockstep.demo import ConvNet, Digits, State, largest_difference, train_exactly
 from lockstep.world import Starter, World
@@ -41,49 +43,42 @@ def start() -> State:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ranks_train_as_one_process_does(digits, start, world_size: int) -> None:
-    alone = train_exactly(start, digits, ALONE, 1, world_size)
+    alone = train_exactly(start, digits, ALONE, 1)
     assert largest_difference(alone, start) > 1e-3
 
     def body(rank: int, group: dist.ProcessGroup) -> State:
-        return train_exactly(start, digits, world_of(rank, world_size, group), 1, world_size)
+        return train_exactly(start, digits, world_of(rank, world_size, group), 1)
 
     for together in run_ranks(world_size, body):
         assert largest_difference(together, alone) < 1e-12
 
 
 def test_one_sample_taken_twice_would_be_seen(digits, start, monkeypatch) -> None:
-    alone = train_exactly(start, digits, ALONE, 1, 2)
-    right = training.batch_slice
+    alone = train_exactly(start, digits, ALONE, 1)
+    whole = training.loader_of
 
-    def wrong(size: int, rank: int, world_size: int) -> slice:
-        part = right(size, rank, world_size)
-        return slice(part.start - (rank > 0), part.stop - (rank > 0))
+    def wrong(digits: Digits, world: World, seed: int) -> lockstep.DataLoader[list[Tensor]]:
+        images, labels = digits.train_images.clone(), digits.train_labels.clone()
+        images[7], labels[7] = images[8], labels[8]
+        return whole(digits._replace(train_images=images, train_labels=labels), world, seed)
 
-    monkeypatch.setattr(training, "batch_slice", wrong)
+    monkeypatch.setattr(training, "loader_of", wrong)
 
     def body(rank: int, group: dist.ProcessGroup) -> State:
-        return train_exactly(start, digits, world_of(rank, 2, group), 1, 2)
+        return train_exactly(start, digits, world_of(rank, 2, group), 1)
 
     for together in run_ranks(2, body):
         assert largest_difference(together, alone) > 1e-6
 
 
-def test_an_epoch_is_every_image_once_unless_the_last_batch_is_too_short(digits) -> None:
-    alone = [batch.tolist() for batch in training.global_batches(digits, 1, seed=3)]
-    assert sorted(index for batch in alone for index in batch) == list(range(397))
-    assert [b.tolist() for b in training.global_batches(digits, 13, seed=3)] == alone
-    # 397 = 3 * 128 + 13: thirteen images are too few for fourteen ranks
-    assert [b.tolist() for b in training.global_batches(digits, 14, seed=3)] == alone[:-1]
-
-
-def test_a_last_batch_that_is_too_short_is_left_out_in_one_process_too(digits, start) -> None:
+def test_a_last_batch_of_fewer_images_than_ranks_is_trained_on_too(digits, start) -> None:
     few = digits._replace(
         train_images=digits.train_images[:129], train_labels=digits.train_labels[:129]
     )
-    alone = train_exactly(start, few, ALONE, 1, 2)
+    alone = train_exactly(start, few, ALONE, 1)
 
     def body(rank: int, group: dist.ProcessGroup) -> State:
-        return train_exactly(start, few, world_of(rank, 2, group), 1, 2)
+        return train_exactly(start, few, world_of(rank, 2, group), 1)
 
     for together in run_ranks(2, body):
         assert largest_difference(together, alone) < 1e-12

@@ -32,6 +32,7 @@ from lockstep.comm.shm.one_copy import OneCopy, name_of
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.transport import Transport
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, LockstepError, SharedMemoryFull
+from lockstep.spans import span
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class Pending:
         """
         began = time.perf_counter()
         try:
-            self._work.wait()
+            with span("wait", self._operation):
+                self._work.wait()
         except LockstepError:
             raise
         except RuntimeError as error:

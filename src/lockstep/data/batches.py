@@ -10,7 +10,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from lockstep.data.random_state import RandomState, Source, exclusive, mixed, sources
 from lockstep.errors import SplitError
@@ -125,6 +131,8 @@ class GlobalBatches:
             indices = batch.tolist()
         if indices and isinstance(indices[0], torch.Tensor):  # equal ones have different hashes
             indices = [index.item() for index in indices]
+        elif indices and type(indices[0]).__hash__ is None:  # such as a slice
+            indices = [*map(repr, indices)]
         is_new = seen.isdisjoint(indices)
         earlier = () if is_new else set(seen)
         seen.update(indices)
@@ -184,6 +192,9 @@ class Reader:
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, makes_batches: bool) -> None:
         self.dataset, self._collate = dataset, collate
         self._makes_batches = makes_batches
+        # What default_collate makes of such samples one by one can be had at once.
+        is_collated = collate is default_collate and makes_batches is False
+        self._has_tensors = type(dataset) is TensorDataset and is_collated
         self._reset()
 
     def _reset(self) -> None:
@@ -202,6 +213,8 @@ class Reader:
 
     def __getitem__(self, part: Part) -> Any:
         """Return the batch of ``part``, without samples if it has none."""
+        if self._has_tensors and (rows := _rows(self.dataset.tensors, part)) is not None:
+            return [row[:0] for row in rows] if part.is_empty else rows
         with exclusive:
             batch = self._read_seeded(part)
             if not part.is_empty:
@@ -253,6 +266,17 @@ class Reader:
             seed = mixed(*numbers)
             for source in self._used:
                 source.seed(seed)
+
+
+def _rows(tensors: Sequence[torch.Tensor], part: Part) -> list[torch.Tensor] | None:
+    """Return the samples of ``part``; None if it has something else than whole numbers."""
+    try:
+        indices = torch.tensor([*part], device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if indices.dtype != torch.int64 or indices.dim() != 1:
+        return None
+    return [tensor[indices] for tensor in tensors]
 
 
 def without_samples(batch: Any, twice: Any = None) -> Any:

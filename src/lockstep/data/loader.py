@@ -22,11 +22,13 @@ from lockstep.data.iterable import Request, StreamReader, global_stream
 from lockstep.data.pace import Pace
 from lockstep.data.random_state import mixed
 from lockstep.errors import SplitError
+from lockstep.spans import span
 from lockstep.torch_private import worker
 from lockstep.world import group_or_all
 
 _T_co = TypeVar("_T_co", covariant=True)
 _VERSION = 1
+_END = object()
 _STATE = {"version", "seed", "epoch", "num_batches", "digest", "facts"}
 
 
@@ -124,6 +126,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._epoch, self._num_given, self._digest = 0, 0, 0
         self._goes_on = self._is_in_epoch = False
         self._run = 0
+        self._reader: Any = None
         self._loader: torch.utils.data.DataLoader[Any] | None = None
 
     def _check_arguments(self) -> None:
@@ -270,18 +273,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return self._counted(stream, asked, self._run)
 
     def _read(self, requests: Iterator[Any]) -> Iterator[Any]:
-        """Return what torch's own loader reads for each of ``requests``."""
+        """Return what is read for each of ``requests``, by workers or in this process."""
+        if self._reader is None:
+            self._reader = self._make_reader()
+        if not self.num_workers and not self.pin_memory:
+            return map(self._reader.__getitem__, requests)
         loader = self._loader
         if loader is None:
-            reader: Any
-            if self._is_iterable:
-                reader = StreamReader(self.dataset, self.collate_fn, self._rank, self._num_ranks)
-            else:
-                makes_batches = self.batch_sampler is None
-                reader = Reader(self.dataset, self.collate_fn, makes_batches=makes_batches)
             self._requests = _Requests()
             self._loader = loader = torch.utils.data.DataLoader(
-                reader,
+                self._reader,
                 batch_size=None,
                 sampler=self._requests,
                 num_workers=self.num_workers,
@@ -301,6 +302,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         loader.generator.manual_seed(mixed(self._seed, self._epoch, self._rank))
         return iter(loader)
 
+    def _make_reader(self) -> Any:
+        if self._is_iterable:
+            return StreamReader(self.dataset, self.collate_fn, self._rank, self._num_ranks)
+        makes_batches = self.batch_sampler is None
+        return Reader(self.dataset, self.collate_fn, makes_batches=makes_batches)
+
     def _iterable_batches(self, skip: int) -> Iterator[Any]:
         """Yield this rank's parts of what is left of an iterable dataset."""
         assert self._seed is not None
@@ -311,10 +318,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._iteration += 1
         request = Request(self._iteration, mixed(self._seed, self._epoch), size, self.drop_last)
         answers = self._read(itertools.repeat(request))
-        assert self._loader is not None
-        reader: Any = self._loader.dataset
         num_workers = max(1, self.num_workers)
-        stream = global_stream(answers, reader, size, num_workers, self._group)
+        stream = global_stream(answers, self._reader, size, num_workers, self._group)
         return itertools.islice(stream, skip, None)
 
     def _counted(
@@ -325,7 +330,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         ``run`` is the number of this iteration. Once there is a later one, or a state was loaded,
         what is still read in this one doesn't count.
         """
-        for batch in stream:
+        while True:
+            with span("data"):
+                batch = next(stream, _END)
+            if batch is _END:
+                break
             checksum, num_samples = asked.popleft() if asked else (0, 0)
             if run == self._run:
                 self._num_given += 1

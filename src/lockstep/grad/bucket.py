@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lockstep import spans
 from lockstep.comm import Pending, can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ParameterChanged
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer, view_like
@@ -228,6 +229,8 @@ class Bucket:
         self.is_launched = False
         # The number of gradients that this backward has yet to compute.
         self.num_missing = len(self._parameters)
+        # When its last gradient came, if all have, and when it was launched.
+        self._full_at = self._launched_at = 0
         # The number of gradients that were copied before the bucket was full, and the factor they
         # were multiplied by: 1 as long as the backward may add to them again.
         self._num_copied, self.copy_scale = 0, 1.0
@@ -242,6 +245,31 @@ class Bucket:
         if last - self._num_copied >= self.chunk:
             self._copy(self._num_copied, last, self.copy_scale)
             self._num_copied = last
+
+    def is_full(self) -> bool:
+        """Whether no gradient is missing."""
+        if not self.num_missing:
+            self._full_at = self._full_at or spans.now()
+        return not self.num_missing
+
+    def note_launch(self) -> None:
+        """It is about to be launched."""
+        self._launched_at = spans.now()
+
+    @staticmethod
+    def wait_for_all(buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
+        """Wait for the collectives of ``buckets``, and tell whoever records of their times."""
+        for index, bucket in enumerate(buckets):
+            bucket.wait(group)
+            if spans.recorder is not None and bucket._launched_at:
+                launched = bucket._launched_at
+                times = (bucket._full_at or launched, launched, spans.now())
+                spans.recorder.bucket(bucket, index, times)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of what is sent."""
+        return self._buffer.nbytes
 
     def is_too_late_for(self, position: int) -> bool:
         """Whether the gradient at ``position`` in this bucket has been launched, or scaled."""

@@ -291,7 +291,7 @@ class Reducer(GradientOrder):
         """Copy new gradients of ``bucket`` early, or launch buckets if it is full."""
         if self.copies_early and bucket.num_missing:
             bucket.copy_ready(self._states)
-        if not bucket.num_missing and self._launches_early:
+        if bucket.is_full() and self._launches_early:
             for reducer in self._launch_order:
                 if not reducer.launch_full_buckets():
                     break
@@ -400,8 +400,7 @@ class Reducer(GradientOrder):
             with torch.no_grad():
                 self.launch_all_but_last()
                 self.launch_last()
-                for bucket in self._buckets:
-                    bucket.wait(self.process_group)
+                Bucket.wait_for_all(self._buckets, self.process_group)
                 self._unused = sorted({*self._order}.difference(self._arrivals))
                 if self.phase is not Phase.FAILED:
                     error = self._use_reduced()
@@ -449,6 +448,7 @@ class Reducer(GradientOrder):
 
     def _launch(self) -> None:
         index, bucket = self._next_launch, self._buckets[self._next_launch]
+        bucket.note_launch()
         is_last = index == len(self._buckets) - 1
         if not is_last and self._skips(index, any(bucket.accumulated)):
             bucket.is_launched, self._next_launch = True, index + 1

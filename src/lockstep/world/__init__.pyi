@@ -10,3 +10,4 @@ from .world import choose_backend as choose_backend
 from .world import choose_device as choose_device
 from .world import group_or_all as group_or_all
 from .world import init as init
+from .world import when_joined as when_joined

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -70,6 +70,8 @@ class RankContext:
 
 
 _of_process = RankContext()
+# Called with the World of each rank of this process that joins the others, on every rank.
+when_joined: list[Callable[[World], None]] = []
 
 
 @contextmanager
@@ -136,6 +138,13 @@ def init(
 
 
 def _new_world(rank: RankContext, wanted: _Wanted) -> World:
+    world = _join_others(rank, wanted)
+    for function in when_joined:
+        function(world)
+    return world
+
+
+def _join_others(rank: RankContext, wanted: _Wanted) -> World:
     if rank.placement is not None:
         return _join_threads(rank, rank.placement, wanted)
     if dist.is_initialized():

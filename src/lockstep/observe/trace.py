@@ -1,0 +1,291 @@
+"""``trace(folder)``: what every rank does and when, in files that Perfetto opens.
+
+Each rank writes its spans to a file of its own as they end, so that a trace takes little memory,
+and a rank that is killed leaves all but its last step. At the end a rank makes JSON of its file;
+the last rank that is through puts those of all into one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lockstep import spans
+from lockstep.arguments import as_whole_number, refusal
+from lockstep.comm import uncompiled
+from lockstep.observe.clock import Offset, boot_id, measure_offset
+from lockstep.observe.trace_files import drop_later_ranks, merge, spool_of, write_json
+from lockstep.torch_private import _BaseDataLoaderIter
+from lockstep.world import World, when_joined
+
+Steps = tuple[int, int]
+_BUFFER_BYTES = 1 << 20
+
+
+@contextmanager
+def trace(folder: str | os.PathLike[str], *, steps: Steps | None = None) -> Iterator[None]:
+    """Record what this rank does while the context is open, on every rank that opens it. ::
+
+        with lockstep.trace("run1"):
+            train()
+
+    ``run1/trace.json`` then has all ranks, on one clock, for https://ui.perfetto.dev or
+    ``chrome://tracing``. Spans are: data, forward (from the batch to the backward), backward, wait
+    (for other ranks), optimizer, save; and for each bucket of gradients the time from its last
+    gradient to its sums, and that of its all-reduce. While torch.profiler runs, data, wait and save
+    are ranges of it, too.
+
+    ``lockstep run --trace FOLDER`` does the same for a whole script. Every rank opens it, after
+    :func:`lockstep.init`: over several hosts, the ranks measure by how much their clocks differ.
+
+    Args:
+        folder: Where to write; it is made if there is none. Files of an earlier trace are replaced.
+        steps: The first step to record and the one after the last, from 0; by default all. A step
+            ends with that of the program's first optimizer.
+
+    Raises:
+        ValueError: If ``steps`` aren't two such numbers, or a trace is being recorded already.
+        OSError: If the folder can't be written to.
+    """
+    from lockstep.world import init
+
+    world = init()
+    with recording(Path(folder), world.rank, _checked(steps)) as own:
+        own.join(world)
+        yield
+
+
+def _checked(steps: Steps | None) -> Steps | None:
+    if steps is None:
+        return None
+    wanted = "two whole numbers, such as (10, 20)"
+    if not isinstance(steps, tuple | list) or len(steps) != 2:
+        raise ValueError(refusal("steps", steps, wanted))
+    first, stop = (as_whole_number("steps", step, wanted, at_least=0) for step in steps)
+    if first >= stop:
+        raise ValueError(refusal("steps", steps, wanted + ", the second one larger"))
+    return first, stop
+
+
+@contextmanager
+def recording(folder: Path, rank: int, steps: Steps | None = None) -> Iterator[RankTrace]:
+    """Record as rank ``rank``, which need not have joined the others yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (folder / "trace.json", folder / f"rank-{rank}.json"):
+        path.unlink(missing_ok=True)
+    with open(spool_of(folder, rank), "wb", buffering=_BUFFER_BYTES) as file:
+        own = RankTrace(file, rank, steps)
+        _process.add(own)
+        try:
+            yield own
+        finally:
+            _process.remove(own)
+            own.close()
+    write_json(folder, rank)
+    merge(folder)
+
+
+class RankTrace:
+    """The spans of one rank, and the file that takes them, one in a line.
+
+    Attributes:
+        step: The number of the step that it is in.
+    """
+
+    def __init__(self, file: BinaryIO, rank: int, steps: Steps | None) -> None:
+        self._file, self._rank = file, rank
+        self._first, self._stop = steps or (0, 2**62)
+        self.step = 0
+        # By thread, the names of the spans that are open.
+        self._open: dict[int, list[str]] = {}
+        # The numbers of buckets, in the order in which they were sent first.
+        self._buckets: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._num_buckets = 0
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        # When the program got a batch, or stepped: its forward begins.
+        self._since: int | None = None
+        self.threads = {threading.get_ident()}
+        self._put(
+            {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "boot": boot_id()}
+        )
+
+    def _put(self, facts: dict[str, Any]) -> None:
+        self._file.write(json.dumps(facts).encode() + b"\n")
+
+    def join(self, world: World) -> None:
+        """The rank has joined the others: note how many there are, and compare clocks."""
+        if world.rank == 0:
+            drop_later_ranks(Path(self._file.name).parent, world.world_size)
+        facts: dict[str, Any] = {"world_size": world.world_size, "device": str(world.device)}
+        if world.process_group is not None and world.local_world_size < world.world_size:
+            facts |= measure_offset(world.process_group)._asdict()
+        else:
+            facts |= Offset(0, 0)._asdict()
+        self._put(facts)
+        self._file.flush()
+
+    def log(self, values: dict[str, float]) -> None:
+        """Note what the program logs, such as its loss."""
+        self._put({"step": self.step, "time": spans.now(), "log": values})
+
+    @property
+    def _is_on(self) -> bool:
+        return self._first <= self.step < self._stop
+
+    def begin(self, name: str) -> bool:
+        """See :class:`lockstep.spans.Recorder`."""
+        open_spans = self._open.setdefault(threading.get_ident(), [])
+        if name in open_spans:
+            return False
+        if name == "backward":
+            self._end_forward()
+        open_spans.append(name)
+        return True
+
+    def end(self, name: str, start: int, detail: str) -> None:
+        """See :class:`lockstep.spans.Recorder`."""
+        thread, stop = threading.get_ident(), spans.now()
+        self._open[thread].remove(name)
+        if self._is_on:
+            index = 0 if thread in self.threads else thread
+            words = detail.replace(" ", "_")
+            line = f"{name} {start} {stop} {self.step} {index} {words}\n"
+            self._file.write(line.encode())
+        if name in ("data", "optimizer"):
+            self._since = stop
+
+    def _end_forward(self) -> None:
+        if self._since is not None and self._is_on:
+            self._file.write(b"forward %d %d %d 0 \n" % (self._since, spans.now(), self.step))
+        self._since = None
+
+    def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
+        """See :class:`lockstep.spans.Recorder`."""
+        if not self._is_on:
+            return
+        number = self._buckets.get(bucket)
+        if number is None:
+            number = self._buckets[bucket] = self._num_buckets
+            self._num_buckets += 1
+            names = {"index": index, "parameters": bucket.parameter_names}
+            self._put({"bucket": number, "bytes": bucket.num_bytes, **names})
+        self._file.write(b"bucket %d %d %d %d %d\n" % (*times, self.step, number))
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        if self._optimizer is None or self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is optimizer:
+            self.step += 1
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        with contextlib.suppress(ValueError):
+            self._file.flush()
+
+
+class _Process:
+    """The traces of all ranks in this process, which are one, or several if they are threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._traces: list[RankTrace] = []
+        self._undo = ExitStack()
+
+    def add(self, own: RankTrace) -> None:
+        with self._lock:
+            if any(own.threads & other.threads for other in self._traces):
+                raise ValueError("This rank is traced already. End that before, or leave this out.")
+            self._traces.append(own)
+            if len(self._traces) == 1:
+                self._begin()
+
+    def remove(self, own: RankTrace) -> None:
+        with self._lock:
+            self._traces.remove(own)
+            if not self._traces:
+                spans.recorder = None
+                self._undo.close()
+
+    def _begin(self) -> None:
+        self._wrap(torch.autograd, "backward", "backward")
+        self._wrap(_BaseDataLoaderIter, "__next__", "data")
+        starts: dict[tuple[int, int], int] = {}
+        for handle in (
+            register_optimizer_step_pre_hook(partial(self._before_step, starts)),
+            register_optimizer_step_post_hook(partial(self._after_step, starts)),
+        ):
+            self._undo.callback(handle.remove)
+        when_joined.append(self._joined)
+        self._undo.callback(when_joined.remove, self._joined)
+        spans.recorder = self
+
+    def _wrap(self, owner: Any, attribute: str, name: str) -> None:
+        original = getattr(owner, attribute)
+
+        @uncompiled
+        @functools.wraps(original)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            with spans.span(name):
+                return original(*args, **options)
+
+        setattr(owner, attribute, wrapped)
+        self._undo.callback(setattr, owner, attribute, original)
+
+    def _of_this_thread(self) -> RankTrace | None:
+        thread = threading.get_ident()
+        traces = self._traces
+        if len(traces) == 1:  # helper threads are that rank's, too
+            return traces[0]
+        return next((own for own in traces if thread in own.threads), None)
+
+    def begin(self, name: str) -> bool:
+        own = self._of_this_thread()
+        return own is not None and own.begin(name)
+
+    def end(self, name: str, start: int, detail: str) -> None:
+        if (own := self._of_this_thread()) is not None:
+            own.end(name, start, detail)
+
+    def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
+        if (own := self._of_this_thread()) is not None:
+            own.bucket(bucket, index, times)
+
+    @uncompiled
+    def _before_step(self, starts: dict[Any, int], optimizer: Optimizer, *_: object) -> None:
+        own = self._of_this_thread()
+        if own is not None and own.begin("optimizer"):
+            starts[threading.get_ident(), id(optimizer)] = spans.now()
+
+    @uncompiled
+    def _after_step(self, starts: dict[Any, int], optimizer: Optimizer, *_: object) -> None:
+        own = self._of_this_thread()
+        start = starts.pop((threading.get_ident(), id(optimizer)), None)
+        if own is not None and start is not None:
+            own.end("optimizer", start, "")
+            own.end_step(optimizer)
+
+    def _joined(self, world: World) -> None:
+        if (own := self._of_this_thread()) is not None:
+            own.join(world)
+
+
+_process = _Process()

@@ -1,0 +1,192 @@
+"""The files of a trace: spans as ranks wrote them, and JSON in the format of Chrome's tracer.
+
+A rank's file has lines of two kinds: a JSON object with facts, or the name of a span, times in
+nanoseconds and numbers: ``NAME START STOP STEP THREAD DETAIL``; for a bucket ``bucket READY
+LAUNCHED DONE STEP NUMBER``. The last line may be cut off, if the rank was killed.
+
+Source: "Trace Event Format", which Perfetto opens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.errors import TraceError
+
+_FIRST_BUCKET_TRACK, _FIRST_OTHER_TRACK = 1, 1_000
+
+
+class Span(NamedTuple):
+    """Something that a rank did, by the clock of rank 0, in nanoseconds."""
+
+    name: str
+    start: int
+    stop: int
+    step: int
+    thread: int  # 0 for the program's own
+    detail: str  # of a wait, the operation
+
+
+class Bucket(NamedTuple):
+    """The way of one bucket in one step."""
+
+    ready: int
+    launched: int
+    done: int
+    step: int
+    number: int
+
+
+class RankSpans(NamedTuple):
+    """All that one rank has recorded."""
+
+    rank: int
+    facts: dict[str, Any]
+    spans: list[Span]
+    buckets: list[Bucket]
+    logged: list[dict[str, Any]]
+    bucket_facts: dict[int, dict[str, Any]]  # by number: index, parameters, bytes
+
+
+def spool_of(folder: Path, rank: int) -> Path:
+    """The file to which a rank writes."""
+    return folder / f"rank-{rank}.spans"
+
+
+def read(path: Path) -> RankSpans:
+    """Read a rank's file.
+
+    Raises:
+        TraceError: If it isn't one.
+    """
+    facts: dict[str, Any] = {"offset": 0, "bound": 0}
+    spans: list[Span] = []
+    buckets: list[Bucket] = []
+    logged: list[dict[str, Any]] = []
+    bucket_facts: dict[int, dict[str, Any]] = {}
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last end of line is cut off
+        try:
+            if line[:1] == b"{":
+                found = json.loads(line)
+                if "log" in found:
+                    logged.append(found)
+                elif "bucket" in found:
+                    bucket_facts[found.pop("bucket")] = found
+                else:
+                    facts |= found
+            elif line.startswith(b"bucket "):
+                buckets.append(Bucket(*map(int, line.split()[1:])))
+            else:
+                name, start, stop, step, thread, detail = line.decode().split(" ")
+                spans.append(Span(name, int(start), int(stop), int(step), int(thread), detail))
+        except (TypeError, ValueError) as error:
+            raise TraceError(f"{path}, line {number}, isn't of a trace: {error}.") from error
+    if "rank" not in facts:
+        raise TraceError(f"{path} isn't of a trace: it doesn't say of which rank it is.")
+    if offset := facts["offset"]:
+        spans = [s._replace(start=s.start + offset, stop=s.stop + offset) for s in spans]
+        buckets = [
+            b._replace(ready=b.ready + offset, launched=b.launched + offset, done=b.done + offset)
+            for b in buckets
+        ]
+    return RankSpans(facts["rank"], facts, spans, buckets, logged, bucket_facts)
+
+
+def read_folder(folder: Path) -> list[RankSpans]:
+    """Read the files of all ranks, in the order of ranks.
+
+    Raises:
+        TraceError: If there is none, or one can't be read.
+    """
+    paths = [*folder.glob("rank-*.spans")]
+    if not paths:
+        raise TraceError(
+            f"There is no trace in {folder}. Record one: lockstep run --trace {folder} SCRIPT."
+        )
+    return sorted(map(read, paths), key=lambda found: found.rank)
+
+
+def events(found: RankSpans) -> Iterator[dict[str, Any]]:
+    """Yield a rank's events, in the format of Chrome's tracer."""
+    pid = found.rank
+    host = found.facts["host"]
+    yield _named("process_name", pid, 0, f"rank {pid} on {host}")
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    yield _named("thread_name", pid, 0, "program")
+    threads = sorted({span.thread for span in found.spans} - {0})
+    tracks = {0: 0} | {t: _FIRST_OTHER_TRACK + index for index, t in enumerate(threads)}
+    for thread in threads:
+        yield _named("thread_name", pid, tracks[thread], "another thread")
+    for number in found.bucket_facts:
+        yield _named("thread_name", pid, _FIRST_BUCKET_TRACK + number, f"bucket {number}")
+    for span in found.spans:
+        args: dict[str, int | str] = {"step": span.step}
+        if span.detail:
+            args["operation"] = span.detail
+        yield _complete(span.name, pid, tracks[span.thread], span.start, span.stop, args)
+    for bucket in found.buckets:
+        track = _FIRST_BUCKET_TRACK + bucket.number
+        args = {"step": bucket.step, "bytes": found.bucket_facts[bucket.number]["bytes"]}
+        yield _complete("bucket", pid, track, bucket.ready, bucket.done, args)
+        yield _complete("all-reduce", pid, track, bucket.launched, bucket.done, args)
+    for entry in found.logged:
+        time = (entry["time"] + found.facts["offset"]) / 1000
+        for name, value in entry["log"].items():
+            yield {"ph": "C", "name": name, "pid": pid, "ts": time, "args": {name: value}}
+
+
+def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _complete(
+    name: str, pid: int, tid: int, start: int, stop: int, args: dict[str, Any]
+) -> dict[str, Any]:
+    times = {"ts": start / 1000, "dur": (stop - start) / 1000}
+    return {"ph": "X", "name": name, "pid": pid, "tid": tid, **times, "args": args}
+
+
+def drop_later_ranks(folder: Path, num_ranks: int) -> None:
+    """Remove what an earlier trace of more ranks has left."""
+    for path in folder.glob("rank-*.*"):
+        number = path.stem.removeprefix("rank-")
+        if number.isdecimal() and int(number) >= num_ranks:
+            path.unlink(missing_ok=True)
+
+
+def write_json(folder: Path, rank: int) -> None:
+    """Make ``rank-R.json`` of a rank's spans, one event in a line."""
+    found = read(spool_of(folder, rank))
+    _replace(folder / f"rank-{rank}.json", _array(map(json.dumps, events(found))))
+
+
+def merge(folder: Path) -> Path | None:
+    """Put the ranks' JSON into ``trace.json``, if all ranks have written theirs."""
+    paths = sorted(folder.glob("rank-*.json"))
+    spools = [*folder.glob("rank-*.spans")]
+    if not paths or len(paths) < len(spools):
+        return None
+    lines = (line.rstrip(b",\n") for path in paths for line in path.read_bytes().split(b"\n")[1:-2])
+    _replace(folder / "trace.json", _array(line.decode() for line in lines))
+    return folder / "trace.json"
+
+
+def _array(lines: Iterator[str]) -> Iterator[str]:
+    yield "[\n"
+    yield next(lines, "{}")
+    for line in lines:
+        yield ",\n" + line
+    yield "\n]\n"
+
+
+def _replace(path: Path, parts: Iterator[str]) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
+    with open(temporary, "w") as file:
+        file.writelines(parts)
+    os.replace(temporary, path)

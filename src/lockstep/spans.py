@@ -1,0 +1,70 @@
+"""What a rank does and when, for whoever records it; next to nothing is done if nobody does.
+
+While :func:`lockstep.trace` records, it is the ``recorder``. While torch.profiler runs, spans are
+ranges of it, too, under the same names.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from torch.autograd import profiler
+
+NAMES = {
+    "data": "the loader makes this rank's part of a global batch",
+    "forward": "from the batch to the backward: the program's own code, whichever method it calls",
+    "backward": "autograd, and what lockstep does in it",
+    "wait": "for other ranks, in a collective of lockstep's, and its sum in shared memory",
+    "optimizer": "a step of an optimizer",
+    "save": "lockstep.save(), or its part before training goes on",
+    "bucket": "from its last gradient until its sums are there",
+    "all-reduce": "from the launch of a bucket until its sums are there",
+}
+
+
+class Recorder(Protocol):
+    """Takes spans of all ranks in this process."""
+
+    def begin(self, name: str) -> bool:
+        """A span of this thread begins; False if it is inside of one of the same name."""
+
+    def end(self, name: str, start: int, detail: str) -> None:
+        """The span that began last ends; ``start`` is by :func:`now`."""
+
+    def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
+        """A bucket of gradients was full, launched and summed at these times."""
+
+
+recorder: Recorder | None = None
+now = time.perf_counter_ns
+_NOTHING = nullcontext()
+
+
+def span(name: str, detail: str = "") -> AbstractContextManager[object]:
+    """Return the context of something with a name out of ``NAMES``; ``detail`` is one word more."""
+    if recorder is None and not profiler._is_profiler_enabled:
+        return _NOTHING
+    return _Span(name, detail)
+
+
+class _Span:
+    def __init__(self, name: str, detail: str) -> None:
+        self._name, self._detail = name, detail
+        self._recorder = recorder
+        self._range: Any = None
+
+    def __enter__(self) -> None:
+        if profiler._is_profiler_enabled:
+            self._range = profiler.record_function(f"lockstep: {self._name}")
+            self._range.__enter__()
+        if self._recorder is not None and not self._recorder.begin(self._name):
+            self._recorder = None
+        self._start = now()
+
+    def __exit__(self, *error: object) -> None:
+        if self._recorder is not None:
+            self._recorder.end(self._name, self._start, self._detail)
+        if self._range is not None:
+            self._range.__exit__(*error)
