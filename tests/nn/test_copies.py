@@ -23,7 +23,7 @@ from tests.ranks import gloo_group, run_ranks
 @pytest.fixture(autouse=True)
 def nothing_has_been_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(global_hooks, "_groups_by_form", {})
-    monkeypatch.setattr(global_hooks, "_told_forms", set())
+    monkeypatch.setattr(global_hooks, "_warned_forms", set())
 
 
 SAID = "has the same parameters as a parallel Net, and is not parallel"

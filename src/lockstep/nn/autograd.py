@@ -1,4 +1,4 @@
-"""What autograd tells of the running backward, and the hooks that it calls on parameters."""
+"""Questions to autograd about the running backward, and its hooks on parameters."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ Hook = Callable[[torch.Tensor], object]
 
 
 def reached(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those to whose gradients the backward that is running will add.
+    """Return the ``leaves`` to whose gradients the running backward will add.
 
-    It can't see into the segments of reentrant checkpoints, whose leaves may be missing.
+    Leaves that only reentrant checkpoints use are missing: autograd doesn't foresee their graphs.
     """
     trained = [leaf for leaf in leaves if leaf.requires_grad]
     if not trained:
@@ -56,21 +56,22 @@ def reached(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_any_reached(leaves: Sequence[torch.Tensor]) -> bool:
-    """Return whether the backward that is running will add to any of the gradients."""
+    """Return whether the running backward will add to the gradient of any of the ``leaves``."""
     return bool(reached(leaves[:1]) or reached(leaves))
 
 
 def may_be_distributed() -> bool:
-    """Whether RPC runs, and so there may be backwards of ``torch.distributed.autograd``."""
+    """Whether RPC runs, so that there may be backwards of ``torch.distributed.autograd``."""
     rpc: Any = sys.modules.get("torch.distributed.rpc.api")
     return rpc is not None and bool(rpc._is_current_rpc_agent_set())
 
 
 def refuse_distributed(parameter: torch.Tensor) -> object:
-    """Refuse distributed backwards that reach ``parameter`` for as long as the result is kept.
+    """Refuse distributed backwards that reach ``parameter``, as long as the result is kept.
 
-    They capture its gradient instead of adding it, as ``autograd.grad()`` does, but call hooks of
-    the node. Of errors in these torch keeps no text.
+    They capture its gradient instead of accumulating it, as ``autograd.grad()`` does, but they call
+    the hooks of the node that accumulates gradients. torch drops the text of errors in these hooks,
+    so it is logged.
     """
 
     def refuse(_: object) -> None:
@@ -86,7 +87,7 @@ def refuse_distributed(parameter: torch.Tensor) -> object:
 
 
 class _UsesAll(torch.autograd.Function):
-    """Its node is followed by those that accumulate gradients; it is never run."""
+    """A function with a node whose next nodes accumulate the gradients of leaves; it never runs."""
 
     @staticmethod
     def forward(ctx: object, *leaves: torch.Tensor) -> torch.Tensor:
@@ -100,10 +101,10 @@ def is_compiled_backward() -> bool:
 
 
 def outermost_running_node() -> BackwardCFunction | None:
-    """Return the node whose own backward runs the current one, as a reentrant checkpoint's does.
+    """Return the outermost node whose ``backward()`` runs the current backward, if there is one.
 
-    Autograd doesn't tell, but its backward() is on the stack of this thread, with the node as the
-    first argument.
+    The node of a reentrant checkpoint does. Autograd has no function for this, but ``backward()``
+    is on the stack of this thread, with the node as its first argument.
     """
     node = None
     for frame, _ in walk_stack(sys._getframe()):
@@ -115,13 +116,13 @@ def outermost_running_node() -> BackwardCFunction | None:
     return node
 
 
-# While a replica's backward runs: autograd's number for its caller's.
+# While a replica's backward runs: autograd's task of its caller's backward.
 _task: ContextVar[int | None] = ContextVar("lockstep_task", default=None)
 
 
 @contextmanager
 def as_backward_of_replicas() -> Iterator[None]:
-    """Run replicas' backward as a part of the one that runs in this thread."""
+    """Run the backward of a replica as a part of the one that runs in this thread."""
     token = _task.set(current_task())
     try:
         yield
@@ -135,39 +136,39 @@ def is_backward_of_replicas() -> bool:
 
 
 def current_task() -> int:
-    """Autograd's number for the backward that is running: in replicas for the caller's."""
+    """Autograd's task of the running backward; in a replica, of the caller's backward."""
     task = _task.get()
     return _current_graph_task_id() if task is None else task
 
 
 @uncompiled
 class GradientHooks(OrderedDict[int, Hook]):
-    """The post-accumulate hooks of one parameter, of which torch calls lockstep's alone.
+    """The post-accumulate hooks of one parameter, of which torch calls only the engine's.
 
-    Hooks of others, such as an optimizer that steps as soon as a gradient is there, are held back
-    until the gradient is the mean over the ranks. Before, each rank would step with its own
-    gradient, and the replicas would differ. Shown by test_hooks_of_others_see_the_mean.
+    The program's hooks ("others"), such as an optimizer that steps as soon as a gradient is ready,
+    are held back until the gradient is the mean over the ranks. Before, each rank would step with
+    its own gradient, and the replicas would differ. Shown by test_hooks_of_others_see_the_mean.
 
-    torch takes the hooks out of this dictionary's own storage, without its methods.
-    ``register_post_accumulate_grad_hook()`` and the handles that it returns call the methods.
+    torch reads the hooks from this dictionary's own storage, past its methods; but
+    ``register_post_accumulate_grad_hook()``, and the handles that it returns, call the methods.
     """
 
     def __init__(self, others: dict[int, Hook]) -> None:
         super().__init__()
-        self.others = others  # handles that were made before hold this dictionary
+        self.others = others  # the dictionary of earlier handles
         self.release()
 
     def hold_back(self, own: Hook) -> None:
-        """Let torch call the engine's hook ``own`` alone; the engine calls :meth:`call_others`."""
+        """Let torch call only the hook ``own`` of an engine, which calls :meth:`call_others`."""
         super().__setitem__(0, own)
 
     def release(self, own: Hook | None = None) -> None:
-        """Let torch call the hooks of others, unless another hook than ``own`` holds them back."""
+        """Let torch call the others' hooks, unless another hook than ``own`` holds them back."""
         if own is None or self[0] is own:
             super().__setitem__(0, self.call_others)
 
     def call_others(self, parameter: torch.Tensor) -> None:
-        """Call the hooks of others, in the order of their registration."""
+        """Call the others' hooks, in the order of their registration."""
         for hook in list(self.others.values()):
             hook(parameter)
 
@@ -181,12 +182,12 @@ class GradientHooks(OrderedDict[int, Hook]):
         del self.others[key]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, which a handle may hold, is a plain dictionary, as no parameter has it."""
+        """A copy is a plain dictionary: a copied handle may have it, but no parameter does."""
         return OrderedDict, (list(self.others.items()),)
 
 
 def hooks_of(parameter: torch.Tensor) -> GradientHooks:
-    """Return the hooks of ``parameter``, a leaf; from now on they are of this class."""
+    """Return the hooks of ``parameter``, a leaf, which become a :class:`GradientHooks`."""
     hooks = parameter._post_accumulate_grad_hooks
     if not isinstance(hooks, GradientHooks):
         others = hooks if hooks is not None else OrderedDict()
@@ -195,9 +196,9 @@ def hooks_of(parameter: torch.Tensor) -> GradientHooks:
 
 
 def take_over_optimizers(parameters: Iterable[nn.Parameter]) -> None:
-    """Move steps of torch's ``_apply_optimizer_in_backward`` to hooks of parameters.
+    """Move the steps of torch's ``_apply_optimizer_in_backward`` to post-accumulate hooks.
 
-    Its own hooks are on the nodes that accumulate gradients, and run before gradients are reduced.
+    torch's hooks are on the nodes that accumulate gradients, and run before the reduction.
     """
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     handles: Any = getattr(module, "param_to_optim_hook_handle_map", None)

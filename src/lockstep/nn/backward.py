@@ -1,4 +1,4 @@
-"""Beginning and end of backward passes, for all parallel models of one process group."""
+"""Begins and ends backward passes, for all parallel models of one process group together."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ _number = operator.attrgetter("number")
 class _Backward:
     """One backward pass, from its first gradient to the end of its reductions."""
 
-    # Autograd's task; None for a backward of other ranks, to which this one adds nothing.
+    # Autograd's task; None for a backward of other ranks, to which this rank adds nothing.
     task: int | None = None
-    # The group's generation when it began; None for groups without any.
+    # The group's generation when it began; None if the group has no generations.
     generation: object = None
-    # The copy of a model that got its number in it, if one did.
+    # The engine of a copied model that got its number in this backward, if there is one.
     new_copy: Engine | None = None
     # The engines that have begun to reduce gradients in it, in the order in which they launch.
     engines: list[Engine] = field(default_factory=list)
-    # The number of those that began in a backward that failed, and that this one finishes.
+    # The number of those engines that began in a failed backward, which this one finishes.
     num_continued: int = 0
-    # Engines that begin at its end, as they are inside of reentrant checkpoints and so unforeseen.
+    # Engines that begin at the end of the backward: their models are inside of reentrant
+    # checkpoints, so that autograd can't foresee their gradients.
     late: set[Engine] = field(default_factory=set)
-    # Whether ranks tell each other of late engines.
+    # Whether ranks tell each other their late engines.
     tells_late: bool = False
-    # Under compiled autograd, which calls nothing at the end of a backward: the id() of parameters
-    # whose gradients are yet to come. None otherwise.
+    # The id() of parameters whose gradients are yet to come, under compiled autograd, which calls
+    # no callback at the end of a backward. None otherwise.
     awaited: set[int] | None = None
-    # The callback at its end, as long as autograd holds it.
+    # The callback at the end of the backward, as long as autograd holds it.
     end: weakref.ref[_End] | None = None
-    # The node whose own backward this one runs in; until it is through, the end of the backward
-    # can't be waited for.
+    # The autograd node whose backward() runs this backward. Until it returns, no callback can be
+    # queued for the end of the outermost backward.
     enclosing: weakref.ref[BackwardCFunction] | None = None
 
 
@@ -58,32 +59,31 @@ class _Backward:
 class BackwardSync:
     """Begins and ends the backwards of all engines of one group, on this rank.
 
-    A backward may run through several models, and through other ones on each rank. Then ranks
-    first tell each other the numbers of the models that they reach: while a model is new, and from
-    then on if it has been in one backward with another. Those that any rank reaches begin on all,
-    launch in the order of their numbers, and end together, when the outermost backward is over.
-    Shown by test_ranks_may_reach_different_models_in_one_backward.
+    A backward may run through several models, and through different ones on each rank. If it may,
+    ranks first tell each other the numbers of the models that they reach: while a model is new, and
+    later if it has shared a backward with another model. The models that any rank reaches begin on
+    all ranks, launch in the order of their numbers, and end together, when the outermost backward
+    is over. Shown by test_ranks_may_reach_different_models_in_one_backward.
 
-    A backward begins with its first gradient, or on a rank that has none, when it takes part in
-    one of the others. If it isn't over when autograd drops its callback, it has failed; then it is
-    finished with the other ranks before anything else is communicated.
+    A backward begins with its first gradient or, on a rank without gradients, when that rank takes
+    part in a backward of the others. It has failed if autograd drops its callback before the end;
+    then it is finished with the other ranks before any other communication.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._weak_group = weakref.ref(group)
-        # Autograd has a thread for each device, and while one of them waits for a collective
-        # another one runs.
+        # Autograd has a thread for each device: one may run while another waits for a collective.
         self._lock = threading.RLock()
-        # Weakly, as everything here, since engines hold the group.
+        # Weakly, since engines hold the group.
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._num_engines = 0
-        # The numbers of engines that have been in a backward, and in one with others. They are the
-        # same on every rank, since ranks decide by them whether to ask each other.
+        # The numbers of engines that have been in a backward, and of those that have been in one
+        # with others. Equal on all ranks, which decide by them whether to ask each other.
         self._trained: set[int] = set()
         self._trained_together: set[int] = set()
         self._backward: _Backward | None = None
         self._num_ended = 0
-        # To finish the backward that failed here with; without its engines, which hold the group.
+        # What is needed to finish the backward that failed here; no engines, which hold the group.
         self._failed = _Backward()
 
     @property
@@ -104,10 +104,10 @@ class BackwardSync:
         *,
         is_copy: bool = False,
     ) -> Engine:
-        """Return an engine for ``module`` whose ``inner`` modules have others.
+        """Return an engine for ``module``, whose ``inner`` modules have engines of their own.
 
-        Every rank makes its engines in the same order; copies that a rank has made for itself
-        alone get a number when they are trained.
+        Every rank makes its engines in the same order. A copied model, which one rank may make for
+        itself alone, gets its number in its first backward.
         """
         engine = Engine(module, self._group, options, inner, self.gradient_ready)
         with _lock:
@@ -116,7 +116,7 @@ class BackwardSync:
         return engine
 
     def remove(self, engine: Engine) -> None:
-        """Reduce the gradients of ``engine`` no more."""
+        """Stop reducing the gradients of ``engine``."""
         engine.detach()
         if self._is_reducing(engine):
             self._drop_backward()
@@ -130,29 +130,29 @@ class BackwardSync:
         return self._num_engines
 
     def engines(self, *, copies: bool = False) -> list[Engine]:
-        """Return the engines, by number; copies that have not been trained only with ``copies``."""
+        """Return the engines, by number; those of untrained copies only with ``copies``."""
         with _lock:
             return sorted((one for one in self._engines if one.number or copies), key=_number)
 
     def is_running(self) -> bool:
-        """Whether a backward of this rank runs."""
+        """Whether this rank runs a backward, and not only takes part in one of other ranks."""
         return self._backward is not None and self._backward.task is not None
 
     def _is_reducing(self, engine: Engine) -> bool:
         return self._backward is not None and engine in self._backward.engines
 
     def is_in_backward(self, engine: Engine) -> bool:
-        """Whether a backward runs that will reduce the gradients of ``engine``, and hasn't."""
+        """Whether a backward runs that has yet to reduce the gradients of ``engine``."""
         return self._is_reducing(engine) and _current_graph_task_id() != -1
 
     def gradient_ready(self, engine: Engine, parameter: torch.Tensor) -> None:
-        """A gradient of ``engine``, or of a parameter that was unfrozen, has come."""
+        """Handle a gradient that is ready, of ``engine`` or of a parameter that was unfrozen."""
         if not engine.is_syncing:
             engine.keep_gradient(parameter)
             return
         with self._lock:
             is_begun = self._join(engine)
-            # The engine may have refreshed, and have other parameters by now.
+            # The engine may have been refreshed, and have other parameters by now.
             if id(parameter) in engine.reducer.ids:
                 if is_begun:
                     engine.mark_ready(parameter)
@@ -170,19 +170,19 @@ class BackwardSync:
         if engine.reducer.phase is Phase.COLLECTING:
             if backward is not None and backward.task == _current_graph_task_id():
                 return True
-            # A backward inside of a backward, as reentrant checkpoints have. Its gradients can't
-            # be foreseen: see reached().
+            # A nested backward, as of a reentrant checkpoint, whose gradients can't be foreseen:
+            # see autograd.reached().
             engine.sees_nested_tasks = True
             engine.reducer.copies_early = False
         enclosing = backward.enclosing if backward is not None else None
         if backward is not None and backward.task is None:
-            self._backward = None  # of other ranks, in a join() that was left with an error
+            self._backward = None  # of other ranks, in a join() that an error has ended
         elif enclosing is not None and enclosing() is not outermost_running_node():
-            self._drop_backward()  # it has failed, although the node still holds its end
+            self._drop_backward()  # it has failed, although the node still holds its callback
         backward = self._backward or self._begin(engine)
         if engine in backward.engines:
             return True
-        # It is inside of a reentrant checkpoint, or it would have been seen.
+        # The model is inside of a reentrant checkpoint, or it would have been foreseen.
         engine.sees_nested_tasks = True
         backward.late.add(engine)
         return False
@@ -205,10 +205,10 @@ class BackwardSync:
         return backward
 
     def begin_before_collective(self) -> None:
-        """Prepare for another collective over the group in the backward that is running.
+        """Prepare for a collective of a layer over the group in the backward that is running.
 
-        Ranks that ask each other which models they reach do so at their first gradient, which some
-        may have before that collective and some after it. So they ask before.
+        Ranks ask each other at their first gradient which models they reach. On some ranks that
+        comes before the layer's collective, on others after it; so all of them ask before it.
         """
         if not self.is_running() and self._num_engines > 1:
             with self._lock:
@@ -217,16 +217,16 @@ class BackwardSync:
                     self._begin(reached[0])
 
     def take_part(self, engine: Engine) -> None:
-        """Take part in backwards of the other ranks, with no gradients, up to one of ``engine``.
+        """Take part in backwards of the other ranks, without gradients, up to one of ``engine``.
 
-        It returns too if ``engine`` is in no backward of any rank.
+        It also returns if no rank has a backward with ``engine``.
         """
         before = engine.num_backwards
         while engine.num_backwards == before and self._run_empty(engine):
             pass
 
     def _run_empty(self, engine: Engine) -> bool:
-        """Take part in a backward in which any rank may reach ``engine``; False if none had one."""
+        """Take part in a backward that may reach ``engine``; return whether any rank had one."""
         self.finish_failed()
         backward = _Backward(generation=self._generation)
         self._begin_together(backward, [engine])
@@ -235,21 +235,21 @@ class BackwardSync:
         return was_any
 
     def take_part_at_the_end(self) -> None:
-        """Let this rank take part in the reduction of the other ranks' backwards.
+        """At the end of the running backward, take part in the other ranks' if it wasn't one.
 
-        The backward that is running may reach no parameter of them on this rank.
+        It may reach no parameter of a parallel model on this rank, which has no samples.
         """
         end = partial(self._take_part_once, self._num_ended)
         if not is_compiled_backward():
             _execution_engine.queue_callback(end)
         elif not any(engine.is_any_reached() for engine in self.engines()):
-            end()  # nothing is called back, and no gradient of a model will come
+            end()  # no callback is called, and no gradient of a parallel model will come
 
     def _take_part_once(self, num_ended: int) -> None:
         """Take part if no backward of a model runs, and none has ended since ``num_ended``.
 
-        It can't be known of which of several models that are not trained together: then it waits
-        until an optimizer steps.
+        Not if there are several models that are trained apart, as this rank can't know of which the
+        backward is: then it takes part before an optimizer steps.
         """
         engines = [engine for engine in self.engines() if engine.is_syncing]
         if self.is_running() or self._num_ended != num_ended or not engines:
@@ -258,7 +258,7 @@ class BackwardSync:
             self._run_empty(engines[0])
 
     def follow(self, engines: Sequence[Engine], announcement: Announcement) -> None:
-        """Take part in a backward of ranks that still have data, when this one has none."""
+        """Take the announced step of a backward of ranks that still have data, in join()."""
         _apply(engines, announcement)
         if announcement.step is Step.BEGIN:
             self._begin_all(_Backward(generation=self._generation), engines)
@@ -266,7 +266,7 @@ class BackwardSync:
             self._finish()
 
     def _begin_together(self, backward: _Backward, reached: Collection[Engine]) -> None:
-        """Begin with the engines that any rank reaches; ``backward`` may reach those given."""
+        """Begin with the engines that any rank reaches; on this rank they are ``reached``."""
         asks = self._has_to_ask(reached)
         engines = set() if asks and backward.task is None else set(reached)
         self._announce(Step.BEGIN, engines)
@@ -283,7 +283,7 @@ class BackwardSync:
     def _on_any_rank(
         self, engines: Collection[Engine], fact: bool = False
     ) -> tuple[set[Engine], bool]:
-        """Return the engines that any rank passes, and whether ``fact`` is true on any."""
+        """Return the engines that any rank passes, and whether ``fact`` is true on any rank."""
         numbers = {engine.number for engine in engines}
         own = [number in numbers for number in range(1, self._num_engines + 1)]
         *reached, is_fact = any_rank(self._group, [*own, fact])
@@ -298,15 +298,16 @@ class BackwardSync:
         return is_new or not self._trained_together.isdisjoint(map(_number, reached))
 
     def _announce(self, step: Step, engines: Collection[Engine]) -> None:
-        """Announce the next step to ranks that have no data any more, if there may be such."""
+        """In join(), announce the next step to ranks without data."""
         join_state = join_state_of(self._group)
         if join_state is not None and join_state.is_active:
             _apply(engines, join_state.call(step, join_state.mask(engines)))
 
     def _begin_all(self, backward: _Backward, engines: Sequence[Engine]) -> None:
         self._backward = backward
-        # In join() the end is announced, and nothing may be launched before. And communication
-        # hooks of two models must not interleave their collectives.
+        # Nothing is launched before the end of the backward: in join(), which announces the end; if
+        # communication hooks of two models could interleave their collectives; and if layers have
+        # collectives in the backward themselves.
         waits = (
             join_state_of(self._group) is not None
             or (len(engines) > 1 and any(engine.reducer.comm_hook for engine in engines))
@@ -328,9 +329,9 @@ class BackwardSync:
             raise
 
     def _call_at_the_end(self, backward: _Backward) -> None:
-        # At the end of the outermost backward. Autograd calls back at the end of the innermost, an
-        # earlier one if this gradient comes from a segment of a reentrant checkpoint.
-        end = partial(self.end)  # autograd alone holds it
+        # At the end of the outermost backward. Autograd calls back at the end of the innermost one,
+        # which ends earlier if this gradient comes from a segment of a reentrant checkpoint.
+        end = partial(self.end)  # held by autograd alone
         # A backward that raises drops its callbacks without calling them.
         # Shown by test_a_failed_backward_does_not_spoil_the_next.
         backward.end = weakref.ref(end, self._drop_backward)
@@ -338,7 +339,7 @@ class BackwardSync:
         if enclosing is None:
             _execution_engine.queue_callback(end)
         else:
-            # When that node is through, the outermost backward is the innermost.
+            # When that node's backward() has returned, the outermost backward is the innermost.
             backward.enclosing = weakref.ref(enclosing)
             enclosing.register_hook(partial(self._enclosing_is_through, end))
 
@@ -349,7 +350,7 @@ class BackwardSync:
             _execution_engine.queue_callback(end)
 
     def _drop_backward(self, _: object = None) -> None:
-        """The backward is over, or has failed."""
+        """Drop the backward, which is over or has failed."""
         backward, self._backward = self._backward, None
         if backward is not None:
             for engine in {*backward.engines, *backward.late}:
@@ -359,7 +360,7 @@ class BackwardSync:
             self._failed = _Backward(None, backward.generation, tells_late=backward.tells_late)
 
     def _forget(self, backward: _Backward) -> None:
-        """No rank goes on with ``backward``, which the other ranks didn't run."""
+        """Undo the counting of ``backward``: it was a mismatch, and no rank goes on with it."""
         for engine in backward.engines[backward.num_continued :]:
             engine.num_backwards -= 1
         if backward.new_copy is not None:
@@ -369,9 +370,9 @@ class BackwardSync:
     def finish_failed(self) -> None:
         """Finish a backward that failed here with the other ranks, before any other collective.
 
-        The other ranks wait in its end, or have failed too. This makes all launch the same buckets,
-        and tells those whose backward succeeded. If there was a mismatch meanwhile, no rank goes on
-        with it. See Note [Mismatches] in comm/work.py.
+        The other ranks wait at its end, or have failed too. Now all launch the same buckets, and
+        ranks whose backward succeeded learn of the failure. After a mismatch meanwhile, no rank
+        goes on with the backward. See Note [Mismatches] in comm/work.py.
         """
         failed = [
             engine
@@ -393,10 +394,10 @@ class BackwardSync:
             engine.refresh(in_backward=self.is_running())
 
     def end(self) -> None:
-        """The backward is over: wait until everything has arrived.
+        """End the backward, and wait until all gradients are reduced.
 
         Raises:
-            CollectiveFailed: If it failed on another rank.
+            CollectiveFailed: If the backward failed on another rank.
         """
         engines, failed_elsewhere = self._finish()
         if failed_elsewhere is not None:
@@ -405,13 +406,10 @@ class BackwardSync:
             engine.call_hooks_of_others()
 
     def _finish(self) -> tuple[list[Engine], CollectiveFailed | None]:
-        """Reduce all gradients of the backward that is over.
-
-        Returns its engines, and the error to raise if it failed on another rank.
-        """
+        """Reduce all gradients of the backward; return its engines, and a failure elsewhere."""
         backward = self._backward or _Backward()
         try:
-            with torch.no_grad(), _advice("end"):  # without gradients, as in hooks
+            with torch.no_grad(), _advice("end"):
                 for engine in backward.engines:
                     engine.flush_pending()
                 self._announce(Step.END, backward.engines)
@@ -429,9 +427,9 @@ class BackwardSync:
                 engines = backward.engines
                 for engine in engines:
                     engine.reducer.launch_last()
-                # Now rather than before the next forward: buffers travel with the last gradients,
-                # and no forward waits for them, whichever method that will be. After the launch of
-                # all buckets, of which some ranks may have launched more by now than others.
+                # Buffers are exchanged along with the last gradients, and not before the next
+                # forward, which could be any method, and would wait. After the launch of all
+                # buckets, since ranks have launched different numbers of buckets until here.
                 exchanges = [engine.buffers.start() for engine in engines]
                 errors = []
                 for engine, finish_buffers in zip(engines, exchanges, strict=True):
@@ -450,7 +448,7 @@ class BackwardSync:
 
 @contextmanager
 def _advice(place: str) -> Iterator[None]:
-    """Let an error of a collective say what a rank does that runs a backward alone."""
+    """Note in errors of collectives what to do about a backward that one rank alone runs."""
     try:
         yield
     except CollectiveFailed as error:
@@ -469,9 +467,9 @@ def _apply(engines: Collection[Engine], announcement: Announcement) -> None:
         engine.buffers.source = announcement.active[0]
 
 
-# Ranks may be threads, and what another thread changes can't be iterated over.
+# Ranks may be threads, and a set that another thread changes can't be iterated over.
 _lock = threading.RLock()
-# Weakly: a group that is gone takes its BackwardSync with it.
+# Weakly: a BackwardSync lives as long as its group.
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, BackwardSync] = weakref.WeakKeyDictionary()
 
 
@@ -490,7 +488,7 @@ def all_engines() -> list[Engine]:
 
 
 def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
-    """Return the engines of some of ``parameters``, as :func:`all_engines` does."""
+    """Return the engines that reduce gradients of any of ``parameters``."""
     wanted = {id(parameter) for parameter in parameters}
     return [engine for engine in all_engines() if not engine.reducer.ids.isdisjoint(wanted)]
 

@@ -20,7 +20,7 @@ from lockstep.comm import Pending, TensorBroadcast, start_all_reduce, without_re
 
 _log = logging.getLogger(__name__)
 
-# After how many backwards in a row that couldn't write a buffer a warning is logged.
+# The number of backwards in a row that couldn't write a buffer, after which a warning is logged.
 _MANY_SKIPS = 10
 
 BufferPolicy = Literal["rank0", "mean", "local", "late"]
@@ -53,7 +53,7 @@ def policy_of(name: str, policies: BroadcastBuffers) -> str:
 
 
 class _Slot(NamedTuple):
-    """An attribute of a module that holds a buffer, which may be replaced at any time."""
+    """An attribute of a module that holds a buffer; the program may set another one at any time."""
 
     module: weakref.ref[nn.Module]
     attribute: str
@@ -71,9 +71,10 @@ class Buffers:
         self._group = group
         # The rank whose values are broadcast; 0 unless rank 0 has run out of data.
         self.source = 0
-        # Called with the buffers by name, instead of an exchange; it may return futures.
+        # A function of the program that exchanges the buffers instead; it gets them by name, and
+        # may return futures.
         self.hook: BufferHook | None = None
-        # Found once: to search all modules costs a millisecond a step for a few hundred.
+        # Found once: a search costs a millisecond in each step for a few hundred modules.
         self._slots: list[_Slot] = []
         # For each buffer: the number of references apart from those of graphs (a view or a scripted
         # module has one), and the number of backwards in a row that found more.
@@ -106,7 +107,7 @@ class Buffers:
             self._num_references.setdefault(tensor, _num_references(tensor))
 
     def named(self, *policies: str) -> dict[str, torch.Tensor]:
-        """Return buffers by name, each once: those with one of ``policies``, or all."""
+        """Return the buffers by name, each once: those with one of ``policies``, by default all."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for slot in self._slots:
             tensor = getattr(slot.module(), slot.attribute, None)
@@ -115,11 +116,11 @@ class Buffers:
         return dict(found.values())
 
     def start(self, *, late: bool = False) -> Callable[[], None]:
-        """Start to exchange the buffers that follow each backward or, if ``late``, the late ones.
+        """Start the exchange of buffers after a backward; if ``late``, of those of policy "late".
 
         Every rank must call it, and then the function that it returns, which waits and writes
-        the new values: but not to a buffer that autograd may have saved for a later backward, which
-        would compute with another value than its forward. It is written in the next exchange.
+        the new values. It doesn't write to a buffer that autograd may have saved for a later
+        backward, which would compute with another value than its forward; the next exchange does.
         Shown by test_a_buffer_that_autograd_has_saved_is_left_alone.
         """
         if self.hook is not None:
@@ -148,7 +149,7 @@ class Buffers:
     def _may_write(self, tensor: torch.Tensor) -> bool:
         """Whether no graph that autograd may still run backward has saved ``tensor``.
 
-        Most other references have been there from the start: a new one is likely that of a graph.
+        A reference that hasn't been there from the start is probably that of a graph.
         """
         num_references = _num_references(tensor)
         if num_references <= self._num_references.get(tensor, 1):
@@ -182,6 +183,6 @@ def _has_mean(tensor: torch.Tensor) -> bool:
 
 
 def _num_references(tensor: torch.Tensor) -> int:
-    """The number of references to ``tensor``: Python counts as one, as do a view and a graph."""
+    """The number of references to ``tensor``: one for Python, and one for each view and graph."""
     use_count: int = tensor._use_count()  # type: ignore[attr-defined]
     return use_count

@@ -32,14 +32,14 @@ from lockstep.nn.wrapper import Wrapper
 from lockstep.torch_private import tree_map_only
 from lockstep.world import group_or_all, init
 
-if TYPE_CHECKING:  # what is overridden takes and has other types
+if TYPE_CHECKING:  # our methods have other types than torch's
     _TorchDDP = nn.Module
 else:
     _TorchDDP = nn.parallel.DistributedDataParallel
 
 
-# Methods of torch's reducer that trainers call, or torch's methods that are inherited. Other than
-# torch's, ours needs no preparation, and a backward that doesn't reduce all gradients raises.
+# Methods of torch's reducer that trainers, or inherited methods of torch's wrapper, call. Our
+# reducer needs no preparation, and raises by itself if a backward can't reduce all gradients.
 _REDUCER = SimpleNamespace(
     prepare_for_forward=lambda: None,
     prepare_for_backward=lambda tensors: None,
@@ -54,9 +54,9 @@ class MixedPrecision(Protocol):
     """The interface of torch's ``_MixedPrecision``; None leaves a dtype as it is.
 
     Attributes:
-        param_dtype: Of parameters and floating-point inputs in forward.
-        reduce_dtype: Of gradients on their way between ranks.
-        buffer_dtype: Of floating-point buffers.
+        param_dtype: The dtype of parameters and floating-point inputs in forward.
+        reduce_dtype: The dtype in which gradients are reduced.
+        buffer_dtype: The dtype of floating-point buffers.
     """
 
     param_dtype: torch.dtype | None
@@ -75,7 +75,7 @@ def _check_precision(precision: MixedPrecision | None) -> None:
 def _reduce_in_dtype(
     state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket
 ) -> Future[torch.Tensor]:
-    """A communication hook that takes the mean over a group in a dtype."""
+    """A communication hook that computes the mean over a group in a given dtype."""
     group, dtype = state
     narrow = bucket.buffer().div(mean_divisor(group)).to(dtype)
     return group.allreduce([narrow], dist.AllreduceOptions()).get_future()
@@ -99,19 +99,19 @@ class DistributedDataParallel(
 ):
     """A drop-in for :class:`torch.nn.parallel.DistributedDataParallel`.
 
-    It is an instance of torch's class as well, for ``isinstance``, but has none of its reducer.
+    It is an instance of torch's class as well, for ``isinstance``, but doesn't use torch's reducer.
 
-    The model is ``self.module``, and ``state_dict`` keys begin with ``module.``, as there; those
-    without are loaded too. Other than there, every method and attribute of the model can be used
-    through the wrapper (``model.middle(x)``, ``model.count = 0``), and gradients are synchronised
-    whichever method made the loss. To keep the model itself instead of a wrapper, use
-    :func:`lockstep.parallelize`; what its documentation says of gradients holds here too.
+    The model is ``self.module``, and ``state_dict`` keys begin with ``module.``, as in torch; state
+    dicts of the bare model are loaded too. Unlike in torch, every method and attribute of the model
+    can be used through the wrapper (``model.middle(x)``, ``model.count = 0``), and gradients are
+    synchronised whichever method computed the loss. To keep the model itself instead of a wrapper,
+    use :func:`lockstep.parallelize`, whose documentation of gradients holds here too.
 
     ``find_unused_parameters``, ``check_reduction``, ``gradient_as_bucket_view``, ``static_graph``,
     ``delay_all_reduce_named_params``, ``param_to_hook_all_reduce``, ``batched_grad_copy`` and
     ``lazy_bucket_allocation`` are accepted, and not needed: parameters may be unused and the graph
     may change at any time, gradients are views of the buckets, which are kept from step to step,
-    and all are reduced alike, in the order in which they come.
+    and all gradients are reduced alike, in the order in which they become ready.
 
     Args:
         module: The model, already on its device.
@@ -119,28 +119,28 @@ class DistributedDataParallel(
         output_device: Without effect: outputs stay where they are.
         dim: Without effect.
         broadcast_buffers: Whether buffers follow rank 0's, or how, as for :func:`parallelize`.
-            They do so with each backward, not before each forward.
+            They are exchanged with each backward, not before each forward.
         init_sync: Whether to check that the ranks' models agree and to start from rank 0's.
         process_group: The ranks to keep in step; by default all of ``lockstep.init()``.
         bucket_cap_mb: The size of a full bucket, in MiB; 25 by default.
         mixed_precision: Dtypes to compute and to reduce in, as in torch's ``_MixedPrecision``. If
             it has no ``reduce_dtype``, gradients are reduced in the parameters' own.
         device_mesh: The ranks to keep in step, as a mesh of one dimension.
-        skip_all_reduce_unused_params: Whether buckets of which no rank uses anything are not sent.
+        skip_all_reduce_unused_params: Whether a bucket is not sent if no rank uses its parameters.
             All ranks must then use the same parameters.
-        bucket_cap_mb_list: Sizes of buckets, of which the last is that of all.
+        bucket_cap_mb_list: Sizes of buckets, in MiB; all buckets have the last of them.
         forward_sync_buffers: torch's newer name for ``broadcast_buffers``, which it overrules.
 
     Attributes:
         module: The model.
-        process_group: The ranks; None if this one is alone.
-        parameters_to_ignore: Names of parameters and buffers that are left alone.
+        process_group: The ranks; None if this rank is alone.
+        parameters_to_ignore: Names of parameters and buffers that each rank has for itself.
 
     Raises:
         ModelMismatch: If the ranks' models or options differ; it names the first difference.
         NothingToTrain: If no parameter requires a gradient.
         AlreadyParallel: If it shares parameters with a model that is parallel already.
-        TypeError: If an argument is of a wrong type; it says which.
+        TypeError: If an argument, which it names, is of a wrong type.
         ValueError: If ``bucket_cap_mb`` is no size, or ``device_ids`` names no device, or several.
     """
 
@@ -238,7 +238,7 @@ class DistributedDataParallel(
             return self.module(*inputs, **kwargs)
         for engine in self._engines:
             if engine.is_stale:
-                # Before parameters are replaced by what they are cast to.
+                # Before the casts below, which would be of the old parameters.
                 backward_sync_of(engine.process_group).refresh(engine)
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -271,7 +271,7 @@ class DistributedDataParallel(
         for engine in self._engines:
             engine.is_syncing = value
 
-    # Trainers set it. Here no forward exchanges anything.
+    # Trainers set it. No forward of ours exchanges buffers.
     require_forward_param_sync = True
     reducer = _REDUCER
 
@@ -281,7 +281,7 @@ class DistributedDataParallel(
     def _remove_autograd_hooks(self) -> None:
         release(self)
 
-    # How they are reduced
+    # How gradients are reduced
 
     def register_comm_hook(
         self, state: Any, hook: Callable[[Any, Any], Future[torch.Tensor]]
@@ -291,9 +291,9 @@ class DistributedDataParallel(
         Args:
             state: Passed to each call.
             hook: Takes ``state`` and a bucket, whose ``buffer()`` has this rank's gradients, not
-                divided by anything, and returns a future of the reduced ones, as one tensor of the
-                same size: as a rule the mean over the ranks. It is called once for each bucket,
-                in the same order on every rank, when the bucket is full. torch's hooks
+                divided by anything, and returns a future of the reduced gradients, as a tensor of
+                the same size: as a rule, their mean over the ranks. It is called once for each
+                bucket, in the same order on every rank, when the bucket is full. torch's hooks
                 (``torch.distributed.algorithms.ddp_comm_hooks``) may be given.
 
         Raises:
@@ -302,7 +302,7 @@ class DistributedDataParallel(
         """
         if not callable(hook):
             raise TypeError(f"The communication hook is {hook!r}, which can't be called.")
-        if not self._engines:  # the rank is alone, but the hook wants its gradients
+        if not self._engines:  # the rank is alone, but the hook must be called
             group: Any = self.process_group or SingleRankGroup()
             self._engines.append(backward_sync_of(group).new_engine(self.module, self._options))
         for engine in self._engines:
@@ -335,7 +335,7 @@ class DistributedDataParallel(
         for engine in self._engines:
             engine.buffers.hook = functools.partial(hook, state)
 
-    def _default_broadcast_coalesced(  # for a hook of buffers, which calls it
+    def _default_broadcast_coalesced(  # which hooks of buffers call
         self,
         bufs: Sequence[torch.Tensor] | None = None,
         bucket_size: int | None = None,
@@ -376,14 +376,14 @@ class DistributedDataParallel(
         """The ranks that join."""
         return self.process_group
 
-    # What torch's wrapper tells
+    # Attributes of torch's wrapper
 
     @property
     def device(self) -> torch.device:
         """Where the model's first parameter is."""
         return next(self.module.parameters()).device
 
-    join_device = device  # whose tensors the process group can carry
+    join_device = device  # for the tensors of torch's Join context
 
     @property
     def device_type(self) -> str:
@@ -443,16 +443,16 @@ class DistributedDataParallel(
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for engine in self._engines:
-            # A parameter that was moved may be another object.
+            # torch may have replaced parameters that were moved.
             if engine.number:
                 mark_stale(engine)
-            else:  # a copy, of which there may never be a forward
+            else:  # a copied model, which may have no forward before its parameters are used
                 engine.is_stale = True
                 backward_sync_of(engine.process_group).refresh(engine)
         return moved
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the group: a pickled wrapper takes its place in the default one."""
+        """Return all attributes but the group: a loaded wrapper has the default one."""
         if self.process_group not in (None, init().process_group):
             raise RuntimeError(
                 "This DistributedDataParallel has a process group of its own, which can't be "
@@ -465,7 +465,7 @@ class DistributedDataParallel(
         self._become_copy({**state, "process_group": init().process_group})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A wrapper around a copy of the model, over the same group."""
+        """Return a wrapper around a copy of the model, over the same group."""
         memo[id(self.process_group)] = self.process_group
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied._become_copy(copy.deepcopy(self.__dict__, memo))

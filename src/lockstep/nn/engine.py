@@ -1,8 +1,8 @@
-"""The engine: hooks on a module's parameters that keep its replicas alike.
+"""The engine: hooks on a module's parameters that keep its replicas in step.
 
-The engine never touches the module's class, methods or attributes. It hangs a hook on each
-parameter, which fires whichever method computed the loss. So ``forward`` need not be wrapped, and
-``copy.deepcopy(model)`` gives a plain model.
+The engine never touches the module's class, methods or attributes. It registers a hook on each
+parameter, which autograd calls whichever method computed the loss. So ``forward`` need not be
+wrapped, and ``copy.deepcopy(model)`` returns a plain model.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _dtype_of = operator.attrgetter("dtype")
 
 
 class Options(NamedTuple):
-    """How the replicas of a module are kept alike; the same on every rank."""
+    """How the replicas of a module are kept in step; the same on every rank."""
 
     bucket_cap_mb: float  # the size from which a bucket is full, in MiB
     broadcast_buffers: BroadcastBuffers
-    init_sync: bool = True  # whether to check the model and start from rank 0's values
-    ignored: Collection[str] = ()  # names of parameters and buffers to leave alone
-    skip_unused: bool = False  # whether buckets of which no rank uses anything are not sent
-    init_buffers: bool = False  # whether buffers start from rank 0's even if they are "local"
+    init_sync: bool = True  # whether to compare the models and start from rank 0's values
+    ignored: Collection[str] = ()  # names of parameters and buffers that each rank has for itself
+    skip_unused: bool = False  # whether buckets are not sent if no rank uses their parameters
+    init_buffers: bool = False  # whether "local" buffers start from rank 0's values too
 
     def left_alone(self, module: nn.Module) -> set[str]:
-        """Return the names of parameters and buffers that may differ from the start."""
+        """Return the names of parameters and buffers that don't start from rank 0's values."""
         names = [] if self.init_buffers else [name for name, _ in module.named_buffers()]
         local = {name for name in names if policy_of(name, self.broadcast_buffers) == "local"}
         return {*self.ignored, *local}
 
 
 class Engine:
-    """Reduces the gradients of one module, and keeps its buffers alike on all ranks.
+    """Reduces the gradients of one module, and exchanges its buffers between the ranks.
 
-    Invariants: an engine holds parameters, never the module, which may hold the engine; and
+    Invariants: an engine holds parameters, but never the module, which may hold the engine; and
     hooks hold the engine weakly, since Python's garbage collector doesn't see through a
     parameter's hooks.
 
     ``inner`` modules have engines of their own. ``gradient_ready`` is called with the engine and a
-    parameter when the first gradient of a backward has come.
+    parameter for the first gradient of a backward, and for each gradient that can't be pending.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class Engine:
     ) -> None:
         self.process_group = group
         self.gradient_ready = gradient_ready
-        # Its number among its group's engines, the same on every rank; 0 for a copy that has not
-        # been trained yet.
+        # Its number among its group's engines, the same on every rank; 0 for a copied model that
+        # has not been trained yet.
         self.number = 0
-        # The number of backwards in which it has reduced gradients: now, at the last step of any
-        # optimizer of its parameters, and at that of each.
+        # The number of backwards in which it has reduced gradients: by now, by the last step of any
+        # optimizer of its parameters, and by the last step of each of these optimizers.
         self.num_backwards = self.num_backwards_stepped = 0
         self.stepped_by: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        # Whether backwards reduce gradients; without, they add up.
+        # Whether backwards reduce gradients, or else only accumulate them.
         self.is_syncing = True
-        # Whether the module may have other parameters by now. Then it is refreshed before the next
-        # forward or backward.
+        # Whether the module may have got other parameters. Then the engine is refreshed before the
+        # next forward or backward.
         self.is_stale = False
-        # Whether there have been backwards inside of backwards.
+        # Whether nested backwards, as of reentrant checkpoints, have computed its gradients.
         self.sees_nested_tasks = False
         self.buffers = Buffers(group)
         # The module and all modules in it.
@@ -91,7 +91,7 @@ class Engine:
         self._pending = _Pending()
         self._hooks: list[tuple[autograd.GradientHooks, autograd.Hook]] = []
         self._nodes: list[object] = []
-        # Runs of parameters whose gradients are summed where a sharded optimizer needs them.
+        # Runs of parameters with deferred gradients, in the order of sharded optimizers' memories.
         self._deferred: list[list[nn.Parameter]] = []
         self._find_buffers(module)
         self._take(module)
@@ -126,7 +126,8 @@ class Engine:
             self.reducer.take_over(previous)
         self._defer()
         self.detach()
-        # A parameter that is unfrozen isn't the reducer's yet, so its gradient must not be pending.
+        # The reducer doesn't know a parameter that is unfrozen later, so its gradient must not be
+        # pending: its hook has a _Pending of its own, which no backward fills.
         for parameters, pending in (self.parameters, self._pending), (self._frozen, _Pending()):
             hook = _gradient_hook(weakref.ref(self), pending)
             self._hooks += [(autograd.hooks_of(parameter), hook) for parameter in parameters]
@@ -137,9 +138,9 @@ class Engine:
             self.refuse_distributed_autograd()
 
     def defer(self, run: Sequence[nn.Parameter]) -> None:
-        """Sum gradients of ``run``, those that it has of them, where a sharded optimizer needs it.
+        """Defer the gradients of those parameters of ``run`` that this engine has.
 
-        They are in the order of the optimizer's memory. Every rank must call it.
+        A run is in the order of a sharded optimizer's memory. Every rank must call it.
         """
         own = {*map(id, run)}
         before = ([p for p in other if id(p) not in own] for other in self._deferred)
@@ -149,7 +150,7 @@ class Engine:
     def _defer(self) -> None:
         if not all(can_share(self.process_group, device) for device in self.devices):
             return
-        # A class of the program's own keeps its methods.
+        # Not parameters of the program's own classes, which would lose their methods.
         kinds = nn.Parameter, DeferredParameter
         trained = {id(parameter) for parameter in self.parameters if type(parameter) in kinds}
         trained -= {*map(id, self.sparse_parameters())}
@@ -159,7 +160,7 @@ class Engine:
         self.reducer.defer([*filter(None, runs)])
 
     def refuse_distributed_autograd(self) -> None:
-        """Have backwards of ``torch.distributed.autograd`` raise: they call no other hooks."""
+        """Let backwards of ``torch.distributed.autograd`` raise, as they don't call the hooks."""
         self._nodes = [*map(autograd.refuse_distributed, self.parameters)]
 
     def _own_parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -178,7 +179,7 @@ class Engine:
         self.buffers.find(module, policies, leave_out=self._inner, ignored=ignored)
 
     def detach(self) -> None:
-        """Take all hooks off the parameters: gradients stay this rank's own."""
+        """Remove all hooks from the parameters, whose gradients are not reduced any more."""
         self.reducer.sum_pending()
         for hooks, own in self._hooks:
             hooks.release(own)
@@ -189,24 +190,24 @@ class Engine:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def call_hooks_of_others(self) -> None:
-        """Call the hooks of others on parameters whose gradients have been reduced."""
+        """Call the program's hooks of parameters whose gradients have been reduced."""
         if any(self._hooks_of_others):
-            with torch.no_grad():  # as in hooks
+            with torch.no_grad():  # as autograd calls them
                 for parameter in self.reducer.reduced:
                     autograd.hooks_of(parameter).call_others(parameter)
 
     def keep_gradient(self, parameter: torch.Tensor) -> None:
-        """A gradient has come that is not to be reduced yet."""
+        """Handle a gradient that is ready, and is not to be reduced in this backward."""
         self.reducer.mark_accumulated(parameter)
         autograd.hooks_of(parameter).call_others(parameter)
 
     def mark_ready(self, parameter: torch.Tensor) -> None:
-        """A gradient has come in the backward that is reduced."""
+        """Handle a gradient that is ready in a backward that reduces it."""
         self._pending.parameters.append(parameter)
         self.flush_pending()
 
     def flush_pending(self) -> None:
-        """Tell the reducer of pending gradients."""
+        """Pass pending gradients to the reducer."""
         pending = self._pending
         if pending.parameters:
             pending.threshold = self.reducer.mark_ready(pending.parameters)
@@ -217,12 +218,12 @@ class Engine:
         return self.is_syncing and autograd.is_any_reached(self.parameters)
 
     def reached(self) -> list[int]:
-        """The ``id()`` of each parameter whose gradient comes in the backward that is running."""
+        """The ``id()`` of each parameter to whose gradient the running backward will add."""
         hooked = [*self.parameters, *self._frozen] if self.is_syncing else []
         return [*map(id, autograd.reached(hooked))]
 
     def has_changed(self) -> bool:
-        """Whether the module may have other parameters by now."""
+        """Whether the module may have got other parameters, or others of them may be trained."""
         return (
             self.is_stale
             or any(parameter.requires_grad for parameter in self._frozen)
@@ -232,7 +233,7 @@ class Engine:
     def refresh(self, *, in_backward: bool) -> None:
         """Continue with the parameters that the module has now; new ones get rank 0's values.
 
-        Every rank must call it, unless it is a copy that hasn't been trained.
+        Every rank must call it, except for a copied model that has not been trained yet.
 
         Raises:
             ModelMismatch: If the ranks' modules have changed in different ways.
@@ -279,9 +280,9 @@ class Engine:
     def _check_same_before(
         self, added: dict[str, torch.Tensor], before: Sequence[torch.Tensor]
     ) -> None:
-        """Raise, on every rank, if the forward that is over had other values than rank 0's.
+        """Raise, on every rank, if the last forward had other values of ``added`` than rank 0's.
 
-        Compiled code calls no hook before it, where it would have got them.
+        Compiled code doesn't call the hook before a forward, which would have broadcast them.
         """
         is_other = [not torch.equal(*both) for both in zip(added.values(), before, strict=True)]
         for name, differs in zip(added, any_rank(self.process_group, is_other), strict=True):
@@ -293,7 +294,7 @@ class Engine:
                 )
 
     def _reduce_removed(self, trained: Collection[int]) -> None:
-        """Reduce accumulated gradients of parameters that are not trained any more."""
+        """Reduce accumulated gradients of parameters that are no longer ``trained``, by id()."""
         going = [(name, p) for name, p in self.reducer.named if id(p) not in trained]
         is_unreduced = [self.reducer.is_unreduced(parameter) for _, parameter in going]
         named = going and [*compress(going, any_rank(self.process_group, is_unreduced))]
@@ -306,10 +307,11 @@ class Engine:
     def begin_backward(
         self, launch_order: Sequence[Reducer], task: int | None = None, *, sees_graph: bool = False
     ) -> None:
-        """A backward begins whose gradients are to be reduced; the reducers in it launch in order.
+        """Begin a backward that reduces gradients, together with the reducers of ``launch_order``.
 
-        With ``task``, all gradients come from one thread of this task of autograd's: then they may
-        be pending without a lock. ``sees_graph`` is whether autograd can tell which will come.
+        With ``task``, one thread of this task of autograd computes all gradients, which may be
+        pending then: that takes no lock. ``sees_graph`` is whether autograd can tell which
+        gradients the backward will compute.
         """
         self.num_backwards += 1
         autograd.take_over_optimizers(self.parameters)
@@ -325,7 +327,7 @@ class Engine:
         """Finish the reduction; return the error to raise if it failed on another rank.
 
         Raises:
-            ParameterChanged: If parameters were unused because the module has others now.
+            ParameterChanged: If parameters were unused since the module has got others instead.
         """
         before = [*map(id, self.reducer.unused_parameters)]
         failed_elsewhere = self.reducer.finish()
@@ -342,7 +344,7 @@ class Engine:
         return failed_elsewhere
 
     def end_backward(self) -> None:
-        """The backward is over, or has failed."""
+        """Clean up after a backward that is over or has failed."""
         pending = self._pending
         pending.task = None
         while pending.parameters:
@@ -350,13 +352,13 @@ class Engine:
         self.reducer.give_up()
 
     def sparse_parameters(self) -> list[nn.Parameter]:
-        """Return its parameters whose gradients are sparse."""
+        """Return the trained parameters with sparse gradients."""
         module = self.module
         indices = [] if module is None else sparse_indices(module, self.parameters)
         return [self.parameters[index] for index in indices]
 
     def everything_that_follows(self) -> list[torch.Tensor]:
-        """Return its parameters, and the buffers that are kept alike."""
+        """Return the parameters, frozen ones included, and the buffers that are exchanged."""
         module = self.module
         own = self._own_parameters(module) if module is not None else []
         return [*(parameter for _, parameter in own), *self.buffers.named().values()]
@@ -365,13 +367,13 @@ class Engine:
 def _describe(
     own: Sequence[tuple[str, nn.Parameter]], module: nn.Module
 ) -> tuple[list[tuple[int, bool, torch.dtype]], list[str]]:
-    """Identity, requires_grad and dtype of own parameters, and names of buffers."""
+    """What a refresh depends on: id(), requires_grad and dtype of parameters, names of buffers."""
     parameters = [(id(p), p.requires_grad, gradient_dtype(p)) for _, p in own]
     return parameters, [name for name, _ in module.named_buffers()]
 
 
 def sparse_indices(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Return the indices of those ``parameters`` of ``module`` whose gradients are sparse."""
+    """Return the indices of ``parameters`` of ``module`` that have sparse gradients."""
     tables = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     sparse = {id(table.weight) for table in tables if table.sparse}
     return [index for index, parameter in enumerate(parameters) if id(parameter) in sparse]
@@ -386,22 +388,22 @@ def _sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
 
 @dataclass
 class _Pending:
-    """Gradients that have come, and that the reducer doesn't know of yet.
+    """Gradients that are ready, but have not been passed to the reducer yet.
 
-    Telling it of many at once is faster: its memory isn't in the cores' caches in between. The
-    first gradient of a backward, which begins it, is never pending.
+    Passing many at once is faster: between two calls, the reducer's memory falls out of the cores'
+    caches. The first gradient of a backward, which begins it, is never pending.
     """
 
     # Autograd's task of the backward whose gradients may be pending.
     task: int | None = None
-    # The number of pending gradients at which the reducer is told.
+    # The number of pending gradients at which they are passed to the reducer.
     threshold: int = 1
-    # Empty between backwards, as the parameters' hooks hold this.
+    # Empty between backwards: hooks hold it, and parameters that hold themselves are never freed.
     parameters: list[torch.Tensor] = field(default_factory=list)
 
 
 def _gradient_hook(engine: weakref.ref[Engine], pending: _Pending) -> autograd.Hook:
-    # As local names, since every gradient of every step passes here.
+    # Local names are fast, and every gradient of every step passes here.
     current_task, parameters = _current_graph_task_id, pending.parameters
 
     @uncompiled

@@ -1,14 +1,14 @@
-"""torch's global hooks: on changes and copies of parallel models, and on steps of optimizers.
+"""torch's global hooks: for changes and copies of parallel models, and for steps of optimizers.
 
 torch calls registration hooks when a parameter or a module is put into a module. They mark the
-engine of that model as stale, and it is refreshed before the next forward of any part of the model.
+engine of a parallel module as stale, and it is refreshed before the next forward of any part of it.
 
 ``copy.deepcopy`` and ``pickle`` make plain models, as an EMA or a checkpoint wants. Both end in
-``Module.__setstate__``, which is replaced to watch the new models for a backward, and warn of it.
+``Module.__setstate__``, which is replaced: in the first backward of a copy, a warning is logged.
 
-Before an optimizer steps, a rank joins backwards in which it had no gradient: if its loss touches
-no parameter of a model, none of the model's hooks runs, and it doesn't know of the other ranks'
-backward. But no rank steps without the gradients of all.
+Before an optimizer steps, a rank takes part in backwards in which it had no gradient: if its loss
+depends on no parameter of a model, none of the model's hooks runs, and the rank doesn't know of the
+other ranks' backward. But no rank may step without the gradients of all.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from lockstep.nn.wrapper import Wrapper
 
 _log = logging.getLogger(__name__)
 
-# Bound early, as ours may be put in its place.
+# Bound early, as lockstep.integrations may put our class in its place.
 _TorchDDP = nn.parallel.DistributedDataParallel
 # The file of the function that torch puts around every optimizer's step().
 _STEPS_IN = sys.modules[Optimizer.__module__].__file__
 
 # Ranks may be threads.
 _lock = threading.RLock()
-# The global hooks that are hung, by the function that hangs them.
+# The registered global hooks, by the function that registers them and the hook.
 _handles: dict[object, RemovableHandle] = {}
-# By the forms of models that are or were parallel, their groups; and the forms of which a copy was
-# warned of.
+# By the form of each model that is or was parallel, the groups it was parallel over; and the forms
+# of models with a copy that a warning was logged about.
 _groups_by_form: dict[object, weakref.WeakSet[dist.ProcessGroup]] = {}
-_told_forms: set[object] = set()
+_warned_forms: set[object] = set()
 
 
 def watch(engine: Engine) -> None:
-    """Notice changes of the modules of ``engine``, and steps of their optimizers."""
+    """Watch the module of ``engine`` for changes and copies, and for steps of its optimizers."""
     global _set_state
     with _lock:
         _hang(hooks.register_module_parameter_registration_hook, _registered)
@@ -68,11 +68,11 @@ def watch(engine: Engine) -> None:
         if _set_state is None:  # others may replace it later, too
             _set_state = nn.Module.__setstate__
             nn.Module.__setstate__ = _set_state_of_copy  # type: ignore[method-assign]
-        _know_form(_form_of(engine.module), engine)
+        _remember_form(_form_of(engine.module), engine)
 
 
 def unwatch(engine: Engine) -> None:
-    """Warn no more of copies of the module of ``engine``."""
+    """Don't warn about copies of the module of ``engine`` any more."""
     with _lock:
         _groups_by_form.pop(_form_of(engine.module), None)
 
@@ -86,7 +86,7 @@ def _watch_for_rpc() -> None:
     rpc: Any = sys.modules.get("torch.distributed.rpc.api")
     if rpc is not None and not isinstance(rpc._init_rpc_states, partial):
         rpc._init_rpc_states = partial(_begin_rpc, rpc._init_rpc_states)
-    if may_be_distributed():  # such a hook takes time in every forward of every module
+    if may_be_distributed():  # not before, as the hook costs time in each forward of each module
         _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
 
 
@@ -99,7 +99,7 @@ def _begin_rpc(begin: Callable[[object], None], agent: object) -> None:
 
 
 def mark_stale(engine: Engine) -> None:
-    """Let ``engine`` refresh before the next forward of any part of its module."""
+    """Have ``engine`` refreshed before the next forward of any part of its module."""
     with _lock:
         engine.is_stale = True
         _hang(hooks.register_module_forward_pre_hook, _refresh_stale)
@@ -112,7 +112,7 @@ def _engines_of(module: nn.Module) -> list[Engine]:
 @uncompiled
 def _registered(module: nn.Module, name: str, value: object) -> None:
     if name in module._buffers:
-        return  # a buffer that was there before, as many forwards set them
+        return  # a new value of a buffer, which many modules set in each forward
     if isinstance(module, _TorchDDP) and not isinstance(module, Wrapper):
         _refuse_second_reduction(value)
         _leave_to_torch(value)
@@ -141,7 +141,7 @@ def _refuse_second_reduction(value: object) -> None:
 def _refresh_stale(module: nn.Module, _: object) -> None:
     for engine in _engines_of(module):
         if engine.is_stale:
-            # Without the lock, as it waits for the other ranks.
+            # Without the lock, as this waits for the other ranks.
             backward_sync_of(engine.process_group).refresh(engine)
     with _lock:
         if not any(engine.is_stale for engine in all_engines()):
@@ -154,7 +154,7 @@ def _refresh_stale(module: nn.Module, _: object) -> None:
 def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
     """Refuse forwards of parallel models in a context of ``torch.distributed.autograd``.
 
-    What doesn't come here is refused in the backward, whose errors lose their text.
+    Other forwards, as those of a method, are refused in the backward: its errors lose their text.
     """
     if not torch.is_grad_enabled() or not _engines_of(module):
         return
@@ -167,33 +167,34 @@ def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
     raise ModelError(NOT_DISTRIBUTED % type(module).__name__)
 
 
-# torch's function, or whose was in its place, once ours is.
+# The original of ``Module.__setstate__`` once it is replaced: torch's, or another library's.
 _set_state: Any = None
 
 
 @uncompiled
 def _set_state_of_copy(module: nn.Module, state: dict[str, Any]) -> None:
-    """In place of ``Module.__setstate__``: watch copies of parallel models for a backward."""
+    """Replace ``Module.__setstate__``: watch copies of parallel models for their first backward."""
     _set_state(module, state)
-    # Any module of the program comes here, in any state: parts that are in a circle with it may
-    # have none yet. Nothing of it may fail.
+    # It is called for any module of the program, with parts that may have no state yet, if they
+    # refer to the module themselves. It must never fail.
     with suppress(Exception), _lock:
         form = _form_of(module)
         for engine in all_engines():  # a parallel model may have changed
             if type(engine.module) is type(module) and _form_of(engine.module) == form:
-                _know_form(form, engine)
-        if form in _groups_by_form and form not in _told_forms:
+                _remember_form(form, engine)
+        if form in _groups_by_form and form not in _warned_forms:
             _CopyHook(form, type(module).__name__, _groups_by_form[form]).hang(module)
 
 
-def _know_form(form: object, engine: Engine) -> None:
+def _remember_form(form: object, engine: Engine) -> None:
     groups = _groups_by_form.setdefault(form, weakref.WeakSet())
-    if not groups:  # those of earlier models are gone
-        _told_forms.discard(form)
+    if not groups:  # the groups of earlier models are gone: this is another program, as in a test
+        _warned_forms.discard(form)
     groups.add(engine.process_group)
 
 
 def _form_of(module: nn.Module | None) -> object:
+    """Return what a model and its copies have in common: class, and shapes of parameters."""
     parameters = [] if module is None else module.parameters()
     return type(module), frozenset(Counter(parameter.shape for parameter in parameters).items())
 
@@ -201,8 +202,8 @@ def _form_of(module: nn.Module | None) -> object:
 class _CopyHook:
     """Warns in the first backward of a copy of a parallel model, unless it is parallel by then.
 
-    Of the model it has only the name: the garbage collector doesn't see through a parameter's
-    hooks.
+    It holds the name of the model, and not the model: the garbage collector doesn't see through a
+    parameter's hooks.
     """
 
     def __init__(self, form: object, name: str, groups: weakref.WeakSet[dist.ProcessGroup]) -> None:
@@ -210,17 +211,17 @@ class _CopyHook:
         self._handles: list[RemovableHandle] = []
 
     def __reduce__(self) -> tuple[type[bool], tuple[()]]:
-        """A copy, which a handle may hold, is nothing, as no parameter has it."""
+        """A copy is False: a copied handle may have it, but no parameter does."""
         return bool, ()
 
     def hang(self, module: nn.Module) -> None:
-        """Wait for a gradient of any parameter."""
+        """Register it on all parameters of ``module``."""
         for parameter in module.parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self))
 
     def remove(self) -> None:
-        """Wait no longer."""
+        """Remove it from all parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -231,9 +232,9 @@ class _CopyHook:
         if engines_with([parameter]):
             return
         with _lock:
-            is_first = bool(self._groups) and self._form not in _told_forms
+            is_first = bool(self._groups) and self._form not in _warned_forms
             if is_first:
-                _told_forms.add(self._form)
+                _warned_forms.add(self._form)
         if is_first:
             _log.warning(
                 "This %s was copied or unpickled, has the same parameters as a parallel %s, and is "
@@ -245,7 +246,7 @@ class _CopyHook:
 
 
 def _leave_to_torch(value: object) -> None:
-    """Don't warn of a copy that is put into torch's own wrapper."""
+    """Don't warn about a copy that is put into torch's own wrapper."""
     for parameter in value.parameters() if isinstance(value, nn.Module) else ():
         for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
             if isinstance(hook, _CopyHook):
@@ -255,13 +256,13 @@ def _leave_to_torch(value: object) -> None:
 @uncompiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
-        return  # a closure, which runs the backward within the step
+        return  # with a closure, the step runs the backward itself
     engines = engines_with(p for group in optimizer.param_groups for p in group["params"])
     new = [engine for engine in engines if optimizer not in engine.stepped_by]
     for engine in new:
         engine.stepped_by[optimizer] = engine.num_backwards_stepped
     if new and _is_in_a_step():
-        return  # of an optimizer that has others inside, whose own hook ran before
+        return  # the outer optimizer, which steps this one, has called this hook before
     for engine in engines:
         if backward_sync_of(engine.process_group).is_in_backward(engine):
             raise ModelError(
@@ -278,13 +279,13 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _is_in_a_step() -> bool:
-    """Whether the step that begins is called by another optimizer's."""
+    """Whether the step that begins is called by the step of another optimizer."""
     codes = [frame.f_code for frame, _ in walk_stack(sys._getframe())]
     return sum(code.co_filename == _STEPS_IN and code.co_name == "wrapper" for code in codes) > 1
 
 
 def _take_part(engine: Engine) -> None:
-    # A rank that accumulates gradients without reducing them and then steps means to do so.
+    # A rank that steps with accumulated gradients, which it hasn't reduced, does so on purpose.
     if not engine.is_syncing or engine.reducer.has_unreduced:
         return
     dynamo = sys.modules.get("torch._dynamo")

@@ -18,8 +18,9 @@ from lockstep.torch_private import _JoinConfig
 class UnevenLoop(JoinState):
     """A context around a loop that ends at different times on the ranks of ``group``.
 
-    With ``divide_by_active`` gradients are means over the ranks that still have data; with
-    ``throws`` the first rank that is through ends the loop on all, with an error.
+    A rank is through when it has left the loop. With ``divide_by_active`` gradients are means over
+    the ranks that still have data; with ``throws`` the first rank that is through ends the loop on
+    all ranks, with an error.
     """
 
     def __init__(
@@ -33,13 +34,13 @@ class UnevenLoop(JoinState):
         devices = (t.device for engine in engines for t in engine.everything_that_follows())
         device = next(devices, torch.device("cpu"))
         super().__init__(group, device, divide_by_active=divide_by_active, throws=throws)
-        # Restore this rank's gradients, from the first backward of others that it takes part in.
+        # Functions that restore this rank's gradients of before its first backward without data.
         self._restore: list[Callable[[], None]] = []
-        # In torch's context: each engine's number of backwards when the iteration began, and the
-        # engines whose part of it is over.
+        # In torch's context: each engine's number of backwards at the beginning of the iteration,
+        # and the engines that are done with the iteration.
         self._num_backwards: dict[Engine, int] = {}
         self._done: set[Engine] = set()
-        # The models that have joined, by their engines.
+        # The models that have joined: the engines of each.
         self.models: list[Sequence[Engine]] = []
         self.add_model(engines)
 
@@ -49,7 +50,7 @@ class UnevenLoop(JoinState):
         set_join_state(self._group, self)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """This rank is through: take part until all are."""
+        """Take part in the other ranks' steps, until all are through."""
         try:
             if error is None:
                 finish_failed(self._group)
@@ -96,7 +97,7 @@ class UnevenLoop(JoinState):
         return step
 
     def close(self) -> None:
-        """End announcements; this rank's gradients are those of its last step again."""
+        """End the announcements, and restore the gradients of this rank's own last step."""
         for restore in self._restore:
             restore()
         self._restore = []
@@ -106,7 +107,7 @@ class UnevenLoop(JoinState):
             engine.buffers.source = 0
 
     def take_last_model(self) -> None:
-        """Broadcast parameters and buffers from a rank that was through last."""
+        """Broadcast parameters and buffers from one of the last ranks with data."""
         for engine in self._members:
             tensors = [tensor.detach() for tensor in engine.everything_that_follows()]
             broadcast_tensors(self._group, tensors, source=self.last_active[0])
@@ -115,9 +116,9 @@ class UnevenLoop(JoinState):
 def _own_gradients(engine: Engine) -> Callable[[], None]:
     """Save the gradients of a rank that is through, and return a function that restores them.
 
-    It takes part in others' reductions, whose gradients would be added to its next step. Those that
-    it had yet to reduce have been reduced along with the others', and are gone.
-    Shown by test_gradients_of_a_rank_that_is_through_are_its_own.
+    The rank takes part in reductions of the others, and the next step after the loop would add to
+    the results. Gradients that it had accumulated, and not reduced, are reduced with the others',
+    and not restored. Shown by test_gradients_of_a_rank_that_is_through_are_its_own.
     """
     num_backwards, is_unreduced = engine.num_backwards, engine.reducer.has_unreduced
     gradients = [
@@ -133,23 +134,23 @@ def _own_gradients(engine: Engine) -> Callable[[], None]:
 
 
 class _JoinedModels(UnevenLoop):
-    """The models of one group in torch's Join context, which may join other things too.
+    """The models of one group in torch's Join context, which may have other Joinables too.
 
-    There an iteration begins with the first model's forward, and is over for a model when its
+    There an iteration begins with the first model's forward. A model is done with it when its
     gradients have been reduced, or else when the next iteration begins.
     """
 
-    follows_updates = False  # as an iteration is over before they come
+    follows_updates = False  # optimizers step after the models are done with the iteration
 
     def begin_iteration(self) -> None:
-        """The first model's forward begins."""
+        """Begin an iteration, with the forward of the first model."""
         before, now = self._num_backwards, {one: one.num_backwards for one in self._members}
         if over := [engine for engine in self._members if before.get(engine) == now[engine]]:
             self.call(Step.NOTHING, self.mask(over))
         self._num_backwards = now
 
     def follow_iteration(self, engines: Sequence[Engine]) -> None:
-        """Take part until the others are through with that model's part of the iteration."""
+        """Take part until the model of ``engines`` is done with the iteration on other ranks."""
         while not self._done.issuperset(engines):
             if self.follow_step() is Step.THROUGH:
                 break
@@ -169,8 +170,8 @@ def _of_several_ranks(engines: Sequence[Engine]) -> list[Engine]:
 class DDPJoinHook(JoinHook):
     """The methods that torch's Join context calls on a rank that is through.
 
-    The wrapper ``model`` joins along with those of the same group that have joined before. What
-    else has joined may have its turn between them, such as a sharded optimizer that steps.
+    The wrapper ``model`` joins along with models of the same group that have joined before. The
+    context calls other Joinables between them, such as a sharded optimizer that steps.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class DDPJoinHook(JoinHook):
         if self._engines:
             group = model.join_process_group
             models = _joined(group)
-            # It has joined before if an earlier context was left with an error.
+            # The model has joined before if an error has ended an earlier context.
             self._is_first = models is None or self._engines in models.models
             if models is None or self._is_first:
                 set_join_state(group, None)
@@ -194,12 +195,12 @@ class DDPJoinHook(JoinHook):
             self._models = models
 
     def main_hook(self) -> None:
-        """Take part in an iteration of the ranks that are not through."""
+        """Take part in an iteration of the ranks that still have data."""
         if self._models is not None:
             self._models.follow_iteration(self._engines)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All are through: take the last model."""
+        """Take the parameters of the last rank with data, when all are through."""
         if self._models is not None and self._is_first:
             self._models.close()
             self._models.take_last_model()
@@ -207,14 +208,14 @@ class DDPJoinHook(JoinHook):
 
 
 def begin_joined_iteration(model: Joinable, engines: Sequence[Engine]) -> None:
-    """Notify torch's Join context, in which ``model`` is, that a forward of it begins."""
+    """Notify the Join context of ``model`` that a forward begins."""
     for engine in engines:
         finish_failed(engine.process_group)
     engines = _of_several_ranks(engines)
     if engines:
         models = _joined(model.join_process_group)
         if models is None or engines not in models.models:
-            _leave_join(model)  # the context was left with an error
+            _leave_join(model)  # an error has ended the context
             return
         if model._join_config.is_first_joinable:
             models.begin_iteration()

@@ -30,7 +30,7 @@ from lockstep.world import group_or_all
 
 _CAP_BYTES = 25 * MIB
 
-# The group whose ranks were last compared and found to have the same model.
+# By model, the group whose ranks were last found to have the same one.
 _compared: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -43,17 +43,17 @@ def mean(
 ) -> torch.Tensor:
     """Return the mean of ``values`` over the global batch, the parts of all ranks together.
 
-    The mean of the ranks' means differs from it if ranks hold different numbers of samples or
+    The mean of the ranks' means would differ from it if ranks have different numbers of samples or
     tokens. The value is the same on every rank, and after ``backward()`` the gradients of a
     parallel model (or those that :func:`lockstep.average_gradients` averages) are those that one
-    process would have got from the whole batch. ::
+    process would have computed from the whole batch. ::
 
         loss = lockstep.mean(F.cross_entropy(model(x), y, reduction="none"))
         loss.backward()
 
-    ``torch.autograd.grad()`` of it gives what this rank's gradients are before they are averaged:
-    the number of ranks times too much for inputs. A gradient penalty differentiates the sum of this
-    rank's own values instead.
+    ``torch.autograd.grad()`` of it returns this rank's gradients before they are averaged: for
+    inputs, they are too large by a factor of the number of ranks. For a gradient penalty,
+    differentiate the sum of this rank's own values instead.
 
     Under :func:`lockstep.accumulate` the gradients are those of the mean over all micro-batches of
     the step, whatever their sizes.
@@ -61,14 +61,14 @@ def mean(
     Every rank must call it, and it blocks until all have. A rank without samples passes its model's
     output for an empty batch or, if the ranks train one model, any tensor without elements.
 
-    In a module that is replicated by :class:`lockstep.DataParallel` it is the mean over all
-    replicas, and the module's output is then one number, not one for each replica.
+    In a module that :class:`lockstep.DataParallel` replicates, it is the mean over all replicas,
+    and the module's output is then one number, instead of one for each replica.
 
     Args:
         values: Losses (or metrics) of single samples or tokens, floating-point, of any shape. A
             single number needs a weight: the number of samples of which it is the mean.
         weight: The weight of each value, broadcast to the shape of ``values``, such as 0 for
-            padding. By default all have the same weight.
+            padding. By default all values have the same weight.
         process_group: The ranks; by default all of ``lockstep.init()``.
 
     Returns:
@@ -96,16 +96,16 @@ def mean(
         )
     counts = _counts(values, weight)
     total = (values.detach().double() * counts).sum()
-    # A rank that had no samples in earlier micro-batches learns of them from the others.
+    # A rank without samples in earlier micro-batches learns from the others that there were some.
     rank, has_begun = in_caller(begun_batch)
     facts = torch.stack([total, counts.sum(), torch.full_like(total, has_begun)])
     replica, group = this_replica(), None
-    # In a replica's backward, a checkpoint recomputes the forward to restore saved tensors. A mean
-    # saves none, so its value there doesn't matter.
+    # In a replica's backward, a checkpoint recomputes the forward for its saved tensors. A mean
+    # saves none, so that any value will do.
     is_recomputed = replica is None and (is_backward_of_replicas() or is_replica_process())
     if replica is not None:
-        # Over this rank's replicas, then over the ranks. A replica without samples need not take
-        # part in the backward, as other replicas reach the model: so it needs no group.
+        # Over this rank's replicas, then over the ranks. The backward needs no group: if this
+        # replica has no samples, other replicas reach the model.
         over_ranks = partial(_sum_over_ranks, process_group=process_group)
         facts = replica.add_up(facts, over_ranks)
         facts = torch.cat([facts[:3], facts[3:] * num_replicas()])
@@ -119,8 +119,8 @@ def mean(
             f"The weights of all ranks add up to {facts[1].item()}, and those of this one to "
             f"{counts.sum().item()}. mean() takes finite weights: give 0 where nothing is to count."
         )
-    # A rank without samples runs its backward from this tensor. It also tells backward() from
-    # autograd.grad(), which computes no gradient for it.
+    # The backward of a rank without samples ends in this tensor. It also tells backward() from
+    # autograd.grad(), which doesn't reach it.
     needs_gradient = values.requires_grad or not values.numel()
     anchor = torch.zeros((), device=values.device, requires_grad=needs_gradient)
     result: torch.Tensor = _Mean.apply(  # type: ignore[no-untyped-call]
@@ -132,14 +132,14 @@ def mean(
 
 
 def _sum_over_ranks(own: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The sum of ``own``, of one dimension, over the ranks, and then how many ranks count."""
+    """The sum of ``own``, of one dimension, over the ranks; as its last element, their number."""
     group = _group_of_several(process_group)
     num_ranks = 1
     if group is not None:
         sync = backward_sync_of(group)
         sync.finish_failed()
         for engine in sync.engines():
-            if engine.is_stale:  # its model has changed, and has had no forward since
+            if engine.is_stale:  # its model has changed since its last forward
                 sync.refresh(engine)
         sum_in_step(group, own)
         num_ranks = mean_divisor(group)
@@ -182,7 +182,7 @@ class _Mean(torch.autograd.Function):
         rank: int,
         is_recomputed: bool,
     ) -> torch.Tensor:
-        # Not by save_for_backward(): a checkpoint would replace them by those of its recomputation.
+        # Not by save_for_backward(): a checkpoint would replace them by recomputed ones.
         ctx.anchor, ctx.counts, ctx.facts = anchor, counts, facts
         ctx.group, ctx.rank, ctx.is_recomputed = group, rank, is_recomputed
         ctx.dtype = values.dtype
@@ -205,7 +205,7 @@ class _Mean(torch.autograd.Function):
             backward_sync_of(ctx.group).take_part_at_the_end()
         divisor = in_caller(count_micro_batch, count, goes_on, ctx.rank, has_samples, is_backward)
         divisor = divisor.to(count.device)  # another replica may have made it, on its own device
-        # The reduction of the gradients divides by the number of means; so this multiplies by it.
+        # The reduction divides gradients by the number of means, so this multiplies by it.
         slope = gradient.double() * num_means / torch.where(divisor != 0, divisor, 1)
         return (slope * ctx.counts).to(ctx.dtype), *[None] * 6
 
@@ -219,10 +219,9 @@ def average_gradients(
 ) -> None:
     """Replace each parameter's ``.grad`` by its mean over the ranks.
 
-    For models that are not parallel: it is called after ``backward()`` and before the optimizer's
-    step. A parameter without a gradient counts as zero where another rank has one, and is left
-    without where none has. Every rank must call it; it blocks until all have. On one rank it
-    does nothing.
+    For models that are not parallel: call it after ``backward()`` and before the optimizer's step.
+    A rank without a gradient of a parameter counts as zero; if no rank has one, the parameter stays
+    without. Every rank must call it; it blocks until all have. On one rank it does nothing.
 
     Args:
         module: The model, the same on every rank.

@@ -1,7 +1,7 @@
-"""The parallel modules: through which engines, and which micro-batches they accumulate.
+"""The registry of parallel modules, with their engines and the micro-batches they accumulate.
 
-To make a module parallel is to verify it on all ranks, give them rank 0's values, and make an
-engine.
+A module becomes parallel in three steps: all ranks verify that they have the same one, they take
+rank 0's values, and each makes an engine.
 """
 
 from __future__ import annotations
@@ -32,40 +32,43 @@ from lockstep.nn.wrapper import Wrapper
 
 _log = logging.getLogger(__name__)
 
-# Bound early, as ours may be put in their place.
+# Bound early, as lockstep.integrations may put our classes in their place.
 _TORCHS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class ParallelState:
-    """The engines of a parallel module, or of the one in a wrapper, and the batch it accumulates.
+    """The engines of a parallel module, or of the module in a wrapper, and its accumulated batch.
 
-    A batch has the micro-batches of one step that have had their backward.
+    The batch consists of the micro-batches of one step that have had their backward.
     """
 
     def __init__(self, module: nn.Module, engines: Sequence[Engine], *, is_wrapped: bool) -> None:
         self.module = weakref.ref(module)
         self.is_wrapped = is_wrapped
-        # The module's own engine, if it has parameters of its own, and those of parallel modules
-        # in it; none on a rank that is alone.
+        # The engines of parallel modules in it, and its own if it has other parameters than those.
+        # None of them on a rank that is alone.
         self.engines = list(engines)
-        # The trained parameters that no other parallel module had before.
+        # Its trained parameters, except for those that other parallel modules had before.
         self.parameters = WeakIdKeyDictionary()
         # The number of open accumulate() contexts. When it is 0, the next micro-batch is the last.
         self.num_contexts = 0
         # The thread that accumulates.
         self.rank = this_thread()
-        # The number of samples that the gradients are the mean of; None before the first.
+        # The weight of the accumulated batch: of the samples that gradients are the mean of. None
+        # before the first micro-batch.
         self.count: torch.Tensor | None = None
-        # Whether autograd can't see that backwards reach the model.
+        # Whether autograd can't foresee that a backward reaches the model, as it is inside of a
+        # reentrant checkpoint.
         self.is_hidden = False
-        # The last backward with replicas in it that reached the model.
+        # The task of the last backward with replicas in it that reached the model.
         self.reached_in: int | None = None
-        # The last backward, with the count of its mean and the sum of all counts until then.
+        # The task of the last backward, the weight of its micro-batch, and that of the batch with
+        # it.
         self._last: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backwards in this context add up gradients on each rank, without reducing them."""
+        """Let backwards in this context accumulate gradients on each rank without a reduction."""
         before = {engine: engine.is_syncing for engine in self.engines}
         for engine in before:
             engine.is_syncing = False
@@ -76,12 +79,12 @@ class ParallelState:
                 engine.is_syncing = was_syncing
 
     def is_open(self) -> bool:
-        """Whether the running backward may be that of one of several micro-batches."""
+        """Whether the running backward may be that of a micro-batch."""
         is_last = self._last is not None and self._last[0] == current_task()
         return bool(self.num_contexts) or self.count is not None or is_last
 
     def is_reached(self) -> bool:
-        """Whether the running backward is one of this model."""
+        """Whether the running backward reaches this model."""
         if is_backward_of_replicas():
             return self.reached_in == current_task()
         return is_any_reached(self._parameters())
@@ -97,7 +100,15 @@ class ParallelState:
     def add_micro_batch(
         self, count: torch.Tensor, goes_on: torch.Tensor, scaled: set[int]
     ) -> torch.Tensor:
-        """Add a micro-batch, scale gradients whose id() is not in ``scaled``; return the sum."""
+        """Add a micro-batch to the batch, and return the weight of both together.
+
+        Existing gradients are scaled, unless their id() is in ``scaled``, to which it is added.
+
+        Args:
+            count: The weight of the micro-batch.
+            goes_on: The number of ranks that have gradients of the batch.
+            scaled: The id() of gradients that other states have scaled.
+        """
         task = current_task()
         if self._last is not None and self._last[0] == task:
             _, last, total = self._last
@@ -111,7 +122,7 @@ class ParallelState:
             return total
         total = count
         if self.count is not None:
-            # If no rank has gradients any more, zero_grad() has dropped the batch.
+            # If no rank has gradients any more, zero_grad() has dropped the batch on all.
             before = torch.where(goes_on > 0, self.count.to(count.device), 0)
             total = before + count
             scale = before / torch.where(total != 0, total, 1)
@@ -127,13 +138,14 @@ class ParallelState:
 
 # Ranks may be threads, and a dictionary that another thread changes can't be iterated over.
 _lock = threading.Lock()
-# By the module that was given to parallelize(), or the wrapper. These are left as they were, to
-# pickle and copy as before. Weakly: a wrapper that is gone leaves its model free.
+# By the module that was given to parallelize(), or the wrapper. No attribute of the module has the
+# state, so that it pickles and copies as before. Weakly: when a wrapper is gone, its model may be
+# made parallel again.
 _states: weakref.WeakKeyDictionary[nn.Module, ParallelState] = weakref.WeakKeyDictionary()
 
 
 def _find_state_around(module: nn.Module) -> ParallelState | None:
-    """Return the state of the wrapper that ``module`` is in, if there is one."""
+    """Return the state of the wrapper around ``module``, if there is one."""
     return next((s for s in _all_states() if s.is_wrapped and s.module() is module), None)
 
 
@@ -162,7 +174,10 @@ def parallel_modules() -> list[nn.Module]:
 
 
 def groups_of(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | None]:
-    """Return the ranks that keep each parameter in step by means of dense gradients, if any do."""
+    """Return for each parameter the group whose ranks keep it in step, if there is one.
+
+    None for parameters with sparse gradients too, or with gradients of another dtype than theirs.
+    """
     groups: dict[int, dist.ProcessGroup] = {}
     for engine in all_engines():
         sparse = {*map(id, engine.sparse_parameters())}
@@ -172,9 +187,9 @@ def groups_of(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | No
 
 
 def defer_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Sum gradients where they are needed, as a sharded optimizer has ``parameters`` in memory.
+    """Defer the gradients of ``parameters``, which are in the order of a sharded optimizer.
 
-    Every rank must call it, with parameters of models that have no engines or are kept in step.
+    Every rank must call it.
     """
     for engine in engines_with(parameters):
         engine.defer(parameters)
@@ -195,9 +210,9 @@ def attach(
 ) -> None:
     """Keep ``module`` in step with its replicas for as long as ``owner`` lives.
 
-    Every rank must call it; of a copy of a parallel model, only the ranks that train the copy.
+    Every rank must call it; for a copy of a parallel model, only the ranks that train the copy.
     Parts that are parallel already, over this group or another, stay as they are. ``owner`` is
-    ``module`` itself, or a wrapper, which takes the place of one that it is in already.
+    ``module`` itself, or a wrapper around it, which replaces an earlier wrapper.
 
     Raises:
         ModelError: If the module can't be made parallel, on this rank or on another.
@@ -211,7 +226,7 @@ def attach(
         finish_failed(one)
     if group is not None and options.init_sync and not is_copy:
         left_alone = options.left_alone(module)
-        # Also with a refusal, which it raises: the other ranks would wait for this one.
+        # With a refusal too, which it raises: otherwise the other ranks would wait for this one.
         check_same_model(module, group, options._asdict(), refusal, left_alone)
         named = [*module.named_parameters(), *module.named_buffers()]
         broadcast_tensors(group, [t.detach() for name, t in named if name not in left_alone])
@@ -232,7 +247,7 @@ def attach(
             watch(engine)
     inner_engines = [engine for state in inner.values() for engine in state.engines]
     state = ParallelState(module, [*inner_engines, *own], is_wrapped=owner is not module)
-    with _lock:  # for all owners of the previous state too
+    with _lock:  # also for the owners of the state that this one replaces
         owners = [other for other, its in _states.items() if its is previous]
         _states.update(dict.fromkeys([owner, *owners], state))
     _replace([engine for engine in engines if engine not in inner_engines], own)
@@ -243,7 +258,7 @@ def attach(
 
 
 def release(wrapper: nn.Module) -> None:
-    """Make the model in ``wrapper`` parallel no more: gradients stay this rank's own."""
+    """Make the model in ``wrapper`` a plain one again, whose gradients are not reduced."""
     state = state_of(wrapper)
     for engine in state.engines:
         finish_failed(engine.process_group)
@@ -269,7 +284,7 @@ def _refusal(
     options: Options,
     known: Collection[ParallelState | None],
 ) -> ModelError | None:
-    """Return why ``module`` can't be made parallel; parameters of ``known`` states may be in it."""
+    """Return why ``module`` can't be made parallel; it may share parameters with ``known`` ones."""
     kind = type(module).__name__
     if owner in _states:
         return AlreadyParallel(
@@ -322,7 +337,7 @@ def _refusal(
     return None
 
 
-# Replicas have their backwards at the same time.
+# Backwards of replicas run at the same time, in threads.
 _scaling = threading.Lock()
 
 
@@ -340,27 +355,27 @@ def begun_batch() -> tuple[int, bool]:
 def count_micro_batch(
     count: torch.Tensor, goes_on: torch.Tensor, rank: int, has_samples: bool, is_backward: bool
 ) -> torch.Tensor:
-    """Scale existing gradients for those of a micro-batch to be added; return its divisor.
+    """Scale existing gradients before a micro-batch is added; return the divisor of its losses.
 
     It is called in the backward of a mean, before any gradient of this backward is computed.
 
     Args:
         count: The weight of all ranks' samples in the mean.
         goes_on: The number of ranks that had gradients of earlier micro-batches.
-        rank: The thread that took the mean; autograd may have another one for its backward.
+        rank: The thread that called mean(); autograd may run the backward in another one.
         has_samples: Whether this rank has any of the samples.
-        is_backward: Whether gradients are accumulated; not so in ``torch.autograd.grad()``.
+        is_backward: Whether gradients are accumulated; False in ``torch.autograd.grad()``.
     """
     states = _with_open_batches(rank) if is_backward or has_samples else []
-    if has_samples:  # there may be other models, with other batches or none
+    if has_samples:  # other models may have other batches, or none
         reached = [s for s in states if (is_backward and s.is_hidden) or s.is_reached()]
         if is_backward and not reached:
-            # A model wholly inside of reentrant checkpoints can't be seen from outside of them.
+            # Autograd doesn't foresee a model that is wholly inside of reentrant checkpoints.
             reached = [state for state in states if state.num_contexts]
             for state in reached:
                 state.is_hidden = True
         states = reached
-    # Parallel parts of a parallel model share parameters with it: each is scaled once.
+    # A parallel model shares parameters with its parallel parts: each gradient is scaled once.
     scaled: set[int] = set()
     with _scaling:
         totals = [state.add_micro_batch(count, goes_on, scaled) for state in states]
@@ -374,9 +389,9 @@ def count_micro_batch(
 
 
 def remember_reached() -> None:
-    """Note which models the running backward reaches, before those of replicas run.
+    """Note which models the running backward reaches, before it runs the backwards of replicas.
 
-    From the replicas' backwards, which reach only leaves of their own, it can't be seen.
+    In those it can't be found out, as they reach only leaves of their own.
     """
     if not is_backward_of_replicas():
         for state in _all_states():

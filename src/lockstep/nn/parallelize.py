@@ -38,39 +38,39 @@ def parallelize(
 
     It stays the same object of the same class, with the same methods, attributes and
     ``state_dict`` keys. From now on a ``backward()`` leaves in ``.grad`` the mean over all
-    ranks, whichever method computed the loss. A parameter that one rank didn't use counts as
-    zero there; one that no rank used keeps its ``.grad``, None included.
+    ranks, whichever method computed the loss. A rank that didn't use a parameter counts as zero in
+    the mean; a parameter that no rank used keeps its ``.grad``, None included.
 
     Every rank must call it with the same model, and then run backwards in the same order. On
     one rank it changes nothing.
 
     Parameters may be frozen, unfrozen, replaced and added later, on every rank alike: new ones
-    start from rank 0's values at the next forward. (One that is unfrozen only for backwards under
-    :func:`no_sync`, and frozen again before the reducing one, keeps its gradient to itself.)
-    Parts that are parallel already, over these ranks or others (an expert over some of them,
-    say), keep their own options.
+    start from rank 0's values at the next forward. (A parameter that is unfrozen only for backwards
+    under :func:`no_sync`, and frozen again before the one that reduces, keeps this rank's
+    gradient.) Parts that are parallel already, over these ranks or others (an expert over some of
+    them, say), keep their own options.
 
     Hooks of ``register_post_accumulate_grad_hook()``, such as optimizers that step in them, see the
-    mean over the ranks, and run on every rank when it has come: those of backwards that reduce
-    nothing, as under :func:`no_sync`, at once.
+    mean over the ranks, and run on every rank when it is computed; in backwards that reduce
+    nothing, as under :func:`no_sync`, they run at once.
 
-    ``torch.autograd.grad()`` fills no ``.grad`` and so reduces nothing: what it returns is this
-    rank's own. With ``backward(create_graph=True)`` the reduced gradients have no graph; to
-    differentiate gradients, take them with ``autograd.grad()``, make a loss of them, and run
-    its ``backward()``, which is reduced.
+    ``torch.autograd.grad()`` fills no ``.grad`` and so reduces nothing: it returns this rank's own
+    gradients. With ``backward(create_graph=True)`` the reduced gradients have no graph; to
+    differentiate gradients, take them with ``autograd.grad()``, compute a loss from them, and run
+    its ``backward()``, whose gradients are reduced.
 
     Args:
-        module: The model, already on its device and with its final dtypes. Rank 0's parameters
-            and buffers go to everyone.
+        module: The model, already on its device and with its final dtypes. All ranks take rank 0's
+            parameters and buffers.
         process_group: The ranks to keep in step; by default all of ``lockstep.init()``.
-        bucket_cap_mb: The size of a full bucket, in MiB. Gradients are sent in buckets, each when
-            it is full, while backward computes the next ones.
+        bucket_cap_mb: The size of a full bucket, in MiB. Gradients are sent in buckets, each as
+            soon as it is full, while backward computes further gradients.
         broadcast_buffers: Whether buffers (BatchNorm's statistics) follow rank 0's, with each
-            backward that reduces gradients. Or, for each pattern of names, such as
-            ``{"*.running_*": "mean"}``, one of ``"rank0"``; ``"mean"``, the mean over the ranks,
-            of integers rank 0's; ``"late"``, that mean, but only when :func:`sync_buffers` is
-            called, which saves the exchange in each step; and ``"local"``, left alone. The first
-            pattern that fits counts, and without one "rank0".
+            backward that reduces gradients. Or a dict with a policy for each pattern of names, such
+            as ``{"*.running_*": "mean"}``. The policies are ``"rank0"``; ``"mean"``, the mean over
+            the ranks, and rank 0's values of integers; ``"late"``, the same mean, but only when
+            :func:`sync_buffers` is called, which saves the exchange in each step; and ``"local"``:
+            each rank keeps its own. The first pattern that matches counts; if none does, "rank0".
         init_sync: Whether to check that all ranks have the same model and to give them rank 0's
             values. Without it, that is up to you.
 
@@ -81,9 +81,9 @@ def parallelize(
         ModelMismatch: If the ranks' models or options differ; it names the first difference.
         NothingToTrain: If no parameter requires a gradient.
         AlreadyParallel: If it is parallel already, or shares parameters with a model that is.
-        TypeError: If an argument is of a wrong type, or there are others: of torch's it says what
-            is done instead.
-        ValueError: If ``bucket_cap_mb`` is no size, or a policy none of those above.
+        TypeError: If an argument is of a wrong type, or unknown; for arguments of torch's
+            DistributedDataParallel it says what to do instead.
+        ValueError: If ``bucket_cap_mb`` is no size, or a policy is none of those above.
     """
     if others:
         raise TypeError(_others_are_refused(others))
@@ -111,7 +111,7 @@ def _others_are_refused(names: Collection[str]) -> str:
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     """Let backwards add up gradients on each rank; the first one after the context reduces them.
 
-    What counts is where ``backward()`` runs, not where ``forward()`` did.
+    This applies to each ``backward()`` within the context, wherever its ``forward()`` ran.
 
     Args:
         module: A module that was given to :func:`parallelize`, a wrapper, or the module in one.
@@ -138,8 +138,8 @@ def accumulate(module: nn.Module) -> Iterator[None]:
         optimizer.step()
         optimizer.zero_grad()
 
-    Each backward of a mean is a micro-batch: it scales the existing gradients, whatever made them.
-    To give up an unfinished batch, call ``zero_grad()``, which sets gradients to None.
+    Each backward of a mean is a micro-batch: it scales the existing gradients, whatever their
+    origin. To give up an unfinished batch, call ``zero_grad()``, which sets gradients to None.
 
     Args:
         module: A module that was given to :func:`lockstep.parallelize`, a wrapper, or the module
@@ -155,7 +155,7 @@ def accumulate(module: nn.Module) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            state.count = None  # the batch is not to be finished
+            state.count = None  # gives up the batch
             raise
         finally:
             state.num_contexts -= 1
@@ -168,12 +168,12 @@ def join(
 ) -> AbstractContextManager[None]:
     """Let ranks leave a training loop at different times.
 
-    A rank that leaves the context goes on with the reductions of the others, to which it adds
-    nothing, until all are through; then all take the models of the last. SyncBatchNorm and
-    :func:`lockstep.mean` may be in the loop. Every rank must enter it. ::
+    A rank that leaves the loop goes on taking part in the reductions of the others, to which it
+    adds nothing, until all have left it; then all ranks take the models of the last one.
+    SyncBatchNorm and :func:`lockstep.mean` may be in the loop. Every rank must call it. ::
 
         with lockstep.join(model):
-            for x, y in batches:  # of any number on each rank, none included
+            for x, y in batches:  # any number of batches on each rank, none included
                 ...
 
     Args:
@@ -181,12 +181,12 @@ def join(
             a wrapper, or is the module in one; they are parallel over the same ranks.
         divide_by_initial_world_size: Whether gradients are divided by the number of all ranks, or
             else by the number of ranks that still have data.
-        throw_on_early_termination: Whether the first rank that is through ends the loop on every
+        throw_on_early_termination: Whether the first rank that leaves the loop ends it on every
             rank, with a RuntimeError.
 
     Raises:
-        ModelError: If one isn't parallel, or is so over other ranks than the first.
-        TypeError: If there is none.
+        ModelError: If a model isn't parallel, or is parallel over other ranks than the first.
+        TypeError: If no model is given.
 
     Source: ``torch.nn.parallel.DistributedDataParallel.join``.
     """

@@ -32,13 +32,13 @@ class SyncBatchNorm(_BatchNorm):
 
     In training, mean and variance are those of the samples of all ranks together, whatever each
     rank's number of samples: outputs, gradients and running statistics are those of BatchNorm in
-    one process. Every rank's forward and backward take part, so a rank without samples runs both
-    as well, on an input of size 0. In evaluation, on one rank, and without a process group, it is
+    one process. Every rank takes part in its forward and backward, so a rank without samples runs
+    both on an input of size 0. In evaluation, on one rank, and without a process group, it is
     BatchNorm.
 
-    A model that has one whose ``process_group`` is the model's own reduces its gradients at the end
-    of each backward: ranks may compute them in different orders, and the reductions would come
-    between the sums of different SyncBatchNorms. With a process group of its own, reductions
+    If it has the same process group as the model around it, the model's gradients are reduced at
+    the end of each backward: ranks may compute them in different orders, so that reductions would
+    come between the sums of different SyncBatchNorms. If it has another process group, reductions
     overlap with the backward.
 
     Args:
@@ -48,11 +48,11 @@ class SyncBatchNorm(_BatchNorm):
         affine: Whether it has ``weight`` and ``bias``, of shape ``(C,)``.
         track_running_stats: Whether it has running statistics, of shape ``(C,)``.
         process_group: The ranks whose samples belong together; by default all.
-        device: Of parameters and running statistics.
-        dtype: Of parameters and running statistics.
+        device: The device of parameters and running statistics.
+        dtype: The dtype of parameters and running statistics.
 
     Raises:
-        TypeError: If an argument is of a wrong type; it says which.
+        TypeError: If an argument, which it names, is of a wrong type.
         ValueError: If ``num_features`` or ``eps`` is negative, ``eps`` or ``momentum`` not finite.
             In forward, if the input has fewer than two dimensions or another number of
             channels, or if all ranks together have one value per channel in training.
@@ -90,10 +90,10 @@ class SyncBatchNorm(_BatchNorm):
     ) -> nn.Module:
         """Put a SyncBatchNorm in place of each BatchNorm of ``module``.
 
-        Parameters and running statistics stay the same tensors, so an optimizer that has them may
-        stay. One of a class derived from BatchNorm stays the same object and of that class as
-        well: the ``batch_norm()`` in its ``forward`` is over all ranks, and whatever else its
-        class does (an activation, say), it does still.
+        Parameters and running statistics stay the same tensors, so an optimizer that has them can
+        be kept. A module of a class derived from BatchNorm stays the same object, and an instance
+        of that class: the ``batch_norm()`` in its ``forward`` is over all ranks, and all else that
+        its class does (an activation, say) is as before.
 
         Args:
             module: A module, changed in place, or a BatchNorm.
@@ -154,13 +154,13 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: D102 - as BatchNorm's
         bases = type(self).__mro__
-        # The next class, as of super(): a class may be derived from this and another BatchNorm.
+        # The next class, as for super(): a class may be derived from this and another BatchNorm.
         kind = bases[bases.index(SyncBatchNorm) + 1]
         output: torch.Tensor = self._forward_of(kind, input)
         return output
 
     def _forward_of(self, kind: type[_BatchNorm], *args: Any, **kwargs: Any) -> Any:
-        """Return what the forward of ``kind`` does; in training, over all ranks."""
+        """Return the result of the forward of ``kind``, in training over all ranks."""
         group = self.process_group
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -174,7 +174,7 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, Sync
 
 @functools.cache
 def _synchronised(cls: type[SyncBatchNorm], kind: type[_BatchNorm]) -> type[SyncBatchNorm]:
-    """Return a class that does what ``kind`` does, but normalises over all ranks."""
+    """Return a subclass of ``kind`` that normalises over all ranks."""
 
     def forward(self: SyncBatchNorm, *args: Any, **kwargs: Any) -> Any:
         return self._forward_of(kind, *args, **kwargs)
@@ -192,7 +192,7 @@ def _made_of(cls: type[SyncBatchNorm], kind: type[_BatchNorm]) -> SyncBatchNorm:
 
 
 class _OverAllRanks(TorchFunctionMode):
-    """Replaces ``F.batch_norm()`` by one over all ranks, and counts its calls."""
+    """Replaces ``F.batch_norm()`` by a function over all ranks, and counts its calls."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def _batch_norm(
         if running_mean is not None and running_var is not None:
             running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
             running_var.mul_(1 - momentum).add_(square / (count - 1), alpha=momentum)
-        # Half precision is normalised in float32, anything else in the input's dtype.
+        # Half precision is normalised in float32, other inputs in their own dtype.
         wide = torch.promote_types(input.dtype, torch.float32)
         mean, variance = mean.to(wide), (square / count).to(wide)
     output: torch.Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
@@ -281,8 +281,8 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, d_output: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
         input, weight, mean, variance, count = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        # As if the statistics were constants. The gradients of weight and bias are this rank's
-        # part, which is reduced as those of all parameters are.
+        # The gradients as if the statistics were constants. Those of weight and bias are this
+        # rank's part, and are reduced along with those of all parameters.
         if input.numel():
             d_input, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
                 d_output, input, weight, mean, variance, None, None, False, ctx.eps, [True] * 3
@@ -290,7 +290,7 @@ class _Normalize(torch.autograd.Function):
         else:
             d_input, d_weight, d_bias = map(torch.zeros_like, (input, mean, mean))
         if needs[0]:
-            # How the loss, of all ranks, depends on the input through the statistics.
+            # The part through which the loss of all ranks depends on the statistics.
             backward_sync_of(ctx.group).begin_before_collective()
             sums = torch.stack([d_bias, d_weight]).double()
             sum_in_step(ctx.group, sums)
@@ -313,7 +313,7 @@ def _statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return mean, sum of squared deviations and count per channel, over all ranks.
 
-    They are computed in float64 and summed in rank order, so all ranks have the same bits.
+    They are computed in float64 and summed in rank order, so that all ranks get the same bits.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
     sample variances", 1979.
@@ -329,7 +329,7 @@ def _statistics(
     everyone = torch.stack(gather_in_step(group, own))
     means, squares, counts = everyone.split([channels, channels, 1], dim=1)
     total = counts.sum(0)
-    # A rank with two values need not look at the total, which would wait for a GPU.
+    # A rank with two values needs no look at the total, which would wait for a GPU.
     if count < 2 and total < 2:
         raise ValueError(
             f"All ranks together have {int(total)} values per channel, of an input of shape "

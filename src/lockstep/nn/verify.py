@@ -31,9 +31,12 @@ def check_same_model(
     The same model means the same names, shapes, dtypes, memory layouts and frozen parameters. All
     ranks must call it; it blocks. If nothing differs, it costs one all-reduce of 64 bytes.
 
-    ``options`` are further values to agree on. With a ``refusal``, this rank's reason why it can't
-    go on, the other ranks learn that they can't either. Tensors of the names ``left_out`` may
-    differ.
+    Args:
+        module: The model.
+        group: The ranks.
+        options: Further values that must be the same.
+        refusal: The reason why this rank can't go on, and so no rank can.
+        left_out: Names of parameters and buffers that may differ.
 
     Raises:
         ModelMismatch: Naming the first difference with both sides, or another rank's refusal.
@@ -70,7 +73,7 @@ def _first_difference(first: Mapping[str, str], other: Mapping[str, str], rank: 
 
 
 def _descriptions(module: nn.Module) -> dict[str, str]:
-    """What ranks must agree on, such as ``{"fc.weight": "a parameter (50, 320) float32"}``."""
+    """Describe what must be the same, as ``{"fc.weight": "a parameter (50, 320) float32"}``."""
     found = {}
     for name, parameter in module.named_parameters():
         kind = "a parameter" if parameter.requires_grad else "a frozen parameter"

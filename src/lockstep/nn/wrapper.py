@@ -10,10 +10,10 @@ from torch import nn
 
 
 class _Hidden:
-    """A name that a class doesn't have, although its base has it."""
+    """Hides a name of the base class, as if the class didn't have it."""
 
     def __get__(self, wrapper: object, owner: type) -> NoReturn:
-        raise AttributeError(  # on which Python calls __getattr__(), and so asks the model
+        raise AttributeError(  # then Python calls __getattr__(), which asks the model
             f"torch has this name in the class that lockstep's {owner.__name__} is derived from, "
             "for a mechanism which isn't used here."
         )
@@ -32,14 +32,15 @@ def _method_of_model(method: Callable[..., None]) -> Any:
 
 
 class Wrapper(nn.Module):
-    """A module around ``self.module`` that has all methods and attributes of it as well.
+    """A module around ``self.module``, whose methods and attributes it has as well.
 
     A subclass sets ``_is_ready`` after all other attributes of the wrapper. Until then every
     attribute that is set is the wrapper's own, even if the model has one of that name.
 
-    A subclass may be derived from torch's class too, for ``isinstance`` alone. What it neither
-    overrides nor lists in ``inherits`` is hidden, also what later versions of torch add: torch's
-    methods look for a reducer that isn't there, and would hide the model's methods of that name.
+    A subclass may be derived from torch's class too, only for ``isinstance``. Names of torch's
+    class that the subclass neither overrides nor lists in ``inherits`` are hidden, those of later
+    versions of torch included: torch's methods look for a reducer that isn't there, and would hide
+    the model's methods of that name.
     """
 
     module: nn.Module
@@ -57,7 +58,7 @@ class Wrapper(nn.Module):
                         setattr(cls, name, _Hidden())
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute, if the wrapper has none."""
+        """Return the model's attribute, if the wrapper has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -67,7 +68,7 @@ class Wrapper(nn.Module):
             return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the model's attribute, if it has one and the wrapper hasn't."""
+        """Set the model's attribute, if only the model has one of that name."""
         is_part = isinstance(value, nn.Module | nn.Parameter) and name != "module"
         if self._is_the_models(name) or (is_part and "_is_ready" in self.__dict__):
             setattr(self.module, name, value)
@@ -75,7 +76,7 @@ class Wrapper(nn.Module):
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete the model's attribute, if it has one and the wrapper hasn't."""
+        """Delete the model's attribute, if only the model has one of that name."""
         if self._is_the_models(name):
             delattr(self.module, name)
         else:
@@ -92,7 +93,7 @@ class Wrapper(nn.Module):
     register_buffer = _method_of_model(nn.Module.register_buffer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load as any module does; a state dict of the bare model is accepted too."""
+        """Load a state dict as any module does; one of the bare model is accepted too."""
         if self._is_of_bare_model(state_dict, ""):
             versions = getattr(state_dict, "_metadata", {})
             state_dict = OrderedDict((f"module.{key}", value) for key, value in state_dict.items())
@@ -104,7 +105,7 @@ class Wrapper(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # The same for a wrapper that is a part of the module that is loaded.
+        # The same for a wrapper that is a part of another module.
         if self._is_of_bare_model(state_dict, prefix):
             bare = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
             for key, value in bare.items():

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_``: torch's, with the work divided among the ranks."""
+"""``clip_grad_norm_``: torch's function, with the work divided among the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.comm import join_state_of, start_all_reduce, uncompiled
 from lockstep.grad import DeferredBucket, bucket_of
 from lockstep.nn import finish_failed
 
-# The elements whose norm is taken at once, which stay in a core's own cache after they are summed.
+# The number of elements whose norm is taken at once: after their sum they are in a core's cache.
 _NUMEL = 64 * 1024
 
 
@@ -29,24 +29,24 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the norm of all gradients together, in place, as torch's function of this name does.
 
-    Of parameters whose optimizer is sharded, each rank sums a part of the gradients and takes the
-    norm of that, so that nobody sums all of them. Otherwise it is torch's own. The norm may differ
+    If the optimizer is sharded, each rank sums a part of the gradients and takes the norm of that,
+    so that no rank sums all gradients. Otherwise torch's function is called. The norm may differ
     from torch's in the last digits.
 
-    Every rank calls it, after the backward and before the step; it blocks.
+    Every rank must call it, after the backward and before the step; it blocks.
 
     Args:
-        parameters: The parameters, or one.
-        max_norm: The largest norm that gradients keep.
+        parameters: The parameters, or one parameter.
+        max_norm: The largest norm of all gradients together that is not scaled down.
         norm_type: The p of the norm; ``inf`` for the largest absolute value.
-        error_if_nonfinite: Whether a norm that is NaN or infinite is an error.
-        foreach: As torch's; only for parameters whose optimizer isn't sharded.
+        error_if_nonfinite: Whether a norm that is NaN or infinite raises an error.
+        foreach: As for torch's; only for parameters whose optimizer isn't sharded.
 
     Returns:
-        The norm before, of no dimension, the same on every rank.
+        The norm before clipping, a tensor without dimensions, the same on every rank.
 
     Raises:
-        RuntimeError: If the norm isn't finite, and that is to be an error.
+        RuntimeError: If the norm isn't finite, with ``error_if_nonfinite``.
 
     Source: ``torch.nn.utils.clip_grad_norm_``.
     """
@@ -56,7 +56,7 @@ def clip_grad_norm_(
     groups = dict.fromkeys(bucket.group for bucket in buckets)
     for ranks in groups:
         finish_failed(ranks)
-    # A rank that has no data any more doesn't call this.
+    # In join(), ranks without data don't call this function, so nothing can be divided.
     if not buckets or not power > 0 or any(map(join_state_of, groups)):
         return _torchs(every, max_norm, norm_type, error_if_nonfinite, foreach)
     norms = []
@@ -93,7 +93,7 @@ def clip_grad_norm_(
 def _norm(bucket: DeferredBucket, power: float, *, is_whole: bool) -> Tensor | None:
     """Return the norm of all gradients of ``bucket``, of which each rank sums a part.
 
-    It is None, on every rank, unless ``is_whole`` on all, and none has read a gradient.
+    It is None on every rank if, on any rank, ``is_whole`` is false or a gradient is summed already.
     """
     group, is_summed = bucket.group, is_whole and bucket.are_all_pending()
     own = torch.zeros(2, dtype=torch.float64, device="cpu")

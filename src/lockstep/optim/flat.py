@@ -1,4 +1,4 @@
-"""Parameters that lie side by side in one memory, of which each rank owns a block."""
+"""Flat parameters: side by side in one memory, of which each rank owns a block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.optim.layout import Layout, Piece, cut_evenly, keep_whole, pieces_
 
 
 class Progress(Enum):
-    """How far the update of a block is."""
+    """How far the update of a rank's block is."""
 
     BEFORE = 0
     IN_THE_MIDST = 1
@@ -27,17 +27,17 @@ class Progress(Enum):
 class FlatParameters:
     """Parameters of one dtype and device, moved to one memory.
 
-    Every rank of ``ranks`` creates it with the same parameters. Each rank alone updates its block.
-    Ranks of one host have one copy of the memory, where the system can do that; otherwise each has
-    a copy, and they send each other what they have updated. Several hosts update their copies
-    alike, each with all its ranks, and send each other nothing, unless they differ in how many.
+    Every rank of ``ranks`` creates it with the same parameters. A block is updated by its owner
+    alone. The ranks of a host share one copy of the memory, if the system allows that; otherwise
+    each rank has a copy, and ranks send each other their updated blocks. Several hosts with the
+    same number of ranks each divide all blocks among their own ranks, and send each other nothing.
 
     Attributes:
         ranks: All ranks.
-        group: Those among which the memory is divided: all, or those of this host.
-        is_first: Whether the first of all ranks is among those.
+        group: The ranks among which the memory is divided: all, or those of this host.
+        is_first: Whether the first of all ranks is in ``group``.
         parameters: The parameters, which are views of the memory from now on.
-        keeps_whole: Whether each parameter is one rank's, or the blocks are cut anywhere.
+        keeps_whole: Whether each parameter has one owner; otherwise blocks are cut anywhere.
         pieces: The elements that this rank owns, in the order of the memory.
     """
 
@@ -60,7 +60,7 @@ class FlatParameters:
             self._copy = found
             self._memory = self._copy.private[:num_bytes].view(dtype)
             self._updated = self._copy.shared[:num_bytes].view(dtype)
-            # Twice the number of updates of each rank's block, and one more in the midst of one.
+            # For each rank, twice the number of updates of its block; plus one during an update.
             self._notes = self._copy.shared[num_bytes:].view(torch.int64)
         else:
             self._memory = self._updated = self.new_memory(dtype)
@@ -88,24 +88,24 @@ class FlatParameters:
         return [view_like(memory, *pair) for pair in zip(offsets, self.parameters, strict=True)]
 
     def offset_of(self, piece: Piece) -> int:
-        """Return where a piece begins in the memory."""
+        """Return the index of the first element of ``piece`` in the memory."""
         return self._layout.offsets[piece.parameter] + piece.start
 
     def part(self, memory: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Return the elements of ``memory`` from the first piece to the last, which follow it."""
+        """Return the elements of ``memory`` from the first of ``pieces`` to the last."""
         first, last = pieces[0], pieces[-1]
         start = self.offset_of(first)
         return memory[start : self.offset_of(last) + last.stop - last.start].data
 
     def own_part(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Return the values that this rank is to change; in the parameter's shape if kept whole."""
+        """Return the values that this rank updates; a whole parameter has its own shape."""
         if self.keeps_whole:
             index = pieces[0].parameter
             return view_like(self._updated, self._layout.offsets[index], self.parameters[index])
         return self.part(self._updated, pieces)
 
     def deferred_bucket(self) -> DeferredBucket | None:
-        """Return the bucket that has all gradients where their parameters are, not summed yet."""
+        """Return the bucket of all gradients, if they are pending, in the parameters' layout."""
         found = pending_bucket_of(self._order[0])
         if found is None:
             return None
@@ -118,9 +118,9 @@ class FlatParameters:
         return bucket if bucket.are_all_pending() else None
 
     def take_back(self) -> bool:
-        """Move parameters to the memory whose data the program has replaced (``p.data = ...``).
+        """Move parameters back whose data the program has replaced (``p.data = ...``).
 
-        Returns False if one has another shape, dtype or device than before.
+        Returns False if a parameter has got another shape, dtype or device.
         """
         if [*map(torch.Tensor.data_ptr, self.parameters)] == self._pointers:
             return True
@@ -133,9 +133,9 @@ class FlatParameters:
         return True
 
     def begin_update(self) -> None:
-        """This rank is about to update its block: from the values that it sees there.
+        """Prepare for an update of this rank's block, from the values that this rank sees there.
 
-        Every rank calls it; it blocks until no rank reads the values before the update any more.
+        Every rank must call it; it blocks until no rank reads the earlier values any more.
         """
         if self._copy is None:
             return
@@ -150,9 +150,9 @@ class FlatParameters:
                 self._copy.shared[own] = self._copy.private[own]
 
     def publish(self, updated: Sequence[nn.Parameter]) -> None:
-        """Let all ranks see each rank's block, after an update of the parameters ``updated``.
+        """Make the updated blocks of all ranks visible to each rank.
 
-        Every rank calls it; it blocks.
+        Every rank must call it, with the parameters that have been updated; it blocks.
         """
         if self._copy is None:
             all_gather_in_place(self.group, self._memory)
@@ -164,14 +164,14 @@ class FlatParameters:
         torch.autograd.graph.increment_version(updated)
 
     def progress(self) -> set[Progress]:
-        """Return how far the ranks are in an update, of which one has failed on this rank."""
+        """Return how far the ranks are in an update that has failed on this rank."""
         if self._copy is None:
             return {Progress.IN_THE_MIDST}
         return {Progress(note - 2 * self._num_updates) for note in self._notes.tolist()}
 
 
 def with_memory_of_others(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:
-    """Return those that share memory with others: moved apart, they would no longer be equal."""
+    """Return the parameters that share memory with others, and so can't be moved one by one."""
     owners: dict[int, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.layout is torch.strided and parameter.numel():
@@ -180,7 +180,7 @@ def with_memory_of_others(parameters: Sequence[nn.Parameter]) -> set[nn.Paramete
 
 
 def elements_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``tensor`` in the order in which ``like``, which is dense, has its."""
+    """Return the elements of ``tensor``, flat, in the memory order of ``like``, which is dense."""
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.stride() != like.stride():
@@ -195,7 +195,7 @@ def _kind(parameter: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.devic
 
 
 def _with_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
-    """Return the same elements in a storage without the others, which would be saved along."""
+    """Return the same elements in a storage of their own: torch.save() saves whole storages."""
     start = view.storage_offset() * view.element_size()
     storage = view.untyped_storage()[start : start + view.nbytes]
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(

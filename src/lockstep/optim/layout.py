@@ -31,9 +31,9 @@ def cut_evenly(numels: Sequence[int], num_ranks: int) -> Layout:
 
 
 def keep_whole(numels: Sequence[int], num_ranks: int) -> Layout:
-    """Give each rank whole parameters, of about as many elements in all as any other rank.
+    """Give each rank whole parameters, with about the same number of elements in total.
 
-    The largest parameter goes first, each to the rank that has least so far.
+    From the largest parameter on, each is given to the rank with the fewest elements so far.
 
     Source: R. Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): the largest block is
     less than 4/3 of the least possible.
@@ -52,7 +52,7 @@ def keep_whole(numels: Sequence[int], num_ranks: int) -> Layout:
 
 
 def pieces_of(layout: Layout, numels: Sequence[int], rank: int) -> list[Piece]:
-    """Return what ``rank`` owns, in the order of its memory; parameters without elements too."""
+    """Return the pieces of ``rank`` in the order of the memory, including empty parameters."""
     first, last = rank * layout.block, (rank + 1) * layout.block
     pieces = []
     for index, (offset, numel) in enumerate(zip(layout.offsets, numels, strict=True)):
@@ -63,5 +63,5 @@ def pieces_of(layout: Layout, numels: Sequence[int], rank: int) -> list[Piece]:
 
 
 def _aligned(numel: int) -> int:
-    # As gradients are: so the same elements are side by side in both.
+    # As gradients are in their bucket, so that both have the same layout.
     return -(-max(numel, 1) // ALIGNMENT) * ALIGNMENT

@@ -13,30 +13,30 @@ from lockstep.grad import DeferredBucket, pending_bucket_of
 from lockstep.optim.flat import FlatParameters, elements_of
 from lockstep.optim.layout import Piece
 
-# The most elements of a shard: with gradient and state they stay in a core's own cache from one
-# operation of the optimizer to the next.
+# The largest number of elements of a shard: with gradient and state they stay in a core's cache
+# from one operation of the optimizer to the next.
 _NUMEL = 64 * 1024
-# How many are summed at once, if they are so large.
+# The number of shards whose gradients are summed at once.
 _NUM_SUMMED = 16
-# The name of the finer values in an ordinary state dict.
+# The name of the values of ``master_dtype`` in an ordinary state dict.
 MASTER = "master"
-# State that torch's element-wise optimizers have once for each parameter, and not by element.
+# State of torch's element-wise optimizers that a parameter has once, and not for each element.
 _SCALARS = {"step", "mu_product", "eta", "mu"}
 
 
 class Shard:
-    """Elements of a flat memory that follow each other, which the optimizer updates as one tensor.
+    """Consecutive elements of a flat memory, which the optimizer updates as one tensor.
 
     Their parameters are in one group of the optimizer, and have always had gradients in the same
-    steps: so they have the same step count, and whatever else isn't there for each element.
+    steps. So they have the same step count, and the same other state that is not by element.
 
     Attributes:
         flat: The memory.
         pieces: The elements, by parameter.
         group: The index of the optimizer's parameter group.
         values: The elements; of one dimension unless the memory keeps parameters whole.
-        tensor: What the optimizer updates: the same elements or, if they have less than the
-            precision of ``master_dtype``, their values in that.
+        tensor: The tensor that the optimizer updates: the same elements or, if ``master_dtype`` is
+            finer than their dtype, a copy of them in that.
     """
 
     def __init__(
@@ -57,39 +57,39 @@ class Shard:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer updates finer values than the parameters'."""
+        """Whether the optimizer updates values of a finer dtype than the parameters'."""
         return self.tensor is not self.values
 
     def read_values(self) -> None:
-        """Take over what the program has changed in the parameters since the last step."""
+        """Copy values that the program has changed since the last step to the master values."""
         if self.has_master:
             rounded, finer = self.tensor.to(self.values.dtype), self.values.to(self.tensor.dtype)
             self.tensor.copy_(torch.where(rounded == self.values, self.tensor, finer))
 
     def write_values(self) -> None:
-        """Let the parameters have what the optimizer has made of its tensor."""
+        """Copy the updated values to the parameters."""
         if self.has_master:
             self.values.copy_(self.tensor)
             self._has_stepped = True
 
     def state_in(self, state: Mapping[Any, dict[str, Any]]) -> dict[str, Any] | None:
-        """Return its part of ``state``, and what it has of its own; None if there is nothing."""
+        """Return its state in ``state``, with its master values; None if there is neither."""
         own = state.get(self.tensor)
         return {**(own or {}), MASTER: self.tensor} if self._has_stepped else own
 
     def put_master(self, values: torch.Tensor | None) -> None:
-        """Go on from saved ``values`` of its tensor; by default from those of the parameters."""
+        """Set the master values to saved ``values``; by default to those of the parameters."""
         if self.has_master:
             self.tensor.copy_(self.values if values is None else values)
             self._has_stepped = values is not None
 
     def take_from(self, bucket: DeferredBucket) -> None:
-        """Make the mean of the elements of ``bucket`` that are where its own are its gradient."""
+        """Set its gradient to the mean of its elements of ``bucket``, which has the same layout."""
         start = self.flat.offset_of(self.pieces[0])
         self._use(bucket.new_sum(start, start + self.values.numel()))
 
     def take_gradient(self) -> None:
-        """Make the gradients of its parameters, all of which have one, that of its tensor."""
+        """Set its gradient to those of its parameters, all of which have one."""
         parameters = [self.flat.parameters[piece.parameter] for piece in self.pieces]
         if self.flat.keeps_whole:
             self._use(parameters[0].grad)
@@ -114,12 +114,15 @@ class Shard:
         self.tensor.grad = None if gradient is None else gradient.to(self.tensor.dtype)
 
     def place_of(self, piece: Piece) -> slice:
-        """Return where the elements of ``piece`` are in its tensor, if that has one dimension."""
+        """Return the range of ``piece`` in its tensor, which has one dimension."""
         start = self.flat.offset_of(piece) - self.flat.offset_of(self.pieces[0])
         return slice(start, start + piece.stop - piece.start)
 
     def split(self, key: Callable[[int], Hashable], state: MutableMapping[Any, Any]) -> list[Shard]:
-        """Divide it where ``key`` of neighbouring parameters differs, and its part of ``state``."""
+        """Split it, and its state in ``state``, between parameters with different keys.
+
+        ``key`` takes the index of a parameter.
+        """
         parts = [list(part) for _, part in groupby(self.pieces, lambda piece: key(piece.parameter))]
         if len(parts) == 1:
             return [self]
@@ -141,16 +144,17 @@ class Shard:
 
 
 class Part(NamedTuple):
-    """What a rank updates of a group: with their gradients, and shards of which none is summed."""
+    """What a rank updates of a group: tensors with gradients, and shards with pending gradients."""
 
     summed: list[torch.Tensor]
     unsummed: list[tuple[Shard, DeferredBucket]]
 
 
 class GroupsByShard(list[dict[str, Any]]):
-    """An optimizer's groups in a step, which gets some shards after others.
+    """An optimizer's groups during a step, which pass it pending shards a few at a time.
 
-    Their gradients are summed just before, and dropped just after, so that they take little memory.
+    Gradients are summed just before a shard is updated, and dropped just after, so that they take
+    little memory.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], parts: Sequence[Part]) -> None:
@@ -160,7 +164,7 @@ class GroupsByShard(list[dict[str, Any]]):
             group["params"] = part.summed
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield each group once, and again if there are many shards to sum."""
+        """Yield each group with its tensors that have gradients, then with pending shards."""
         for group, (summed, unsummed) in zip(super().__iter__(), self._parts, strict=True):
             if summed or not unsummed:
                 yield group
@@ -188,7 +192,7 @@ def update_dtype(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch.
 
 
 def is_by_element(flat: FlatParameters, owner: torch.Tensor, name: str, value: object) -> bool:
-    """Whether this state of ``owner``, a parameter of ``flat`` or a shard, is there by element."""
+    """Whether state of ``owner``, a parameter of ``flat`` or a shard, has a value per element."""
     has_shape = isinstance(value, torch.Tensor) and value.shape == owner.shape
     return has_shape and (flat.keeps_whole or name not in _SCALARS)
 

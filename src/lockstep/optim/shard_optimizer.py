@@ -26,56 +26,58 @@ def shard_optimizer(
 ) -> OptimizerT:
     """Divide the work and the state of ``optimizer`` among the ranks, in place.
 
-    It stays the same object of the same class, with the same parameter groups, and leaves the same
-    parameters behind: but each rank updates a part of them, and holds the state of that part alone.
-    So ``step()`` does less work, and the state of an Adam takes 1/N of the memory. On one rank it
-    changes nothing. ::
+    It stays the same object of the same class, with the same parameter groups, and its steps have
+    the same result. But each rank updates only a part of the parameters, and holds the state of
+    this part alone. So ``step()`` does less work, and the state of an Adam takes 1/N of the memory.
+    On one rank it changes nothing. ::
 
         model = lockstep.parallelize(model)
         optimizer = lockstep.shard_optimizer(torch.optim.AdamW(model.parameters()))
 
-    Where the ranks are processes of one host (the process group ``"shm"``), they have one copy of
-    the parameters, which none of them sends to another; a rank that changes a parameter itself sees
-    that until the next step, for which the value counts that the rank has which updates it. And of
-    gradients each rank sums those alone that it needs: the others when the program reads
-    ``parameter.grad``, which is the mean over the ranks as ever, and may be changed. The parameters
-    are of a subclass of ``nn.Parameter`` then; copies and what is unpickled are plain ones.
-    :func:`lockstep.clip_grad_norm_` clips without reading all of them, and the optimizer's
-    ``zero_grad()`` drops them unread, where the model's reads them first. ``torch.compile`` with
-    ``fullgraph=True`` can't read them. Elsewhere the ranks send each other what they have updated;
-    but hosts of equally many ranks each divide all of the work among their own, and send nothing.
+    Ranks that are processes of one host (the process group ``"shm"``) share one copy of the
+    parameters, and don't send updates to each other. If the program changes a parameter on one
+    rank, this rank sees the change until the next step, which starts from the values of the ranks
+    that update them. Each rank sums only the gradients that it needs; the others are summed when
+    the program reads ``parameter.grad``, which is the mean over the ranks as before, and may be
+    changed. For that, parameters become instances of a subclass of ``nn.Parameter``; copies and
+    unpickled ones are plain parameters. :func:`lockstep.clip_grad_norm_` clips gradients without
+    summing all of them on each rank, and the optimizer's ``zero_grad()`` drops them unread, while
+    the model's reads them first. ``torch.compile`` with ``fullgraph=True`` can't read them.
+    On other process groups, ranks send each other the parameters they have updated; but hosts with
+    the same number of ranks each divide all of the work among their own ranks, and send nothing.
 
     Options may be changed, groups added, and parameters frozen, unfrozen or replaced at any time,
-    on every rank alike. Parameters with sparse gradients, and those that no parallel module has,
-    are each rank's own, as before.
+    on every rank alike. Parameters with sparse gradients, and parameters of no parallel module, are
+    not divided: each rank updates its own, as before.
 
     torch's element-wise optimizers (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam,
     RAdam, ASGD, Rprop) update equal parts of the elements on each rank, wherever that cuts a
     parameter. (With ``fused=True``, torch computes elements at the end of a tensor in another way,
     so that parameters may differ in their last bit from those of an unsharded optimizer.) Any other
-    updates whole parameters, about as many elements on each rank; it has to update a parameter
-    without a look at others. ``optimizer.state`` holds this rank's part, by tensors of its own.
+    optimizer updates whole parameters, about the same number of elements on each rank; its update
+    of a parameter must not depend on other parameters. ``optimizer.state`` holds this rank's part
+    of the state, by tensors of the optimizer's own.
 
     Every rank must call it, with the same optimizer, and from then on its ``step()``,
-    ``state_dict()`` and ``load_state_dict()``, which block. ``state_dict()`` is the ordinary one,
-    of all parameters, on every rank; with ``rank0_only=True`` the other ranks get one without
-    state. Ordinary ones are loaded, of any number of ranks. A closure is called once, before the
-    step. Gradients have to be the mean over the ranks: a step on those of :func:`no_sync`, each
-    rank's own, would mix them.
+    ``state_dict()`` and ``load_state_dict()``, which block. ``state_dict()`` returns the ordinary
+    state dict, of all parameters, on every rank; with ``rank0_only=True`` only rank 0's has the
+    state. ``load_state_dict()`` takes ordinary ones, saved by any number of ranks. A closure is
+    called once, before the step. Gradients have to be the mean over the ranks: a step after
+    :func:`no_sync`, with each rank's own gradients, would mix them.
 
     Args:
-        optimizer: One whose parameters are those of modules that were given to
+        optimizer: An optimizer whose parameters are those of modules that were given to
             :func:`parallelize`, or are in a wrapper.
         master_dtype: The dtype of the values that are updated, and of the optimizer's state, such
-            as ``torch.float32`` for parameters in bfloat16: each rank has them of its part, and
-            the parameters are what they round to. In a state dict they are each parameter's
-            ``"master"``. By default the parameters' own dtype.
+            as ``torch.float32`` for parameters in bfloat16. Each rank has these values for its
+            part, and the parameters are rounded from them. In a state dict they are each
+            parameter's ``"master"``. By default, the parameters' own dtype.
 
     Returns:
         ``optimizer`` itself.
 
     Raises:
-        ModelError: If none of its parameters is a parallel module's, or it is an LBFGS, whose
+        ModelError: If no parallel module has any of its parameters, or if it is an LBFGS, whose
             update of each parameter depends on all others.
         ModelMismatch: If the ranks' optimizers differ.
         AlreadyParallel: If it is sharded already.
@@ -116,6 +118,6 @@ def _alone(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | None]
 
 
 def sharding_of(optimizer: Optimizer) -> Sharding | None:
-    """Return what divides the steps of ``optimizer`` among ranks, if they are divided."""
+    """Return the Sharding of ``optimizer``, if it is sharded."""
     owner: object = getattr(optimizer.state_dict, "__self__", None)
     return owner if isinstance(owner, Sharding) else None

@@ -1,4 +1,4 @@
-"""The steps of an optimizer, divided among the ranks of its parameters."""
+"""Divides the steps of an optimizer among the ranks of its parameters."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from lockstep.optim.state import (
     stand_ins,
 )
 
-# Their update of an element depends on its own value, gradient and state, and on nothing else but
-# options and the number of steps.
+# Optimizers whose update of an element depends on nothing but the element's value, gradient and
+# state, on options, and on the number of steps.
 _ELEMENTWISE = {
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -54,7 +54,7 @@ _ELEMENTWISE = {
     torch.optim.Rprop,
     torch.optim.SGD,
 }
-# The key of what stands for the divided state in the optimizer's.
+# The key in ``optimizer.state`` of the object that represents divided state.
 _DIVIDED = "divided among the ranks"
 _PROGRESS = {
     Progress.BEFORE: "they are still those of the step before.",
@@ -62,7 +62,7 @@ _PROGRESS = {
     "checkpoint.",
     Progress.DONE: "they are those of this step now.",
 }
-# Returns, for each parameter, the ranks that keep it in step; None for one that is this rank's own.
+# Returns for each parameter the ranks that keep it in step; None for one that isn't divided.
 GroupsOf = Callable[[Sequence[nn.Parameter]], Sequence[dist.ProcessGroup | None]]
 
 
@@ -70,11 +70,12 @@ GroupsOf = Callable[[Sequence[nn.Parameter]], Sequence[dist.ProcessGroup | None]
 class Sharding:
     """Divides the steps of an optimizer among the ranks of its parameters.
 
-    Between steps the optimizer has the program's parameters and options; its state is that of this
+    Between steps the optimizer has the program's parameters and options, and the state of this
     rank's shards. During a step its groups hold the shards in place of the parameters, so that the
-    arithmetic is that of its own class. Afterwards the ranks send each other what they changed.
+    arithmetic is that of its own class. Afterwards the ranks publish the values they have updated.
 
-    With ``is_joinable``, torch's Join context itself lets ranks without data take the steps.
+    With ``is_joinable``, the optimizer is in torch's Join context itself, which lets ranks without
+    data take its steps.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class Sharding:
         self._own_step = optimizer.step
         self._flats: list[FlatParameters] = []
         self._shards: list[Shard] = []
-        # The parameters of each group that are this rank's own, and the id() of all of them.
+        # For each group, the parameters that are not divided, and the id() of all parameters.
         self._local: list[list[nn.Parameter]] = []
         self._ids: list[list[int]] = []
-        # While a step runs, the program's groups and their parameters, and how many are in each
-        # other.
+        # During a step, the program's groups and their parameters; and the number of nested calls
+        # of step(): a class may call that of its base class.
         self._replaced: tuple[list[dict[str, Any]], list[Any]] | None = None
         self._depth = 0
         # By process group, the number by which ranks announce a step in lockstep.join().
@@ -116,10 +117,10 @@ class Sharding:
             vars(optimizer).update(zero_grad=self.zero_grad)
 
     def _arrange(self, state: Mapping[Any, State]) -> None:
-        """Divide the parameters that the optimizer has now, with ``state`` by parameter."""
+        """Divide the parameters that the optimizer has now, and their ``state``."""
         groups = self._optimizer.param_groups
         number = {p: index for index, group in enumerate(groups) for p in group["params"]}
-        # Within each group in the order in which gradients come.
+        # Within each group, in the order in which gradients become ready.
         parameters = [*reversed(number)]
         parameters.sort(key=number.__getitem__)
         together: dict[Any, list[nn.Parameter]] = defaultdict(list)
@@ -147,7 +148,7 @@ class Sharding:
         self._set_state(state)
 
     def _set_state(self, state: Mapping[Any, State]) -> None:
-        """Let the optimizer have this rank's part of ``state``, which is by parameter."""
+        """Set the optimizer's state to this rank's part of ``state``, which is by parameter."""
         whole: dict[Any, State] = dict(state)
         own: Any = self._optimizer.state
         own.clear()
@@ -171,7 +172,7 @@ class Sharding:
             )
 
     def _whole_state(self) -> dict[Any, State]:
-        """Return the state of all parameters. Every rank calls it; it blocks."""
+        """Return the state of all parameters. Every rank must call it; it blocks."""
         state = self._optimizer.state
         found: dict[Any, State] = {}
         for flat in self._flats:
@@ -179,13 +180,13 @@ class Sharding:
         return self._local_state() | found
 
     def _local_state(self) -> dict[Any, State]:
-        # A look at optimizer.state[parameter] leaves an empty state there.
+        # Divided parameters are left out too: optimizer.state[parameter] makes an empty state.
         known: set[Any] = {p for flat in self._flats for p in flat.parameters} | {_DIVIDED}
         known |= {shard.tensor for shard in self._shards}
         return {key: v for key, v in self._optimizer.state.items() if key not in known}
 
     def _refresh(self) -> None:
-        """Arrange the parameters anew if the program has changed them."""
+        """Divide the parameters anew if the program has changed them."""
         is_same = self._ids == _ids(self._optimizer.param_groups)
         if not is_same or not all([*map(FlatParameters.take_back, self._flats)]):
             self._arrange(self._whole_state())
@@ -201,7 +202,8 @@ class Sharding:
         return self._take_step(options)
 
     def _take_step(self, options: dict[str, Any]) -> Any:
-        # Hooks of others are to see the program's parameters.
+        # The program's hooks must see its own parameters: so ours runs last before the step, and
+        # first after it.
         pre: Any = self._optimizer._optimizer_step_pre_hooks
         post: Any = self._optimizer._optimizer_step_post_hooks
         pre.move_to_end(self._before.id)
@@ -215,7 +217,7 @@ class Sharding:
     def _begin_step(self, *_: object) -> None:
         self._depth += 1
         if self._depth > 1:
-            return  # the step of a base class, in that of the class
+            return  # a class's step() has called that of its base class
         self._refresh()
         groups = self._optimizer.param_groups
         parts = [Part([*own], []) for own in self._local]
@@ -231,7 +233,7 @@ class Sharding:
         self._optimizer.param_groups = GroupsByShard(groups, parts)
 
     def _take_gradients(self, flat: FlatParameters, parts: list[Part]) -> list[Shard]:
-        """Give gradients to the shards of ``flat``, which go to ``parts``; return the shards."""
+        """Set the gradients of the shards of ``flat``; add the shards to ``parts``; return them."""
         shards = [shard for shard in self._shards if shard.flat is flat]
         bucket = None if flat.keeps_whole else flat.deferred_bucket()
         if bucket is not None:
@@ -283,7 +285,7 @@ class Sharding:
                 group["params"] = parameters
 
     def _announce(self, ranks: dist.ProcessGroup, number: int) -> None:
-        """Let ranks that have no data any more take the step, too."""
+        """In join(), let ranks without data take the step too."""
         state = join_state_of(ranks)
         if state is None or self._is_joinable:
             return
@@ -299,13 +301,13 @@ class Sharding:
             self._take_gradients_of(ranks, active[0])
 
     def follow(self, ranks: dist.ProcessGroup, first: int) -> None:
-        """Take a step of the ranks that still have data, with what rank ``first`` has for it."""
+        """Take a step along with ranks that still have data: with options and gradients of one."""
         self._take_options(ranks, first)
         self._take_gradients_of(ranks, first)
         self._take_step({})
 
     def _take_options(self, ranks: dist.ProcessGroup, first: int) -> None:
-        """Take over the numbers among the options of rank ``first``, such as learning rates."""
+        """Copy the options of rank ``first`` that are numbers, such as learning rates."""
         groups = self._optimizer.param_groups
         numbers = [
             {name: float(v) for name, v in group.items() if _is_number(v)} for group in groups
@@ -318,7 +320,7 @@ class Sharding:
                     group[name] = type(group[name])(number)
 
     def _take_gradients_of(self, ranks: dist.ProcessGroup, first: int) -> None:
-        """Take over the gradients of rank ``first``, which its program may have clipped."""
+        """Copy the gradients of rank ``first``, whose program may have clipped them."""
         flats = (flat for flat in self._flats if flat.ranks is ranks)
         parameters = [parameter for flat in flats for parameter in flat.parameters]
         lacks = self._gather(ranks, [*map(lacks_gradient, parameters)])[first]
@@ -329,7 +331,7 @@ class Sharding:
         broadcast_tensors(ranks, [g for g in gradients if g is not None], first)
 
     def _gather(self, ranks: dist.ProcessGroup, own: Any) -> list[Any]:
-        """Return each rank's value, of what JSON can say."""
+        """Return each rank's value, which JSON can represent."""
         device = self._flats[0].parameters[0].device
         return [*map(json.loads, all_gather_bytes(ranks, json.dumps(own).encode(), device))]
 
@@ -347,38 +349,39 @@ class Sharding:
                     parameter.grad = None
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Return the ordinary state dict, of all parameters. Every rank calls it; it blocks.
+        """Return the ordinary state dict, of all parameters. Every rank must call it; it blocks.
 
-        With ``rank0_only`` those of other ranks than the first have no state.
+        With ``rank0_only`` only rank 0's has the state.
         """
-        self._settle()
+        self._prepare()
         whole = self._whole_state()
         if rank0_only and any(ranks.rank() for ranks in self._numbers):
             whole = {}
         return self._as_state_dict(whole)
 
     def own_state_dict(self) -> tuple[dict[str, Any], list[StatePart]]:
-        """Return the state dict without what is divided, and this rank's part of that.
+        """Return the state dict without divided state, and this rank's part of the divided state.
 
-        Every rank calls it.
+        Every rank must call it.
         """
-        self._settle()
+        self._prepare()
         parts = [*parts_of_state(self._shards, self._optimizer.state)]
         return self._as_state_dict(self._local_state()), parts
 
     def owned(self) -> dict[torch.Tensor, tuple[int, int]]:
-        """Return the first and last element that this rank updates of each divided parameter.
+        """Return for each divided parameter the range of elements that this rank updates.
 
-        Every rank calls it. Of a state dict that is loaded no others are read on this rank.
+        load_state_dict() reads no other elements on this rank. Every rank must call it.
         """
-        self._settle()
+        self._prepare()
         owned: dict[torch.Tensor, tuple[int, int]]
         owned = {p: (0, 0) for flat in self._flats for p in flat.parameters}
         for flat in self._flats:
             owned |= {flat.parameters[index]: (start, stop) for index, start, stop in flat.pieces}
         return owned
 
-    def _settle(self) -> None:
+    def _prepare(self) -> None:
+        """Finish a failed backward, and divide changed parameters anew. Every rank must call it."""
         for ranks in self._numbers:
             finish_failed(ranks)
         self._refresh()
@@ -391,8 +394,8 @@ class Sharding:
             self._optimizer.state = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load an ordinary state dict, of which this rank keeps its part. Every rank calls it."""
-        self._settle()
+        """Load an ordinary state dict, and keep this rank's part. Every rank must call it."""
+        self._prepare()
         with stand_ins(self._optimizer, self._master_dtype) as parameters:
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
         state = self._optimizer.state
@@ -400,7 +403,7 @@ class Sharding:
 
 
 def _once(loss: Any, kind: str) -> Callable[[], Any]:
-    """Return a closure for an optimizer that calls it once."""
+    """Return a closure that returns ``loss``, and raises when it is called again."""
     calls: list[None] = []
 
     def closure() -> Any:

@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer: from the ranks' shards to whole parameters, and back."""
+"""Converts the state of a sharded optimizer: from shards to whole parameters, and back."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ State = dict[str, Any]
 
 
 class Divided(dict[str, Any]):
-    """Stands in ``optimizer.state`` for the state that is divided among the ranks.
+    """Represents in ``optimizer.state`` the state that is divided among the ranks.
 
-    What asks whether there is any state finds some on every rank, and nobody copies a part of it.
+    With it, ``optimizer.state`` is empty on all ranks or on none, and can't be copied or pickled.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -35,16 +35,16 @@ class Divided(dict[str, Any]):
 
 
 class StatePart(NamedTuple):
-    """What one rank has of the state of a parameter, some of whose elements it updates."""
+    """The state of those elements of a parameter that one rank updates."""
 
     parameter: torch.Tensor
-    start: int  # the first of the elements, in the order in which the parameter has them
-    by_element: dict[str, torch.Tensor]  # each of one dimension
-    once: dict[str, Any]
+    start: int  # the index of the first element, in the parameter's memory order
+    by_element: dict[str, torch.Tensor]  # state with a value per element; of one dimension
+    once: dict[str, Any]  # all other state, such as the number of steps
 
 
 def parts_of_state(shards: Sequence[Shard], state: Mapping[Any, State]) -> Iterator[StatePart]:
-    """Yield this rank's state of parameters, which nobody has to gather; each from one host."""
+    """Yield this rank's part of the state, by shard and parameter; on the first host alone."""
     for shard in shards:
         if not shard.flat.is_first:
             continue
@@ -64,12 +64,12 @@ def parts_of_state(shards: Sequence[Shard], state: Mapping[Any, State]) -> Itera
 def gather_state(
     flat: FlatParameters, shards: Sequence[Shard], state: Mapping[Any, State]
 ) -> dict[torch.Tensor, State]:
-    """Return the state of those parameters of ``flat`` that have one.
+    """Return the state of those parameters of ``flat`` that have any.
 
-    Every rank calls it, with its shards of ``flat`` and their ``state``; it blocks.
+    Every rank must call it, with its shards of ``flat`` and their ``state``; it blocks.
     """
-    # For each shard the indices of its parameters, by name the dtypes of state that is there for
-    # each element, and all other state.
+    # For each shard: the indices of its parameters; the dtypes of state by element, by name; and
+    # all other state.
     own: list[tuple[list[int], dict[str, str], dict[str, Any]]] = []
     for shard in shards:
         if (whole := shard.state_in(state)) is not None:
@@ -82,7 +82,7 @@ def gather_state(
             own.append(([piece.parameter for piece in shard.pieces], parts, others))
     payload, device = json.dumps(own).encode(), flat.parameters[0].device
     found: dict[int, State] = {}
-    divided: set[tuple[int, str]] = set()  # by index and name, what is there for each element
+    divided: set[tuple[int, str]] = set()  # state by element: index of the parameter, and name
     dtypes: dict[str, str] = {}
     for answer in all_gather_bytes(flat.group, payload, device):
         for indices, parts, others in json.loads(answer):
@@ -108,9 +108,10 @@ def gather_state(
 def stand_ins(
     optimizer: Optimizer, master_dtype: torch.dtype | None
 ) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-    """Have tensors of the dtype of updates for parameters, to whose dtype torch casts state.
+    """Let an optimizer have empty tensors in place of its parameters, to load a state dict.
 
-    Yields the parameters by what stands for them.
+    torch casts loaded state to the dtype of parameters, which may be less than that of updates.
+    Yields the parameters by these tensors.
     """
     parameters: dict[torch.Tensor, torch.Tensor] = {}
     before = [group["params"] for group in optimizer.param_groups]
@@ -132,7 +133,7 @@ def stand_ins(
 def put_state(
     shard: Shard, whole: Mapping[Any, State], state: MutableMapping[Any, State]
 ) -> list[Shard]:
-    """Put the part of ``shard`` of the parameters' state ``whole`` into ``state``.
+    """Copy the part of ``shard`` from ``whole``, the state of parameters, to ``state``.
 
     Returns the shard; or parts of it, if its parameters differ in state that they have once, such
     as the number of steps.
@@ -175,7 +176,7 @@ def put_state(
 
 
 def _encoded(name: str, value: object) -> object:
-    """Return ``value`` in a form that JSON keeps."""
+    """Return ``value`` as JSON can represent it."""
     if isinstance(value, torch.Tensor):
         data = bytes(bytes_of(value.detach().cpu().contiguous()))
         dtype = str(value.dtype).removeprefix("torch.")

@@ -25,17 +25,17 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
     """An optimizer whose work and state are divided among the ranks.
 
     It has torch's signature, and is an instance of torch's class. For a new program
-    :func:`lockstep.shard_optimizer` is simpler: it needs no other class.
+    :func:`lockstep.shard_optimizer` is simpler: it keeps the optimizer's own class.
 
-    Every rank calls it, and then ``step()``, :meth:`consolidate_state_dict` and
-    ``load_state_dict()``, which block. Gradients are expected to be the same on all ranks, as
-    those of parallel models are after a backward.
+    Every rank must call it, and then ``step()``, :meth:`consolidate_state_dict` and
+    ``load_state_dict()``, which block. Gradients must be the same on all ranks, as those of
+    parallel models are after a backward.
 
     Args:
         params: The parameters, or groups of them, as for any optimizer.
         optimizer_class: The class of the optimizer, such as ``torch.optim.AdamW``.
         process_group: The ranks; by default all of ``lockstep.init()``.
-        parameters_as_bucket_view: Is ignored: parameters are always in one memory.
+        parameters_as_bucket_view: Without effect: parameters always lie side by side in one memory.
         overlap_with_ddp: Must be False.
         defaults: Options of ``optimizer_class``.
 
@@ -62,7 +62,7 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
                 "overlap_with_ddp is for torch's communication hooks, which take a bucket's step "
                 "in backward. Leave it out, and the hook too: step() is divided among the ranks."
             )
-        # Not torch's constructor, which makes an optimizer of a part of the parameters.
+        # Not torch's constructor, which makes an optimizer for a part of the parameters.
         self.optim = optimizer_class(params, **defaults)
         each = [parameter for group in self.optim.param_groups for parameter in group["params"]]
         if any(parameter.layout is not torch.strided for parameter in each):
@@ -93,19 +93,19 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
             Optimizer.add_param_group(self, param_group)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update the parameters on all ranks. Every rank calls it; it blocks.
+        """Update the parameters on all ranks. Every rank must call it; it blocks.
 
         Args:
-            closure: Computes the loss again, with its gradients; it is called once, before.
+            closure: Computes the loss and its gradients; it is called once, before the update.
             kwargs: Further arguments of the optimizer's ``step()``.
 
         Returns:
-            What ``closure`` returned, if it was given.
+            The result of ``closure``, if it was given.
         """
         return self.optim.step(closure, **kwargs)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collect the state of all ranks on rank ``to``. Every rank calls it; it blocks."""
+        """Collect the state of all ranks on rank ``to``. Every rank must call it; it blocks."""
         if not 0 <= to < self.world_size:
             raise ValueError(f"There is no rank {to}: there are ranks 0 to {self.world_size - 1}.")
         whole = self.optim.state_dict()
@@ -128,6 +128,6 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
         return self._whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load an ordinary state dict, of which this rank keeps its part. Every rank calls it."""
+        """Load an ordinary state dict, and keep this rank's part. Every rank must call it."""
         self.optim.load_state_dict(state_dict)
         self.param_groups, self.state = self.optim.param_groups, self.optim.state
