@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm import Deadline
+from lockstep.comm import Deadline, shut_down
 from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas.channel import (
     Channel,
@@ -45,7 +45,6 @@ from lockstep.world import allocator_environment
 _START_SECONDS = 120.0
 # How long to wait for the exit code of a process that has closed its end.
 _PATIENCE_SECONDS = 2.0
-_END = b"\0"  # tells the interpreter that has forked the processes to exit
 _MOST_BYTES = 1 << 16  # of the message with the process ids
 _MAIN = """\
 import json, sys
@@ -87,7 +86,7 @@ def _start_processes(devices: Sequence[torch.device]) -> list[WorkerProcess]:
             if not (pids := connection.recv(_MOST_BYTES)):
                 raise EOFError
             with adopting_orphans():
-                connection.sendall(_END)
+                shut_down(connection)  # upon which the interpreter exits
                 interpreter.wait(_START_SECONDS)
         after_errors.pop_all()
     connection.close()

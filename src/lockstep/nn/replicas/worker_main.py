@@ -166,24 +166,22 @@ def _fork_processes(connection: socket.socket, caller: int, numbers: Sequence[in
         pids.append(pid)
     with contextlib.suppress(OSError):  # the caller has ended
         connection.sendall(json.dumps(pids).encode())
-        _wait_for(connection, select.POLLIN, caller)
+        _wait_for_end(connection, caller)
     os._exit(0)
 
 
-def _wait_for(connection: socket.socket, event: int, caller: int) -> bool:
-    """Wait for an event of a connection; return False if the caller has ended instead."""
+def _wait_for_end(connection: socket.socket, caller: int) -> None:
+    """Wait until the caller has shut the connection down, or has ended."""
     poll = select.poll()
-    poll.register(connection, event)
+    poll.register(connection, select.POLLRDHUP)
     # The caller's end doesn't hang up if a process that the caller has forked holds it open.
-    while not poll.poll(1000):
-        if os.getppid() != caller:
-            return False
-    return True
+    while not poll.poll(1000) and os.getppid() == caller:
+        pass
 
 
 def _end_with(connection: socket.socket, caller: int) -> None:
     """Exit soon after the caller has closed the connection or ended, even during a call."""
-    _wait_for(connection, select.POLLRDHUP, caller)
+    _wait_for_end(connection, caller)
     time.sleep(GRACE_SECONDS)
     os._exit(0)
 
