@@ -22,6 +22,7 @@ step.
 
   run      run a Python script on several ranks, and leave none behind
   explain  tell what of a script's models is split, copied and reduced
+  report   tell where the time of a traced run went, and which rank is late
   doctor   tell what is on this machine, and what is wrong with it
   demo     train a small network on handwritten digits, over several processes
   bench    measure, on this machine, what training in step costs
@@ -56,6 +57,14 @@ The script runs on the ranks until it has taken two optimizer steps. Then rank
 0 tells, as lockstep.explain(model) does, which parameters are kept in step and
 how, in which buckets their gradients are sent, how many bytes a step sends,
 what is unusual and what to change."""
+
+_REPORT = """\
+Tell where the time of a traced run went: data, forward, backward, optimizer,
+waiting for other ranks, sending. Which rank is late and in what, what holds the
+run back, and what to do.
+
+  lockstep run -n 2 --trace run1 train.py
+  lockstep report run1"""
 
 _DOCTOR = """\
 Tell what is on this machine, what lockstep.init() makes of it, and what is
@@ -234,6 +243,9 @@ def _parser() -> argparse.ArgumentParser:
     usage = "lockstep explain [OPTIONS] SCRIPT [ARGS ...]"
     explain = commands.add_parser("explain", usage=usage, description=_EXPLAIN, act=_explain)
     _add_program(explain)
+    usage = "lockstep report [-h] DIR"
+    report = commands.add_parser("report", usage=usage, description=_REPORT, act=_report)
+    report.add_argument("folder", metavar="DIR", help="The folder that --trace was given.")
     doctor = commands.add_parser("doctor", description=_DOCTOR, act=_doctor)
     doctor.option("-n --nprocs N", "How many ranks to start; by default one for each GPU, or 2.")
     doctor.option("--json", "Print it all as JSON.", dest="as_json", action="store_true")
@@ -311,6 +323,12 @@ def _explain(**options: Any) -> None:
     from lockstep.observe import explained
 
     launcher.run_job(explained(launcher.job_of(**options)))
+
+
+def _report(**options: Any) -> None:
+    from lockstep.observe import report
+
+    report(**options)
 
 
 def _doctor(**options: Any) -> NoReturn:

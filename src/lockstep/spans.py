@@ -16,6 +16,7 @@ NAMES = {
     "data": "the loader makes this rank's part of a global batch",
     "forward": "from the batch to the backward: the program's own code, whichever method it calls",
     "backward": "autograd, and what lockstep does in it",
+    "launch": "a collective is started, or a communication hook called",
     "wait": "for other ranks, in a collective of lockstep's, and its sum in shared memory",
     "optimizer": "a step of an optimizer",
     "save": "lockstep.save(), or its part before training goes on",

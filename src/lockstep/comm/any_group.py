@@ -60,7 +60,8 @@ class Pending:
     ) -> None:
         self._group, self._operation, self._num_bytes = group, operation, num_bytes
         try:
-            self._work = start()
+            with span("launch", operation, num_bytes):
+                self._work = start()
         except RuntimeError as error:
             raise explained(group, operation, error) from error
 
