@@ -74,6 +74,11 @@ class GradientOrder:
         return [*itertools.compress(self._parameters, self._used_by_any)]
 
     @property
+    def sparse_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters with sparse gradients."""
+        return self._parameters[self._sparse.start :]
+
+    @property
     def ids(self) -> KeysView[int]:
         """The ``id()`` of each parameter."""
         return self._position_of.keys()
