@@ -179,12 +179,8 @@ class DeferredBucket(Bucket):
 
     def has_layout(self, parameters: Sequence[torch.Tensor], offsets: Sequence[int]) -> bool:
         """Whether it has exactly these parameters, with gradients at these ``offsets``."""
-        same = len(parameters) == len(self.parameters)
-        return (
-            same
-            and all(map(operator.is_, parameters, self.parameters))
-            and [*offsets] == self.offsets[:-1]
-        )
+        are_same = [*map(id, parameters)] == [*map(id, self.parameters)]
+        return are_same and [*offsets] == self.offsets[:-1]
 
     def gradients_of_ranks(self) -> list[torch.Tensor]:
         """Return each rank's gradients of the last backward, by rank."""
@@ -209,7 +205,7 @@ class DeferredBucket(Bucket):
         self._use(self._memories[0])
 
     def _free_memory(self) -> None:
-        """Put memory first that no rank reads any more. See Note [Buffers of a bucket]."""
+        """Make the first of the memories one that no rank reads. See Note [Buffers of a bucket]."""
         if len(self._memories) == 1:
             end = time.monotonic() + _PATIENCE_SECONDS
             while _KEEPS_ORDER and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""The order of a reducer's gradients, and the state of each gradient between backwards."""
+"""The phases of a reducer, and the order and state of its gradients between backwards."""
 
 from __future__ import annotations
 
