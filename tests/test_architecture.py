@@ -43,7 +43,7 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 27_400
+MAX_LINES = 28_500
 MAX_FILES = 135
 MAX_LINES_OF_A_FILE = 500
 
@@ -213,6 +213,7 @@ PUBLIC_NAMES = {
     "clip_grad_norm_",
     "data_parallel",
     "errors",
+    "explain",
     "gather",
     "init",
     "join",

@@ -24,6 +24,7 @@ from .nn import replicate as replicate
 from .nn import scatter as scatter
 from .nn import scatter_kwargs as scatter_kwargs
 from .nn import sync_buffers as sync_buffers
+from .observe import explain as explain
 from .observe import trace as trace
 from .optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from .optim import clip_grad_norm_ as clip_grad_norm_

@@ -20,12 +20,14 @@ _LOCKSTEP = """\
 Synchronous data parallelism for PyTorch: one model, many devices, the same
 step.
 
-  run     run a Python script on several ranks, and leave none behind
-  doctor  what is on this machine, what init() makes of it, and what is wrong
-  demo    train a small network on handwritten digits, over several processes
-  bench   measure, on this machine, what training in step costs
-  show    print what is in a checkpoint of lockstep.save(), and verify it
-  export  write a checkpoint's model to a file of safetensors
+  run      run a Python script on several ranks, and leave none behind
+  explain  tell what of a script's models is split, copied and reduced
+  report   tell where the time of a traced run went, and which rank is late
+  doctor   tell what is on this machine, and what is wrong with it
+  demo     train a small network on handwritten digits, over several processes
+  bench    measure, on this machine, what training in step costs
+  show     print what is in a checkpoint of lockstep.save(), and verify it
+  export   write a checkpoint's model to a file of safetensors
 
 `lockstep run train.py` runs a script on all devices; `lockstep run --help`
 tells more."""
@@ -47,6 +49,22 @@ A module, with four threads for each rank:
 
 Two machines with eight ranks each; the same on the other one, with --node-rank 1:
   lockstep run --nnodes 2 --node-rank 0 --rdzv-endpoint first:29500 -n 8 train.py"""
+
+_EXPLAIN = """\
+Tell what of a script's models is split, copied and reduced.
+
+The script runs on the ranks until it has taken two optimizer steps. Then rank
+0 tells, as lockstep.explain(model) does, which parameters are kept in step and
+how, in which buckets their gradients are sent, how many bytes a step sends,
+what is unusual and what to change."""
+
+_REPORT = """\
+Tell where the time of a traced run went: data, forward, backward, optimizer,
+waiting for other ranks, sending. Which rank is late and in what, what holds the
+run back, and what to do.
+
+  lockstep run -n 2 --trace run1 train.py
+  lockstep report run1"""
 
 _DOCTOR = """\
 Tell what is on this machine, what lockstep.init() makes of it, and what is
@@ -159,6 +177,25 @@ class _Version(argparse.Action):
         sys.exit(0)
 
 
+def _add_program(parser: _Parser) -> None:
+    """Add what says which program runs, and on how many ranks."""
+    # All from the script on, even if it looks like an option of ours.
+    program = "The script or, with -m, the module to run, and what to pass on to it."
+    remainder = argparse.REMAINDER
+    parser.add_argument("program", nargs=remainder, metavar="SCRIPT [ARGS ...]", help=program)
+    is_module = "SCRIPT is the name of a module, as in `python -m`."
+    parser.option("-m", is_module, dest="module", action="store_true")
+    parser.option(
+        "-n --nprocs N",
+        "How many ranks to start on this host; by default one for each GPU, or 2 where there is "
+        "none.",
+    )
+    parser.option(
+        "--threads T",
+        "How many threads each rank computes with; by default the cores, divided by the ranks.",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     usage = "lockstep [-h] [--version] COMMAND ..."
     parser = _Parser(prog="lockstep", usage=usage, description=_LOCKSTEP)
@@ -167,22 +204,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(prog="lockstep", metavar="COMMAND", help=hidden)
     usage = "lockstep run [OPTIONS] SCRIPT [ARGS ...]"
     run = commands.add_parser("run", usage=usage, description=_RUN, act=_run)
-    # All from the script on, even if it looks like an option of ours.
-    program = "The script or, with -m, the module to run, and what to pass on to it."
-    run.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS ...]", help=program)
-    is_module = "SCRIPT is the name of a module, as in `python -m`."
-    run.option("-m", is_module, dest="module", action="store_true")
-    run.option(
-        "-n --nprocs N",
-        "How many ranks to start on this host; by default one for each GPU, or 2 where there is "
-        "none.",
-    )
+    _add_program(run)
     run.option("--nproc-per-node N", "The same, as torchrun calls it.", dest="nprocs")
     run.option("--nproc_per_node", hidden, dest="nprocs")
-    run.option(
-        "--threads T",
-        "How many threads each rank computes with; by default the cores, divided by the ranks.",
-    )
     run.option("--log-dir DIR", "Keep each rank's output in DIR/rank-R.log as well.")
     run.option(
         "--stdin RANK|none",
@@ -216,6 +240,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.option("--rdzv-id ID", "Tells jobs that meet there apart; by default lockstep.")
     run.option("--rdzv-timeout SECONDS", "How long hosts wait to meet; by default 300.")
+    usage = "lockstep explain [OPTIONS] SCRIPT [ARGS ...]"
+    explain = commands.add_parser("explain", usage=usage, description=_EXPLAIN, act=_explain)
+    _add_program(explain)
+    usage = "lockstep report [-h] DIR"
+    report = commands.add_parser("report", usage=usage, description=_REPORT, act=_report)
+    report.add_argument("folder", metavar="DIR", help="The folder that --trace was given.")
     doctor = commands.add_parser("doctor", description=_DOCTOR, act=_doctor)
     doctor.option("-n --nprocs N", "How many ranks to start; by default one for each GPU, or 2.")
     doctor.option("--json", "Print it all as JSON.", dest="as_json", action="store_true")
@@ -287,6 +317,18 @@ def _run(
     elif trace_steps is not None:
         raise BadLaunch("--trace-steps is for --trace DIR. Leave it out.")
     launcher.run_job(job)
+
+
+def _explain(**options: Any) -> None:
+    from lockstep.observe import explained
+
+    launcher.run_job(explained(launcher.job_of(**options)))
+
+
+def _report(**options: Any) -> None:
+    from lockstep.observe import report
+
+    report(**options)
 
 
 def _doctor(**options: Any) -> NoReturn:

@@ -16,6 +16,7 @@ NAMES = {
     "data": "the loader makes this rank's part of a global batch",
     "forward": "from the batch to the backward: the program's own code, whichever method it calls",
     "backward": "autograd, and what lockstep does in it",
+    "launch": "a collective is started, or a communication hook called",
     "wait": "for other ranks, in a collective of lockstep's, and its sum in shared memory",
     "optimizer": "a step of an optimizer",
     "save": "lockstep.save(), or its part before training goes on",
@@ -30,7 +31,7 @@ class Recorder(Protocol):
     def begin(self, name: str) -> bool:
         """A span of this thread begins; False if it is inside of one of the same name."""
 
-    def end(self, name: str, start: int, detail: str) -> None:
+    def end(self, name: str, start: int, detail: str, num_bytes: int) -> None:
         """The span that began last ends; ``start`` is by :func:`now`."""
 
     def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
@@ -42,16 +43,19 @@ now = time.perf_counter_ns
 _NOTHING = nullcontext()
 
 
-def span(name: str, detail: str = "") -> AbstractContextManager[object]:
-    """Return the context of something with a name out of ``NAMES``; ``detail`` is one word more."""
+def span(name: str, detail: str = "", num_bytes: int = 0) -> AbstractContextManager[object]:
+    """Return the context of something with a name out of ``NAMES``.
+
+    ``detail`` is one word more, and ``num_bytes`` what this rank gives to a collective in it.
+    """
     if recorder is None and not profiler._is_profiler_enabled:
         return _NOTHING
-    return _Span(name, detail)
+    return _Span(name, detail, num_bytes)
 
 
 class _Span:
-    def __init__(self, name: str, detail: str) -> None:
-        self._name, self._detail = name, detail
+    def __init__(self, name: str, detail: str, num_bytes: int) -> None:
+        self._name, self._detail, self._num_bytes = name, detail, num_bytes
         self._recorder = recorder
         self._range: Any = None
 
@@ -65,6 +69,6 @@ class _Span:
 
     def __exit__(self, *error: object) -> None:
         if self._recorder is not None:
-            self._recorder.end(self._name, self._start, self._detail)
+            self._recorder.end(self._name, self._start, self._detail, self._num_bytes)
         if self._range is not None:
             self._range.__exit__(*error)

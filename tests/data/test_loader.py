@@ -199,11 +199,14 @@ def test_augmentations_are_the_same_at_any_number_of_ranks_and_workers(start: st
         return [[torch.stack([*map(torch.Tensor.double, b)], 1) for b in each] for _ in range(2)]
 
     alone = run_ranks(1, body)[0]
+    tracker = multiprocessing.resource_tracker._resource_tracker
+    was_running = tracker._fd is not None  # for semaphores of others, such as joblib
     try:
         in_workers = run_ranks(1, lambda rank, group: body(rank, group, 2))[0]
     finally:  # Python keeps them for the next workers
         multiprocessing.forkserver._forkserver._stop()
-        multiprocessing.resource_tracker._resource_tracker._stop()
+        if not was_running:
+            tracker._stop()
     ranks = run_ranks(3, body)
     for epoch in range(2):
         for step, batch in enumerate(alone[epoch]):

@@ -133,7 +133,7 @@ def test_refusals(
 @pytest.mark.parametrize(
     ("argv", "taught"),
     [
-        (["--help"], ["run     run a Python script", "lockstep run train.py"]),
+        (["--help"], ["run      run a Python script", "lockstep run train.py"]),
         (
             ["run", "-h"],
             ["lockstep run -n 2 train.py", "--nproc-per-node", "--stdin"],

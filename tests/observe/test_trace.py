@@ -185,7 +185,7 @@ def test_files_of_an_earlier_trace_are_replaced(tmp_path: Path) -> None:
 
 def test_nothing_is_done_when_nobody_records() -> None:
     assert spans.span("wait") is spans.span("data")
-    assert not hasattr(torch.autograd.backward, "__wrapped__")
+    assert not hasattr(torch.autograd.backward, "__wrapped__")  # by a trace before
 
 
 def test_what_is_wrapped_is_put_back(tmp_path: Path) -> None:
@@ -246,11 +246,11 @@ def test_bad_options_are_refused(refused: Any, tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="lockstep run --trace"):
         read_folder(tmp_path)
-    for text in ("x y z\n", '{"rank": \n', "data 1 2 3 0\n", "bucket 1 2\n", ""):
+    for text in ("x y z\n", '{"rank": \n', "data 1 2 3 0 \n", "bucket 1 2\n", ""):
         (tmp_path / "rank-0.spans").write_text(text)
         with pytest.raises(TraceError, match="of a trace"):
             read_folder(tmp_path)
-    (tmp_path / "rank-0.spans").write_text('{"rank": 0, "host": "h"}\ndata 1 2 0 0 \ndata 3')
+    (tmp_path / "rank-0.spans").write_text('{"rank": 0, "host": "h"}\ndata 1 2 0 0  0\ndata 3')
     assert len(read(tmp_path / "rank-0.spans").spans) == 1  # the last line was cut off
 
 
@@ -277,7 +277,7 @@ def test_clocks_that_differ_are_measured(num_ranks: int, monkeypatch: pytest.Mon
 def test_times_are_shifted_to_one_clock(tmp_path: Path) -> None:
     path = tmp_path / "rank-1.spans"
     facts = {"rank": 1, "host": "h", "offset": -50}
-    path.write_text(json.dumps(facts) + "\ndata 100 200 0 0 \nbucket 110 120 130 0 0\n")
+    path.write_text(json.dumps(facts) + "\ndata 100 200 0 0  0\nbucket 110 120 130 0 0\n")
     found = read(path)
     assert found.spans[0][1:3] == (50, 150)
     assert found.buckets[0][:3] == (60, 70, 80)

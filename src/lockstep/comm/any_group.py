@@ -55,10 +55,13 @@ def waited_seconds() -> float:
 class Pending:
     """A collective that ``start`` starts, whose errors name ``operation`` and ranks to blame."""
 
-    def __init__(self, group: ProcessGroup, operation: str, start: Callable[[], Work]) -> None:
-        self._group, self._operation = group, operation
+    def __init__(
+        self, group: ProcessGroup, operation: str, start: Callable[[], Work], num_bytes: int = 0
+    ) -> None:
+        self._group, self._operation, self._num_bytes = group, operation, num_bytes
         try:
-            self._work = start()
+            with span("launch", operation, num_bytes):
+                self._work = start()
         except RuntimeError as error:
             raise explained(group, operation, error) from error
 
@@ -70,7 +73,7 @@ class Pending:
         """
         began = time.perf_counter()
         try:
-            with span("wait", self._operation):
+            with span("wait", self._operation, self._num_bytes):
                 self._work.wait()
         except LockstepError:
             raise
@@ -96,7 +99,8 @@ def start_all_reduce(
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor]
-    return Pending(group, "all_reduce", lambda: group.allreduce(tensors, options))
+    start = partial(group.allreduce, tensors, options)
+    return Pending(group, "all_reduce", start, tensor.nbytes)
 
 
 def can_share(group: ProcessGroup, device: torch.device) -> bool:
@@ -118,7 +122,7 @@ class PendingShares(Pending):
             work, self.shares = group.share(tensor)  # type: ignore[attr-defined]
             return cast(Work, work)
 
-        super().__init__(group, "share", start)
+        super().__init__(group, "share", start, tensor.nbytes)
 
 
 def device_of_facts(group: ProcessGroup) -> torch.device:
@@ -187,7 +191,8 @@ def all_gather(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
     All ranks must call it; it blocks, or on a GPU the current stream does.
     """
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
-    Pending(group, "all_gather", lambda: group.allgather([gathered], [tensor])).wait()
+    start = partial(group.allgather, [gathered], [tensor])
+    Pending(group, "all_gather", start, tensor.nbytes).wait()
     return gathered
 
 
@@ -198,7 +203,7 @@ def all_gather_in_place(group: ProcessGroup, memory: Tensor) -> None:
     """
     parts = list(memory.view(group.size(), -1))
     own = parts[group.rank()]
-    Pending(group, "all_gather", lambda: group.allgather([parts], [own])).wait()
+    Pending(group, "all_gather", partial(group.allgather, [parts], [own]), own.nbytes).wait()
 
 
 def all_gather_bytes(group: ProcessGroup, payload: bytes, device: torch.device) -> Sequence[bytes]:
@@ -298,7 +303,8 @@ class TensorBroadcast:
             flats = [flattened(without_repeats(tensor.detach())) for tensor in chunk]
             wire = torch.cat([flat.view(torch.uint8) for flat in flats])
             start = partial(group.broadcast, [wire], options)
-            self._transfers.append((chunk, wire, Pending(group, "broadcast", start)))
+            work = Pending(group, "broadcast", start, wire.nbytes)
+            self._transfers.append((chunk, wire, work))
 
     def finish(self, may_write: Callable[[Tensor], bool] = lambda _: True) -> None:
         """Wait, and write the received values to the tensors, on every rank but the source.

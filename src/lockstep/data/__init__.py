@@ -1,5 +1,6 @@
 """Data: the ranks' parts of a dataset and of its global batches, each sample in exactly one."""
 
+from lockstep.data.batches import cuts
 from lockstep.data.loader import DataLoader
 from lockstep.data.partition import (
     DataPartitioner,
@@ -20,6 +21,7 @@ __all__ = [
     "SizedDataset",
     "batch_share",
     "batch_slice",
+    "cuts",
     "epoch_shares",
     "partition",
 ]

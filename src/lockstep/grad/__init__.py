@@ -10,12 +10,14 @@ from lockstep.grad.deferred import (
     lacks_gradient,
     pending_bucket_of,
 )
+from lockstep.grad.describe import BucketFacts, describe_buckets
 from lockstep.grad.order import Phase
 from lockstep.grad.reducer import Reducer
 
 __all__ = [
     "ALIGNMENT",
     "MIB",
+    "BucketFacts",
     "CommHook",
     "DeferredBucket",
     "DeferredParameter",
@@ -24,6 +26,7 @@ __all__ = [
     "Reducer",
     "assign_buckets",
     "bucket_of",
+    "describe_buckets",
     "gradient_dtype",
     "lacks_gradient",
     "pending_bucket_of",

@@ -408,7 +408,8 @@ class Bucket:
     def launch_hook(self, hook: CommHook, index: int, *, is_last: bool) -> None:
         """Let ``hook`` start to reduce the gradients, but not the facts."""
         bucket = GradBucket(index, self._gradients, self.parameters, is_last=is_last)
-        self._hooked = hook(bucket)
+        with spans.span("launch", "hook"):
+            self._hooked = hook(bucket)
         self.is_launched = True
 
     def is_hook_done(self) -> bool:
@@ -419,7 +420,7 @@ class Bucket:
         """Wait for the communication hook, if one runs, and copy its result to the buffer."""
         if self._hooked is not None:
             hooked, self._hooked = self._hooked, None
-            with naming(self.parameter_names, group):
+            with naming(self.parameter_names, group), spans.span("wait", "hook", self.num_bytes):
                 reduced = reduced_buffer(hooked, self.numel)
             if reduced.data_ptr() != self._gradients.data_ptr():
                 self.gradients.copy_(reduced.view(-1))

@@ -96,11 +96,6 @@ class Reducer(GradientOrder):
         """The names of each bucket's parameters, in launch order, from the first backward on."""
         return [bucket.parameter_names for bucket in self._buckets]
 
-    @property
-    def bucket_bytes(self) -> Sequence[int]:
-        """The size of each bucket's gradients, in bytes."""
-        return [bucket.gradients.nbytes for bucket in self._buckets]
-
     def defer(self, runs: Sequence[Sequence[torch.Tensor]]) -> None:
         """Give each run of parameters, of one dtype and device, a bucket of deferred gradients."""
         index = {id(parameter): index for index, (_, parameter) in enumerate(self.named)}
@@ -178,17 +173,8 @@ class Reducer(GradientOrder):
         self.sum_pending()
         deferred = [bucket for bucket in self._buckets if isinstance(bucket, DeferredBucket)]
         self._buckets, self._bucket_at, self._skipped = [], [], set()
-        runs = [] if self.comm_hook else self._runs
-        apart = {*itertools.chain(*runs), *self._order[self._sparse.start :]}
+        groups, runs = self.assignment(order)
         parameters = [parameter for _, parameter in self.named]
-        groups = assign_buckets(
-            [p.numel() * gradient_dtype(p).itemsize for p in parameters],
-            [(gradient_dtype(p), p.device) for p in parameters],
-            [index for index in order if index not in apart],
-            cap_bytes=self._cap_bytes,
-            first_cap_bytes=self._first_cap_bytes,
-        )
-        groups = [*groups, *runs] or [[]]  # without any gradients, a bucket for the facts alone
         self._rearrange(itertools.chain(*groups))
         memory_from = self.process_group if self._is_kept and not self.comm_hook else None
         buckets: list[Bucket] = []
@@ -214,6 +200,21 @@ class Reducer(GradientOrder):
             buckets.append(bucket)
         self._buckets = buckets
         self._bucket_at = [bucket for bucket in buckets for _ in bucket.parameter_names]
+
+    def assignment(self, order: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the indices in each bucket, and those of the last ones, which are deferred."""
+        runs = [] if self.comm_hook else self._runs
+        apart = {*itertools.chain(*runs), *self._order[self._sparse.start :]}
+        parameters = [parameter for _, parameter in self.named]
+        groups = assign_buckets(
+            [p.numel() * gradient_dtype(p).itemsize for p in parameters],
+            [(gradient_dtype(p), p.device) for p in parameters],
+            [index for index in order if index not in apart],
+            cap_bytes=self._cap_bytes,
+            first_cap_bytes=self._first_cap_bytes,
+        )
+        # Without any gradients, a bucket for the facts alone.
+        return [*groups, *runs] or [[]], runs
 
     def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
         """Don't wait for the gradients of ``parameters``, which this backward won't compute."""

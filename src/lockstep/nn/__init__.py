@@ -3,7 +3,13 @@
 from lockstep.nn.backward import finish_failed
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.mean import average_gradients, mean
-from lockstep.nn.parallel_state import defer_gradients, groups_of, is_parallel
+from lockstep.nn.parallel_state import (
+    defer_gradients,
+    groups_of,
+    is_parallel,
+    parallel_modules,
+    state_of,
+)
 from lockstep.nn.parallelize import accumulate, join, no_sync, parallelize, sync_buffers
 from lockstep.nn.replicas import (
     DataParallel,
@@ -32,9 +38,11 @@ __all__ = [
     "mean",
     "no_sync",
     "parallel_apply",
+    "parallel_modules",
     "parallelize",
     "replicate",
     "scatter",
     "scatter_kwargs",
+    "state_of",
     "sync_buffers",
 ]

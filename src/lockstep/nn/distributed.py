@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from lockstep.arguments import Device, check_flag, check_module, check_type, only_device, refusal
 from lockstep.comm import SingleRankGroup, broadcast_tensors, mean_divisor
-from lockstep.grad import MIB, CommHook, GradBucket
+from lockstep.grad import MIB, CommHook, GradBucket, describe_buckets
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.engine import Engine, Options
@@ -430,7 +430,7 @@ class DistributedDataParallel(
             "backend_name": group.name() if group is not None else None,
             "num_parameter_tensors": len(parameters),
             "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
-            "bucket_sizes": [size for reducer in reducers for size in reducer.bucket_bytes],
+            "bucket_sizes": [b.gradient_bytes for r in reducers for b in describe_buckets(r)],
             "num_backwards": sum(engine.num_backwards for engine in self._engines),
             "unused_parameters": [name for reducer in reducers for name in reducer.unused],
             "comm_hook": next((r.comm_hook.name for r in reducers if r.comm_hook), None),

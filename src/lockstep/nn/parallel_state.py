@@ -167,6 +167,12 @@ def _all_states() -> list[ParallelState]:
         return list(dict.fromkeys(_states.values()))
 
 
+def parallel_modules() -> list[nn.Module]:
+    """Return the modules that are parallel, and those in wrappers, in the order they became so."""
+    modules = [state.module() for state in _all_states()]
+    return [module for module in modules if module is not None]
+
+
 def groups_of(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | None]:
     """Return for each parameter the group whose ranks keep it in step, if there is one.
 

@@ -159,21 +159,21 @@ class RankTrace:
         open_spans.append(name)
         return True
 
-    def end(self, name: str, start: int, detail: str) -> None:
+    def end(self, name: str, start: int, detail: str, num_bytes: int) -> None:
         """See :class:`lockstep.spans.Recorder`."""
         thread, stop = threading.get_ident(), spans.now()
         self._open[thread].remove(name)
         if self._is_on:
             index = 0 if thread in self.threads else thread
             words = detail.replace(" ", "_")
-            line = f"{name} {start} {stop} {self.step} {index} {words}\n"
+            line = f"{name} {start} {stop} {self.step} {index} {words} {num_bytes}\n"
             self._file.write(line.encode())
         if name in ("data", "optimizer"):
             self._since = stop
 
     def _end_forward(self) -> None:
         if self._since is not None and self._is_on:
-            self._file.write(b"forward %d %d %d 0 \n" % (self._since, spans.now(), self.step))
+            self._file.write(b"forward %d %d %d 0  0\n" % (self._since, spans.now(), self.step))
         self._since = None
 
     def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
@@ -261,9 +261,9 @@ class _Process:
         own = self._of_this_thread()
         return own is not None and own.begin(name)
 
-    def end(self, name: str, start: int, detail: str) -> None:
+    def end(self, name: str, start: int, detail: str, num_bytes: int) -> None:
         if (own := self._of_this_thread()) is not None:
-            own.end(name, start, detail)
+            own.end(name, start, detail, num_bytes)
 
     def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
         if (own := self._of_this_thread()) is not None:
@@ -280,7 +280,7 @@ class _Process:
         own = self._of_this_thread()
         start = starts.pop((threading.get_ident(), id(optimizer)), None)
         if own is not None and start is not None:
-            own.end("optimizer", start, "")
+            own.end("optimizer", start, "", 0)
             own.end_step(optimizer)
 
     def _joined(self, world: World) -> None:

@@ -1,7 +1,7 @@
 """The files of a trace: spans as ranks wrote them, and JSON in the format of Chrome's tracer.
 
 A rank's file has lines of two kinds: a JSON object with facts, or the name of a span, times in
-nanoseconds and numbers: ``NAME START STOP STEP THREAD DETAIL``; for a bucket ``bucket READY
+nanoseconds and numbers: ``NAME START STOP STEP THREAD DETAIL BYTES``; for a bucket ``bucket READY
 LAUNCHED DONE STEP NUMBER``. The last line may be cut off, if the rank was killed.
 
 Source: "Trace Event Format", which Perfetto opens.
@@ -30,6 +30,7 @@ class Span(NamedTuple):
     step: int
     thread: int  # 0 for the program's own
     detail: str  # of a wait, the operation
+    num_bytes: int  # of a wait, what this rank gave to the operation
 
 
 class Bucket(NamedTuple):
@@ -83,8 +84,9 @@ def read(path: Path) -> RankSpans:
             elif line.startswith(b"bucket "):
                 buckets.append(Bucket(*map(int, line.split()[1:])))
             else:
-                name, start, stop, step, thread, detail = line.decode().split(" ")
-                spans.append(Span(name, int(start), int(stop), int(step), int(thread), detail))
+                name, start, stop, step, thread, detail, size = line.decode().split(" ")
+                times = int(start), int(stop)
+                spans.append(Span(name, *times, int(step), int(thread), detail, int(size)))
         except (TypeError, ValueError) as error:
             raise TraceError(f"{path}, line {number}, isn't of a trace: {error}.") from error
     if "rank" not in facts:
@@ -128,7 +130,7 @@ def events(found: RankSpans) -> Iterator[dict[str, Any]]:
     for span in found.spans:
         args: dict[str, int | str] = {"step": span.step}
         if span.detail:
-            args["operation"] = span.detail
+            args |= {"operation": span.detail, "bytes": span.num_bytes}
         yield _complete(span.name, pid, tracks[span.thread], span.start, span.stop, args)
     for bucket in found.buckets:
         track = _FIRST_BUCKET_TRACK + bucket.number
@@ -175,6 +177,15 @@ def merge(folder: Path) -> Path | None:
     lines = (line.rstrip(b",\n") for path in paths for line in path.read_bytes().split(b"\n")[1:-2])
     _replace(folder / "trace.json", _array(line.decode() for line in lines))
     return folder / "trace.json"
+
+
+def complete(folder: Path) -> Path | None:
+    """Make ``trace.json`` if ranks that were killed have left the folder without."""
+    if (folder / "trace.json").exists():
+        return folder / "trace.json"
+    for path in folder.glob("rank-*.spans"):
+        write_json(folder, int(path.stem.removeprefix("rank-")))
+    return merge(folder)
 
 
 def _array(lines: Iterator[str]) -> Iterator[str]:

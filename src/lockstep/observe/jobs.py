@@ -1,4 +1,7 @@
-"""``lockstep run --trace``: a job whose ranks are recorded. Nothing here imports torch."""
+"""``lockstep run --trace`` and ``lockstep explain``: jobs whose ranks are watched.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from lockstep.errors import BadLaunch
 from lockstep.launcher import Job
 
 
-class _Around:
+class _Traced:
     """Makes the context in which a rank runs the program, there."""
 
     def __init__(self, folder: Path, steps: tuple[int, int] | None) -> None:
@@ -41,4 +44,18 @@ def traced(job: Job, folder: str, steps: str | None) -> Job:
             old.unlink()
     except OSError as error:
         raise BadLaunch(f"--trace {folder} can't be written to: {error.strerror}.") from error
-    return job._replace(around=_Around(path, window))
+    return job._replace(around=_Traced(path, window))
+
+
+class _Explained:
+    """The same, for a rank that tells about its models and ends."""
+
+    def __call__(self, rank: int) -> AbstractContextManager[object]:
+        from lockstep.observe.explain_run import explaining
+
+        return explaining(rank)
+
+
+def explained(job: Job) -> Job:
+    """Return ``job`` with all its ranks ended after two steps, when rank 0 explains its models."""
+    return job._replace(around=_Explained(), labelled=False)

@@ -1,0 +1,408 @@
+"""``explain(model)``: what is split, copied and reduced, in words and as numbers."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
+from rich.table import Table
+from torch import nn
+
+from lockstep.data import cuts
+from lockstep.errors import ModelError
+from lockstep.grad import DeferredParameter, describe_buckets
+from lockstep.nn import DataParallel, SyncBatchNorm, is_parallel, scatter, state_of
+from lockstep.torch_private import _BatchNorm
+from lockstep.world import init
+
+_WIDTH = 100
+_MIB = 2**20
+# A gradient of less than this isn't worth a finding.
+_LITTLE_BYTES = 4 * _MIB
+_POLICIES = {
+    "rank0": "rank 0's values go to all ranks with each backward that reduces gradients",
+    "mean": "the mean over the ranks, with each backward that reduces gradients",
+    "late": "the mean over the ranks, in lockstep.sync_buffers() alone",
+    "local": "each rank's own",
+}
+
+
+class Explanation:
+    """What :func:`explain` has found; ``print`` shows it, and notebooks do.
+
+    Attributes:
+        facts: All of it, as :meth:`to_dict` returns it.
+    """
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self.facts = facts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as numbers, texts, lists and dicts, for JSON or for a test.
+
+        The keys are ``model``, ``kind``, ``ranks``, ``inputs``, ``parameters``, ``buffers``,
+        ``buckets``, ``bytes_per_step``, ``overlap`` and ``unusual``; sizes are in bytes.
+        """
+        return self.facts
+
+    def __str__(self) -> str:
+        file = io.StringIO()
+        Console(file=file, width=_WIDTH, highlight=False).print(self)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self.facts['model']}>"
+
+    def _repr_html_(self) -> str:
+        console = Console(file=io.StringIO(), width=_WIDTH, highlight=False, record=True)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield paragraphs and tables."""
+        facts = self.facts
+        yield f"[bold]{escape(facts['summary'])}[/bold]"
+        for one in facts["inputs"]:
+            rows = ", ".join(f"{n:,}" for n in one["rows"]) if one["rows"] else "whole"
+            who = "replicas" if facts["kind"] == "DataParallel" else "ranks"
+            yield f"{one['name']} {tuple(one['shape'])}: rows by {who}: {rows}"
+        if facts["buckets"]:
+            table = Table("bucket", "bytes", "gradients", "when", title="All-reduces of a step")
+            for bucket in facts["buckets"]:
+                size = f"{bucket['bytes']:,}"
+                gradients = escape(_range_of(bucket["parameters"]))
+                table.add_row(str(bucket["index"]), size, gradients, bucket["when"])
+            yield table
+        by_how: dict[str, list[str]] = defaultdict(list)
+        for kind in ("parameters", "buffers"):
+            for one in facts[kind]:
+                if one.get("bucket") is None:
+                    by_how[one["how"]].append(one["name"])
+        for how, names in by_how.items():
+            yield f"[bold]{escape(_range_of(names))}[/bold]: {escape(how)}."
+        for same in facts["shared"]:
+            yield f"[bold]{escape(' = '.join(same))}[/bold]: one parameter, reduced once."
+        sizes = [f"{name} {n:,}" for name, n in facts["bytes_per_step"].items() if n]
+        if sizes:
+            who = "moved" if facts["kind"] == "DataParallel" else "that each rank sends"
+            yield f"Bytes {who} in a step: {', '.join(sizes)}."
+        yield facts["overlap"]
+        for finding in facts["unusual"]:
+            yield f"[bold]note[/bold]  {escape(finding['what'])}\n      {escape(finding['mend'])}"
+
+
+def explain(model: nn.Module, *inputs: Any) -> Explanation:
+    """Tell what is split, where parameters and buffers live, and how they are kept in step. ::
+
+        model = lockstep.parallelize(Net())
+        print(lockstep.explain(model, torch.empty(128, 3, 32, 32)))
+
+    It runs nothing and communicates nothing, so that one rank may call it alone. Before the first
+    step it tells what that will do; the second one puts gradients into buckets anew, in the order
+    in which they have come.
+
+    Args:
+        model: One that was given to :func:`parallelize`, a wrapper, a :class:`DataParallel`, or one
+            that isn't parallel.
+        inputs: Examples of its inputs: for a parallel model of the whole global batch, as
+            :class:`lockstep.DataLoader` shares it out.
+
+    Returns:
+        An :class:`Explanation`, for ``print``, a notebook, or as a dict.
+
+    Raises:
+        TypeError: If ``model`` isn't a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain() takes a module, and got a {type(model).__name__}.")
+    if isinstance(model, DataParallel):
+        return Explanation(_of_replicas(model, inputs))
+    try:
+        state = state_of(model)
+    except ModelError:
+        return Explanation(_of_plain(model))
+    return Explanation(_of_ranks(model, state, inputs))
+
+
+def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, Any]:
+    module = state.module()
+    module = getattr(module, "module", module) if state.is_wrapped else module
+    engines = state.engines
+    group = engines[0].process_group if engines else None
+    num_ranks = 1 if group is None else group.size()
+    facts = _empty(model, "parallelize" if module is model else type(model).__name__)
+    device = _device_of(module)
+    facts["ranks"] = {
+        "world_size": num_ranks,
+        "rank": 0 if group is None else group.rank(),
+        "backend": None if group is None else str(group.name()),
+        "device": device,
+    }
+    kept = "kept in step by" if num_ranks > 1 else "trained by"
+    over = f" over {facts['ranks']['backend']}" if group is not None else ""
+    facts["summary"] = (
+        f"{type(module).__name__}, {_count(module)}, {kept} {_ranks(num_ranks)}{over}; this is "
+        f"rank {facts['ranks']['rank']}, on {device}."
+    )
+    facts["inputs"] = [*_split(inputs, num_ranks)]
+    prefixes = {id(part): f"{path}." if path else "" for path, part in module.named_modules()}
+    where: dict[str, int] = {}
+    sparse: set[int] = set()
+    policies: dict[int, str] = {}
+    for engine in engines:
+        prefix = prefixes.get(id(engine.module), "")
+        for bucket in describe_buckets(engine.reducer):
+            names = [prefix + name for name in bucket.parameter_names]
+            index = len(facts["buckets"])
+            where |= dict.fromkeys(names, index)
+            facts["buckets"].append(
+                {
+                    "index": index,
+                    "bytes": bucket.sent_bytes,
+                    "parameters": names,
+                    "is_deferred": bucket.is_deferred,
+                }
+            )
+        sparse |= {*map(id, engine.sparse_parameters())}
+        for policy in _POLICIES:
+            policies |= {id(b): policy for b in engine.buffers.named(policy).values()}
+    is_alone = "there is one rank, and nothing is sent"
+    followers = {id(t) for engine in engines for t in engine.everything_that_follows()}
+    is_early = all(engine.num_backwards > 1 for engine in engines)
+    _tell_when(facts["buckets"], is_early)
+    for name, parameter in module.named_parameters():
+        number = where.get(name)
+        how = _how(parameter, number, sparse, followers) if engines else is_alone
+        facts["parameters"].append(_fact(name, parameter) | {"how": how, "bucket": number})
+    for name, buffer in module.named_buffers():
+        how = _POLICIES[policies.get(id(buffer), "local")] if num_ranks > 1 else _POLICIES["local"]
+        facts["buffers"].append(_fact(name, buffer) | {"how": how})
+    facts["shared"] = [*_shared(module)]
+    facts["bytes_per_step"] = {
+        "gradients": sum(bucket["bytes"] for bucket in facts["buckets"]),
+        "buffers": sum(
+            b.nbytes for b in module.buffers() if policies.get(id(b)) in ("rank0", "mean")
+        ),
+    }
+    facts["overlap"] = _overlap(facts["buckets"], is_early)
+    facts["unusual"] = [*_unusual(module, facts, num_ranks)] if num_ranks > 1 else []
+    return facts
+
+
+def _empty(model: nn.Module, kind: str) -> dict[str, Any]:
+    lists: dict[str, Any] = {"inputs": [], "parameters": [], "buffers": [], "buckets": []}
+    return {
+        "model": type(model).__name__,
+        "kind": kind,
+        "ranks": {},
+        **lists,
+        "shared": [],
+        "bytes_per_step": {},
+        "overlap": "",
+        "unusual": [],
+    }
+
+
+def _of_plain(model: nn.Module) -> dict[str, Any]:
+    facts = _empty(model, "plain")
+    facts["parameters"] = [
+        _fact(name, p) | {"how": "each rank's own", "bucket": None}
+        for name, p in model.named_parameters()
+    ]
+    facts["summary"] = (
+        f"{type(model).__name__}, {_count(model)}, isn't parallel: each rank would train its own."
+    )
+    facts["overlap"] = "Nothing is sent. lockstep.parallelize(model) keeps it in step."
+    if any(is_parallel(parameter) for parameter in model.parameters()):
+        facts["overlap"] = "Parts of it, or a model around it, are parallel: explain that one."
+    return facts
+
+
+def _of_replicas(model: DataParallel, inputs: Sequence[Any]) -> dict[str, Any]:
+    module, devices = model.module, [torch.device(d) for d in model.device_ids]
+    facts = _empty(model, "DataParallel")
+    facts["ranks"] = {"world_size": len(devices), "devices": [*map(str, devices)]}
+    where = "processes" if model.workers == "processes" else "threads"
+    facts["summary"] = (
+        f"{type(module).__name__}, {_count(module)}, in {len(devices)} replicas on "
+        f"{', '.join(map(str, devices))}: the first in the caller's thread, the others in {where} "
+        "of their own."
+    )
+    for index, value in enumerate(inputs):
+        parts = scatter((value,), devices, model.dim)
+        if isinstance(value, torch.Tensor) and value.dim():
+            rows = [part[0].shape[model.dim] for part in parts]
+            facts["inputs"].append(_input(index, value, rows))
+    num_bytes = sum(p.nbytes for p in module.parameters())
+    others = {str(device) for device in devices} - {str(devices[0])}
+    shared = "are the module's own memory" if not others else f"are copied to {len(others)} devices"
+    for name, parameter in module.named_parameters():
+        how = f"in all replicas; they {shared}, and their gradients are added up in replica order"
+        facts["parameters"].append(_fact(name, parameter) | {"how": how, "bucket": None})
+    for name, buffer in module.named_buffers():
+        kept = "the first replica's" if model.buffer_policy == "first" else "the replicas' mean"
+        facts["buffers"].append(_fact(name, buffer) | {"how": f"after a forward {kept} stays"})
+    facts["shared"] = [*_shared(module)]
+    facts["bytes_per_step"] = {
+        "copies of parameters": num_bytes * len(others),
+        "gradients of replicas": num_bytes * (len(devices) - 1),
+    }
+    facts["overlap"] = (
+        f"Outputs are joined along dimension {model.dim} on {torch.device(model.output_device)}. "
+        "The replicas' backwards run at the same time."
+    )
+    if model.workers == "threads" and devices[0].type == "cpu" and len(devices) > 1:
+        facts["unusual"].append(
+            {
+                "what": "Replicas in threads take turns in Python: only operators run at once.",
+                "mend": "workers='processes' lets each have an interpreter; so does parallelize().",
+            }
+        )
+    return facts
+
+
+def _fact(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    return {
+        "name": name,
+        "shape": [*tensor.shape],
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "bytes": tensor.nbytes,
+        "device": str(tensor.device),
+    }
+
+
+def _input(index: int, value: torch.Tensor, rows: list[int]) -> dict[str, Any]:
+    return {"name": f"inputs[{index}]", "shape": [*value.shape], "rows": rows}
+
+
+def _split(inputs: Sequence[Any], num_ranks: int) -> Iterator[dict[str, Any]]:
+    for index, value in enumerate(inputs):
+        if isinstance(value, torch.Tensor):
+            bounds = cuts(value.shape[0], (1,) * num_ranks) if value.dim() else ()
+            yield _input(index, value, [stop - start for start, stop in pairwise(bounds)])
+
+
+def _how(parameter: nn.Parameter, bucket: int | None, sparse: set[int], followers: set[int]) -> str:
+    if id(parameter) in sparse:
+        return "rows only: the ranks exchange the rows of which any rank has a gradient"
+    if bucket is not None and isinstance(parameter, DeferredParameter):
+        return f"bucket {bucket}: summed by the rank that updates it, in a sharded optimizer"
+    if bucket is not None:
+        return f"bucket {bucket}: rank 0's value at the start, then the mean of all gradients"
+    if id(parameter) in followers and not parameter.requires_grad:
+        return "frozen: rank 0's value at the start, and nothing is sent afterwards"
+    return "ignored: each rank's own"
+
+
+def _tell_when(buckets: list[dict[str, Any]], is_early: bool) -> None:
+    for bucket in buckets:
+        is_last = bucket is buckets[-1]
+        early = f"when the gradient of {bucket['parameters'][-1]} has come" if not is_last else ""
+        bucket["when"] = early if is_early and early else "at the end of the backward"
+
+
+def _overlap(buckets: list[dict[str, Any]], is_early: bool) -> str:
+    if not buckets:
+        return "Nothing is sent, and nothing overlaps."
+    early = sum(bucket["bytes"] for bucket in buckets[:-1])
+    if not is_early:
+        return (
+            "In the first backward nothing is sent before its end: it shows in which order "
+            "gradients come. From the second one on, full buckets are sent while it goes on."
+        )
+    if len(buckets) == 1:
+        return "All gradients are one bucket, which is sent when the backward is over."
+    total = early + buckets[-1]["bytes"]
+    return (
+        f"{early / total:.0%} of the bytes are sent while the backward goes on, and the rest when "
+        "it is over."
+    )
+
+
+def _unusual(module: nn.Module, facts: dict[str, Any], num_ranks: int) -> Iterator[dict[str, str]]:
+    total = facts["bytes_per_step"]["gradients"]
+    buckets = facts["buckets"]
+    for path, part in module.named_modules():
+        if (
+            isinstance(part, _BatchNorm)
+            and not isinstance(part, SyncBatchNorm | nn.SyncBatchNorm)
+            and part.track_running_stats
+        ):
+            yield {
+                "what": f"{path or 'The model'} is a {type(part).__name__}, with statistics of "
+                "each rank's part of the batch: the result isn't that of one process.",
+                "mend": "lockstep.SyncBatchNorm.convert_sync_batchnorm(model) has those of all.",
+            }
+            break
+    tied = {name for names in facts["shared"] for name in names}
+    for name, parameter in module.named_parameters():
+        part = module.get_submodule(name.rpartition(".")[0])
+        if (
+            name not in tied
+            and isinstance(part, nn.Embedding)
+            and not part.sparse
+            and parameter.nbytes > max(_LITTLE_BYTES, total / 4)
+        ):
+            yield {
+                "what": f"{name} has {parameter.nbytes / total:.0%} of all bytes that are sent, "
+                "those of rows that no sample uses too.",
+                "mend": "nn.Embedding(..., sparse=True) sends the rows that are used.",
+            }
+    if len(buckets) > 1 and total > _LITTLE_BYTES and buckets[-1]["bytes"] > total / 2:
+        yield {
+            "what": f"More than half of the bytes are in the last bucket, with "
+            f"{_range_of(buckets[-1]['parameters'])}: nothing is left to compute meanwhile.",
+            "mend": "A smaller bucket_cap_mb divides it, unless it is one parameter.",
+        }
+    if any(p.dtype == torch.float64 for p in module.parameters()):
+        yield {
+            "what": "Parameters are in float64, which takes twice the bytes and time of float32.",
+            "mend": "model.float(), unless that is meant.",
+        }
+    if any(len({*one["rows"]}) > 1 for one in facts["inputs"]):
+        yield {
+            "what": "The ranks get different numbers of rows.",
+            "mend": "lockstep.mean() of the losses is the mean over all of them; a mean on each "
+            "rank would not be.",
+        }
+    ignored = [one["name"] for one in facts["parameters"] if one["how"].startswith("ignored")]
+    if ignored:
+        yield {
+            "what": f"{_range_of(ignored)} differ between ranks as soon as they are trained.",
+            "mend": "Leave them out of what is ignored, or freeze them.",
+        }
+
+
+def _shared(module: nn.Module) -> Iterator[list[str]]:
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    yield from (found for found in names.values() if len(found) > 1)
+
+
+def _device_of(module: nn.Module) -> str:
+    devices = dict.fromkeys(str(parameter.device) for parameter in module.parameters())
+    return ", ".join(devices) or str(init().device)
+
+
+def _count(module: nn.Module) -> str:
+    parameters = [*module.parameters()]
+    numel = sum(p.numel() for p in parameters)
+    frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+    return f"{numel:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
+
+
+def _ranks(number: int) -> str:
+    return "one rank" if number == 1 else f"{number} ranks"
+
+
+def _range_of(names: Sequence[str]) -> str:
+    if len(names) < 4:
+        return ", ".join(names) or "facts alone"
+    return f"{names[0]} ... {names[-1]} ({len(names)})"

@@ -1,0 +1,209 @@
+"""``lockstep report``: where the time goes, and which rank is late, in what."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import DataLoader, Dataset
+
+import lockstep
+from lockstep import cli
+from lockstep.errors import TraceError
+from lockstep.observe.analysis import PHASES, in_words, late_rank, shares, summary
+from lockstep.observe.trace_files import Bucket, RankSpans, Span, read_folder
+
+MS = 1_000_000
+PLACES = ("data", "forward", "backward", "communication")
+
+
+class Slow:
+    """Sleeps where it is told to, on one rank."""
+
+    def __init__(self, place: str, rank: int, seconds: float) -> None:
+        self.place, self.rank, self.seconds = place, rank, seconds
+
+    def at(self, place: str, world: lockstep.World) -> None:
+        if (place, world.rank) == (self.place, self.rank):
+            time.sleep(self.seconds)
+
+
+class Samples(Dataset[torch.Tensor]):
+    def __init__(self, slow: Slow, world: lockstep.World) -> None:
+        self.slow, self.world = slow, world
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index % 4 == 0:
+            self.slow.at("data", self.world)
+        return torch.full((8,), float(index))
+
+
+class Net(nn.Module):
+    def __init__(self, slow: Slow, world: lockstep.World) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.slow, self.world = slow, world
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.slow.at("forward", self.world)
+        hidden = self.first(x)
+        hidden.register_hook(lambda _: self.slow.at("backward", self.world))
+        return self.second(hidden)  # type: ignore[no-any-return]
+
+
+def train(world: lockstep.World, folder: Path, slow: Slow) -> None:
+    def hook(state: object, bucket: Any) -> Any:
+        slow.at("communication", world)
+        return allreduce_hook(world.process_group, bucket)  # type: ignore[arg-type]
+
+    net = Net(slow, world)
+    model = lockstep.DistributedDataParallel(net, process_group=world.process_group)
+    if slow.place == "communication":
+        model.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    # torch's, as ranks that are threads take turns in reading with ours.
+    loader = DataLoader(Samples(slow, world), 4)
+    with lockstep.trace(folder):
+        for x in loader:
+            lockstep.mean(model(x).square(), process_group=world.process_group).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def check_named(folder: Path, place: str, num_ranks: int, rank: int, seconds: float) -> None:
+    slow = Slow(place, rank, seconds)
+    lockstep.launch(train, num_ranks, (folder, slow), ranks="threads")
+    ranks = read_folder(folder)
+    steps = shares(ranks)
+    late = late_rank(steps)
+    assert late is not None
+    assert (late.rank, late.phase) == (rank, place)
+    assert f"wait for rank {rank} " in in_words(summary(ranks, steps))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_is_slow_is_named(tmp_path: Path, place: str) -> None:
+    check_named(tmp_path, place, 3, 1, 0.06)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("rank", "seconds"), [(0, 0.05), (0, 0.1), (1, 0.05), (1, 0.08), (-1, 0.2)]
+)
+def test_a_slow_rank_is_named_in_60_cases(
+    tmp_path: Path, place: str, num_ranks: int, rank: int, seconds: float
+) -> None:
+    check_named(tmp_path, place, num_ranks, rank % num_ranks, seconds)
+
+
+def rank_of(rank: int, comes: list[int], leaves: list[int], *, data: int = 1) -> RankSpans:
+    """A rank whose steps have ``data`` ms of data, and one wait; times in ms."""
+    spans, now = [], 0
+    for step, (start, stop) in enumerate(zip(comes, leaves, strict=True)):
+        words = [("data", now, now + data), ("forward", now + data, now + data + 1)]
+        words += [("backward", now + data + 1, stop), ("wait", start, stop)]
+        words += [("optimizer", stop, stop + 1)]
+        spans += [
+            Span(name, begin * MS, end * MS, step, 0, "all_reduce" * (name == "wait"), 100)
+            for name, begin, end in words
+        ]
+        now = stop + 1
+    times = enumerate(zip(comes, leaves, strict=True))
+    buckets = [Bucket((c - 1) * MS, (c - 1) * MS, s * MS, step, 0) for step, (c, s) in times]
+    return RankSpans(rank, {"host": "h"}, spans, buckets, [], {0: {"bytes": 100}})
+
+
+def test_times_are_added_up_exactly() -> None:
+    # Step 1 begins at 11; rank 1 comes 4 ms later, and its sum takes 1 ms.
+    ranks = [rank_of(0, [5, 15], [10, 20]), rank_of(1, [9, 19], [10, 20])]
+    early, late = shares(ranks)[1]
+    assert early.own == {
+        **dict.fromkeys(PHASES, 0),
+        "data": MS,
+        "forward": MS,
+        "backward": 2 * MS,
+        "optimizer": MS,
+    }
+    assert early.waits_for == {1: 4 * MS}
+    assert (early.transfer, early.hidden, early.total) == (MS, MS, 10 * MS)
+    assert late.waits_for == {1: 0}
+    assert late.own["backward"] == 6 * MS
+    found = late_rank(shares(ranks))
+    assert found is not None
+    assert (found.rank, found.phase) == (1, "backward")
+    assert found.part == pytest.approx(0.4, abs=0.03)
+
+
+@given(waits=st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size=2, max_size=6))
+def test_every_nanosecond_is_counted_once(waits: list[list[int]]) -> None:
+    now, comes, leaves = 0, [[], [], []], []  # type: ignore[var-annotated]
+    for delays in waits:
+        for rank, delay in enumerate(delays):
+            comes[rank].append(now + 3 + delay)
+        now += 3 + max(delays) + 2
+        leaves.append(now)
+        now += 1
+    ranks = [rank_of(rank, comes[rank], leaves) for rank in range(3)]
+    for together in shares(ranks):
+        for share in together:
+            assert sum(share.own.values()) + share.waiting + share.transfer == share.total
+            assert share.transfer == 2 * MS
+            assert all(value >= 0 for value in share.own.values())
+
+
+def words_of(**changes: Any) -> str:
+    ranks = [rank_of(0, [5, 15], [10, 20]), rank_of(1, [5, 15], [10, 20])]
+    found = summary(ranks, shares(ranks))
+    changes["phases"] = {**dict.fromkeys(PHASES, 0.0), **changes.get("phases", {})}
+    return in_words(found._replace(late=None, waiting=0, transfer=0)._replace(**changes))
+
+
+def test_it_says_what_holds_a_run_back() -> None:
+    assert "the ranks wait for data" in words_of(phases={"data": 0.3})
+    assert "now for one and now for another" in words_of(waiting=0.3)
+    assert "lockstep.accumulate" in words_of(transfer=0.3)
+    assert "outside of loader" in words_of(phases={"other": 0.3})
+    assert "90% of the time is spent computing" in words_of(phases={"backward": 0.9})
+
+
+def test_the_command_prints_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    lockstep.launch(train, 2, (tmp_path, Slow("data", 1, 0.05)), ranks="threads")
+    (tmp_path / "trace.json").unlink()
+    monkeypatch.setattr(sys, "argv", ["lockstep", "report", str(tmp_path)])
+    cli.main()
+    told = " ".join(capsys.readouterr().out.split())
+    assert "wait for rank 1" in told
+    assert "6 steps of 2 ranks" in told
+    assert json.loads((tmp_path / "trace.json").read_text())
+    monkeypatch.setattr(sys, "argv", ["lockstep", "report", str(tmp_path / "none")])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "There is no trace in" in capsys.readouterr().err
+
+
+def test_a_trace_without_a_whole_step_is_refused(tmp_path: Path) -> None:
+    facts = '{"rank": 0, "host": "h"}\n'
+    (tmp_path / "rank-0.spans").write_text(facts + "data 1 2 0 0  0\n")
+    with pytest.raises(TraceError, match="no optimizer step"):
+        shares(read_folder(tmp_path))
+
+
+def test_one_rank_is_never_late() -> None:
+    ranks = [rank_of(0, [5, 15], [10, 20])]
+    assert late_rank(shares(ranks)) is None
