@@ -243,9 +243,10 @@ def _parser() -> argparse.ArgumentParser:
     usage = "lockstep explain [OPTIONS] SCRIPT [ARGS ...]"
     explain = commands.add_parser("explain", usage=usage, description=_EXPLAIN, act=_explain)
     _add_program(explain)
-    usage = "lockstep report [-h] DIR"
+    usage = "lockstep report [-h] [--text] DIR"
     report = commands.add_parser("report", usage=usage, description=_REPORT, act=_report)
     report.add_argument("folder", metavar="DIR", help="The folder that --trace was given.")
+    report.option("--text", "Print it, and write no page.", action="store_true")
     doctor = commands.add_parser("doctor", description=_DOCTOR, act=_doctor)
     doctor.option("-n --nprocs N", "How many ranks to start; by default one for each GPU, or 2.")
     doctor.option("--json", "Print it all as JSON.", dest="as_json", action="store_true")

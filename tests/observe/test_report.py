@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
+import shutil
+import subprocess
 import sys
 import time
+import zlib
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +25,9 @@ from torch.utils.data import DataLoader, Dataset
 import lockstep
 from lockstep import cli
 from lockstep.errors import TraceError
+from lockstep.observe import report
 from lockstep.observe.analysis import PHASES, in_words, late_rank, shares, summary
+from lockstep.observe.page import page
 from lockstep.observe.trace_files import Bucket, RankSpans, Span, read_folder
 
 MS = 1_000_000
@@ -191,6 +199,11 @@ def test_the_command_prints_it(
     assert "wait for rank 1" in told
     assert "6 steps of 2 ranks" in told
     assert json.loads((tmp_path / "trace.json").read_text())
+    assert (tmp_path / "report.html").exists()
+    (tmp_path / "report.html").unlink()
+    monkeypatch.setattr(sys, "argv", ["lockstep", "report", "--text", str(tmp_path)])
+    cli.main()
+    assert not (tmp_path / "report.html").exists()
     monkeypatch.setattr(sys, "argv", ["lockstep", "report", str(tmp_path / "none")])
     with pytest.raises(SystemExit):
         cli.main()
@@ -207,3 +220,63 @@ def test_a_trace_without_a_whole_step_is_refused(tmp_path: Path) -> None:
 def test_one_rank_is_never_late() -> None:
     ranks = [rank_of(0, [5, 15], [10, 20])]
     assert late_rank(shares(ranks)) is None
+
+
+def drawn_in(html: str) -> dict[str, Any]:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def unpacked(text: str) -> list[int]:
+    numbers = array("i")
+    numbers.frombytes(zlib.decompress(base64.b64decode(text)))
+    return numbers.tolist()
+
+
+def test_the_page_draws_every_span_of_every_rank(tmp_path: Path) -> None:
+    lockstep.launch(train, 2, (tmp_path, Slow("data", 1, 0.01)), ranks="threads")
+    report(str(tmp_path))
+    html = (tmp_path / "report.html").read_text()
+    data, ranks = drawn_in(html), read_folder(tmp_path)
+    zero = min(span.start for found in ranks for span in found.spans)
+    for found, own in zip(ranks, data["ranks"], strict=True):
+        wanted = sorted(
+            [(s.start, s.stop, s.name) for s in found.spans]
+            + [(b.ready, b.done, "bucket") for b in found.buckets]
+            + [(b.launched, b.done, "all-reduce") for b in found.buckets]
+        )
+        kinds = [data["labels"][number % 16] for number in unpacked(own["kind"])]
+        starts, lengths = unpacked(own["start"]), unpacked(own["length"])
+        unit = data["unit"] * 1000
+        assert sorted(kinds) == sorted(name for _, _, name in wanted)
+        for start, length, (first, last, _) in zip(starts, lengths, wanted, strict=True):
+            assert abs(start * unit - (first - zero)) < 2 * unit
+            assert abs(length * unit - (last - first)) < 2 * unit
+    assert len(unpacked(data["steps"]["length"])) == 6
+    assert "wait for rank 1" in " ".join(html.split())
+    assert not re.findall(r"(?:src|href)=|https?://", html)  # it needs nothing else
+
+
+def test_a_page_may_have_any_names_in_it() -> None:
+    ranks = [rank_of(0, [5, 15], [10, 20]), rank_of(1, [5, 15], [10, 20])]
+    bad = "</script><b>&"
+    facts = {0: {"bytes": 100, "parameters": [bad], "index": 0}}
+    entry = {"step": 1, "time": 12 * MS, "log": {bad: 0.5}}
+    ranks[0] = ranks[0]._replace(bucket_facts=facts, logged=[entry])
+    html = page(bad, bad, bad, ranks, shares(ranks), (("rank",), [["0"]]))
+    assert html.count("</script>") == 2
+    assert "<b>" not in html
+    assert drawn_in(html)["logged"] == {bad: [[1, 0.5]]}
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium isn't installed")
+def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
+    lockstep.launch(train, 2, (tmp_path, Slow("data", 1, 0.01)), ranks="threads")
+    report(str(tmp_path))
+    options = ("--headless", "--no-sandbox", "--virtual-time-budget=5000", "--dump-dom")
+    url = (tmp_path / "report.html").as_uri()
+    command = ["chromium", *options, f"--user-data-dir={tmp_path / 'profile'}", url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert 'data-ready="yes"' in done.stdout
+    assert re.search(r'id="range"[^>]*>[\d,.]+ ms to [\d,.]+ ms<', done.stdout)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import TraceError
-from lockstep.observe.trace_files import RankSpans, Span
+from lockstep.observe.trace_files import Bucket, RankSpans, Span
 
 # What a rank does by itself; "other" is what no span tells.
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "save", "other")
@@ -80,17 +80,25 @@ def shares(ranks: Sequence[RankSpans]) -> list[list[Share]]:
     steps = sorted(set.intersection(*(set(found) for found in by_rank)))
     if not steps:
         raise TraceError("The trace has no optimizer step that all ranks have finished.")
+    buckets_by_rank = [*map(_buckets_by_step, ranks)]
     found = []
     for step in steps:
         spans = [of_rank[step] for of_rank in by_rank]
         last = _last_to_come([_waits(own[1]) for own in spans])
         found.append(
             [
-                _share(each.rank, step, own, last, _hidden(each, step, own[1]))
-                for each, own in zip(ranks, spans, strict=True)
+                _share(each.rank, step, own, last, _hidden(buckets[step], own[1]))
+                for each, buckets, own in zip(ranks, buckets_by_rank, spans, strict=True)
             ]
         )
     return found
+
+
+def _buckets_by_step(found: RankSpans) -> dict[int, list[Bucket]]:
+    by_step: dict[int, list[Bucket]] = defaultdict(list)
+    for bucket in found.buckets:
+        by_step[bucket.step].append(bucket)
+    return by_step
 
 
 _Step = tuple[int, list[Span], int]
@@ -162,9 +170,9 @@ def _exclusive(spans: Sequence[Span]) -> list[tuple[Span, int]]:
     return [(span, max(0, length[0])) for span, length in zip(spans, lengths, strict=True)]
 
 
-def _hidden(found: RankSpans, step: int, spans: Sequence[Span]) -> int:
+def _hidden(buckets: Iterable[Bucket], spans: Sequence[Span]) -> int:
     """How long buckets were under way while the program didn't wait."""
-    under_way = _union((b.launched, b.done) for b in found.buckets if b.step == step)
+    under_way = _union((bucket.launched, bucket.done) for bucket in buckets)
     waits = _union((span.start, span.stop) for span in _waits(spans))
     both = sum(
         max(0, min(stop, end) - max(start, begin))
