@@ -107,6 +107,17 @@ def finding(ranks: Sequence[Records], alone: Records, with_rounding: Records) ->
                 f"{parting.difference:.1e}, where rounding explains {parting.tolerance:.1e}."
             )
             return Finding(number, parting.difference, parting.tolerance, where, *verdict)
+        if name := _not_finite(one):
+            return Finding(
+                number,
+                largest,
+                tolerance,
+                f"After step {number}, {name!r} isn't finite on the ranks and in one process, so "
+                "that later steps can't be compared.",
+                "the training diverges by itself, in one process too.",
+                "See which value is the first that isn't finite: torch.autograd.detect_anomaly(), "
+                "a smaller learning rate, --float64.",
+            )
     if any(pads for each in ranks[0].rows().values() for _, pads in each):
         return Finding(
             min(num_steps),
@@ -135,6 +146,12 @@ def finding(ranks: Sequence[Records], alone: Records, with_rounding: Records) ->
             f"Let every rank take each step; {_OUR_LOADER}, gives all ranks equally many batches.",
         )
     return Finding(min(num_steps), largest, tolerance)
+
+
+def _not_finite(step: Step) -> str | None:
+    """Return the first trained tensor that has a NaN or an infinity; buffers may have them."""
+    trained = ((name, step.tensors[name]) for name in step.trained)
+    return next((name for name, value in trained if not value.isfinite().all()), None)
 
 
 def _parting(ranks: Sequence[Step], alone: Step, rounded: Step | None) -> Parting:

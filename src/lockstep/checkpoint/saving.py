@@ -75,9 +75,12 @@ def save(
         SaveFailed: If it can't be written, on any rank.
         CheckpointMismatch: If the ranks' things differ.
         TypeError: If something is of a type that isn't saved.
+        ValueError: If an argument is out of range.
     """
     keep = as_whole_number("keep", keep, "1 or more", at_least=1)
     check_flag("async_", async_)
+    if not os.fspath(path):
+        raise ValueError("path is empty. Give a folder for the checkpoints, such as 'run'.")
     folder, ranks = Path(os.fspath(path)).absolute(), Ranks(process_group)
     background = background_of(ranks.group)
     ranks.gather(background.finish())
