@@ -170,6 +170,29 @@ def test_run_is_ended_though_its_reader_has_stopped_reading(bench: Bench) -> Non
     assert run.wait(60) == 128 + 15
 
 
+def test_run_is_ended_though_nobody_reads_what_comes_after_the_signal(bench: Bench) -> None:
+    script = bench.script(
+        """
+        import signal, time
+
+        def flood(*_):
+            while True:
+                print("y" * 100)
+
+        signal.signal(signal.SIGTERM, flood)
+        print("ready")
+        while True:
+            time.sleep(1)
+        """
+    )
+    run = bench.start("run", "-n", 2, script)
+    assert run.stdout is not None
+    for _ in range(2):
+        run.stdout.readline()  # and no more; there is room in the pipe when the signal comes
+    run.terminate()
+    assert run.wait(60) == 128 + 15
+
+
 def test_run_puts_both_streams_of_a_terminal_on_lines_of_their_own(bench: Bench) -> None:
     script = bench.script(
         """

@@ -432,3 +432,27 @@ def test_parameters_that_share_memory_stay_equal() -> None:
         assert torch.equal(models[1][0].weight, models[1][1].weight)
 
     run_ranks(2, body)
+
+
+def test_parameters_with_sparse_gradients_are_not_divided() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3))
+        table, layer = model[0].weight, model[1].weight
+        lockstep.parallelize(model, process_group=group)
+        storages = [table.untyped_storage().data_ptr(), layer.untyped_storage().data_ptr()]
+        optimizer = lockstep.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        before = table.detach().clone()
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.tensor([rank, 5])).sum().backward()
+            assert table.grad.is_sparse
+            rows = table.grad.to_dense()
+            optimizer.step()
+            before -= 0.1 * rows
+        assert type(table) is nn.Parameter
+        assert table.untyped_storage().data_ptr() == storages[0]
+        assert layer.untyped_storage().data_ptr() != storages[1]
+        torch.testing.assert_close(table.detach(), before)
+
+    for backend in ("threads", "shm"):
+        run_ranks(2, body, backend=backend)

@@ -160,16 +160,16 @@ class Bucket:
         self.accumulated, self.is_hooked = accumulated, is_hooked
         # The positions of its first gradient, and of that of the next bucket.
         self.start, self.stop = start, start + len(named)
-        self._parameters = [parameter for _, parameter in named]
-        sizes = [p.numel() for p in self._parameters]
+        self.parameters = [parameter for _, parameter in named]
+        sizes = [p.numel() for p in self.parameters]
         if alignment > 1:
             sizes = [-(-max(size, 1) // alignment) * alignment for size in sizes]
-        numel = self._numel = sum(sizes)
+        numel = self.numel = sum(sizes)  # with the padding
         self._is_large = numel >= _LARGE_NUMEL * len(sizes)
         # The least number of gradients that copy_ready() copies at once.
         self.chunk = 1 if self._is_large else max(1, _CHUNK_NUMEL * len(sizes) // max(1, numel))
-        self._offsets, self._tail_size = [0, *itertools.accumulate(sizes)], tail_size
-        first = self._parameters[0] if named or like is None else like
+        self.offsets, self._tail_size = [0, *itertools.accumulate(sizes)], tail_size
+        first = self.parameters[0] if named or like is None else like
         dtype, device = gradient_dtype(first), first.device
         size = numel if is_hooked else numel + tail_size + self.num_notes
         # Whether the group averages the gradients, instead of this rank scaling them: for small
@@ -191,11 +191,11 @@ class Bucket:
         if self.is_hooked:
             gradients, tail = buffer, buffer.new_zeros(self._tail_size)
         else:
-            gradients = buffer[: self._numel]
-            tail = buffer[self._numel : self._numel + self._tail_size]
+            gradients = buffer[: self.numel]
+            tail = buffer[self.numel : self.numel + self._tail_size]
         views = [
             view_like(buffer, offset, parameter)
-            for offset, parameter in zip(self._offsets, self._parameters, strict=False)
+            for offset, parameter in zip(self.offsets, self.parameters, strict=False)
         ]
         return Memory(buffer, gradients, tail, views, [view.data_ptr() for view in views])
 
@@ -206,7 +206,7 @@ class Bucket:
     @property
     def gradients(self) -> torch.Tensor:
         """The gradients, as a tensor of one dimension."""
-        return self._gradients[: self._numel]
+        return self._gradients[: self.numel]
 
     def begin(self) -> None:
         """A backward begins."""
@@ -228,7 +228,7 @@ class Bucket:
         # Whether this backward has launched the bucket, or skipped it as no rank uses it.
         self.is_launched = False
         # The number of gradients that this backward has yet to compute.
-        self.num_missing = len(self._parameters)
+        self.num_missing = len(self.parameters)
         # When its last gradient came, if all have, and when it was launched.
         self._full_at = self._launched_at = 0
         # The number of gradients that were copied before the bucket was full, and the factor they
@@ -241,7 +241,7 @@ class Bucket:
         They are still in the cores' caches, and autograd's memory is free again earlier.
         """
         missing = states[self.start + self._num_copied : self.stop].lstrip(bytes([READY]))
-        last = len(self._parameters) - len(missing)
+        last = len(self.parameters) - len(missing)
         if last - self._num_copied >= self.chunk:
             self._copy(self._num_copied, last, self.copy_scale)
             self._num_copied = last
@@ -287,20 +287,20 @@ class Bucket:
         """
         copied = self._num_copied
         if copied:
-            gradients = map(gradient_of, self._parameters[:copied])
+            gradients = map(gradient_of, self.parameters[:copied])
             if not all(map(operator.is_, gradients, self._views)):
                 # A hook of the program has replaced gradients since they were copied. Shown by
                 # test_a_gradient_may_be_replaced_after_its_copy.
                 for position in range(copied):
-                    if gradient_of(self._parameters[position]) is not self._views[position]:
+                    if gradient_of(self.parameters[position]) is not self._views[position]:
                         self._copy(position, position + 1, self.copy_scale)
             if self.copy_scale != scale:
-                self._gradients[: self._offsets[copied]].mul_(scale)
-        self._copy(copied, len(self._parameters), scale)
+                self._gradients[: self.offsets[copied]].mul_(scale)
+        self._copy(copied, len(self.parameters), scale)
 
     def fill_with(self, value: float) -> None:
         """Fill the buffer with ``value``; gradients that are views of it are copied before."""
-        for parameter, view in zip(self._parameters, self._views, strict=True):
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             if gradient_of(parameter) is view:
                 set_gradient(parameter, view.clone())
             view.fill_(value)  # not the padding between gradients, which stays 0
@@ -313,12 +313,12 @@ class Bucket:
         if self.is_launched:
             self.drop()
         elif self.copy_scale != 1:
-            self._gradients[: self._offsets[self._num_copied]].div_(self.copy_scale)
+            self._gradients[: self.offsets[self._num_copied]].div_(self.copy_scale)
             self._num_copied = 0
 
     def drop(self) -> None:
         """Drop the gradients of this backward, which has failed here or on another rank."""
-        for position, parameter in enumerate(self._parameters):
+        for position, parameter in enumerate(self.parameters):
             if self.accumulated[position] and gradient_of(parameter) is self._views[position]:
                 set_gradient(parameter, None)
         self.accumulated[:] = bytes(len(self.accumulated))
@@ -331,8 +331,8 @@ class Bucket:
             for position in range(first, last):
                 view = self._views[position]
                 if _pointer_of(view) != self._pointers[position]:
-                    self._views[position] = view_like(self._buffer, self._offsets[position], view)
-        views, parameters = self._views[first:last], self._parameters[first:last]
+                    self._views[position] = view_like(self._buffer, self.offsets[position], view)
+        views, parameters = self._views[first:last], self.parameters[first:last]
         sources: list[Any] = [*map(gradient_of, parameters)]
         if (
             not any(map(operator.is_, sources, views))
@@ -350,13 +350,13 @@ class Bucket:
         if views:
             _foreach_copy_(views, sources)
         if scale != 1:
-            self._gradients[self._offsets[first] : self._offsets[last]].mul_(scale)
+            self._gradients[self.offsets[first] : self.offsets[last]].mul_(scale)
 
     def _copies_of(self, first: int, last: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return views of the buffer, and the gradients to be copied to them; zero other views."""
         views, sources = [], []
         for position in range(first, last):
-            parameter, view = self._parameters[position], self._views[position]
+            parameter, view = self.parameters[position], self._views[position]
             gradient, has_grown = gradient_of(parameter), self.accumulated[position]
             if gradient is None:
                 # A Function's backward() returned None, or zero_grad() has dropped it since.
@@ -381,7 +381,7 @@ class Bucket:
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
-        position, parameters, views = first, self._parameters, self._views
+        position, parameters, views = first, self.parameters, self._views
         try:
             for position in range(first, last):
                 set_gradient(parameters[position], views[position])
@@ -390,7 +390,7 @@ class Bucket:
 
     def changed(self, position: int) -> ParameterChanged:
         """Return the error for the parameter at ``position``, whose form has changed."""
-        name, parameter = self.parameter_names[position], self._parameters[position]
+        name, parameter = self.parameter_names[position], self.parameters[position]
         now = _describe(parameter, gradient_dtype(parameter))
         before = _describe(self._views[position], self._buffer.dtype)
         return ParameterChanged(
@@ -407,7 +407,7 @@ class Bucket:
 
     def launch_hook(self, hook: CommHook, index: int, *, is_last: bool) -> None:
         """Let ``hook`` start to reduce the gradients, but not the facts."""
-        bucket = GradBucket(index, self._gradients, self._parameters, is_last=is_last)
+        bucket = GradBucket(index, self._gradients, self.parameters, is_last=is_last)
         with spans.span("launch", "hook"):
             self._hooked = hook(bucket)
         self.is_launched = True
@@ -421,7 +421,7 @@ class Bucket:
         if self._hooked is not None:
             hooked, self._hooked = self._hooked, None
             with naming(self.parameter_names, group), spans.span("wait", "hook", self.num_bytes):
-                reduced = reduced_buffer(hooked, self._numel)
+                reduced = reduced_buffer(hooked, self.numel)
             if reduced.data_ptr() != self._gradients.data_ptr():
                 self.gradients.copy_(reduced.view(-1))
 

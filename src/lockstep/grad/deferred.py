@@ -152,7 +152,7 @@ class DeferredBucket(Bucket):
             buffers_from=group,
             alignment=ALIGNMENT,
         )
-        self._note_at = self._numel + tail_size
+        self._note_at = self.numel + tail_size
         # Gradients that the program has read, by position; and those of them that were there before
         # this backward, or were read during it: such a gradient stays the same tensor.
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -174,35 +174,17 @@ class DeferredBucket(Bucket):
         self._buffers = [self._buffer]
         weakref.finalize(self, group.keep, self._buffers).atexit = False  # type: ignore[attr-defined]
         reference = weakref.ref(self)
-        for position, parameter in enumerate(self._parameters):
+        for position, parameter in enumerate(self.parameters):
             parameter._deferred = reference, position  # type: ignore[attr-defined]
-
-    def offset_of(self, position: int) -> int:
-        """Return where the gradient at ``position`` begins, in elements."""
-        return self._offsets[position]
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """Its parameters, by position."""
-        return self._parameters
-
-    @property
-    def numel(self) -> int:
-        """The number of elements of all gradients, with the padding between them."""
-        return self._numel
 
     def has_layout(self, parameters: Sequence[torch.Tensor], offsets: Sequence[int]) -> bool:
         """Whether it has exactly these parameters, with gradients at these ``offsets``."""
-        same = len(parameters) == len(self._parameters)
-        return (
-            same
-            and all(map(operator.is_, parameters, self._parameters))
-            and [*offsets] == self._offsets[:-1]
-        )
+        are_same = [*map(id, parameters)] == [*map(id, self.parameters)]
+        return are_same and [*offsets] == self.offsets[:-1]
 
     def gradients_of_ranks(self) -> list[torch.Tensor]:
         """Return each rank's gradients of the last backward, by rank."""
-        return [share[: self._numel] for share in self._shares]
+        return [share[: self.numel] for share in self._shares]
 
     def are_all_pending(self) -> bool:
         """Whether this rank has neither summed nor dropped any gradient of the last backward."""
@@ -213,7 +195,7 @@ class DeferredBucket(Bucket):
         self.sum_pending()
         self._note_read()
         for position, read in self._read.items():
-            gradient = gradient_of(self._parameters[position])
+            gradient = gradient_of(self.parameters[position])
             if gradient is not None and gradient is read():
                 self._held[position] = gradient
         if self._has_met:  # else no other rank has read this buffer
@@ -223,7 +205,7 @@ class DeferredBucket(Bucket):
         self._use(self._memories[0])
 
     def _free_memory(self) -> None:
-        """Put memory first that no rank reads any more. See Note [Buffers of a bucket]."""
+        """Make the first of the memories one that no rank reads. See Note [Buffers of a bucket]."""
         if len(self._memories) == 1:
             end = time.monotonic() + _PATIENCE_SECONDS
             while _KEEPS_ORDER and time.monotonic() < end:
@@ -252,7 +234,7 @@ class DeferredBucket(Bucket):
         """Sum the pending gradients, before others are added to them."""
         for position in itertools.compress(range(len(self.pending)), self.pending[:]):
             # In a hook of the parameter, autograd has added the next gradient already.
-            more = gradient_of(self._parameters[position])
+            more = gradient_of(self.parameters[position])
             summed = self._sum(position)
             if more is not None:
                 with torch.no_grad():
@@ -260,7 +242,7 @@ class DeferredBucket(Bucket):
 
     def read(self, position: int) -> torch.Tensor | None:
         """Return the gradient at ``position``, which the program may keep and change."""
-        parameter, view = self._parameters[position], self._views[position]
+        parameter, view = self.parameters[position], self._views[position]
         gradient = gradient_of(parameter)
         if self.pending[position]:
             gradient = self._sum(position)
@@ -296,9 +278,9 @@ class DeferredBucket(Bucket):
     def _sum_to(self, gradient: torch.Tensor, position: int) -> None:
         with torch.inference_mode(False), torch.no_grad():
             flat = gradient.as_strided((gradient.numel(),), (1,))
-            self.sum_into(flat, self._offsets[position])
+            self.sum_into(flat, self.offsets[position])
         self.pending[position] = 0
-        set_gradient(self._parameters[position], gradient)
+        set_gradient(self.parameters[position], gradient)
 
     def drop_pending(self) -> None:
         """Set the gradients of all its parameters to None."""
@@ -307,7 +289,7 @@ class DeferredBucket(Bucket):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        deque(map(set_gradient, self._parameters, itertools.repeat(None)), maxlen=0)
+        deque(map(set_gradient, self.parameters, itertools.repeat(None)), maxlen=0)
 
     def sum_into(self, target: torch.Tensor, start: int) -> None:
         """Write means over the ranks to ``target``, of one dimension: from element ``start`` on."""
@@ -357,13 +339,13 @@ class DeferredBucket(Bucket):
             self._sum_to(held, position)
             self._read[position] = weakref.ref(held)
         else:
-            set_gradient(self._parameters[position], None)
+            set_gradient(self.parameters[position], None)
             self.pending[position] = 1
 
     def drop(self) -> None:
         """Drop the gradients of this backward, which has failed here or on another rank."""
         for position, gradient in self._held.items():
-            parameter = self._parameters[position]
+            parameter = self.parameters[position]
             if self.accumulated[position] and gradient_of(parameter) is gradient:
                 set_gradient(parameter, None)
         super().drop()
@@ -402,7 +384,7 @@ class DeferredBucket(Bucket):
                 start_all_reduce(group, self.tail).wait()
                 self._shares = [self._buffer]
         self.tail = functools.reduce(
-            operator.add, [s[self._numel : self._note_at] for s in self._shares]
+            operator.add, [s[self.numel : self._note_at] for s in self._shares]
         )
 
     def failed_ranks(self, divisor: int) -> tuple[int, int]:

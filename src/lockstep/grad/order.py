@@ -1,4 +1,4 @@
-"""The order of a reducer's gradients, and the state of each gradient between backwards."""
+"""The phases of a reducer, and the order and state of its gradients between backwards."""
 
 from __future__ import annotations
 
@@ -72,6 +72,11 @@ class GradientOrder:
     def reduced(self) -> list[torch.nn.Parameter]:
         """The parameters that any rank used in the last backward, in one order on all ranks."""
         return [*itertools.compress(self._parameters, self._used_by_any)]
+
+    @property
+    def sparse_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters with sparse gradients."""
+        return self._parameters[self._sparse.start :]
 
     @property
     def ids(self) -> KeysView[int]:

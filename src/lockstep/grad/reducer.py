@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import broadcast_tensors, sum_rows
+from lockstep.comm import broadcast_tensors, mean_divisor, sum_rows
 from lockstep.errors import CollectiveFailed, CollectiveMismatch
 from lockstep.grad.bucket import (
     AWAITED,
@@ -58,7 +58,7 @@ class Reducer(GradientOrder):
             buckets have memory that the group reduces in place, which is scarce.
 
     Attributes:
-        scale: The factor of each rank's gradients in the sum.
+        scale: The factor of each rank's gradients in the sum; :meth:`begin` sets it for a mean.
         comm_hook: The communication hook that replaces the all-reduce of buckets, if there is one.
         is_rearranged: Whether buckets are in the order in which gradients became ready.
         copies_early: Whether gradients are copied before their bucket is full. They must not be if
@@ -76,8 +76,7 @@ class Reducer(GradientOrder):
         sparse: Collection[int] = (),
         is_kept: bool = True,
     ) -> None:
-        self.process_group, self._size = group, group.size()
-        self.scale = 1 / self._size
+        self.process_group, self._size, self.scale = group, group.size(), 1.0
         super().__init__(named_parameters, sparse)
         self._cap_bytes, self._first_cap_bytes = cap_bytes, first_cap_bytes
         self._skip_unused, self._is_kept = skip_unused, is_kept
@@ -115,7 +114,7 @@ class Reducer(GradientOrder):
 
     def take_over(self, previous: Reducer) -> None:
         """Continue from the state of ``previous``, a reducer of some of these parameters."""
-        self.scale, self.comm_hook = previous.scale, previous.comm_hook
+        self.comm_hook = previous.comm_hook
         self._log = previous._log
         self._log.logs_unused = self._log.is_on
         self._gets_gradients_twice = previous._gets_gradients_twice
@@ -159,6 +158,7 @@ class Reducer(GradientOrder):
         if not self._buckets or self._buckets[0].is_hooked != bool(self.comm_hook):
             self._arrange(self._order)
         self.reset(Phase.COLLECTING)
+        self.scale = 1 / mean_divisor(self.process_group)
         for bucket in self._buckets:
             bucket.begin()
         self.copies_early = copies_early

@@ -17,6 +17,8 @@ MAX_LINE_BYTES = 1 << 20
 _PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")
 # A pipe that polls as writable takes this much without blocking (PIPE_BUF).
 _CHUNK_BYTES = 4096
+# How long a write waits for room while the launcher ends.
+_PATIENCE_MS = 500
 
 
 class LineSplitter:
@@ -94,7 +96,8 @@ class Console:
 
     The reader of the launcher's output may stop reading: a pager, or a terminal after Ctrl-S.
     So that a blocked write doesn't keep the launcher from being ended, a write waits for room
-    and for a signal, and all output is dropped once a signal came while there was no room.
+    and for a signal. All output is dropped once a signal came while there was no room, or there
+    was none for half a second after a signal.
     """
 
     def __init__(self, log_files: dict[int, int], signals: SignalPipe) -> None:
@@ -102,6 +105,7 @@ class Console:
         self._signals = signals
         self._splitters: defaultdict[tuple[int, int], LineSplitter] = defaultdict(LineSplitter)
         self._mute = False
+        self.is_ending = False  # whether a signal has come that ends the launcher
         self.broken = False  # whether nobody can read the output any more
         out = Labeller()
         # On a terminal both streams share the cursor.
@@ -152,8 +156,9 @@ class Console:
         poll.register(self._signals, select.POLLIN)
         view = memoryview(data)
         while view and not self._mute and not self.broken:
-            if destination not in dict(poll.poll()):
-                self._mute = self._signals.is_pending()
+            ready = dict(poll.poll(_PATIENCE_MS if self.is_ending else None))
+            if destination not in ready:
+                self._mute = self._signals.is_pending() or not ready
                 continue
             try:
                 view = view[os.write(destination, view[:_CHUNK_BYTES]) :]

@@ -346,6 +346,7 @@ class _Watch:
     def _end(self, number: int) -> None:
         """End the ranks because of a signal or, SIGPIPE, because nobody reads the output."""
         self._interrupted_by = self._interrupted_by or number
+        self._console.is_ending = True
         actions = after_signal(number, _GRACE_SECONDS)
         self._escalation = Escalation(actions if self._escalation is None else AT_ONCE)
 

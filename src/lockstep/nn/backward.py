@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from lockstep.comm import Announcement, Step, any_rank, join_state_of, mean_divisor, uncompiled
+from lockstep.comm import Step, any_rank, join_state_of, uncompiled
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, PeerLost
 from lockstep.grad import Phase
 from lockstep.nn.autograd import is_compiled_backward, outermost_running_node
@@ -257,10 +257,9 @@ class BackwardSync:
         if len(engines) == 1 or self._trained_together.issuperset(map(_number, engines)):
             self._run_empty(engines[0])
 
-    def follow(self, engines: Sequence[Engine], announcement: Announcement) -> None:
-        """Take the announced step of a backward of ranks that still have data, in join()."""
-        _apply(engines, announcement)
-        if announcement.step is Step.BEGIN:
+    def follow(self, engines: Sequence[Engine], step: Step) -> None:
+        """Take a step of a backward of ranks that still have data, which they have announced."""
+        if step is Step.BEGIN:
             self._begin_all(_Backward(generation=self._generation), engines)
         else:
             self._finish()
@@ -301,7 +300,7 @@ class BackwardSync:
         """In join(), announce the next step to ranks without data."""
         join_state = join_state_of(self._group)
         if join_state is not None and join_state.is_active:
-            _apply(engines, join_state.call(step, join_state.mask(engines)))
+            join_state.call(step, join_state.mask(engines))
 
     def _begin_all(self, backward: _Backward, engines: Sequence[Engine]) -> None:
         self._backward = backward
@@ -459,12 +458,6 @@ def _advice(place: str) -> Iterator[None]:
                 "is of this rank alone runs in 'with lockstep.no_sync(model):'."
             )
         raise
-
-
-def _apply(engines: Collection[Engine], announcement: Announcement) -> None:
-    for engine in engines:
-        engine.reducer.scale = 1 / mean_divisor(engine.process_group)
-        engine.buffers.source = announcement.active[0]
 
 
 # Ranks may be threads, and a set that another thread changes can't be iterated over.

@@ -16,7 +16,13 @@ from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.arguments import check_flag, check_type
-from lockstep.comm import Pending, TensorBroadcast, start_all_reduce, without_repeats
+from lockstep.comm import (
+    Pending,
+    TensorBroadcast,
+    join_state_of,
+    start_all_reduce,
+    without_repeats,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -69,8 +75,6 @@ class Buffers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        # The rank whose values are broadcast; 0 unless rank 0 has run out of data.
-        self.source = 0
         # A function of the program that exchanges the buffers instead; it gets them by name, and
         # may return futures.
         self.hook: BufferHook | None = None
@@ -130,7 +134,9 @@ class Buffers:
         copied = {} if late else self.named("rank0")
         averaged = self.named("late" if late else "mean")
         whole = [tensor for tensor in averaged.values() if not _has_mean(tensor)]
-        broadcast = TensorBroadcast(self._group, [*copied.values(), *whole], self.source)
+        join_state = join_state_of(self._group)
+        source = 0 if join_state is None else join_state.last_active[0]  # a rank that has data
+        broadcast = TensorBroadcast(self._group, [*copied.values(), *whole], source)
         sums: list[tuple[torch.Tensor, torch.Tensor, Pending]] = []
         for tensor in filter(_has_mean, averaged.values()):
             own = without_repeats(tensor.detach()).resolve_conj()

@@ -153,7 +153,7 @@ class Engine:
         # Not parameters of the program's own classes, which would lose their methods.
         kinds = nn.Parameter, DeferredParameter
         trained = {id(parameter) for parameter in self.parameters if type(parameter) in kinds}
-        trained -= {*map(id, self.sparse_parameters())}
+        trained -= {*map(id, self.reducer.sparse_parameters)}
         runs = [[p for p in run if id(p) in trained] for run in self._deferred]
         for parameter in chain(*runs):
             parameter.__class__ = DeferredParameter
@@ -350,12 +350,6 @@ class Engine:
         while pending.parameters:
             self.reducer.mark_accumulated(pending.parameters.pop())
         self.reducer.give_up()
-
-    def sparse_parameters(self) -> list[nn.Parameter]:
-        """Return the trained parameters with sparse gradients."""
-        module = self.module
-        indices = [] if module is None else sparse_indices(module, self.parameters)
-        return [self.parameters[index] for index in indices]
 
     def everything_that_follows(self) -> list[torch.Tensor]:
         """Return the parameters, frozen ones included, and the buffers that are exchanged."""

@@ -113,8 +113,8 @@ def _engines_of(module: nn.Module) -> list[Engine]:
 def _registered(module: nn.Module, name: str, value: object) -> None:
     if name in module._buffers:
         return  # a new value of a buffer, which many modules set in each forward
-    if isinstance(module, _TorchDDP) and not isinstance(module, Wrapper):
-        _refuse_second_reduction(value)
+    is_torchs = isinstance(module, _TorchDDP) and not isinstance(module, Wrapper)
+    if is_torchs and isinstance(value, nn.Module):
         _leave_to_torch(value)
     for engine in _engines_of(module):
         if isinstance(value, nn.Module):
@@ -122,19 +122,24 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
         mark_stale(engine)
 
 
-def _refuse_second_reduction(value: object) -> None:
-    """Raise if torch's wrapper, which is being constructed, would reduce parameters of engines."""
-    if not isinstance(value, nn.Module):
-        return
-    ignored = getattr(value, "_ddp_params_and_buffers_to_ignore", ())
-    if engines_with(p for name, p in value.named_parameters() if name not in ignored):
+def _leave_to_torch(module: nn.Module) -> None:
+    """Raise if engines reduce parameters of ``module``; if it is a copy, don't warn about it.
+
+    It is called when torch's wrapper is constructed around ``module``.
+    """
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    if engines_with(p for name, p in module.named_parameters() if name not in ignored):
         raise AlreadyParallel(
-            f"This {type(value).__name__} is parallel already, through lockstep, and torch's "
+            f"This {type(module).__name__} is parallel already, through lockstep, and torch's "
             "DistributedDataParallel is about to be put around it: gradients would be averaged "
             "twice, and come out wrong. If a library does so (Accelerate, Trainer, Lightning), "
             "give it the bare model, with a strategy of lockstep.integrations or within `with "
             "lockstep.integrations.replace_torch_ddp():`; or keep the parallel model from it."
         )
+    for parameter in module.parameters():
+        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+            if isinstance(hook, _CopyHook):
+                hook.remove()
 
 
 @uncompiled
@@ -243,14 +248,6 @@ class _CopyHook:
                 self._name,
                 self._name,
             )
-
-
-def _leave_to_torch(value: object) -> None:
-    """Don't warn about a copy that is put into torch's own wrapper."""
-    for parameter in value.parameters() if isinstance(value, nn.Module) else ():
-        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-            if isinstance(hook, _CopyHook):
-                hook.remove()
 
 
 @uncompiled

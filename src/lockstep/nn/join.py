@@ -91,7 +91,7 @@ class UnevenLoop(JoinState):
                     for parameter in engine.parameters:
                         parameter.grad = None
         if step in (Step.BEGIN, Step.END) and engines:
-            backward_sync_of(self._group).follow(engines, announcement)
+            backward_sync_of(self._group).follow(engines, step)
         if step in (Step.END, Step.NOTHING):
             self._done.update(engines)
         return step
@@ -102,9 +102,6 @@ class UnevenLoop(JoinState):
             restore()
         self._restore = []
         set_join_state(self._group, None)
-        for engine in self._members:
-            engine.reducer.scale = 1 / self._group.size()
-            engine.buffers.source = 0
 
     def take_last_model(self) -> None:
         """Broadcast parameters and buffers from one of the last ranks with data."""

@@ -262,10 +262,10 @@ def average_gradients(
     parameters = [parameter for _, parameter in named]
     sparse = sparse_indices(module, parameters)
     reducer = Reducer(named, group, cap_bytes=_CAP_BYTES, sparse=sparse, is_kept=False)
-    reducer.scale = own / total
     for parameter in parameters:
         reducer.mark_accumulated(parameter)
     reducer.begin()
+    reducer.scale = own / total
     reducer.finish()
 
 

@@ -169,7 +169,7 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
                     "is_deferred": bucket.is_deferred,
                 }
             )
-        sparse |= {*map(id, engine.sparse_parameters())}
+        sparse |= {*map(id, engine.reducer.sparse_parameters)}
         for policy in _POLICIES:
             policies |= {id(b): policy for b in engine.buffers.named(policy).values()}
     is_alone = "there is one rank, and nothing is sent"

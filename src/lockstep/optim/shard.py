@@ -105,7 +105,7 @@ class Shard:
             part, found = own[self.place_of(piece)], pending_bucket_of(parameter)
             if found is not None:
                 bucket, position = found
-                bucket.sum_into(part, bucket.offset_of(position) + piece.start)
+                bucket.sum_into(part, bucket.offsets[position] + piece.start)
             else:
                 part.copy_(_elements(parameter)[piece.start : piece.stop])
         self._use(own)

@@ -1,4 +1,4 @@
-"""Data parallelism in one process: its four primitives, and the module that is made of them."""
+"""``DataParallel``, and the four primitives: scatter, replicate, parallel_apply and gather."""
 
 from lockstep.nn.replicas.data_parallel import DataParallel, data_parallel
 from lockstep.nn.replicas.group import parallel_apply

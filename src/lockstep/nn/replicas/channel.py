@@ -1,7 +1,7 @@
-"""Values and requests between two processes; tensors go through memory that both have mapped.
+"""Messages between two processes; their tensors go through shared memory.
 
-That memory is a segment on the CPU, and elsewhere goes by the device's handle. A ``SharedTensor``
-and a ``SharedPart`` arrive as the tensors that they stand for, in the same memory.
+On the CPU the shared memory is a ``Segment``; an accelerator's memory is shared by the handle of
+its driver. A ``SharedTensor`` or ``SharedPart`` arrives as a tensor in the same memory.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _ALIGNMENT_BYTES = 64
 
 
 class Request(NamedTuple):
-    """A call that the other end is to run: of a function, or of its own method of that name."""
+    """A call for the receiver to run: of a function, or of its own method by name."""
 
     function: Any
     arguments: tuple[Any, ...]
 
 
 class Error(NamedTuple):
-    """An exception, pickled, and its traceback in words, which may be empty."""
+    """A pickled exception, and its formatted traceback, which may be empty."""
 
     error: bytes
     traceback: str
 
     @classmethod
     def of(cls, error: Exception, *, with_traceback: bool) -> Error:
-        """The answer that carries ``error``."""
+        """Return ``error`` as an answer."""
         text = "".join(traceback.format_exception(error)).rstrip() if with_traceback else ""
         try:
             pickled = cloudpickle.dumps(error)
@@ -56,7 +56,7 @@ class Error(NamedTuple):
         return cls(pickled, text)
 
     def exception(self) -> BaseException:
-        """The exception that the other process has raised."""
+        """Return the exception that the other process raised."""
         error: BaseException = pickle.loads(self.error)
         if self.traceback:
             error.add_note(f"In its process:\n{self.traceback}")
@@ -66,10 +66,11 @@ class Error(NamedTuple):
 class Channel:
     """One end of a connection between two processes.
 
-    Values are pickled, but for their tensors: these are copied to memory of the sender, on their
-    device, that the receiver has mapped, and from there. It is the same for every message: after
-    one, wait for an answer. The errors of the caller's end, ``is_caller``, need no traceback. A
-    timeout of the connection holds for :meth:`send` and :meth:`receive`.
+    Values are pickled without their tensors. The sender copies each tensor to its own shared memory
+    on the tensor's device, and the receiver copies it from there. Every message uses the same
+    memory, so a sender must wait for an answer before it sends again. Errors at the caller's end,
+    ``is_caller``, are sent without their traceback. The connection's timeout applies to
+    :meth:`send` and :meth:`receive`.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class Channel:
         self._theirs: dict[torch.device, torch.Tensor] = {}
 
     def close(self) -> None:
-        """End the connection, also for processes that have inherited it."""
+        """Shut the connection down, also for processes that have inherited the socket."""
         shut_down(self._socket)
         self._socket.close()
 
     def answer(self, run: Callable[[], object]) -> None:
-        """Send the result of ``run``, or the error of that or of sending it, unless an OSError."""
+        """Send the result of ``run()``, or the error of running or sending; raise an OSError."""
         try:
             result = run()
         except Exception as error:
@@ -107,9 +108,11 @@ class Channel:
             self.send(Error.of(error, with_traceback=not self._is_caller))
 
     def send(self, value: object) -> None:
-        """Send ``value``, which can be pickled, or is packed already.
+        """Send ``value``, a :class:`Packed` or any picklable object.
 
-        It raises OSError if the other end is gone. If pickling raises, nothing was sent.
+        Raises:
+            OSError: If the other end is gone.
+            Exception: If ``value`` can't be pickled; then nothing was sent.
         """
         packed = value if isinstance(value, Packed) else Packed(value)
         num_bytes = packed.layout.num_bytes
@@ -129,9 +132,12 @@ class Channel:
         self._socket.sendall(message.payload)
 
     def receive(self) -> Any:
-        """Return the next value, or raise EOFError if the other end is gone.
+        """Return the next value.
 
-        If its memory can't be mapped, the connection is closed.
+        If the sender's memory can't be mapped, the connection is closed.
+
+        Raises:
+            EOFError: If the other end is gone.
         """
         header, descriptors = receive_message(self._socket, _HEADER.size, _MOST_DESCRIPTORS)
         if len(header) < _HEADER.size:
@@ -148,7 +154,7 @@ class Channel:
                 memory.append(map_segment(descriptors.pop(0)))
             new, payload = _Unpickler(message, memory, {}).load()
         except BaseException:
-            # The sender believes that this end has that memory.
+            # The sender takes this memory for mapped, and would not send it again.
             self.close()
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -158,9 +164,9 @@ class Channel:
 
 
 class _Key(NamedTuple):
-    """A tensor in a pickle. It and its span go as plain tuples, which are pickled much faster."""
+    """A tensor's persistent id. It and its span are sent as tuples, which pickle much faster."""
 
-    number: int | None  # of a tensor to which the value may refer several times
+    number: int | None  # the id() of a tensor to which the value may refer several times
     where: Any  # its span in the sender's memory, or its shared memory, which arrives as a tensor
     is_parameter: bool
     requires_grad: bool
@@ -168,11 +174,11 @@ class _Key(NamedTuple):
 
 
 class Packed(cloudpickle.Pickler):  # type: ignore[misc]
-    """A value, pickled without its tensors and segments, which are kept beside.
+    """A value, pickled without its tensors and segments, which are kept as attributes.
 
-    ``known`` has, by ``id()``, the tensors to which the value may refer several times, which arrive
-    as one tensor each; a parameter is replaced by its shared memory. ``segments`` are those of the
-    same message that come first.
+    ``known`` are, by ``id()``, tensors to which the value may refer several times. Each arrives as
+    one tensor; a parameter arrives in its shared memory. ``segments`` are the segments that the
+    same message already has.
     """
 
     def __init__(
@@ -209,7 +215,7 @@ class Packed(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):
-    """Inserts tensors and segments again."""
+    """Unpickles a value, and inserts its tensors and segments."""
 
     def __init__(
         self,
@@ -228,7 +234,7 @@ class _Unpickler(pickle.Unpickler):
         if key.number in self._known:
             return self._known[key.number]
         tensor: torch.Tensor
-        if isinstance(key.where, tuple):  # the next message will lie where this one does
+        if isinstance(key.where, tuple):  # the next message will overwrite this memory
             span = Span(*key.where)
             tensor = tensor_at(self._memories[span.device], span).clone()
         else:
@@ -243,7 +249,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _settle(devices: Iterable[torch.device]) -> None:
-    """Wait until all is done on ``devices``: the other end's work is on other streams."""
+    """Synchronize ``devices``: the other process has streams of its own."""
     accelerator = torch.accelerator.current_accelerator()
     for device in devices:
         if accelerator is not None and device.type == accelerator.type:
@@ -251,9 +257,9 @@ def _settle(devices: Iterable[torch.device]) -> None:
 
 
 class SharedTensor:
-    """A tensor, ``here``: in a segment of its own, or of an accelerator, in whatever memory.
+    """A tensor, ``here``, in a segment of its own or in an accelerator's memory.
 
-    The descriptor of a segment is closed with this object.
+    The segment's descriptor is closed when this object is freed.
     """
 
     def __init__(self, here: torch.Tensor, segment: Segment | None = None) -> None:
@@ -267,7 +273,7 @@ class SharedTensor:
 
 
 def shared_memory(num_bytes: int, device: torch.device) -> SharedTensor:
-    """New bytes on ``device``."""
+    """Allocate shared memory on ``device``."""
     if device.type != "cpu":
         return SharedTensor(torch.empty(num_bytes, dtype=torch.uint8, device=device))
     segment, here = Segment.create(num_bytes)
@@ -275,7 +281,7 @@ def shared_memory(num_bytes: int, device: torch.device) -> SharedTensor:
 
 
 class SharedPart(NamedTuple):
-    """A tensor in shared memory, as which it arrives."""
+    """A tensor in a part of shared memory; it arrives as a tensor in the same memory."""
 
     memory: SharedTensor
     span: Span
@@ -288,12 +294,12 @@ Shared = SharedTensor | SharedPart | None
 
 
 class SharedTensors:
-    """Tensors, ``here``, in shared memory of their devices, like given ones."""
+    """New tensors, ``here``, in shared memory, of the shapes and devices of given ones."""
 
     def __init__(self, like: Iterable[torch.Tensor]) -> None:
         layout = Layout()
         spans = [layout.add(tensor) for tensor in like]
-        with torch.inference_mode(False):  # its tensors could not be trained
+        with torch.inference_mode(False):  # inference tensors could not be trained
             memory = {d: shared_memory(count, d) for d, count in layout.num_bytes.items()}
             self.parts = [SharedPart(memory[span.device], span) for span in spans]
             self.here = [tensor_at(part.memory.here, part.span) for part in self.parts]
@@ -310,37 +316,37 @@ class Span(NamedTuple):
 
 
 class Layout:
-    """Consecutive spans for tensors on each device, and the bytes that they take there."""
+    """Assigns tensors consecutive spans on each device; ``num_bytes`` is their size by device."""
 
     def __init__(self) -> None:
         self.num_bytes: dict[torch.device, int] = {}
         self._devices: dict[torch.device, torch.device] = {}  # one object each is pickled once
 
     def add(self, tensor: torch.Tensor) -> Span:
-        """The span for a tensor, whose strides are its own if these have no gaps."""
+        """Return a span for ``tensor``, with the strides of ``torch.empty_like(tensor)``."""
         device = self._devices.setdefault(tensor.device, tensor.device)
         start = self.num_bytes.get(device, 0)
         size = -(-tensor.numel() * tensor.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self.num_bytes[device] = start + size
-        # Not by an empty tensor on meta: for one, torch imports a library for algebra.
+        # Not by an empty tensor on meta, for which torch imports SymPy.
         stride = (tensor if tensor.is_contiguous() else torch.empty_like(tensor)).stride()
         return Span(device, tensor.dtype, start, tuple(tensor.shape), stride)
 
 
 def tensor_at(memory: torch.Tensor, span: Span) -> torch.Tensor:
-    """The tensor in ``memory``, which is bytes, at ``span``."""
+    """Return the tensor at ``span`` in ``memory``, a tensor of bytes."""
     _, dtype, start, shape, stride = span
     flat = memory.new_empty(0, dtype=dtype)
     if memory.device.type != "cpu":
         return flat.set_(memory.untyped_storage(), start // flat.element_size(), shape, stride)
-    # In a storage of its own: to save one tensor isn't to save all.
+    # In a storage of its own: torch.save() of a tensor saves its whole storage.
     if count := math.prod(shape):
         flat = torch.frombuffer(bytes_of(memory), dtype=dtype, count=count, offset=start)
     return flat.as_strided(shape, stride)
 
 
 def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_uint8]:
-    """The memory of ``tensor``, of uint8 on the CPU, to be read and written without torch."""
+    """Return the memory of a uint8 tensor on the CPU as a ctypes array, which keeps it alive."""
     own = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
     own._tensor = tensor  # type: ignore[attr-defined]  # keeps the memory alive
     return own

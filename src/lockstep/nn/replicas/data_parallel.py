@@ -29,7 +29,7 @@ from lockstep.nn.wrapper import Wrapper
 
 # More threads compete for the interpreter more than they compute.
 _MOST_THREADS = 4
-# The devices on which processes can share memory; meta has none to share.
+# Devices whose memory processes can share; tensors on meta have no memory.
 _SHARED_BY_PROCESSES = {"cpu", "cuda", "meta"}
 _TIMEOUT = timedelta(minutes=10)
 
@@ -37,58 +37,58 @@ _TIMEOUT = timedelta(minutes=10)
 class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
     """A drop-in for :class:`torch.nn.DataParallel`, on accelerators and on CPUs.
 
-    A batch is cut up among replicas of the module, one for each device; each runs in a thread of
-    its own, forward and backward, and their outputs are joined. Gradients are those of the whole
-    batch, added up in the order of the replicas. ::
+    The batch is split among replicas of the module, one per device. Each replica runs its forward
+    and backward in its own thread, and the outputs are concatenated. Gradients are those of the
+    whole batch, summed in the order of the replicas. ::
 
         model = lockstep.DataParallel(Net())
-        loss = criterion(model(x), y)   # or model.middle(x): any method that is given tensors
+        loss = criterion(model(x), y)   # or model.encode(x): any method called with tensors
         loss.backward()
 
-    It is a subclass of torch's, none of whose code runs, with the attributes of torch's. Its own
-    subclasses may override :meth:`scatter`, :meth:`replicate`, :meth:`parallel_apply` and
-    :meth:`gather`; with one of the two in the middle overridden, replicas are made anew in each
-    call, and their backwards run in one thread.
+    It is a subclass of torch's class with the same attributes, but runs none of torch's code.
+    Subclasses may override :meth:`scatter`, :meth:`replicate`, :meth:`parallel_apply` and
+    :meth:`gather`. If ``replicate`` or ``parallel_apply`` is overridden, each call makes new
+    replicas, and their backwards run in one thread.
 
-    It may be around a part of a model, and inside of another one. ``state_dict()`` is that of the
-    module, without ``module.`` before its keys; both kinds are loaded.
+    It may wrap a part of a model, and DataParallel modules may be nested. ``state_dict()`` is the
+    module's, without the prefix ``module.``; ``load_state_dict()`` takes keys with or without it.
 
-    Replicas are made once. Those on the module's device share its parameters; others get those that
-    have changed (a write to ``parameter.data`` of an accelerator isn't noticed). What the first
-    replica does to buffers stays. What replicas do to attributes (``self.count += 1``) is lost, as
-    these are the module's before every call; so is a buffer that is assigned anew. Hooks of the
-    module run in each replica. Random numbers are drawn by all threads from one generator, in no
-    fixed order: ``torch.utils.checkpoint`` can't restore them, so a checkpoint with dropout in it
-    needs replicas in processes. Hooks of :func:`torch.autograd.graph.saved_tensors_hooks` are
-    called for the first replica's tensors. Gradients can be differentiated again, unless replicas
-    are in processes, which raises an error.
+    Replicas are made once. Replicas on the module's device share its parameters. Replicas on other
+    devices have copies, which are updated when a parameter has changed (a write to
+    ``parameter.data`` on an accelerator isn't noticed). The module keeps the first replica's writes
+    to buffers. Assignments to attributes (``self.count += 1``) and to buffers in a replica are
+    lost: each call starts from the module's attributes. The module's hooks run in each replica. All
+    threads draw random numbers from one generator, in no fixed order. ``torch.utils.checkpoint``
+    can't restore that order, so a checkpoint around dropout needs replicas in processes. Hooks of
+    :func:`torch.autograd.graph.saved_tensors_hooks` see the first replica's tensors only. Double
+    backward works with threads; with processes it raises an error.
 
     Args:
-        module: What is replicated. Its parameters and buffers are on the first device.
+        module: The module to replicate. Its parameters and buffers are on the first device.
         device_ids: The devices, which may repeat: ``[0, 1]`` for two accelerators, and
             ``["cpu", "cpu"]`` for two replicas on the CPU, which share its intra-op threads. By
-            default all accelerators; without any, one replica for each intra-op thread
-            (:func:`torch.get_num_threads`), up to four. Indices are ignored, as by torch, where
-            there are no accelerators.
-        output_device: Where outputs are joined; by default on the first device. -1 is the CPU. An
-            index is ignored where ``device_ids`` are.
-        dim: The dimension of inputs that is cut, and of outputs that is joined.
-        workers: Where replicas run, but for the first, which runs in the caller's thread:
-            ``"threads"``, or ``"processes"`` of their own, on CPUs or CUDA devices, where no other
-            replica holds up Python's interpreter. They start with the first call, which moves
-            parameters on the CPU to shared memory, and end with this object. The module and its
-            inputs must be picklable; an attribute that is changed in place, other than in its
-            length, isn't noticed. Inside of such a process replicas are threads. Each process takes
-            memory for all gradients, and on a GPU for a CUDA context.
-        buffers: ``"first"`` keeps the first replica's changes, ``"mean"`` the mean over all
-            replicas, of buffers of floating point.
-        timeout: How long to wait for a replica in a process to do its part of a call or of a
-            backward; 10 minutes by default. Then all of them are ended, and
-            :class:`~lockstep.errors.ReplicaLost` names it. Their start may take two minutes anyway.
+            default all accelerators; on a host without accelerators, one replica per intra-op
+            thread (:func:`torch.get_num_threads`), four at most. Like torch, DataParallel ignores
+            indices where there are no accelerators.
+        output_device: The device of the outputs; by default the first of ``device_ids``. -1 is the
+            CPU. An index is ignored if those of ``device_ids`` are.
+        dim: The dimension along which inputs are split and outputs concatenated.
+        workers: Where the replicas after the first run; the first runs in the caller's thread.
+            ``"processes"`` avoids contention for Python's interpreter lock, and needs CPU or CUDA
+            devices. The processes start at the first call, which moves parameters on the CPU to
+            shared memory, and end with this object. The module and its inputs must be picklable.
+            In-place changes of a module's attribute that keep its length aren't noticed. A
+            DataParallel inside such a process uses threads. Each process takes memory for one set
+            of gradients and, on a GPU, for a CUDA context.
+        buffers: ``"first"`` keeps the first replica's buffers; ``"mean"`` averages floating-point
+            buffers over all replicas.
+        timeout: The longest wait for a process to finish its forward or backward; 10 minutes by
+            default. Then all processes are killed, and :class:`~lockstep.errors.ReplicaLost` names
+            the replica that was late. Starting the processes may take two minutes in any case.
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If an option isn't known, or a device isn't there.
+        ValueError: If an option is unknown, or a device doesn't exist.
         RuntimeError: In forward, if a parameter or buffer isn't on the first device.
     """
 
@@ -137,21 +137,21 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
 
     @property  # type: ignore[override]  # torch's has indices alone
     def device_ids(self) -> list[int | torch.device]:
-        """The devices of the replicas, that of the module first; others may be assigned."""
+        """The devices of the replicas, the module's first. Assigning them makes new replicas."""
         return [_as_torch_says(device) for device in self._devices]
 
     @device_ids.setter
     def device_ids(self, device_ids: Sequence[Device]) -> None:
         self._devices, self._replicas = devices_for(device_ids), None
 
-    # The attribute that a copy of this module, in a replica of one around it, has for itself.
+    # If a DataParallel around this one copies it, each copy keeps replicas of its own.
     _own_in_copies = ("_replicas",)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the module's
         return self._call("__call__", inputs, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's attribute; its methods are called in all replicas."""
+        """Return the module's attribute; a method with tensor arguments runs in all replicas."""
         value = super().__getattr__(name)
         module = self.__dict__["_modules"].get("module")
         is_method = inspect.ismethod(value) and value.__self__ is module
@@ -190,7 +190,7 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         return self.gather(outputs, self.output_device)
 
     def _overrides(self, *names: str) -> bool:
-        """Whether a subclass, or this object, has one of the methods that can be overridden."""
+        """Whether a subclass or this instance overrides one of the methods ``names``."""
         return any(
             getattr(getattr(self, name), "__func__", None) is not vars(DataParallel)[name]
             for name in names
@@ -220,31 +220,31 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         kwargs: Mapping[str, Any] | None,
         device_ids: Sequence[Device],
     ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-        """The arguments of each replica."""
+        """Return the positional and the keyword arguments of each replica."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
-        """The outputs of all replicas, as one."""
+        """Concatenate the outputs of all replicas on ``output_device``."""
         return gather(outputs, output_device, self.dim)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
-        """Replicas of a module, as :func:`lockstep.replicate` makes them."""
+        """Return replicas of ``module``, by :func:`lockstep.replicate`."""
         return replicate(module, device_ids, not torch.is_grad_enabled())
 
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
     ) -> list[Any]:
-        """The results of replicas, as :func:`lockstep.parallel_apply` calls them."""
+        """Call the replicas by :func:`lockstep.parallel_apply`, and return their outputs."""
         return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
     # Methods of a module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the module."""
+        """Return the state dict of the module, without the prefix ``module.``."""
         return self.module.state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All attributes but the replicas."""
+        """Return all attributes but the replicas, which a copy makes anew."""
         return self.__dict__ | {"_replicas": None}
 
 
@@ -257,20 +257,20 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Call ``module`` on ``inputs``, which are cut up among replicas on several devices.
+    """Call ``module`` on ``inputs``, split among replicas on several devices.
 
-    It is made of :func:`scatter_kwargs`, :func:`replicate`, :func:`parallel_apply` and
-    :func:`gather`, and can be differentiated any number of times. The backward of replicas on the
-    CPU runs in one thread; those of :class:`DataParallel` run at the same time.
+    It composes :func:`scatter_kwargs`, :func:`replicate`, :func:`parallel_apply` and
+    :func:`gather`, and can be differentiated any number of times. Backwards of replicas on the CPU
+    run one after the other in one thread; those of :class:`DataParallel` run in parallel.
 
     Args:
         module: The module to call; it is on the first device.
-        inputs: Its positional arguments as a tuple, or the only one; None for none.
+        inputs: A tuple of positional arguments, or a single one; None for no argument.
         device_ids, output_device, dim: As for :class:`DataParallel`.
         module_kwargs: Its keyword arguments.
 
     Returns:
-        The result that ``module(*inputs, **module_kwargs)`` would have.
+        The result of ``module(*inputs, **module_kwargs)``.
 
     Source: ``torch.nn.parallel.data_parallel``.
     """
@@ -286,15 +286,15 @@ def data_parallel(
     check_home([*module.parameters(), *module.buffers()], devices[0])
     if len(devices) == 1:
         return gather([module(*parts[0], **kwargs[0])], target, dim)
-    # Parts of one tensor have one version, and autograd would take what a replica does to its own
-    # in place for a change of the others'.
+    # Parts of one tensor share its version counter: autograd would take an in-place write to one
+    # part for a write to all parts.
     parts, kwargs = map_tensors(torch.clone, (parts, kwargs))
     outputs = parallel_apply(replicate(module, used), parts, kwargs, used)
     return gather(outputs, target, dim)
 
 
 def devices_for(device_ids: Sequence[Device] | None) -> list[torch.device]:
-    """The devices that are meant by the ``device_ids`` of :class:`DataParallel`."""
+    """Return the devices that ``device_ids`` of :class:`DataParallel` names, or the default."""
     if isinstance(device_ids, Iterable) and not isinstance(device_ids, str | torch.Tensor):
         device_ids = list(device_ids)
         if not device_ids:
@@ -311,20 +311,20 @@ def devices_for(device_ids: Sequence[Device] | None) -> list[torch.device]:
 def _target(
     output_device: Device | None, device_ids: Sequence[Device] | None, home: torch.device
 ) -> torch.device:
-    """The device of joined outputs; ``home`` is that of the first replica."""
+    """Return the device of the outputs; ``home`` is the first replica's device."""
     are_named = device_ids is not None and not all(map(_is_missing, device_ids))
-    # As torch ignores both, but not beside devices that are there.
+    # Like torch, ignore the index if device_ids are missing or ignored, and only then.
     if output_device is None or (_is_missing(output_device) and not are_named):
         return home
     return as_device(output_device, "output_device")
 
 
 def _is_missing(device: Device | None) -> bool:
-    """Whether it is the index of an accelerator where there are none."""
+    """Whether ``device`` is an accelerator's index on a host without accelerators."""
     is_index = isinstance(device, int) and not isinstance(device, bool) and device >= 0
     return is_index and not torch.accelerator.is_available()
 
 
 def _as_torch_says(device: torch.device) -> int | torch.device:
-    """An accelerator by its index, as the attributes of torch's class do."""
+    """Return an accelerator's index, as torch's attributes have it, or the CPU's device."""
     return device if device.index is None or device.type == "cpu" else device.index

@@ -1,4 +1,4 @@
-"""How tensors and tasks get to devices; and checks of arguments, such as those that name one."""
+"""Moving tensors and tasks to devices; checks of arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def as_device(device: Device, name: str) -> torch.device:
-    """The device that an argument ``name`` means; an int is an accelerator's index, -1 the CPU."""
+    """Return argument ``name`` as a device; an int is an accelerator's index, or -1 for the CPU."""
     if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
         raise TypeError(
             f"{name} is {reprlib.repr(device)}, which names no device. Give an accelerator's "
@@ -25,7 +25,7 @@ def as_device(device: Device, name: str) -> torch.device:
     if not isinstance(device, int):
         try:
             named = torch.device(device)
-            # As tensors there say: the CPU has no index, and others have one.
+            # As Tensor.device has it: without an index for the CPU, and with one otherwise.
             is_cpu = named.type == "cpu"
             return torch.device("cpu") if is_cpu else torch.empty(0, device=named).device
         except (RuntimeError, AssertionError) as error:  # torch raises either
@@ -46,7 +46,7 @@ def as_device(device: Device, name: str) -> torch.device:
 
 
 def as_devices(devices: Iterable[Device], name: str) -> list[torch.device]:
-    """The devices that an argument ``name`` means."""
+    """Return argument ``name`` as a list of devices."""
     if isinstance(devices, str | torch.Tensor) or not isinstance(devices, Iterable):
         raise TypeError(
             f"{name} is {reprlib.repr(devices)}; give a list of devices, as ['cpu', 'cpu'] or "
@@ -56,7 +56,7 @@ def as_devices(devices: Iterable[Device], name: str) -> list[torch.device]:
 
 
 def as_dim(dim: int) -> int:
-    """The same dimension, as an int; raises TypeError if it is no whole number."""
+    """Return ``dim`` as an int; raise TypeError if it isn't a whole number."""
     try:
         return operator.index(dim)
     except TypeError:
@@ -70,7 +70,7 @@ def check_module(module: object, name: str) -> None:
 
 
 def check_kwargs(kwargs: object, name: str) -> None:
-    """Raise TypeError if an argument neither has arguments by name nor is None."""
+    """Raise TypeError unless ``kwargs`` is None or a mapping with names as keys."""
     if kwargs is None:
         return
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
@@ -78,15 +78,15 @@ def check_kwargs(kwargs: object, name: str) -> None:
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``: itself if it is there, else a copy that gradients flow back from.
+    """Return ``tensor`` if it is on ``device``, else a differentiable copy there.
 
-    A copy to a CPU is waited for: the program could read it before it is complete.
+    A copy to the CPU blocks, as the program could read it before it is complete.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def on_device(device: torch.device, task: Callable[[], T]) -> Callable[[], T]:
-    """``task`` with ``device`` and the stream that is now current there as the current ones."""
+    """Return ``task`` with ``device``, and its stream that is current now, as current ones."""
     if device.type in ("cpu", "meta"):
         return task
     stream = torch.accelerator.current_stream(device)

@@ -1,10 +1,10 @@
-"""The replicas' gradients: their sum, and the shared memory where processes leave theirs.
+"""The sum of the replicas' gradients, and the shared memory to which processes write theirs.
 
-A process copies each gradient to shared memory as soon as it is computed, while it still is in the
-CPU's cache, and sets a flag there. Once its own backward is over, the caller adds up the gradients
-that are flagged while other processes still compute. The order of a sum doesn't depend on the
-timing: first the caller's gradient, then those in shared memory in the order of the processes, and
-then, in the same order, further parts of gradients that were computed after the first.
+A process copies each gradient to shared memory as soon as it is computed, while the CPU's cache has
+it, and sets a flag. After its own backward the caller adds the flagged gradients, while other
+processes are still computing. The order of a sum doesn't depend on timing: the caller's gradient,
+then those in shared memory in the order of the processes, then, in the same order, the later parts
+of gradients that autograd accumulated in several parts.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ Gradients = list[torch.Tensor | None]
 
 
 class LeftGradients:
-    """The gradients that a replica leaves, in its own process.
+    """The gradients that a replica's process writes to shared memory, on the side of that process.
 
-    ``shared`` is the caller's memory: a tensor for the gradient of each parameter, and one with a
-    byte for each, the flag that is set when the gradient has been left.
+    ``shared`` is the caller's memory: one tensor per parameter for its gradient, and a tensor of
+    flags, one byte per parameter, which is set when the gradient is complete in memory.
     """
 
     def __init__(self, shared: Sequence[torch.Tensor]) -> None:
-        # Gradients that come are the caller's, and not of a backward that the module runs itself.
+        # Whether the caller's backward is running, and not one that the module itself started.
         self.is_taking = False
         *self._places, flags = shared
         self._leaves: dict[int, torch.Tensor] = {}
         self._flags = bytes_of(flags)
 
     def take_from(self, index: int, leaf: torch.Tensor) -> None:
-        """Take the gradients of that leaf from now on."""
+        """Move gradients of ``leaf`` to shared memory as they are accumulated, from now on."""
         if leaf.requires_grad and self._leaves.get(index) is not leaf:
             self._leaves[index] = leaf
             leaf.register_post_accumulate_grad_hook(partial(self._take, index))
 
     def _take(self, index: int, leaf: torch.Tensor) -> None:
         gradient = leaf.grad
-        # With reentrant checkpoints it comes in parts. The caller may have added the first.
+        # With reentrant checkpoints it has several parts, and the caller may have added the first.
         can_take = self.is_taking and not self._flags[index]
         if can_take and gradient is not None and gradient.layout is torch.strided:
             with torch.no_grad():
@@ -54,14 +54,14 @@ class LeftGradients:
             leaf.grad = None
 
     def taken(self) -> bytes:
-        """For each parameter whether a gradient was left in this backward."""
+        """Return for each parameter 1 if this backward moved its gradient to shared memory."""
         return bytes(self._flags)
 
 
 class GradientsElsewhere:
-    """The gradients that ``count`` processes leave, in the caller's process.
+    """The gradients that ``count`` processes write to shared memory, on the caller's side.
 
-    ``shared`` is for each process the memory that its :class:`LeftGradients` takes.
+    ``shared`` has for each process the memory for its :class:`LeftGradients`.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], count: int) -> None:
@@ -70,7 +70,7 @@ class GradientsElsewhere:
         self._flags = [bytes_of(own.here[-1]) for own in self.shared]
         # For each parameter the number of processes whose gradient has been added.
         self._num_added = bytearray(len(parameters))
-        # Other processors may see a flag before the gradient.
+        # On processors that reorder writes, a flag may become visible before its gradient.
         is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
         self._can_see = is_on_cpu and platform.machine() in ("x86_64", "AMD64")
 
@@ -81,7 +81,7 @@ class GradientsElsewhere:
             ctypes.memset(flags, 0, len(flags))
 
     def add_those_there(self, total: Gradients) -> None:
-        """Add to ``total`` the gradients that are there by now, in the order of the processes."""
+        """Add the gradients that are flagged by now to ``total``, in the order of the processes."""
         is_any = self._can_see
         while is_any:
             is_any = False
@@ -101,9 +101,9 @@ class GradientsElsewhere:
     def rest(
         self, number: int, are_in_place: bytes, others: dict[int, torch.Tensor]
     ) -> tuple[Gradients, Gradients]:
-        """The gradients of a process to add after its backward, and their further parts.
+        """Return a process's gradients that are still to be added, and their later parts.
 
-        ``are_in_place`` and ``others`` are what ``Worker.backward`` has returned.
+        ``are_in_place`` and ``others`` are results of ``Worker.backward``.
         """
         first: Gradients = []
         later: Gradients = []
@@ -117,10 +117,10 @@ class GradientsElsewhere:
 
 
 def add_up(of_replicas: Sequence[Gradients], home: torch.device) -> Gradients:
-    """Add up each parameter's gradients in the order of the replicas, so that bits don't vary.
+    """Sum each parameter's gradients in the order of the replicas, for reproducible bits.
 
-    The sums are on the device ``home``. Only the first replica's gradients are written to, or
-    become part of the result.
+    The sums are on the device ``home``. They may be the first replica's tensors, written in place;
+    other replicas' tensors are neither written to nor returned.
     """
     first, *others = of_replicas
     total = [None if own is None else move(own, home) for own in first]
@@ -130,7 +130,7 @@ def add_up(of_replicas: Sequence[Gradients], home: torch.device) -> Gradients:
         for index, own in enumerate(gradients):
             if own is None:
                 continue
-            # Only now: there is to be memory for the copies of one replica's, not of all.
+            # Moved one by one, so that copies of one replica's gradients exist at a time.
             so_far, gradient = total[index], move(own, home)
             if so_far is None:
                 total[index] = gradient.clone()

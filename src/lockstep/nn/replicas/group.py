@@ -1,4 +1,4 @@
-"""Replicas that run at the same time: their sums, and questions to their caller's process."""
+"""Replicas that run in parallel: their sums, and their requests to the caller's process."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ AskCaller = Callable[[Callable[..., object], tuple[object, ...]], object]
 
 @dataclass(frozen=True)
 class Replica:
-    """The replica that runs in a thread."""
+    """The replica that the current thread runs."""
 
     index: int  # among the replicas of its call
-    count: int  # of these
-    num_around: int  # the number of replicas of the caller, which may run in one itself
-    spans_processes: bool  # whether some of all these replicas are in other processes
-    sums: ReplicaSums | None  # None if these are the caller's, which is another process
+    count: int  # the number of replicas of its call
+    num_around: int  # the product of the counts of the calls around this one, 1 if there are none
+    spans_processes: bool  # whether any of these replicas runs in another process
+    sums: ReplicaSums | None  # None if they are in another process, the caller's
 
     def add_up(self, own: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
         """Return ``finish`` of the sum of all replicas' tensors, in the order of the replicas.
 
         Args:
             own: This replica's tensor, of the same shape and dtype on all, on any device.
-            finish: A picklable function that is called once, in the caller's process, with the sum
-                over these replicas and all replicas around them. Without it the sum is over these.
+            finish: A picklable function, which is called once, in the caller's process, with the
+                sum over these replicas and all replicas around them. If None, the sum is over the
+                replicas of this call alone.
         """
         if self.sums is None:
             total = in_caller(_add_up_here, own, finish)
@@ -54,22 +55,22 @@ class Replica:
 class ReplicaSums:
     """The sums of the replicas of one call, such as those of ``lockstep.mean``.
 
-    A replica that has returned or failed takes part with zeros: the others don't wait for it.
+    A replica that has returned or failed counts as zeros: the others don't wait for it.
     """
 
     def __init__(self, count: int) -> None:
         self._around = _replica.get()
         self._num_present = count
         self._lock = threading.Lock()
-        # Raised by all current and later callers. Whoever sets it calls leave() next.
+        # If set, all current and later callers raise it. The setter must call leave() afterwards.
         self.error: BaseException | None = None
-        # The sum whose parts, by the number of the replica, have not all come.
+        # The current sum: the parts that have arrived, by the index of the replica.
         self._parts: dict[int, torch.Tensor] = {}
         self._finish: Finish | None = None
         self._total = Future[torch.Tensor]()
 
     def add_up(self, index: int, own: torch.Tensor, finish: Finish | None) -> torch.Tensor:
-        """The sum of all replicas' tensors: see :meth:`Replica.add_up`."""
+        """Return the sum of all replicas' tensors: see :meth:`Replica.add_up`."""
         if finish is not None and self._around is not None:
             finish = partial(self._around.add_up, finish=finish)
         with self._lock:
@@ -78,7 +79,7 @@ class ReplicaSums:
         return total.result()
 
     def leave(self) -> None:
-        """Wait no longer for one of the replicas."""
+        """Stop waiting for one of the replicas, which has returned or failed."""
         with self._lock:
             self._num_present -= 1
         self._finish_if_complete()
@@ -89,7 +90,7 @@ class ReplicaSums:
             if not parts or (self.error is None and len(parts) < self._num_present):
                 return
             self._parts, self._total = {}, Future()
-        # Without the lock: a sum over ranks waits for them.
+        # Without the lock, as finish() may wait for other ranks.
         try:
             if self.error is not None:
                 raise self.error
@@ -105,7 +106,7 @@ class ReplicaSums:
 def as_replicas(
     tasks: Sequence[Callable[[], T]], *, in_processes: bool = False
 ) -> list[Callable[[], T]]:
-    """Let each of ``tasks`` be that of one replica, in whichever thread it runs."""
+    """Return ``tasks``, each of which runs as one replica, in any thread."""
     sums, count = ReplicaSums(len(tasks)), len(tasks)
     spans_processes = in_processes or is_beside_processes()
 
@@ -134,8 +135,8 @@ def parallel_apply(
 ) -> list[Any]:
     """Call each of ``modules`` on its inputs, each in a thread of its own.
 
-    In the threads all is as in the caller's: grad mode, inference mode, autocast with its dtype,
-    the default device and dtype, context variables, and each accelerator's current stream.
+    The threads take over the caller's grad mode, inference mode, autocast, default device and
+    dtype, context variables, and each accelerator's current stream.
 
     Args:
         modules: The modules to call.
@@ -148,8 +149,8 @@ def parallel_apply(
         The results of the modules.
 
     Raises:
-        TypeError: If an argument is no list, or an element of it is of a wrong type.
-        ValueError: If the lists are of different lengths, or a device isn't there.
+        TypeError: If an argument isn't a list, or has an element of a wrong type.
+        ValueError: If the lists have different lengths, or a device doesn't exist.
         BaseException: The error of the first module that failed, with a note that names its number
             and device, and a note for each other module that failed.
     """
@@ -205,7 +206,7 @@ _replica: ContextVar[Replica | None] = ContextVar("lockstep_replica", default=No
 
 @contextmanager
 def as_replica(replica: Replica) -> Iterator[None]:
-    """Be this replica in this thread."""
+    """Make ``replica`` the current one of this thread."""
     token = _replica.set(replica)
     try:
         yield
@@ -214,57 +215,57 @@ def as_replica(replica: Replica) -> Iterator[None]:
 
 
 def this_replica() -> Replica | None:
-    """The replica that this thread runs, if any."""
+    """Return the replica that this thread runs, if any."""
     return _replica.get()
 
 
 def num_replicas() -> int:
-    """The number of replicas of the code that this thread runs, those around it included."""
+    """Return how many replicas run the current code, over all nested calls; 1 without any."""
     replica = _replica.get()
     return 1 if replica is None else replica.count * replica.num_around
 
 
 def _add_up_here(own: torch.Tensor, finish: Finish | None) -> torch.Tensor:
-    """The same in the caller's process, in the thread that stands for the replica."""
+    """Run ``Replica.add_up`` in the caller's process, in the thread of that replica."""
     replica = _replica.get()
     assert replica is not None
     return replica.add_up(own, finish)
 
 
-# Replicas in processes of their own ask the caller's process
+# Requests of a replica's process to the caller's process
 
 _ask_caller: AskCaller | None = None
 
 
 def in_caller(function: Callable[..., T], *arguments: object) -> T:
-    """Return ``function(*arguments)``, run where replicas are called from; both can be pickled."""
+    """Return ``function(*arguments)``, run in the caller's process; both must be picklable."""
     if _ask_caller is None:
         return function(*arguments)
     return _ask_caller(function, arguments)  # type: ignore[return-value]
 
 
 def set_caller(ask: AskCaller | None) -> None:
-    """Declare this process to be a replica's, with a way to run a function in the caller's."""
+    """Declare this a replica's process; ``ask`` runs a function in the caller's process."""
     global _ask_caller
     _ask_caller = ask
 
 
 def is_replica_process() -> bool:
-    """Whether :func:`set_caller` has been called here."""
+    """Whether :func:`set_caller` has made this a replica's process."""
     return _ask_caller is not None
 
 
 def is_beside_processes() -> bool:
-    """Whether this is a replica, or inside of one, of which others are in other processes."""
+    """Whether this code runs in a replica, and any replica of that call in another process."""
     replica = _replica.get()
     return is_replica_process() or (replica is not None and replica.spans_processes)
 
 
-# Scalars that all replicas have
+# Scalars that are equal on all replicas
 
 
 def mark_as_one(tensor: torch.Tensor) -> None:
-    """Mark a scalar that all replicas have: it is gathered once, and its gradient is divided."""
+    """Mark a scalar as equal on all replicas: gather() returns one, and divides its gradient."""
     tensor._is_one_of_all_replicas = True  # type: ignore[attr-defined]
 
 

@@ -1,8 +1,8 @@
 """Embeddings whose rows depend on the lookups of all replicas.
 
-``max_norm`` scales the rows that are looked up, in place: replicas that share a weight must not do
-so while others read it. ``scale_grad_by_freq`` divides a row's gradient by the number of its
-lookups in the whole batch. In replicas such a weight is a :class:`LinkedEmbedding`.
+``max_norm`` scales rows in place when they are looked up; a replica must not do that while other
+replicas read the shared weight. ``scale_grad_by_freq`` divides a row's gradient by the number of
+its lookups in the whole batch. In replicas such a weight is a :class:`LinkedEmbedding`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lockstep.torch_private import DisableTorchFunctionSubclass
 class LinkedEmbedding(nn.Parameter):
     """The weight of an embedding whose lookups are counted over all replicas.
 
-    Source: ``__torch_function__`` of "Extending PyTorch", which is called for each of torch's
-    functions that is given one.
+    Source: ``__torch_function__`` in "Extending PyTorch", which torch calls for each function with
+    such an argument.
     """
 
     @classmethod
@@ -52,7 +52,7 @@ def linked_embeddings_in(parts: Sequence[nn.Module]) -> set[int]:
 
 
 def as_linked(parameter: torch.Tensor) -> torch.Tensor:
-    """A linked embedding through which gradients flow back to ``parameter``."""
+    """Return a linked embedding with the values of ``parameter``, differentiable by it."""
     return _AsLinkedEmbedding.apply(parameter)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -81,12 +81,12 @@ def _look_up(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
     counts = torch.bincount(given["input"].reshape(-1), minlength=len(weight))
     if replica is not None:
-        # A finish, which has nothing to do, for a sum that is also over the replicas around these.
+        # With a finish, though it changes nothing, the sum includes the replicas around these.
         counts = replica.add_up(counts, torch.clone)
     if max_norm is not None:
         arguments = weight.detach(), counts.nonzero().flatten(), max_norm, given["norm_type"]
         scale_rows = partial(torch.embedding_renorm_, *arguments)
-        # No replica may read a row, or save the weight for its backward, before.
+        # Before any replica reads a row or saves the weight for its backward.
         scale_rows() if replica is None else _once_per_device(replica, weight.device, scale_rows)
     if given["scale_grad_by_freq"]:
         weight = _DividedByCounts.apply(weight, counts)  # type: ignore[no-untyped-call]
@@ -95,7 +95,7 @@ def _look_up(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _once_per_device(replica: Replica, device: torch.device, do: Callable[[], object]) -> None:
-    """Let the first replica on each device ``do`` something, while all others wait."""
+    """Run ``do`` in the first replica on each device, while all others wait."""
     kinds = torch.zeros(replica.count, dtype=torch.long)
     kinds[replica.index] = kind = 1 + zlib.crc32(str(device).encode())
     first = replica.add_up(kinds).tolist().index(kind)

@@ -1,4 +1,4 @@
-"""A replica in this process: its tensors, and its calls with their forward and backwards."""
+"""A replica in this process: its parameters and buffers, and its forwards and backwards."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Ends = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class LocalReplica:
     """A replica in this process, which is kept from call to call.
 
-    Note [Leaves]: a replica's parameters are leaves of its own graph. On the device of a parameter
-    its leaf shares memory and version with it: what is written to one is written to both, and
-    autograd notices what it would have noticed without replicas. Inputs are not shared so: those
-    of all replicas are views of one tensor, with one version, and autograd would take what one
-    replica does to its own in place for a change of the others'.
+    Note [Leaves]: a replica's parameters are leaves of its own graph. On the parameter's device the
+    leaf shares the parameter's memory and version counter, so autograd detects the same in-place
+    writes as without replicas. Inputs are copied instead: the inputs of all replicas are views of
+    one tensor with one version counter, and autograd would take an in-place write of one replica
+    for a write to the inputs of all.
 
-    A replica that ``owns_buffers`` has the module's own, so that changes to them stay. Another has
-    copies, and what it saves for its backward isn't written to when the module gets the mean of all
-    replicas' buffers.
+    A replica that ``owns_buffers`` uses the module's buffers, which keep its writes. Other replicas
+    have copies, so that writing the mean of all replicas' buffers to the module doesn't change
+    tensors that a replica saved for its backward.
     """
 
     def __init__(self, original: nn.Module, device: torch.device, *, owns_buffers: bool) -> None:
         self.device = device
         self.parts = [*original.modules()]
-        self.leaves: list[torch.Tensor] = []  # its parameters
-        self.buffers: list[torch.Tensor] = []  # copies of the module's, if it has them
+        self.leaves: list[torch.Tensor] = []  # the replica's parameters
+        self.buffers: list[torch.Tensor] = []  # empty if it uses the module's
         self._copy = ModuleCopy(original)
         self.module = self._copy.module
         self._owns_buffers = owns_buffers
@@ -62,7 +62,7 @@ class LocalReplica:
 
 
 class _Leaf:
-    """A leaf that shares a parameter's memory or, on another device, is a copy."""
+    """A leaf that shares a parameter's memory or, on another device, has a copy of it."""
 
     def __init__(self, original: torch.Tensor, device: torch.device, *, is_linked: bool) -> None:
         self._original = original  # its id() is the key of this leaf, and must not be reused
@@ -78,7 +78,7 @@ class _Leaf:
         self.tensor = there.requires_grad_(original.requires_grad)
 
     def is_current(self, original: torch.Tensor) -> bool:
-        """Whether it still is that parameter's leaf; a copy is given a changed value here."""
+        """Whether it is a leaf for ``original``; a copy on another device is updated here."""
         leaf = self.tensor
         if self._original is not original or leaf.requires_grad != original.requires_grad:
             return False
@@ -94,9 +94,9 @@ class _Leaf:
 
 
 class _Buffer:
-    """A copy of a buffer, for a replica to write to; replaced when either has changed.
+    """A replica's copy of a buffer, replaced by a new copy when either has changed.
 
-    An earlier value may be needed for a backward that is still to come.
+    The copy isn't updated in place, as a later backward may need the value that it saved.
     """
 
     def __init__(self, original: torch.Tensor, version: object, device: torch.device) -> None:
@@ -110,10 +110,11 @@ class _Buffer:
 
 
 class ReplicaCall:
-    """The call of one replica in this process: of ``call``, with ``arguments``.
+    """One forward of a replica in this process, ``call(*arguments)``, and its backwards.
 
-    ``leaves`` replace the module's parameters in it, ``inputs`` are the tensors among the arguments
-    that require a gradient, and ``results`` is what the replica has returned.
+    Attributes:
+        inputs: The tensors among the arguments that require a gradient.
+        results: The result of the forward.
     """
 
     def __init__(
@@ -127,13 +128,13 @@ class ReplicaCall:
         self.inputs = [x for x in tensors_in(arguments) if x.requires_grad]
         self.results: Any = None
         self._outputs: list[torch.Tensor] = []
-        # The indices of outputs whose graph is freed, and of those in which a backward began last.
+        # Indices of outputs: those whose graph is freed, and the roots of the last backward.
         self._freed: set[int] = set()
         self._begun: set[int] = set()
         self._call = call
         self._arguments = arguments
         self._leaves = leaves
-        self._input_leaves: list[torch.Tensor] = []  # these replace the inputs
+        self._input_leaves: list[torch.Tensor] = []  # which replace the inputs
 
     def forward(self) -> None:
         """Call the replica."""
@@ -150,7 +151,7 @@ class ReplicaCall:
         return self._input_leaves[-1].clone()
 
     def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
-        """The outputs in which a backward begins, with their gradients."""
+        """Return the outputs from which a backward starts, each with its gradient."""
         self._begun = {i for i, gradient in enumerate(d_outputs) if gradient is not None}
         if self._begun & self._freed:
             raise RuntimeError(
@@ -164,10 +165,10 @@ class ReplicaCall:
         ]
 
     def derivative(self, d_outputs: Gradients) -> ReplicaCall:
-        """A call that runs this one's backward, and has a backward itself.
+        """Return a call whose forward is the backward of this one, for a double backward.
 
-        Its inputs are those of this call and those of ``d_outputs`` that require a gradient; its
-        results the gradients of the parameters, and those of this call's inputs.
+        Its inputs are this call's inputs and the ``d_outputs`` that require a gradient. Its results
+        are the gradients of the parameters and of this call's inputs.
         """
         call = ReplicaCall(self.device, self._leaves, self._differentiate, ((d_outputs,), {}))
         call.inputs[:0] = self.inputs
@@ -186,13 +187,13 @@ class ReplicaCall:
         return [of_leaf.get(id(leaf)) for leaf in leaves]
 
     def free_graph(self) -> None:
-        """Free the graph of those outputs in which the last backward began."""
+        """Free the graph of the outputs from which the last backward started."""
         self._freed |= self._begun
         for index in self._begun:
             self._outputs[index] = self._outputs[index].detach()
 
     def take_gradients(self) -> tuple[Gradients, Gradients]:
-        """The gradients of the parameters and of the inputs; the leaves have none then."""
+        """Return the gradients of the parameters and of the inputs; reset those of the leaves."""
         leaves = [*self._leaves, *self._input_leaves]
         gradients = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -201,7 +202,7 @@ class ReplicaCall:
 
 
 def run_backward(ends: Ends, keep_graph: bool) -> None:
-    """Run the backward that begins in ``ends``; gradients add up in the leaves."""
+    """Run a backward from the outputs ``ends``; it accumulates gradients in the leaves."""
     if ends:
         outputs, d_outputs = zip(*ends, strict=True)
         torch.autograd.backward(outputs, d_outputs, retain_graph=keep_graph)

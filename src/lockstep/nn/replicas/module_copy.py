@@ -1,4 +1,4 @@
-"""Copies of a module with tensors of their own, and the state of the module to copy."""
+"""Copies of a module with other tensors, and the state of the module that is copied."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 class ModuleCopy:
-    """A second tree of modules, ``module``, of the same classes and with the same attributes.
+    """A copy, ``module``, of a module and its submodules, with the same classes and attributes.
 
-    Each :meth:`update` gives the copy the attributes that the original has then. Attributes that
-    were assigned in the copy are lost, but for those that the class names in ``_own_in_copies``.
+    Each :meth:`update` copies the original's current attributes. Attributes that were assigned in
+    the copy are lost, except those that the class lists in ``_own_in_copies``.
     """
 
     def __init__(self, original: nn.Module) -> None:
@@ -37,9 +37,10 @@ class ModuleCopy:
         self.module = self._copies[original]
 
     def update(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Take the original's attributes, with ``tensors`` in place of its own, by their ``id()``.
+        """Copy the original's attributes, and replace its tensors by ``tensors``.
 
-        Tensors that are missing there are shared.
+        The keys of ``tensors`` are the ``id()`` of the original's tensors; other tensors are
+        shared.
         """
         for original, own in self._pairs:
             state = original.__dict__.copy()
@@ -77,7 +78,7 @@ class ModuleState(NamedTuple):
         parameters, buffers = _own_tensors(parts, "_parameters"), _own_tensors(parts, "_buffers")
         parameters += [buffer for buffer in buffers if buffer.requires_grad]
         buffers = [buffer for buffer in buffers if not buffer.requires_grad]
-        # Statistics are written to without their version being counted. Shown by
+        # Normalization layers write statistics without incrementing their version. Shown by
         # test_statistics_are_those_of_the_last_call.
         counting = {
             id(buffer)
@@ -101,11 +102,11 @@ class ModuleSnapshot:
         self.ignore_lengths()
 
     def ignore_lengths(self) -> None:
-        """Take no container for changed that has its present length."""
+        """Regard containers as unchanged while they keep their present length."""
         self._lengths = [*map(len, self._containers)]
 
     def is_current(self, state: ModuleState) -> bool:
-        """Whether nothing but the values of tensors has changed."""
+        """Whether at most the values of tensors have changed."""
         is_same = _identity_of(state)[1] == self._identity
         return is_same and [*map(len, self._containers)] == self._lengths
 
@@ -126,8 +127,8 @@ def _own_tensors(parts: Sequence[nn.Module], kind: str) -> list[torch.Tensor]:
 
 
 def version_of(tensor: torch.Tensor) -> object:
-    """An object that differs once the tensor has been written to, as far as torch tells."""
-    # Inference tensors have no version, and so always count as changed.
+    """Return an object that compares unequal once torch has counted a write to ``tensor``."""
+    # Inference tensors have no version counter, and so always count as changed.
     return object() if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
 
 
@@ -161,16 +162,16 @@ def replicate(network: Network, devices: Sequence[Device], detach: bool = False)
 
     Args:
         network: A module, on any devices.
-        devices: Where replicas are wanted: indices of accelerators, names, devices, also
-            several times the same.
-        detach: Whether gradients end at the replicas' parameters.
+        devices: One device per replica, as an accelerator's index, a name or a
+            ``torch.device``. A device may repeat.
+        detach: Whether the replicas' parameters are detached from those of ``network``.
 
     Returns:
         The replicas, in the order of ``devices``.
 
     Raises:
-        TypeError: If ``network`` is no module, or has a ScriptModule in it.
-        ValueError: If a device isn't there.
+        TypeError: If ``network`` isn't a module, or contains a ScriptModule.
+        ValueError: If a device doesn't exist.
         RuntimeError: If a parameter has no shape yet.
     """
     check_module(network, "network")

@@ -1,4 +1,4 @@
-"""Containers in inputs and outputs: their children, copies with other children, their tensors."""
+"""Nested containers of tensors: their children, their leaves, and copies with other tensors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch.nn.utils.rnn import PackedSequence
 
 _T = TypeVar("_T")
 
-# The keys that lead from a nesting to a value in it.
+# The keys that lead from a nested container to a value in it.
 Path = tuple[object, ...]
 # Returns the tensor that replaces its argument, or None to keep that.
 Change = Callable[[torch.Tensor], torch.Tensor | None]
 
-# Some of these are tuples or may be dataclasses, but none can be taken apart: a Size holds nothing
-# but numbers, and a PackedSequence's fields belong together.
+# Leaves, though some are tuples or may be dataclasses: a Size has only numbers, and the fields of a
+# PackedSequence depend on each other.
 _WHOLE = (torch.Tensor, PackedSequence, torch.Size, nn.Module, type)
-# These have attributes, but none that are part of a value.
+# Objects whose attributes aren't searched for tensors.
 _NO_VALUES = (nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
 
@@ -51,8 +51,8 @@ def children(value: object) -> dict[object, object] | None:
 def like(value: _T, new: Sequence[object]) -> _T:
     """A container of the type of ``value``, with other children in the same order.
 
-    It is a copy, filled again, and not constructed: ``__post_init__`` would do a second time what
-    it has done to the children of the first.
+    It is a shallow copy with replaced children, and isn't constructed: ``__post_init__`` would be
+    applied to its own results.
     """
     if isinstance(value, tuple):
         # The __new__ of named tuples takes the fields one by one, so it is bypassed. That of
@@ -86,7 +86,7 @@ def _set_fields(value: Any, fields: Mapping[Any, object]) -> None:
 def leaves(
     value: object, path: Path = (), above: frozenset[int] = frozenset()
 ) -> Iterator[tuple[Path, object]]:
-    """All leaves of a nesting, each with its path; ``above`` are the containers around it."""
+    """Yield all leaves with their paths; ``above`` are the ids of the containers around."""
     inside = children(value)
     if inside is None:
         yield path, value
@@ -97,14 +97,14 @@ def leaves(
 
 
 def name_of(path: Path) -> str:
-    """A path in words, as in ``inputs[0]['mask']``."""
+    """Return a path as an expression, such as ``inputs[0]['mask']``."""
     return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
 
 
 def map_tensors(change: Change, value: _T) -> _T:
-    """A copy of ``value`` with every tensor changed, attributes of objects included.
+    """Return a copy of ``value`` with all tensors changed, also in attributes of objects.
 
-    Containers and objects without a tensor that changes are shared with ``value``, not copied.
+    Containers and objects in which no tensor changes are shared with ``value``, not copied.
     """
     return cast(_T, _changed(change, value, {}))
 
@@ -139,7 +139,7 @@ def _changed(change: Change, value: object, done: dict[int, object]) -> object:
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
-    """All tensors in ``value``, in the order of :func:`map_tensors`."""
+    """Return all tensors in ``value``, in the order of :func:`map_tensors`."""
     found: list[torch.Tensor] = []
     map_tensors(found.append, value)
     return found

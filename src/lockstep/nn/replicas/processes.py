@@ -1,4 +1,4 @@
-"""Replicas in processes, on the caller's side: their processes, and the calls of them."""
+"""Replicas in processes, on the caller's side: starting, calling and ending the processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm import Deadline
+from lockstep.comm import Deadline, shut_down
 from lockstep.errors import ReplicaLost
 from lockstep.nn.replicas.channel import (
     Channel,
@@ -41,12 +41,11 @@ from lockstep.nn.replicas.worker_main import GRACE_SECONDS, POLL_SECONDS, Call
 from lockstep.nn.replicas.worker_threads import Modes, raise_first
 from lockstep.world import allocator_environment
 
-# How long processes may take to start, whatever the timeout.
+# How long processes may take to start, even if the timeout is shorter.
 _START_SECONDS = 120.0
 # How long to wait for the exit code of a process that has closed its end.
 _PATIENCE_SECONDS = 2.0
-_END = b"\0"  # has the interpreter end that has forked all processes
-_MOST_BYTES = 1 << 16  # of their ids
+_MOST_BYTES = 1 << 16  # of the message with the process ids
 _MAIN = """\
 import json, sys
 sys.path[:], *arguments = json.loads(sys.argv.pop())
@@ -62,7 +61,7 @@ _NOTHING = ModuleSnapshot(ModuleState([], [], [], []))
 def _start_processes(devices: Sequence[torch.device]) -> list[WorkerProcess]:
     """Start a process for each of ``devices`` but the first.
 
-    They are forks of one new interpreter, which alone imports torch: that takes seconds.
+    They are forks of one new interpreter, so that torch, which takes seconds, is imported once.
     """
     num_threads = max(1, torch.get_num_threads() // len(devices))
     seed, (home, *others) = torch.initial_seed(), map(str, devices)
@@ -87,7 +86,7 @@ def _start_processes(devices: Sequence[torch.device]) -> list[WorkerProcess]:
             if not (pids := connection.recv(_MOST_BYTES)):
                 raise EOFError
             with adopting_orphans():
-                connection.sendall(_END)
+                shut_down(connection)  # upon which the interpreter exits
                 interpreter.wait(_START_SECONDS)
         after_errors.pop_all()
     connection.close()
@@ -97,7 +96,7 @@ def _start_processes(devices: Sequence[torch.device]) -> list[WorkerProcess]:
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Become the parent of descendants whose own parent ends meanwhile."""
+    """Make this process the parent of descendants whose parent exits meanwhile."""
     prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
     with _adopting:
         prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -112,7 +111,7 @@ def adopting_orphans() -> Iterator[None]:
 def _reporting_loss(
     index: int, process: subprocess.Popen[bytes] | WorkerProcess, timeout: float
 ) -> Iterator[None]:
-    """Raise ReplicaLost for errors of the connection to the process of a replica."""
+    """Raise ReplicaLost, with the exit code, for errors of the connection to a replica."""
     who = f"The process of replica {index} (pid {process.pid})"
     try:
         yield
@@ -132,29 +131,29 @@ def _reporting_loss(
 
 
 class WorkerProcess:
-    """The process of one replica, a child of this process, and what the caller knows of it."""
+    """One replica's process, a child of this process, and its state as the caller knows it."""
 
     def __init__(
         self, index: int, devices: Sequence[torch.device], pid: int, connection: socket.socket
     ) -> None:
         self.index, self.device, self.pid = index, devices[index], pid
         self.returncode: int | None = None
-        # Those of the buffers that it has, and of the parameters, unless it shares them.
+        # The versions of its buffers, and of its parameters unless they are in shared memory.
         self.versions: list[object] = []
-        # The numbers of calls of which no backward will come; sent with the next call.
+        # The numbers of calls that will have no further backward; sent with the next call.
         self.dropped: list[int] = []
-        self.is_asked = False  # whether it has been sent a request, and no answer was received
+        self.is_asked = False  # whether it owes the answer to a request
         self._is_home = self.device == devices[0]
         self.connection = connection
         self.channel = Channel(connection, [devices[0], self.device])
         self._waiting = threading.Lock()
 
     def versions_of(self, state: ModuleState) -> list[object]:
-        """The versions that it has once it has been sent the state."""
+        """Return the versions that the process has after it has received ``state``."""
         return [*state.versions, *map(version_of, () if self._is_home else state.parameters)]
 
     def wait(self, timeout: float) -> None:
-        """Wait for its end; raise TimeoutExpired if that takes longer."""
+        """Wait for the process to exit; raise TimeoutExpired after ``timeout`` seconds."""
         deadline = Deadline(timeout)
         with self._waiting:
             while self.returncode is None:
@@ -170,16 +169,16 @@ class WorkerProcess:
                     raise subprocess.TimeoutExpired(str(self.pid), timeout)
 
     def kill(self) -> None:
-        """End it now."""
+        """Send the process SIGKILL."""
         if self.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 def _end(workers: Sequence[WorkerProcess], owner: int) -> None:
-    """Let all end that are idle or come to their ends in a moment, and end the others."""
+    """Close the connections, upon which processes exit; kill those that don't exit in time."""
     if owner != os.getpid():
-        return  # this process was forked from theirs
+        return  # this is a fork of the process that started them
     for worker in workers:
         worker.channel.close()
     for worker in workers:
@@ -193,8 +192,8 @@ def _end(workers: Sequence[WorkerProcess], owner: int) -> None:
 class ReplicaProcesses:
     """The processes of all replicas but the first, on ``devices[1:]``.
 
-    They are fresh ones, not forks of the caller, and end with this object or with the program. On
-    the CPU the module's parameters are moved to memory that all have mapped.
+    They are not forks of the caller, and end with this object or with the program. Parameters on
+    the CPU are moved to shared memory.
     """
 
     def __init__(self, devices: Sequence[torch.device], timeout: float) -> None:
@@ -211,11 +210,11 @@ class ReplicaProcesses:
 
     @property
     def is_alive(self) -> bool:
-        """Whether they are this process's own and there."""
+        """Whether the processes are running, and are children of this process."""
         return not self._is_ended and self._pid == os.getpid()
 
     def check_alive(self) -> None:
-        """Raise ReplicaLost if they aren't."""
+        """Raise ReplicaLost unless :attr:`is_alive`."""
         if not self.is_alive:
             raise ReplicaLost(
                 "The processes of the replicas that ran this have ended, or are those of the "
@@ -223,7 +222,7 @@ class ReplicaProcesses:
             )
 
     def update(self, module: nn.Module, state: ModuleState) -> None:
-        """Send the module, if more of it has changed than the values of tensors."""
+        """Send the module if anything but the values of its tensors has changed."""
         if self._snapshot.is_current(state):
             return
         parameters = state.parameters
@@ -241,7 +240,7 @@ class ReplicaProcesses:
                 f"{type(module).__name__} can't be sent to other processes: {error}. Use "
                 "workers='threads', or leave out what can't be pickled."
             ) from error
-        self._snapshot, self.gradients = _NOTHING, gradients  # until all is sent
+        self._snapshot, self.gradients = _NOTHING, gradients  # until all processes have it
         with torch.no_grad():
             for parameter, there in zip(parameters, places.here, strict=is_on_cpu):
                 parameter.data = there.copy_(parameter)
@@ -263,7 +262,7 @@ class ReplicaProcesses:
     def call(
         self, state: ModuleState, method: str, arguments: Sequence[Arguments], returns_buffers: bool
     ) -> list[RemoteCall]:
-        """Start a call of that method of as many replicas as there are arguments."""
+        """Start a call of ``method`` in one process for each of ``arguments``."""
         number, count, modes = next(self._numbers), 1 + len(arguments), Modes.here()
         training = [part.training for part in state.parts]
         trained = [parameter.requires_grad for parameter in state.parameters]
@@ -297,7 +296,7 @@ class ReplicaProcesses:
         return calls
 
     def send(self, worker: WorkerProcess, message: Packed, timeout: float | None = None) -> None:
-        """Send one process a message; it and answers may take ``timeout`` seconds each."""
+        """Send a process a message; sending and each answer may take ``timeout`` seconds."""
         self.check_alive()
         timeout = timeout or self._timeout
         worker.connection.settimeout(timeout)
@@ -306,17 +305,17 @@ class ReplicaProcesses:
             worker.channel.send(message)
 
     def receive(self, worker: WorkerProcess) -> Any:
-        """Answer a process's requests, in the thread that stands for it; return its answer.
+        """Run a process's requests, in the thread that represents it; return its answer.
 
-        An error that isn't the replica's own ends all processes.
+        If the process is lost, or the program interrupted, all processes are killed. An exception
+        that the replica raised is raised here.
         """
         try:
             with _reporting_loss(worker.index, worker, worker.connection.gettimeout() or 0.0):
                 while isinstance(answer := worker.channel.receive(), Request):
                     worker.channel.answer(partial(answer.function, *answer.arguments))
         except BaseException as lost:
-            # A later loss is that of a process that was ended, perhaps for an interruption, and
-            # in_use() may be over.
+            # Only the first loss counts: later ones come from kill(), perhaps after in_use().
             if not self._is_ended:
                 self._lost = lost
                 self.kill()
@@ -330,37 +329,37 @@ class ReplicaProcesses:
         return answer
 
     def check(self, first_error: BaseException | None) -> None:
-        """Raise the error of a process that was lost; ``first_error`` is the first replica's."""
+        """Raise the error of a lost process, with a note on ``first_error`` of replica 0."""
         if self._lost is not None:
             if first_error is not None and first_error is not self._lost:
                 self._lost.add_note(f"Replica 0 failed as well: {first_error!r}")
             raise self._lost
 
     def kill(self) -> None:
-        """End all processes now."""
+        """Kill all processes."""
         self._is_ended = True
         for worker in self.workers:
             worker.kill()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Around a call or a backward: end all processes if one still owes an answer then."""
+        """Around a call or a backward: kill all processes if one owes an answer at its end."""
         try:
             yield
         finally:
-            # Its traceback may hold a tensor whose graph holds this object, a circle that no
-            # garbage collector sees.
+            # Its traceback may refer to a tensor whose graph refers to this object, a cycle that
+            # Python's garbage collector can't see.
             self._lost = None
-            # The first replica fills the module's own containers: that doesn't change the module.
+            # The first replica may append to the module's containers: not a change to send.
             self._snapshot.ignore_lengths()
-            # The next call would take the answer to this one for its own.
+            # The next call would receive the answer to this one.
             if self._is_ended or any(worker.is_asked for worker in self.workers):
                 self.kill()
                 self._end()
 
 
 class RemoteCall:
-    """The call of a replica in another process, with the face of a ReplicaCall."""
+    """The call of a replica in another process, with the interface of a ReplicaCall."""
 
     def __init__(
         self, processes: ReplicaProcesses, worker: WorkerProcess, call: Call, versions: list[object]
@@ -369,7 +368,7 @@ class RemoteCall:
         self.worker = worker
         self.inputs = [x for x in tensors_in(call.arguments) if x.requires_grad]
         self.results: Any = None
-        self.buffers: Gradients = []  # those of floating point, if they were asked for
+        self.buffers: Gradients = []  # the floating-point buffers, if buffers are averaged
         self._processes = processes
         self._number, self._num_dropped, self._versions = call.number, len(call.dropped), versions
         self._derived: tuple[Any, ...] = ()
@@ -383,7 +382,7 @@ class RemoteCall:
         self.worker.versions = self._versions
 
     def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
-        """Let the process run its backward."""
+        """Request the backward of the process."""
         self._derived = ()
         own = [None if gradient is None else gradient.detach() for gradient in d_outputs]
         request = Request("backward", (self._number, own, keep_graph))
@@ -391,11 +390,11 @@ class RemoteCall:
         return ()
 
     def receive_gradients(self) -> None:
-        """Wait until the process's backward is over."""
+        """Wait for the end of the backward of the process."""
         self._derived = self._processes.receive(self.worker)
 
     def take_gradients(self) -> tuple[Gradients, Gradients, Gradients]:
-        """The gradients of the parameters and of the inputs, and further parts of the first."""
+        """Return gradients of parameters, of inputs, and later parts of those of parameters."""
         derived, self._derived = self._derived, ()
         if not derived:  # it has failed
             return [], [], []
@@ -404,4 +403,4 @@ class RemoteCall:
         return first, of_inputs, later
 
     def free_graph(self) -> None:
-        """The process has done it."""
+        """Do nothing: the process frees its graph after its backward."""

@@ -1,11 +1,12 @@
-"""The replicas of a module, in threads or processes, as one function of autograd's.
+"""The replicas of a module, in threads or processes, as one autograd Function.
 
-Autograd runs the backward of everything that is on the CPU in one thread. So a replica gets its
-inputs and parameters as leaves of a graph of its own. For the caller all replicas together are one
-function, whose backward runs theirs, at the same time, and adds up their gradients.
+Autograd runs the backward of all CPU operations of one graph in one thread. So each replica has a
+graph of its own, in which its inputs and parameters are leaves. In the caller's graph all replicas
+are one Function, whose backward runs the replicas' backwards in parallel and sums their gradients.
 
-Each replica has a thread here. One in a process of its own is represented by that thread, which
-receives its results and answers its questions: so a sum over the replicas is one over threads.
+Each replica has a thread in this process. For a replica in another process, that thread receives
+the results and runs the requests of the process; so sums over replicas are always sums over
+threads.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ Task = Callable[[], None]
 class Replicas:
     """A module's replicas, the first in the caller's thread, the others in threads or processes.
 
-    The module is on the first of ``devices``. Without a ``timeout``, in seconds, of processes the
-    others are threads.
+    The module is on the first of ``devices``. The other replicas are threads if ``timeout`` is
+    None, else processes, with that timeout in seconds.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Replicas:
         self._workers = WorkerThreads(len(devices))
 
     def call(self, module: nn.Module, method: str, arguments: Sequence[Arguments]) -> list[Any]:
-        """Call that method of as many replicas as there are ``arguments``; return their results."""
+        """Call ``method`` of one replica for each of ``arguments``; return their results."""
         with self._workers.lock, ExitStack() as entered:
             state = ModuleState.of(module)
             check_home([*state.parameters, *state.buffers], self._devices[0])
@@ -88,7 +89,7 @@ class Replicas:
     def _update_local(
         self, module: nn.Module, state: ModuleState, count: int
     ) -> list[LocalReplica]:
-        """At most the first ``count`` of the replicas in threads, in the state of the module."""
+        """Update the first ``count`` of the replicas in this process to ``state``; return them."""
         if not self._local or self._local[0].parts != state.parts:
             devices = self._devices[:1] if self._processes is not None else self._devices
             self._local = [
@@ -102,12 +103,12 @@ class Replicas:
 
 
 def _write_mean(buffer: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
-    """Give ``buffer`` the mean of the replicas' values or, if that isn't floating point, the first.
+    """Write the mean of the replicas' ``values`` to a floating-point buffer, to others the first.
 
-    A buffer that no replica has changed keeps its bits.
+    A buffer that no replica has changed is not written to, and so keeps its bits.
     """
     there = [value.to(buffer.device) for value in values if value is not None]
-    # By value, as not all that writes to a tensor is counted by its version.
+    # Compare values, as some writes don't increment the tensor's version.
     if not all(torch.equal(value, buffer) for value in there):
         with torch.no_grad():
             buffer.copy_(torch.stack(there).mean(0) if buffer.is_floating_point() else there[0])
@@ -115,26 +116,26 @@ def _write_mean(buffer: torch.Tensor, values: Sequence[torch.Tensor | None]) -> 
 
 @dataclass(eq=False, repr=False)
 class _Call:
-    """A call of all replicas, made of the calls of each, as a function of tensors."""
+    """One call of all replicas, as a function from parameters and inputs to outputs."""
 
     calls: Sequence[ReplicaCall | RemoteCall]
     parameters: list[torch.Tensor]
     workers: WorkerThreads
     processes: ReplicaProcesses | None = None  # of all replicas but the first, if they have any
-    is_derivative: bool = False  # the calls are backwards
-    # The results of the replicas, with tensors that nobody else has, and the number of these.
+    is_derivative: bool = False  # whether the calls are backwards, for a double backward
+    # The replicas' results, whose tensors have no other reference, and how many tensors each has.
     results: list[Any] = field(default_factory=list)
     num_outputs: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.inputs = [x for call in self.calls for x in call.inputs]
-        # The replicas' graphs are part of that of a derivative, and so not to be freed by a
-        # backward, but when nobody has them any more. Shown by
+        # After a double backward, the replicas' graphs are part of the derivative's graph. A
+        # backward must not free them; the last reference does. Shown by
         # test_a_loss_and_its_gradient_in_one_backward.
         self._shares_graph = self.is_derivative
 
     def forward(self) -> list[torch.Tensor]:
-        """Call all; return the tensors in ``results``."""
+        """Call all replicas; return the tensors in ``results``."""
         if self.is_derivative:
             elsewhere = [call for call in self.calls if call.device.type != "cpu"]
 
@@ -158,7 +159,7 @@ class _Call:
         return outputs
 
     def _on_devices(self, call: ReplicaCall | RemoteCall, task: Task) -> Task:
-        """``task`` on the call's device; that of a process may receive tensors of any."""
+        """Return ``task`` on the call's device; processes send tensors of all devices."""
         is_remote = isinstance(call, RemoteCall)
         for device in {own.device for own in self.calls} if is_remote else (call.device,):
             task = on_device(device, task)
@@ -173,8 +174,8 @@ class _Call:
         raise_first([own.exception() for own in futures], [call.device for call in self.calls])
 
     def backward(self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool) -> Gradients:
-        """Run the backward of all; return the gradients of ``parameters`` and ``inputs``."""
-        # The gradients of parameters, of inputs, and further parts of the first, of each replica.
+        """Run all backwards; return the gradients of ``parameters`` and ``inputs``."""
+        # For each replica: gradients of parameters, of inputs, and later parts of the former.
         taken: list[tuple[Gradients, ...]] = []
         keeps = keep_graph or self._shares_graph
         with ExitStack() as entered:
@@ -198,9 +199,9 @@ class _Call:
                         elsewhere += ends
 
                 def meanwhile() -> None:
-                    # Autograd has one thread for each accelerator, and this may be it: no worker
-                    # could wait for it. A backward that is run from it goes on in it, and in those
-                    # of the other accelerators.
+                    # Autograd has one thread per accelerator. If this is one of them, a backward
+                    # in a worker thread would wait for it forever; a backward that is started here
+                    # is run by this thread and those of the other accelerators.
                     run_backward(elsewhere, keeps)
                     if self.processes is not None:
                         taken.append(self.calls[0].take_gradients())
@@ -208,28 +209,28 @@ class _Call:
 
                 self._run(tasks, meanwhile)
             finally:
-                # Also those of a backward that failed: the next one is not to have them.
+                # Also after a failed backward: its gradients must not be added to the next one's.
                 taken += [call.take_gradients() for call in self.calls[len(taken) :]]
             if not keep_graph:
                 for call in self.calls:
                     call.free_graph()
-            # With the lock: the next backward writes to the same memory.
+            # Under the lock: the next backward writes to the same shared memory.
             parts = [own[0] for own in taken] + [own[2] for own in taken if len(own) > 2]
             sums = add_up(parts, self.calls[0].device)
         return [*sums, *(gradient for own in taken for gradient in own[1])]
 
     def _split(self, d_outputs: Sequence[torch.Tensor | None]) -> list[Gradients]:
-        """The gradients of each replica's outputs."""
+        """Split the gradients of all outputs by replica."""
         given = iter(d_outputs)
         return [list(islice(given, count)) for count in self.num_outputs]
 
     def derivative(
         self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool
     ) -> Gradients:
-        """The same, as gradients that have a backward themselves."""
+        """Run :meth:`backward` with ``create_graph``, so that the gradients have a backward."""
         if self.processes is not None:
             gradients = self.backward(d_outputs, keep_graph=keep_graph)
-            # They depend on these, and so autograd reaches the refusal. Shown by
+            # With these as inputs, autograd reaches the Function that raises. Shown by
             # test_a_second_derivative_of_processes_says_what_can_be_used_instead.
             sources = (*self.parameters, *self.inputs, *d_outputs)
             return [*_NotTwice.apply(len(gradients), *gradients, *sources)]  # type: ignore[no-untyped-call]
@@ -246,14 +247,14 @@ class _Call:
             for call in self.calls:
                 call.free_graph()
         num = len(self.parameters)
-        # What the first returns may be needed for its backward, and the sum is made in its place.
+        # The sum is written to the first replica's gradients, which its backward may have saved.
         first = [None if gradient is None else gradient.clone() for gradient in results[0][:num]]
         sums = add_up([first, *(own[:num] for own in results[1:])], self.calls[0].device)
         return [*sums, *(gradient for own in results for gradient in own[num:])]
 
 
 def _with_backward(call: _Call) -> list[Any]:
-    """The results of each replica, with the backward of all behind them."""
+    """Return the results of each replica, as outputs of the Function of all replicas."""
     tensors: Sequence[torch.Tensor]
     if torch.is_grad_enabled():
         tensors = _Replicas.apply(call, *call.parameters, *call.inputs)  # type: ignore[no-untyped-call]
@@ -273,7 +274,7 @@ def _with_backward(call: _Call) -> list[Any]:
 
 @uncompiled
 class _Replicas(torch.autograd.Function):
-    """All replicas, as one function of the parameters and of all their inputs."""
+    """All replicas, as one Function of the parameters and of all replicas' inputs."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -297,7 +298,7 @@ class _Replicas(torch.autograd.Function):
 
 
 class _NotTwice(torch.autograd.Function):
-    """Gradients, as a function of what they depend on, that can't be differentiated."""
+    """Gradients from processes, as outputs of a Function whose backward raises an error."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor | None) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""``scatter()``: a batch, cut up among devices; ``gather()``: the outputs of replicas, joined."""
+"""``scatter()`` splits a batch among devices; ``gather()`` concatenates replicas' outputs."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ def scatter(inputs: _T, target_gpus: Sequence[Device], dim: int = ...) -> list[_
 
 
 def scatter(inputs: object, target_gpus: Sequence[Device], dim: int = 0) -> Sequence[object]:
-    """Cut the tensors in ``inputs`` up among devices.
+    """Split the tensors in ``inputs`` among devices.
 
-    Parts are those of :func:`torch.chunk`: equally many rows, fewer in the last one. If there are
-    fewer rows than devices, there are fewer parts; if there are none, all devices get an empty
-    part. Gradients come back from them, of any order. On a tensor's own device parts are views
-    of it.
+    Parts are those of :func:`torch.chunk`: all have equally many rows, except the last, which may
+    have fewer. With fewer rows than devices there are fewer parts; without rows each device gets
+    an empty part. Parts are differentiable any number of times. On a tensor's own device they are
+    views of it.
 
     Args:
         inputs: A tensor, or a nesting of tensors and other objects in lists, tuples, mappings and
             dataclasses, whose types stay. Packed sequences are divided by sequences, whatever
             ``dim`` is. Tensors of no dimension and all other objects go to every device: lists,
             tuples and dicts anew for each, anything else without tensors in it as it is.
-        target_gpus: The devices, of whatever kind, which may repeat. An int is the index of an
+        target_gpus: The devices, of any type, which may repeat. An int is the index of an
             accelerator, or -1 for the CPU.
-        dim: The dimension that rows are counted along.
+        dim: The dimension to split, whose elements are the rows.
 
     Returns:
         A tuple if ``inputs`` is a tensor, else a list: one part for each of the first devices.
 
     Raises:
         IndexError: If a tensor has dimensions, but not ``dim``.
-        TypeError: If ``dim`` is no whole number, or something isn't a device.
-        ValueError: If two tensors come in different numbers of parts, or there are no devices.
+        TypeError: If ``dim`` isn't a whole number, or an element of ``target_gpus`` isn't a device.
+        ValueError: If two tensors have different numbers of parts, or there are no devices.
 
     Source: ``torch.nn.parallel.scatter_gather.scatter``, which drops parts where tensors come in
     different numbers of them.
@@ -72,16 +72,16 @@ def scatter_kwargs(
     target_gpus: Sequence[Device],
     dim: int = 0,
 ) -> tuple[tuple[tuple[object, ...], ...], tuple[dict[str, object], ...]]:
-    """Cut the arguments of a call up among devices.
+    """Split the arguments of a call among devices.
 
     Args:
         inputs: Its positional arguments.
-        kwargs: Those with names, if there are any.
+        kwargs: Its keyword arguments, if any.
         target_gpus: The devices, as in :func:`scatter`.
-        dim: The dimension that rows are counted along.
+        dim: The dimension to split, whose elements are the rows.
 
     Returns:
-        The positional arguments of each device's call, and equally many dicts of those with names.
+        For each device's call a tuple of positional arguments and a dict of keyword arguments.
         Without any arguments there are no calls.
 
     Raises:
@@ -126,8 +126,8 @@ def _parts(value: object, count: int, cut: _Cut) -> list[object]:
         return _pieces(value, cut)
     if isinstance(value, torch.Tensor):
         return [move(value, device) for device in cut.devices[:count]]
-    # Replicas run at once, and none may change another's list. But what torch takes for an object
-    # is one to its users, who may ask whether it is theirs, unless there is something to cut.
+    # Replicas run in parallel, so each needs lists of its own. Other containers without tensors
+    # are passed on as they are, like by torch: callers may compare them by identity.
     inside = children(value)
     if inside is None or not (
         isinstance(value, (tuple, list, dict))
@@ -145,7 +145,7 @@ def _pieces(leaf: torch.Tensor | PackedSequence, cut: _Cut) -> list[object]:
         if isinstance(leaf, PackedSequence):
             pieces.append(_take(leaf, start, length, device))
         else:
-            # A view each: those of chunk() may not be changed in place. Sparse tensors have none.
+            # Not by chunk(), whose views can't be modified in place. Sparse tensors have no views.
             narrow = leaf.narrow_copy if leaf.is_sparse else leaf.narrow
             pieces.append(move(narrow(cut.dim, start, length), device))
         start += length
@@ -153,7 +153,7 @@ def _pieces(leaf: torch.Tensor | PackedSequence, cut: _Cut) -> list[object]:
 
 
 def _lengths(leaf: torch.Tensor | PackedSequence, cut: _Cut, path: Path = ()) -> list[int]:
-    """The number of rows or sequences of each part."""
+    """Return the number of rows or sequences of each part."""
     if isinstance(leaf, PackedSequence):
         total = _num_sequences(leaf)
     elif -leaf.ndim <= cut.dim < leaf.ndim:
@@ -180,16 +180,16 @@ def _size_of(leaf: torch.Tensor | PackedSequence) -> str:
 
 
 def gather(outputs: Sequence[_T], target_device: Device, dim: int = 0) -> _T:
-    """Join the outputs of replicas on one device.
+    """Concatenate the outputs of replicas on one device.
 
-    Gradients go back to all of them, of any order. The output of a single replica is only moved.
+    The result is differentiable any number of times. A single replica's output is only moved.
 
     Args:
         outputs: One output for each replica: tensors, or nestings of tensors and other objects in
             lists, tuples, mappings and dataclasses, alike on all. They may be on any devices.
         target_device: Where the tensors are to be. An int is the index of an accelerator, or -1
             for the CPU.
-        dim: The dimension that tensors are joined along.
+        dim: The dimension along which tensors are concatenated.
 
     Returns:
         A nesting like that of the first replica. Tensors are concatenated, and those of no
@@ -199,9 +199,9 @@ def gather(outputs: Sequence[_T], target_device: Device, dim: int = 0) -> _T:
 
     Raises:
         IndexError: If tensors have dimensions, but not ``dim``.
-        TypeError: If ``outputs`` are no list, or ``dim`` no whole number.
-        ValueError: If there are no outputs, or they differ in what they hold, or tensors in any
-            size but that of ``dim``.
+        TypeError: If ``outputs`` isn't a list, or ``dim`` isn't a whole number.
+        ValueError: If there are no outputs, or their structures differ, or the shapes of tensors
+            differ in another dimension than ``dim``.
 
     Source: ``torch.nn.parallel.scatter_gather.gather``.
     """
@@ -251,10 +251,10 @@ def _join(tensors: list[torch.Tensor], device: torch.device, dim: int, name: str
     one, *others = moved = [move(tensor, device) for tensor in tensors]
     if all(map(is_one, tensors)):
         if others:
-            # Each of them gets its share of the gradient, and the value is not rounded once more.
+            # Each replica gets its share of the gradient. A mean() would round the value again.
             one = _OneOfAll.apply(*moved)  # type: ignore[no-untyped-call]
         if not others or this_replica() is not None:
-            mark_as_one(one)  # all replicas around these have it, too
+            mark_as_one(one)  # it is equal on all replicas around these, too
         return one
     if not others:
         return one
@@ -265,7 +265,7 @@ def _join(tensors: list[torch.Tensor], device: torch.device, dim: int, name: str
 
 
 class _OneOfAll(torch.autograd.Function):
-    """A scalar that all replicas have."""
+    """A scalar that is equal on all replicas; its gradient is divided among them."""
 
     @staticmethod
     def forward(ctx: Any, *same: torch.Tensor) -> torch.Tensor:
@@ -297,12 +297,12 @@ def _equal(one: object, other: object) -> bool:
         answer = one == other
     except Exception:
         return False
-    # NumPy has a bool of its own, which has changed its name. Arrays, and objects that make an
-    # expression of ==, don't say.
+    # NumPy's bool was renamed, hence both names. Arrays and symbolic expressions return no bool
+    # for ==, and count as different.
     return type(answer).__name__ in ("bool", "bool_") and bool(answer)
 
 
-# Packed sequences, which are cut and joined by sequences
+# Packed sequences, which are split and concatenated by sequence
 
 
 def _num_sequences(packed: PackedSequence) -> int:

@@ -27,42 +27,43 @@ from lockstep.nn.replicas.local_replica import Arguments, LocalReplica, ReplicaC
 from lockstep.nn.replicas.module_copy import ModuleState
 from lockstep.nn.replicas.worker_threads import Modes
 
-# How long a process that is hung up on may take to end: an idle one takes less.
+# How long a process may run after its connection was closed; an idle one exits at once.
 GRACE_SECONDS = 0.5
 POLL_SECONDS = 0.005
 
 
 class Call(NamedTuple):
-    """A call of a method of the module, with the state of the caller and of the caller's module."""
+    """A call of a method of the module, with changes of the caller's modes and module."""
 
-    number: int  # by which its backward refers to it
-    replica: Replica  # its sums are the caller's
+    number: int  # to which its backward refers
+    replica: Replica  # without sums, which are the caller's
     method: str
     arguments: Arguments
     modes: Modes
     training: list[bool]  # of each part of the module
     trained: list[bool]  # for each parameter whether it requires a gradient
-    parameters: list[int]  # the indices of those that have changed, if the process has copies
+    parameters: list[int]  # indices of those that have changed, if the process has copies
     buffers: dict[int, torch.Tensor]  # those that have changed, by index
-    dropped: list[int]  # the numbers of calls of which no backward will come
-    returns_buffers: bool  # whether to return the buffers of floating point, too
+    dropped: list[int]  # the numbers of calls that will have no further backward
+    returns_buffers: bool  # whether to return the floating-point buffers, too
 
 
 class Worker:
-    """A replica in its own process, on ``device``; its public methods are the caller's to request.
+    """A replica in its own process, on ``device``. The caller requests its public methods.
 
-    It has a copy of the module, with the caller's parameters on ``home``, and a replica of that.
+    It has a copy of the module, whose parameters are the caller's tensors on ``home``, and a
+    replica of that copy.
     """
 
     def __init__(self, channel: Channel, home: torch.device, device: torch.device) -> None:
         self._channel = channel
         self._home, self._device = home, device
-        # Replicas in threads of this process may ask at the same time.
+        # Threads of this process may request something of the caller at the same time.
         self._asking = threading.Lock()
         set_caller(self._ask)
 
     def serve(self) -> None:
-        """Answer requests until an answer, be it an error, can't be sent: the caller is gone."""
+        """Answer requests until an answer can't be sent, as the caller is gone."""
         with contextlib.suppress(OSError):
             while True:
                 self._channel.answer(self._run_next)
@@ -80,18 +81,18 @@ class Worker:
         return answer
 
     def take(self, module: nn.Module, gradients: Sequence[torch.Tensor]) -> None:
-        """Take the module; ``gradients`` is the caller's memory for :class:`LeftGradients`."""
+        """Replace the module; ``gradients`` is the caller's memory for :class:`LeftGradients`."""
         self._calls: dict[int, ReplicaCall] = {}
         self._gradients = LeftGradients(gradients)
         self._module = module
         self._replica = LocalReplica(module, self._device, owns_buffers=False)
 
     def call(self, call: Call) -> tuple[Any, Gradients]:
-        """Return a method's results, and the buffers of floating point if they are asked for."""
+        """Return a method's results, and floating-point buffers if ``returns_buffers``."""
         for number in call.dropped:
             self._calls.pop(number, None)
         for part, training in zip(self._module.modules(), call.training, strict=True):
-            if part.training is not training:  # to look is much faster than to set
+            if part.training is not training:  # a read is much faster than a write
                 part.training = training
         state = ModuleState.of(self._module)
         for parameter, trained in zip(state.parameters, call.trained, strict=True):
@@ -117,10 +118,12 @@ class Worker:
     def backward(
         self, number: int, d_outputs: Gradients, keep_graph: bool
     ) -> tuple[bytes, dict[int, torch.Tensor], Gradients]:
-        """Run the backward of a call, and return which parameters' gradients were left.
+        """Run the backward of a call.
 
-        Returned are also, by index, gradients that were not left, as they are sparse, and further
-        parts of those that were; and the gradients of the inputs.
+        Returns:
+            For each parameter a byte, 1 if its gradient is in shared memory; by index, gradients
+            that aren't, as they are sparse, and later parts of those that are; and the gradients
+            of the inputs.
         """
         call = self._calls.get(number)
         if call is None:
@@ -144,9 +147,9 @@ class Worker:
 
 
 def _fork_processes(connection: socket.socket, caller: int, numbers: Sequence[int]) -> int:
-    """Fork a process for each descriptor; return its index in it, and end the parent.
+    """Fork a process for each descriptor, and return its index in each of them.
 
-    The parent ends when the caller, which adopts its children then, says so.
+    This process, their parent, exits when the caller is ready to adopt them.
     """
     parent, pids = os.getpid(), []
     for index, number in enumerate(numbers if os.getppid() == caller else ()):
@@ -163,24 +166,22 @@ def _fork_processes(connection: socket.socket, caller: int, numbers: Sequence[in
         pids.append(pid)
     with contextlib.suppress(OSError):  # the caller has ended
         connection.sendall(json.dumps(pids).encode())
-        _wait_for(connection, select.POLLIN, caller)
+        _wait_for_end(connection, caller)
     os._exit(0)
 
 
-def _wait_for(connection: socket.socket, event: int, caller: int) -> bool:
-    """Wait for an event of a connection; return False if the caller has ended instead."""
+def _wait_for_end(connection: socket.socket, caller: int) -> None:
+    """Wait until the caller has shut the connection down, or has ended."""
     poll = select.poll()
-    poll.register(connection, event)
-    # A child that the caller has forked may hold the other end.
-    while not poll.poll(1000):
-        if os.getppid() != caller:
-            return False
-    return True
+    poll.register(connection, select.POLLRDHUP)
+    # The caller's end doesn't hang up if a process that the caller has forked holds it open.
+    while not poll.poll(1000) and os.getppid() == caller:
+        pass
 
 
 def _end_with(connection: socket.socket, caller: int) -> None:
-    """Exit a moment after the caller has hung up or ended, even in mid-task."""
-    _wait_for(connection, select.POLLRDHUP, caller)
+    """Exit soon after the caller has closed the connection or ended, even during a call."""
+    _wait_for_end(connection, caller)
     time.sleep(GRACE_SECONDS)
     os._exit(0)
 
@@ -188,19 +189,22 @@ def _end_with(connection: socket.socket, caller: int) -> None:
 def main(
     num_threads: int, caller: int, numbers: Sequence[int], seats: Sequence[Sequence[Any]]
 ) -> None:
-    """Fork the replicas' processes, and be one of them, with ``num_threads`` intra-op threads.
+    """Fork the replicas' processes, and serve requests in each of them.
 
-    ``numbers`` are descriptors of connections to the process ``caller``, first one for all. In
-    ``seats`` each process has its random seed, the module's device and its own.
+    Args:
+        num_threads: The number of intra-op threads of each process.
+        caller: The process id of the caller.
+        numbers: Descriptors of sockets to the caller: one for this process, then one per replica.
+        seats: For each replica its random seed, the module's device and its own device.
     """
     first, *others = numbers
     index = _fork_processes(socket.socket(fileno=first), caller, others)
     connection, (seed, *devices) = socket.socket(fileno=others[index]), seats[index]
     home, device = map(torch.device, devices)
     if hasattr(os, "SCHED_BATCH"):
-        # Otherwise the first that is sent a message takes the caller's core before the others have
-        # theirs.
-        with contextlib.suppress(OSError):  # where it isn't allowed
+        # Otherwise the first process to receive a message preempts the caller, which has not yet
+        # sent the others theirs.
+        with contextlib.suppress(OSError):  # where the scheduler's policy may not be changed
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(num_threads)
     torch.manual_seed(seed)
@@ -211,6 +215,6 @@ def main(
     if device.type not in ("cpu", "meta"):
         torch.accelerator.set_device_index(device)
     Worker(Channel(connection, [home, device], is_caller=False), home, device).serve()
-    # The caller counts who has memory of an accelerator: nothing is to be held at the end.
+    # torch counts in the caller who holds its CUDA memory: free all tensors before the exit.
     set_caller(None)
     gc.collect()

@@ -1,4 +1,4 @@
-"""Worker threads: they run tasks as their caller would, and share its intra-op threads."""
+"""Worker threads, which take over the caller's modes and share its intra-op threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import torch
 from lockstep.comm import of_this_rank
 from lockstep.torch_private import DeviceContext, _get_current_function_mode_stack
 
-_SOFT = 1  # omp_pause_soft of OpenMP 5.0: what the program has set stays
+_SOFT = 1  # omp_pause_soft of OpenMP 5.0, which keeps the program's settings
 T = TypeVar("T")
 Queue = queue.SimpleQueue[Callable[[], None] | None]
 
@@ -32,23 +32,23 @@ def nothing() -> None:
 
 
 class WorkerThreads:
-    """Threads, of which the caller's is one, that share its intra-op threads.
+    """The caller's thread and ``count - 1`` others, which share the caller's intra-op threads.
 
-    The others start with the first task, and end when this object is closed or dropped.
+    The others start with the first task, and end when this object is closed or freed.
     """
 
     def __init__(self, count: int) -> None:
         self._queues = [Queue() for _ in range(count - 1)]
         self._num_threads = 0
         self._pid = -1  # of the process in which they were started
-        # Held while tasks run: those of several callers would change what tasks share.
+        # Held while tasks run: callers in several threads would change the same replicas.
         self.lock = threading.RLock()
         self.close = weakref.finalize(self, _end, self._queues)
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
         """Share the caller's intra-op threads among all threads, around :meth:`run`."""
-        if self._pid != os.getpid():  # also in a process that was forked, which has none of them
+        if self._pid != os.getpid():  # also in a forked process, which has no threads of these
             self._num_threads = 0
             self._queues[:] = [Queue() for _ in self._queues]
             for number, tasks_of_one in enumerate(self._queues, start=1):
@@ -60,12 +60,12 @@ class WorkerThreads:
             self._num_threads = each
             others: list[Callable[[], None]] = [partial(_set_num_threads, each)]
             self.run([nothing, *others * len(self._queues)])
-        # The threads of the last operation spin until the next one, for 20 ms in GNU's OpenMP, and
-        # would take cores from replicas. They are ended; the next operation starts new ones.
+        # After an operation, OpenMP's threads spin (in GNU's for 20 ms) and would take cores from
+        # replicas. So they are ended here; the next operation starts new ones.
         mine, pause = torch.get_num_threads(), _pause()
         if pause is not None:
             pause(_SOFT)
-        # For this thread, and as what threads to come begin with.
+        # For this thread, and as the initial value in new threads.
         torch.set_num_threads(each)
         try:
             yield
@@ -78,11 +78,11 @@ class WorkerThreads:
         meanwhile: Callable[[], None] = nothing,
         interrupted: Callable[[], None] | None = None,
     ) -> list[Future[T]]:
-        """Run each task in a thread of its own, as the caller would, and wait for all of them.
+        """Run each task in its own thread, with the caller's modes, and wait for all of them.
 
-        The caller's thread runs the first, and then ``meanwhile``. If the program is interrupted,
-        ``interrupted`` is run instead of waiting for the other threads, which must not be needed
-        any more then.
+        The caller's thread runs the first task, and then ``meanwhile``. If the program is
+        interrupted, ``interrupted()`` is called, if given, instead of waiting for the other
+        threads; it must make their results unnecessary.
         """
         futures = [Future[T]() for _ in tasks]
         for tasks_of_one, future, task in zip(self._queues, futures[1:], tasks[1:], strict=False):
@@ -105,7 +105,7 @@ class WorkerThreads:
 
 
 def _wait_for(futures: Sequence[Future[T]]) -> None:
-    """Wait for all, Ctrl-C or not: their threads would write to the tensors of the next call."""
+    """Wait for all, even after Ctrl-C: threads must not write to tensors of the next call."""
     interruption: KeyboardInterrupt | None = None
     while not all(own.done() for own in futures):
         try:
@@ -119,14 +119,14 @@ def _wait_for(futures: Sequence[Future[T]]) -> None:
 def _fulfil(future: Future[T], task: Callable[[], T]) -> None:
     try:
         future.set_result(task())
-    except BaseException as error:  # it is raised in the caller
-        if future.done():  # interrupted afterwards
+    except BaseException as error:  # which the caller raises
+        if future.done():  # the interruption came after the result
             raise
         future.set_exception(error)
 
 
 def _set_num_threads(count: int) -> None:
-    # A thread that has not been asked takes up the caller's number with its first operation.
+    # Without this call, a thread's first operation would overwrite the number.
     torch.get_num_threads()
     torch.set_num_threads(count)
 
@@ -134,7 +134,7 @@ def _set_num_threads(count: int) -> None:
 def _work(tasks: Queue) -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # and with it what it refers to, while this thread waits
+        del task  # or its tensors would stay alive while this thread waits
 
 
 def _end(queues: Sequence[Queue]) -> None:
@@ -143,12 +143,12 @@ def _end(queues: Sequence[Queue]) -> None:
 
 
 def is_interruption(error: BaseException | None) -> TypeGuard[BaseException]:
-    """Whether the program is interrupted, as by Ctrl-C or ``sys.exit()``, not just one call."""
+    """Whether ``error`` is to end the program, as Ctrl-C and ``sys.exit()`` do."""
     return error is not None and not isinstance(error, Exception)
 
 
 def raise_first(errors: Sequence[BaseException | None], devices: Sequence[object]) -> None:
-    """Raise the error of the first replica that failed, if any, with a note on each that did."""
+    """Raise the error of the first failed replica, if any, with a note on each failed replica."""
     failed = [(i, error) for i, error in enumerate(errors) if error is not None]
     if failed:
         first, error = failed[0]
@@ -159,7 +159,7 @@ def raise_first(errors: Sequence[BaseException | None], devices: Sequence[object
         raise error
 
 
-# What a task finds in another thread
+# The state of the caller's thread that a task takes over
 
 
 class Modes(NamedTuple):
@@ -189,7 +189,7 @@ class Modes(NamedTuple):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter them in a thread that has none."""
+        """Enter these modes in a thread that has entered none."""
         with ExitStack() as entered:
             if self.inference:
                 entered.enter_context(torch.inference_mode())
@@ -202,7 +202,7 @@ class Modes(NamedTuple):
 
 
 def as_this_thread(task: Callable[[], T]) -> Callable[[], T]:
-    """Let another thread run ``task`` with the modes, context variables and rank of this one."""
+    """Return ``task`` for another thread, with modes, context variables and rank of this one."""
     modes, context = Modes.here(), contextvars.copy_context()
 
     def run() -> T:
@@ -214,7 +214,7 @@ def as_this_thread(task: Callable[[], T]) -> Callable[[], T]:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """The function of the OpenMP library that torch computes with, if it is there."""
+    """Return ``omp_pause_resource_all`` of torch's OpenMP library, if it has that function."""
     for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
         with suppress(OSError, AttributeError):
             pause: Callable[[int], int] = ctypes.CDLL(library).omp_pause_resource_all
