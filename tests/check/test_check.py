@@ -57,6 +57,7 @@ def test_nothing_is_found_in_a_right_program(tmp_path: Path) -> None:
     assert "dropout is off in both runs" in told
     difference = float(re.findall(r"largest difference is ([\d.e+-]+),", told)[0])
     assert difference < 1e-12
+    assert "divided unevenly" in told
 
 
 DDP = """\
@@ -166,6 +167,18 @@ def test_training_that_diverges_is_not_called_alike(tmp_path: Path) -> None:
     assert code == 1, (told, errors)
     assert re.search("After step [12], ", told)
     assert "the training diverges by itself" in told
+
+
+def test_steps_that_cannot_show_a_mean_of_means_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        BODY.replace("batch_size=21", "batch_size=20").replace(
+            "lockstep.mean(losses)", "losses.mean()"
+        )
+    )
+    code, told, errors = check(path)
+    assert code == 0, (told, errors)
+    assert "A mean of means shows only in a batch that is divided unevenly" in told
 
 
 def test_checkpoints_of_real_runs_are_left_alone(tmp_path: Path) -> None:

@@ -415,7 +415,17 @@ def newest(path: Path) -> Path:
 
     Raises:
         CheckpointNotFound: If there is none.
+        CheckpointError: If this user may not look.
     """
+    try:
+        return _newest(path)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{error.filename} can't be read: {error.strerror}.") from error
+
+
+def _newest(path: Path) -> Path:
     if path.exists() and not path.is_dir():
         raise CheckpointNotFound(
             f"{path} is a file, and a checkpoint of lockstep is a folder. Give the folder that was "
@@ -436,15 +446,6 @@ def newest(path: Path) -> Path:
     raise CheckpointNotFound(
         f"There is no checkpoint in {path}. Give the folder that was given to lockstep.save()."
     )
-
-
-def unreadable(error: Exception) -> Exception:
-    """Return the error to raise when ``error`` keeps a rank from finding a checkpoint."""
-    if not isinstance(error, OSError) or isinstance(error, CheckpointError):
-        return error
-    failed = CheckpointError(f"{error.filename} can't be read: {error.strerror}.")
-    failed.__cause__ = error
-    return failed
 
 
 def explained(error: Exception, path: Path) -> Exception:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lockstep.arguments import check_flag
 from lockstep.checkpoint.background import background_of
-from lockstep.checkpoint.folder import Manifest, newest, unreadable
+from lockstep.checkpoint.folder import Manifest, newest
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.things import kind_of, names_of, prepare
 from lockstep.checkpoint.tree import decode
@@ -73,7 +73,7 @@ def load(
     try:
         folder = str(newest(Path(os.fspath(path)))) if ranks.rank == 0 else ""
     except Exception as error:
-        failure = unreadable(error)
+        failure = error
     folder = ranks.gather(failure, folder)[0]
     actions = {}
     try:
