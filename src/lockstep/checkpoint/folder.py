@@ -152,7 +152,7 @@ class Place:
                 remove()
 
     def put_part(self, rank: int, part: dict[str, Any]) -> None:
-        """Tell rank 0, all at once, what this rank has written."""
+        """Write the list of this rank's pieces for rank 0, by a rename, so that it is complete."""
         unfinished = self._part(rank).with_suffix(".tmp")
         unfinished.write_text(json.dumps(part))
         unfinished.rename(self._part(rank))
@@ -161,7 +161,7 @@ class Place:
         return self.folder / f"rank-{rank}.json"
 
     def take_parts(self, num_ranks: int) -> list[dict[str, Any]]:
-        """Return what all ranks have written, once they have.
+        """Wait for the lists of pieces of all ranks, and return them.
 
         Raises:
             SaveFailed: If one failed, or isn't done in time.
@@ -187,11 +187,11 @@ class Place:
         return parts
 
     def discard(self) -> None:
-        """Remove what was written of a checkpoint that failed, once no rank writes any more."""
+        """Remove the folder of a save that failed; no rank may be writing to it any more."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def put_failure(self, rank: int) -> None:
-        """Tell rank 0, if it can be told, that this rank has failed."""
+        """Leave a file that tells rank 0 of this rank's failure, if the disk allows it."""
         with suppress(OSError):
             self._part(rank).with_suffix(".failed").touch()
 
@@ -222,7 +222,7 @@ def padded(num_bytes: int) -> int:
 
 
 def in_pieces(ranges: Iterable[Range]) -> Iterable[Range]:
-    """Divide ranges into such that are pieces."""
+    """Divide ranges into pieces of at most 4 MiB."""
     for key, start, elements in ranges:
         size = _PIECE_BYTES // elements.element_size()
         for first in range(0, elements.numel(), size):
@@ -269,7 +269,7 @@ def write_bytes(
 
 
 def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the ranks' parts are together, as it stands in the manifest."""
+    """Merge the lists of pieces of all ranks into the manifest's entries."""
     tensors: dict[str, Any] = {}
     divided: dict[str, dict[str, dict[str, Any]]] = {}
     for part in parts:
@@ -298,7 +298,7 @@ def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Manifest:
-    """What a checkpoint says of itself, of which all that is read is verified first.
+    """The manifest of a checkpoint; reads tensors and verifies their checksums.
 
     Attributes:
         folder: The checkpoint.

@@ -138,7 +138,7 @@ def save(
 
 @dataclass
 class Writing:
-    """What a rank writes of a checkpoint."""
+    """One rank's part of a checkpoint, and the steps that write it."""
 
     place: Place
     rank: int
@@ -181,7 +181,7 @@ class Writing:
 
 
 def _share(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> Iterator[Range]:
-    """Yield what one rank writes of tensors that all have: an equal part of their bytes."""
+    """Yield this rank's ranges of replicated tensors: an equal share of their bytes."""
     large = {key: flat for key, flat in tensors.items() if flat.nbytes >= _SMALL_BYTES}
     if rank == 0:
         yield from (Range(key, 0, flat) for key, flat in tensors.items() if key not in large)
