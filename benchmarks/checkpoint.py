@@ -95,10 +95,13 @@ def main() -> None:
                 times[name].append(seconds * 1000)
     if world.rank == 0:
         title = f"{WORKLOAD} with AdamW, {world.world_size} ranks: ms, median (quartiles)"
-        table = Table(*times, "save / torch.save", title=title)
-        ratios = [a / b for a, b in zip(times[NAMES[2]], times[NAMES[0]], strict=True)]
-        table.add_row(*(spread(values, 1) for values in times.values()), spread(ratios, 2))
-        Console(width=180).print(table)
+        table = Table(*times, *(f"save / {name}" for name in NAMES[:2]), title=title)
+        ratios = [
+            spread([a / b for a, b in zip(times[NAMES[2]], times[name], strict=True)], 2)
+            for name in NAMES[:2]
+        ]
+        table.add_row(*(spread(values, 1) for values in times.values()), *ratios)
+        Console(width=220).print(table)
     lockstep.load(folder / "async", **things)  # waits for the last one
     if world.rank == 0:
         shutil.rmtree(folder)

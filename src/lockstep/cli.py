@@ -219,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         "--check STEPS",
         "Take so many optimizer steps on the ranks, then the same ones in one process on the same "
         "global batches, and tell where they part and why. Dropout is off. The script runs three "
-        "times: what it writes is written so often.",
+        "times, and so writes its files three times; lockstep.save() writes nothing.",
     )
     run.option("--float64", "With --check: compute in float64.", action="store_true")
     run.option(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lockstep
 from lockstep.check.causes import Facts, Parting, likely_cause
 from lockstep.check.records import Backward, Step
 from tests.check.planted import BODY, MISTAKES, program
@@ -56,6 +57,7 @@ def test_nothing_is_found_in_a_right_program(tmp_path: Path) -> None:
     assert "dropout is off in both runs" in told
     difference = float(re.findall(r"largest difference is ([\d.e+-]+),", told)[0])
     assert difference < 1e-12
+    assert "divided unevenly" in told
 
 
 DDP = """\
@@ -155,6 +157,39 @@ def test_a_program_that_takes_no_step_is_refused(tmp_path: Path) -> None:
     code, _, errors = check(path)
     assert code == 2
     assert "before it had taken an optimizer step" in errors
+
+
+def test_training_that_diverges_is_not_called_alike(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    diverge = "[p.data.fill_(torch.nan) for p in model.parameters()]"
+    path.write_text(BODY.replace("optimizer.step()", "optimizer.step(); " + diverge))
+    code, told, errors = check(path)
+    assert code == 1, (told, errors)
+    assert re.search("After step [12], ", told)
+    assert "the training diverges by itself" in told
+
+
+def test_steps_that_cannot_show_a_mean_of_means_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        BODY.replace("batch_size=21", "batch_size=20").replace(
+            "lockstep.mean(losses)", "losses.mean()"
+        )
+    )
+    code, told, errors = check(path)
+    assert code == 0, (told, errors)
+    assert "A mean of means shows only in a batch that is divided unevenly" in told
+
+
+def test_checkpoints_of_real_runs_are_left_alone(tmp_path: Path) -> None:
+    lockstep.save(tmp_path / "run", step=7)
+    path = tmp_path / "train.py"
+    save = f"optimizer.step(); lockstep.save({str(tmp_path / 'run')!r}, keep=1, step=0)"
+    path.write_text(BODY.replace("optimizer.step()", save))
+    code, told, errors = check(path)
+    assert code == 0, (told, errors)
+    assert "lockstep.save() writes nothing during a check" in told
+    assert lockstep.load(tmp_path / "run", step=0) == {"step": 7}
 
 
 def test_a_program_that_fails_is_reported_as_ever(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_changed(tmp_path) 
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path) -> None:
-    for path, words in [(tmp_path / "none", "not there"), (tmp_path, "no checkpoint in it")]:
+    for path, words in [(tmp_path / "none", "is not there"), (tmp_path, "no checkpoint in")]:
         with pytest.raises(CheckpointNotFound, match=words):
             lockstep.load(path, step=0)
     file = tmp_path / "file"
@@ -240,6 +240,104 @@ def test_what_is_no_checkpoint_is_refused(tmp_path) -> None:
     manifest.write_bytes(data.replace(b"checkpoint 1 ", b"checkpoint 2 "))
     with pytest.raises(CheckpointDamaged, match=r"has format 2, and this version.*up to 1"):
         lockstep.load(tmp_path / "a", step=0)
+
+
+def test_a_folder_may_have_a_number_for_its_name(tmp_path) -> None:
+    for name in ("123456", "20261123", "000000123"):
+        lockstep.save(tmp_path / name, step=1)
+        lockstep.save(tmp_path / name, step=2)
+        assert lockstep.load(tmp_path / name, step=0) == {"step": 2}
+        assert lockstep.load(tmp_path / name / "000001", step=0) == {"step": 1}
+
+
+def test_only_checkpoints_are_removed(tmp_path) -> None:
+    """Folders of the user's own, with numbers and other names that look like ours."""
+    kept = ["000001", "000002", "0000003", "1234567", ".tmp-mine"]
+    for name in kept:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_text("mine")
+    (tmp_path / "000004").write_text("mine")
+    for step in range(3):
+        path = lockstep.save(tmp_path, keep=1, step=step)
+    assert path.name == "1234570"
+    assert all((tmp_path / name / "data").read_text() == "mine" for name in kept)
+    assert (tmp_path / "000004").read_text() == "mine"
+    assert lockstep.load(tmp_path, step=0) == {"step": 2}
+
+
+def test_paths_that_make_no_sense_are_refused(tmp_path) -> None:
+    for step in range(3):
+        path = lockstep.save(tmp_path / "run", step=step)
+    with pytest.raises(CheckpointNotFound, match=r"000001 is not there. .*run has 000002, 000003"):
+        lockstep.load(tmp_path / "run" / "000001", step=0)
+    with pytest.raises(SaveFailed, match=r"000003 is a checkpoint.*around it: .*run\."):
+        lockstep.save(path, step=4)
+    assert sorted(each.name for each in path.iterdir()) == ["manifest.json", "rank-0.bin"]
+    with pytest.raises(ValueError, match="path is empty"):
+        lockstep.save("", step=4)
+    with pytest.raises(TypeError, match="'layer' is a type, which isn't saved"):
+        lockstep.save(tmp_path / "run", layer=nn.Linear)
+
+
+@pytest.mark.parametrize("method", ["is_dir", "read_bytes"])
+def test_a_checkpoint_that_may_not_be_read_is_named(tmp_path, monkeypatch, method) -> None:
+    lockstep.save(tmp_path, step=1)
+
+    def denied(self: Path) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, method, denied)
+    with pytest.raises(CheckpointError, match=r"can't be read.*Permission denied"):
+        lockstep.load(tmp_path, step=0)
+
+
+def test_an_optimizer_of_another_class_is_refused(tmp_path) -> None:
+    model = nn.Linear(3, 2)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(adam, 1.0, 10)
+    lockstep.save(tmp_path, optimizer=adam, scheduler=scheduler)
+    for other in (
+        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
+        torch.optim.RMSprop(model.parameters(), lr=0.5),
+    ):
+        before = copy.deepcopy(other.state_dict())
+        with pytest.raises(CheckpointMismatch, match=r"another class of optimizers.*betas"):
+            lockstep.load(tmp_path, optimizer=other)
+        assert same(other.state_dict(), before)
+    # Of the same options, or of options that its torch didn't have yet.
+    lockstep.load(tmp_path, optimizer=torch.optim.Adam(model.parameters(), lr=0.5))
+    del adam.param_groups[0]["decoupled_weight_decay"]
+    lockstep.save(tmp_path, optimizer=adam)
+    lockstep.load(tmp_path, optimizer=torch.optim.AdamW(model.parameters(), lr=0.5))
+
+
+def test_nothing_is_changed_if_one_thing_refuses_its_state(tmp_path) -> None:
+    """Not on the ranks either whose things take theirs."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        things = {"model": model, "optimizer": optimizer, "a": scheduler}
+        loader = lockstep.DataLoader(list(range(10)), batch_size=2, process_group=group)
+        lockstep.save(tmp_path, process_group=group, **things, loader=loader)
+        optimizer.step()
+        scheduler.step()
+        with torch.no_grad():
+            model.weight.zero_()
+        other = lockstep.DataLoader(
+            list(range(10 + rank if rank else 10)), batch_size=2, process_group=group
+        )
+        torch.manual_seed(rank)
+        with pytest.raises(ValueError if rank else CheckpointError, match="This state is of a"):
+            lockstep.load(tmp_path, process_group=group, **things, loader=other)
+        assert scheduler.last_epoch == 1
+        assert not model.weight.any()
+        if rank == 0:
+            lockstep.load(tmp_path, process_group=None, **things)
+            assert scheduler.last_epoch == 0
+
+    run_ranks(2, body)
 
 
 def test_a_manifest_that_means_harm_is_refused(tmp_path) -> None:

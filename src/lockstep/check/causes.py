@@ -27,6 +27,7 @@ class Finding(NamedTuple):
     where: str = ""
     cause: str | None = None
     remedy: str = ""
+    is_even: bool = False  # whether all ranks had equally many samples in each step
 
 
 class Verdict(NamedTuple):
@@ -86,6 +87,7 @@ def finding(ranks: Sequence[Records], alone: Records, with_rounding: Records) ->
     ends = [records.end() for records in [*ranks, alone]]
     num_steps = [end.num_steps if end else 0 for end in ends]
     largest = tolerance = 0.0
+    are_even = True
     are_same = True  # whether all ranks have trained on the same samples
     for number in range(1, min(num_steps) + 1):
         steps = [records.step(number) for records in ranks]
@@ -96,6 +98,8 @@ def finding(ranks: Sequence[Records], alone: Records, with_rounding: Records) ->
         parting = _parting(together, one, rounded)
         inputs = [[(back.rows, back.num_rows) for back in step.backwards] for step in together]
         are_same &= any(num for _, num in inputs[0]) and all(each == inputs[0] for each in inputs)
+        counts = [[num for _, num in each] for each in inputs]
+        are_even &= any(counts[0]) and all(each == counts[0] for each in counts)
         largest, tolerance = max(largest, parting.difference), max(tolerance, parting.tolerance)
         if parting.difference > parting.tolerance:
             facts = _facts(parting, ranks, together, one, num_steps[:-1])
@@ -107,6 +111,17 @@ def finding(ranks: Sequence[Records], alone: Records, with_rounding: Records) ->
                 f"{parting.difference:.1e}, where rounding explains {parting.tolerance:.1e}."
             )
             return Finding(number, parting.difference, parting.tolerance, where, *verdict)
+        if name := _not_finite(one):
+            return Finding(
+                number,
+                largest,
+                tolerance,
+                f"After step {number}, {name!r} isn't finite on the ranks and in one process, so "
+                "that later steps can't be compared.",
+                "the training diverges by itself, in one process too.",
+                "See which value is the first that isn't finite: torch.autograd.detect_anomaly(), "
+                "a smaller learning rate, --float64.",
+            )
     if any(pads for each in ranks[0].rows().values() for _, pads in each):
         return Finding(
             min(num_steps),
@@ -134,7 +149,13 @@ def finding(ranks: Sequence[Records], alone: Records, with_rounding: Records) ->
             "a rank leaves out steps, or has fewer batches than others.",
             f"Let every rank take each step; {_OUR_LOADER}, gives all ranks equally many batches.",
         )
-    return Finding(min(num_steps), largest, tolerance)
+    return Finding(min(num_steps), largest, tolerance, is_even=are_even)
+
+
+def _not_finite(step: Step) -> str | None:
+    """Return the first trained tensor that has a NaN or an infinity; buffers may have them."""
+    trained = ((name, step.tensors[name]) for name in step.trained)
+    return next((name for name, value in trained if not value.isfinite().all()), None)
 
 
 def _parting(ranks: Sequence[Step], alone: Step, rounded: Step | None) -> Parting:

@@ -91,6 +91,12 @@ def _tell(
             f"[/green]: the largest difference is {found.difference:.1e}, and rounding explains "
             f"{found.tolerance:.1e}."
         )
+        if found.is_even:
+            console.print(
+                "[bold]check:[/bold] the ranks had equally many samples in each of these steps. A "
+                "mean of means shows only in a batch that is divided unevenly, such as the last of "
+                "an epoch: check as many steps."
+            )
         return
     console.print(f"[red]{found.where}[/red]", soft_wrap=True)
     console.print(f"Likely cause: {found.cause}", markup=False)

@@ -6,12 +6,14 @@ joined.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -24,6 +26,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lockstep import checkpoint
 from lockstep.check.models import Models
 from lockstep.check.records import (
     ROUNDED,
@@ -40,6 +43,7 @@ from lockstep.check.switches import Switches, rounded
 from lockstep.nn import is_parallel
 from lockstep.torch_private import tree_leaves, tree_map_only
 
+NO_SAVES = "lockstep.save() writes nothing during a check"
 _HASHES = 1 << 56
 
 
@@ -95,6 +99,7 @@ class Recorder:
         switches.wrap(DataLoader, "__init__", self._begin_loader)
         switches.wrap(Optimizer, "__init__", self._begin_optimizer)
         switches.wrap(torch.autograd, "backward", self._note_backward)
+        switches.wrap(checkpoint, "save", self._leave_out_save)
         for handle in (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -197,6 +202,17 @@ class Recorder:
             values = [batch.value for batch in batches]
             yield values[0] if self._plan.divides_itself else joined(values)
             number += 1
+
+    def _leave_out_save(
+        self, original: object, path: str | os.PathLike[str], **options: object
+    ) -> Path:
+        """Stand for ``lockstep.save``: a check would remove the checkpoints of real runs.
+
+        One run would also resume from what the run before has saved.
+        """
+        if NO_SAVES not in self._end.notes:
+            self._end.notes.append(NO_SAVES)
+        return Path(path).absolute() / "000000"
 
     # Steps.
 

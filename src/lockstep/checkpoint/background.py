@@ -18,9 +18,9 @@ from lockstep.checkpoint.tree import Range
 
 
 class Background:
-    """What a rank saves in a thread: one checkpoint at a time.
+    """Saves one checkpoint at a time in a thread of this rank.
 
-    It takes part in no collectives, in which the program's would meet another order on each rank.
+    The thread calls no collectives: their order among the program's would differ between ranks.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Background:
         self._error: Exception | None = None
 
     def copied(self, ranges: Sequence[Range]) -> list[Range]:
-        """Return copies of all elements, in memory that is kept."""
+        """Copy all elements into one buffer, which is kept for the next save."""
         total = sum(padded(piece.elements.nbytes) for piece in ranges)
         if self._memory.numel() < total:
             self._memory = torch.empty(total, dtype=torch.uint8, device="cpu")
@@ -69,7 +69,7 @@ _backgrounds: set[Background] = set()
 
 
 def background_of(group: Any) -> Background:
-    """Return what this rank of ``group`` saves in a thread."""
+    """Return this rank's :class:`Background` for saves over ``group``."""
     return _by_group.setdefault(group, Background())
 
 

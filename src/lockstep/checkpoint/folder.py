@@ -43,7 +43,7 @@ _PIECE_BYTES = 4 * 1024 * 1024
 # How long rank 0 waits for the others' parts of a checkpoint.
 PATIENCE_SECONDS = 600.0
 _FIRST_LINE = re.compile(rb"lockstep checkpoint ([0-9]+) ([0-9a-f]{64})\n")
-_NUMBER = re.compile(r"[0-9]{6,}")
+_NUMBER = re.compile(r"[0-9]{6}|[1-9][0-9]{6,}")
 
 
 class Piece(NamedTuple):
@@ -64,7 +64,7 @@ class Entry(NamedTuple):
 
 
 def numbers_in(path: Path) -> list[int]:
-    """Return the numbers of the checkpoints in a folder, in their order."""
+    """Return the numbers that name checkpoints, or other folders and files, in ascending order."""
     names = os.listdir(path) if path.is_dir() else []
     return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
@@ -79,12 +79,18 @@ class Place:
     def __init__(self, path: Path, number: int | None) -> None:
         self._path, self._lock = path, -1
         if number is None:
+            if (path / MANIFEST).exists():
+                raise SaveFailed(
+                    f"{path} is a checkpoint, not a folder of checkpoints. Give the folder around "
+                    f"it: {path.parent}."
+                )
             path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             try:
                 # What runs left that were killed while saving.
                 for left in path.glob(".tmp-*"):
-                    shutil.rmtree(left, ignore_errors=True)
+                    if _NUMBER.fullmatch(left.name.removeprefix(".tmp-")):
+                        shutil.rmtree(left, ignore_errors=True)
                 number = max(numbers_in(path), default=0) + 1
                 self._new(number).mkdir()
             except BaseException:
@@ -133,9 +139,12 @@ class Place:
         sync_folder(self.folder)
         self.folder.rename(self.final)
         sync_folder(self._path)
-        for number in numbers_in(self._path)[:-keep]:
-            # Renamed first, so that a folder with a number is whole.
-            self._path.joinpath(f"{number:06}").rename(self._new(number))
+        folders = [(number, self._path / f"{number:06}") for number in numbers_in(self._path)]
+        # The user's own folders may have numbers for names too. They are kept.
+        checkpoints = [each for each in folders if (each[1] / MANIFEST).exists()]
+        for number, old in checkpoints[:-keep]:
+            # Renamed first, so that a checkpoint with a number is whole.
+            old.rename(self._new(number))
             remove = partial(shutil.rmtree, self._new(number), ignore_errors=True)
             if in_thread:  # takes as long as a fifth of the save
                 threading.Thread(target=remove, name="lockstep-remove").start()
@@ -143,7 +152,7 @@ class Place:
                 remove()
 
     def put_part(self, rank: int, part: dict[str, Any]) -> None:
-        """Tell rank 0, all at once, what this rank has written."""
+        """Write the list of this rank's pieces for rank 0, by a rename, so that it is complete."""
         unfinished = self._part(rank).with_suffix(".tmp")
         unfinished.write_text(json.dumps(part))
         unfinished.rename(self._part(rank))
@@ -152,7 +161,7 @@ class Place:
         return self.folder / f"rank-{rank}.json"
 
     def take_parts(self, num_ranks: int) -> list[dict[str, Any]]:
-        """Return what all ranks have written, once they have.
+        """Wait for the lists of pieces of all ranks, and return them.
 
         Raises:
             SaveFailed: If one failed, or isn't done in time.
@@ -178,11 +187,11 @@ class Place:
         return parts
 
     def discard(self) -> None:
-        """Remove what was written of a checkpoint that failed, once no rank writes any more."""
+        """Remove the folder of a save that failed; no rank may be writing to it any more."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def put_failure(self, rank: int) -> None:
-        """Tell rank 0, if it can be told, that this rank has failed."""
+        """Leave a file that tells rank 0 of this rank's failure, if the disk allows it."""
         with suppress(OSError):
             self._part(rank).with_suffix(".failed").touch()
 
@@ -213,7 +222,7 @@ def padded(num_bytes: int) -> int:
 
 
 def in_pieces(ranges: Iterable[Range]) -> Iterable[Range]:
-    """Divide ranges into such that are pieces."""
+    """Divide ranges into pieces of at most 4 MiB."""
     for key, start, elements in ranges:
         size = _PIECE_BYTES // elements.element_size()
         for first in range(0, elements.numel(), size):
@@ -260,7 +269,7 @@ def write_bytes(
 
 
 def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the ranks' parts are together, as it stands in the manifest."""
+    """Merge the lists of pieces of all ranks into the manifest's entries."""
     tensors: dict[str, Any] = {}
     divided: dict[str, dict[str, dict[str, Any]]] = {}
     for part in parts:
@@ -289,7 +298,7 @@ def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Manifest:
-    """What a checkpoint says of itself, of which all that is read is verified first.
+    """The manifest of a checkpoint; reads tensors and verifies their checksums.
 
     Attributes:
         folder: The checkpoint.
@@ -309,6 +318,8 @@ class Manifest:
             if not folder.is_dir():
                 raise CheckpointNotFound(f"There is no checkpoint {folder}.") from error
             raise self._damaged("is missing") from error
+        except OSError as error:
+            raise self._damaged(f"can't be read ({error.strerror})") from error
         found = _FIRST_LINE.fullmatch(first + b"\n")
         if found is None:
             raise self._damaged("doesn't begin as a checkpoint of lockstep does")
@@ -404,19 +415,37 @@ def newest(path: Path) -> Path:
 
     Raises:
         CheckpointNotFound: If there is none.
+        CheckpointError: If this user may not look.
     """
+    try:
+        return _newest(path)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{error.filename} can't be read: {error.strerror}.") from error
+
+
+def _newest(path: Path) -> Path:
     if path.exists() and not path.is_dir():
         raise CheckpointNotFound(
             f"{path} is a file, and a checkpoint of lockstep is a folder. Give the folder that was "
             "given to lockstep.save()."
         )
-    if (path / MANIFEST).exists() or _NUMBER.fullmatch(path.name):
+    if (path / MANIFEST).exists():
         return path
-    numbers = numbers_in(path)
-    if not numbers:
-        what = "no checkpoint in it" if path.is_dir() else "not there"
-        raise CheckpointNotFound(f"{path}: there is {what}. lockstep.save() makes them.")
-    return path / f"{numbers[-1]:06}"
+    if numbers := numbers_in(path):
+        return path / f"{numbers[-1]:06}"
+    if not path.exists():
+        others = ", ".join(f"{number:06}" for number in numbers_in(path.parent))
+        there = f" {path.parent} has {others}." if _NUMBER.fullmatch(path.name) and others else ""
+        raise CheckpointNotFound(
+            f"The folder {path} is not there.{there} lockstep.save() makes checkpoints."
+        )
+    if _NUMBER.fullmatch(path.name):  # a checkpoint without its manifest
+        return path
+    raise CheckpointNotFound(
+        f"There is no checkpoint in {path}. Give the folder that was given to lockstep.save()."
+    )
 
 
 def explained(error: Exception, path: Path) -> Exception:

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,8 @@ def load(
     except Exception as error:
         failure = error
     ranks.gather(failure)
+    own = {name: actions.pop(name) for name, kind in kinds.items() if kind == "state"}
+    _load_or_restore(ranks, {name: things[name] for name in own}, own)
     values = {}
     try:
         for name, action in actions.items():
@@ -95,6 +99,30 @@ def load(
         failure = error
     ranks.gather(failure)
     return {name: values[name] for name in things if name in values}
+
+
+def _load_or_restore(
+    ranks: Ranks, things: dict[str, Any], actions: dict[str, Callable[[], object]]
+) -> None:
+    """Load objects that check their states themselves; if one refuses, restore all of them.
+
+    Every rank calls it, before anything else is changed.
+    """
+    failure: Exception | None = None
+    changed, before = list[str](), dict[str, Any]()
+    try:
+        before = {name: deepcopy(thing.state_dict()) for name, thing in things.items()}
+        for name, action in actions.items():
+            action()
+            changed.append(name)
+    except Exception as error:
+        failure = error
+    try:
+        ranks.gather(failure)
+    except BaseException:
+        for name in changed:
+            things[name].load_state_dict(before[name])
+        raise
 
 
 def _read_random_states(manifest: Manifest, rank: int, size: int) -> dict[str, Any]:

@@ -75,9 +75,12 @@ def save(
         SaveFailed: If it can't be written, on any rank.
         CheckpointMismatch: If the ranks' things differ.
         TypeError: If something is of a type that isn't saved.
+        ValueError: If an argument is out of range.
     """
     keep = as_whole_number("keep", keep, "1 or more", at_least=1)
     check_flag("async_", async_)
+    if not os.fspath(path):
+        raise ValueError("path is empty. Give a folder for the checkpoints, such as 'run'.")
     folder, ranks = Path(os.fspath(path)).absolute(), Ranks(process_group)
     background = background_of(ranks.group)
     ranks.gather(background.finish())
@@ -135,7 +138,7 @@ def save(
 
 @dataclass
 class Writing:
-    """What a rank writes of a checkpoint."""
+    """One rank's part of a checkpoint, and the steps that write it."""
 
     place: Place
     rank: int
@@ -178,7 +181,7 @@ class Writing:
 
 
 def _share(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> Iterator[Range]:
-    """Yield what one rank writes of tensors that all have: an equal part of their bytes."""
+    """Yield this rank's ranges of replicated tensors: an equal share of their bytes."""
     large = {key: flat for key, flat in tensors.items() if flat.nbytes >= _SMALL_BYTES}
     if rank == 0:
         yield from (Range(key, 0, flat) for key, flat in tensors.items() if key not in large)

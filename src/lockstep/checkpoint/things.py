@@ -18,12 +18,16 @@ from lockstep.nn import DataParallel
 from lockstep.optim import sharding_of
 
 _WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel
+# What torch's schedulers add to an optimizer's groups.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 # Puts into a thing what was saved of it, or returns it.
 Action = Callable[[], object]
 
 
 def kind_of(thing: object) -> str:
     """Return how a thing is saved; ``"value"`` as it is."""
+    if isinstance(thing, type):  # whose methods lack their object
+        return "value"
     if isinstance(thing, nn.Module):
         return "module"
     if isinstance(thing, Optimizer):
@@ -195,6 +199,12 @@ def _check_optimizer(
     others = manifest.parse(
         lambda: [len(group["dict"]["params"]) for group in found["param_groups"]]
     )
+    if unlike := _foreign_options(optimizer, manifest.parse(decode, found["param_groups"], str)):
+        raise CheckpointMismatch(
+            f"{name!r} in {manifest.folder} is of another class of optimizers: its options are "
+            f"{unlike}, which {type(optimizer).__name__} doesn't have. Nothing was loaded: make "
+            "the optimizer that was saved."
+        )
     if sizes != others:
         raise CheckpointMismatch(
             f"{name!r} was saved with {others} parameters in its groups, and has {sizes}. Nothing "
@@ -209,6 +219,18 @@ def _check_optimizer(
                 f"{name!r}: {called} has shape {shape} in the checkpoint {manifest.folder}, and "
                 f"{[*own.shape]} here. Nothing was loaded: build the model that was saved."
             )
+
+
+def _foreign_options(optimizer: Optimizer, saved: list[dict[str, Any]]) -> str:
+    """Return the saved options that an optimizer lacks, if it needs others that weren't saved.
+
+    Only both together show another class: a newer torch adds options, schedulers add some too.
+    """
+    for own, theirs in zip(optimizer.param_groups, saved, strict=False):
+        unknown = theirs.keys() - own.keys() - _OF_SCHEDULERS
+        if unknown and optimizer.defaults.keys() - theirs.keys():
+            return ", ".join(sorted(unknown))
+    return ""
 
 
 def _read_optimizer(name: str, optimizer: Optimizer | None, manifest: Manifest) -> dict[str, Any]:

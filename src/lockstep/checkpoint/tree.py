@@ -38,7 +38,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 class Header(NamedTuple):
-    """What a tensor is, without its elements."""
+    """Dtype, shape and memory order of a tensor."""
 
     dtype: str  # without "torch."
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Range(NamedTuple):
 
 
 class Collector:
-    """Turns values into what JSON keeps, and collects their tensors.
+    """Encodes values as JSON, and collects the tensors among them.
 
     Attributes:
         headers: All tensors, by their names.
