@@ -274,6 +274,13 @@ def test_clocks_that_differ_are_measured(num_ranks: int, monkeypatch: pytest.Mon
         assert found.bound < 100_000_000  # as long as threads take their turns
 
 
+def test_a_save_is_a_span(tmp_path: Path) -> None:
+    with lockstep.trace(tmp_path / "trace"):
+        lockstep.save(tmp_path / "run", number=1)
+    spans_of_save = [s for s in read_folder(tmp_path / "trace")[0].spans if s.name == "save"]
+    assert len(spans_of_save) == 1
+
+
 def test_times_are_shifted_to_one_clock(tmp_path: Path) -> None:
     path = tmp_path / "rank-1.spans"
     facts = {"rank": 1, "host": "h", "offset": -50}

@@ -22,6 +22,7 @@ from lockstep.checkpoint.folder import Place, explained, file_of, in_pieces, wri
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.things import encode, kind_of
 from lockstep.checkpoint.tree import Collector, Range
+from lockstep.spans import span
 
 # Smaller tensors are written by rank 0 alone, so that those that may differ between the ranks, such
 # as buffers, are those of one rank.
@@ -81,11 +82,16 @@ def save(
     check_flag("async_", async_)
     if not os.fspath(path):
         raise ValueError("path is empty. Give a folder for the checkpoints, such as 'run'.")
-    folder, ranks = Path(os.fspath(path)).absolute(), Ranks(process_group)
+    options = {"path": os.fspath(path), "keep": keep, "async_": async_}
+    with span("save"):
+        return _save(Ranks(process_group), things, options)
+
+
+def _save(ranks: Ranks, things: dict[str, Any], options: dict[str, Any]) -> Path:
+    folder = Path(options["path"]).absolute()
     background = background_of(ranks.group)
     ranks.gather(background.finish())
     kinds = {name: kind_of(things[name]) for name in sorted(things)}
-    options = {"path": str(path), "keep": keep, "async_": async_}
     ranks.check_same(options | {"things": kinds}, "save")
     shared, own, number = Collector(), Collector(), 0
     place, failure, divided, trees = None, None, {}, {}
@@ -118,8 +124,10 @@ def save(
             "divided": divided,
             "headers": {**shared.headers, **own.headers},
         }
-        writing = Writing(place, ranks.rank, ranks.size, keep, facts, part, [*in_pieces(ranges)])
-        if async_:
+        writing = Writing(
+            place, ranks.rank, ranks.size, options["keep"], facts, part, [*in_pieces(ranges)]
+        )
+        if options["async_"]:
             writing.ranges = background.copied(writing.ranges)
             background.start(writing.run_alone)
             place = None
