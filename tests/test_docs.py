@@ -25,7 +25,10 @@ ONE_RANK = [sys.executable]
 TWO_RANKS = [sys.executable, "-m", "lockstep", "run", "-n", "2"]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "start" else pytest.param(n, marks=pytest.mark.long) for n in PROGRAMS],
+)
 @pytest.mark.parametrize(
     "start",
     [
@@ -52,24 +55,27 @@ def test_every_error_is_explained() -> None:
 
 
 def test_what_the_pages_name_is_there() -> None:
+    modules = {"checkpoint", "errors", "integrations"}
     for name, text in PAGES.items():
         for word in re.findall(r"lockstep\.(\w+)", text):
-            assert word in lockstep.__all__ or word in MODULES, f"{name}: lockstep.{word}"
-        for command, options in re.findall(r"lockstep (\w+)((?: --?[\w-]+)*)", text):
-            if command in COMMANDS:
-                given = COMMANDS[command]
-                assert all(option in given for option in options.split()), f"{name}: {options}"
+            assert word in {*lockstep.__all__, *modules}, f"{name}: lockstep.{word}"
 
 
-MODULES = {"checkpoint", "errors", "integrations"}
-COMMANDS = {
-    "run": cli._RUN + "-n -m --check --trace --trace-steps --full-traceback --log-dir --nnodes",
-    "report": "",
-    "doctor": "",
-    "explain": "",
-    "show": "",
-    "export": "",
-}
+def test_the_options_in_the_pages_are_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named: dict[str, set[str]] = {}
+    for text in PAGES.values():
+        for command, words in re.findall(r"^lockstep (\w+) ([^#\n]*)", text, flags=re.M):
+            own = re.split(r" \w+\.py", words)[0]  # what follows is the script's
+            named.setdefault(command, set()).update(re.findall(r"(?<!\S)--?[a-z][\w-]*", own))
+    assert {"run", "report", "show", "export"} <= named.keys()
+    for command, options in named.items():
+        monkeypatch.setattr(sys, "argv", ["lockstep", command, "--help"])
+        with pytest.raises(SystemExit):
+            cli.main()
+        told = capsys.readouterr().out
+        assert all(re.search(rf"(?<!\S){option}\b", told) for option in options), command
 
 
 def test_pages_link_to_pages_that_are_there() -> None:
