@@ -9,7 +9,7 @@ OTHER := .venv-torch-$(TORCH)
 JOBS ?= 2
 PYTEST := python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-long test-torch test-clients check conformance bench format clean
+.PHONY: demo test test-long test-torch test-clients check conformance bench docs format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
@@ -46,12 +46,15 @@ bench: .venv/ready  ## Time collectives, steps and start-up, side by side with t
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.startup
 
+docs: .venv-docs/ready  ## Make the documentation, docs/_build/index.html; a warning is an error
+	.venv-docs/bin/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
 format: .venv/ready  ## Put the code into the house's form
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
 clean:  ## Remove the virtual environments
-	rm -rf .venv .venv-clients .venv-torch-*
+	rm -rf .venv .venv-clients .venv-docs .venv-torch-* docs/_build
 
 # Makes the virtual environment $(@D) of the extras $(1), with what the files $(2) pin, after $(3).
 define make_environment
@@ -75,6 +78,11 @@ packages_of = $(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("pu
 $(OTHER)/ready: pyproject.toml constraints.txt
 	$(call make_environment,demo$(comma)dev,$(@D)/constraints.txt,\
 	  sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(@D)/constraints.txt)
+	touch $@
+
+.venv-docs/ready: .venv/ready constraints-docs.txt
+	$(call make_environment,docs,constraints.txt constraints-docs.txt,\
+	  $(call packages_of,.venv) > $$($(call packages_of,$(@D)))/venv.pth)
 	touch $@
 
 # Half a gigabyte on top of .venv. timm asks for torchvision, which isn't there for every build of

@@ -183,7 +183,9 @@ def test_an_interrupted_epoch_goes_on_at_any_number_of_ranks(plan: dict[str, Any
     assert seen == expected
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "start", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long)]
+)
 def test_augmentations_are_the_same_at_any_number_of_ranks_and_workers(start: str) -> None:
     def body(rank: int, group: dist.ProcessGroup, workers: int = 0) -> list[Any]:
         options = {"multiprocessing_context": start, "persistent_workers": True} if workers else {}

@@ -135,7 +135,7 @@ def test_every_span_of_every_rank_is_there(tmp_path: Path, num_ranks: int) -> No
     assert spans.recorder is None
 
 
-@pytest.mark.parametrize("loader", ["ours", "torch"])
+@pytest.mark.parametrize("loader", ["ours", pytest.param("torch", marks=pytest.mark.long)])
 def test_the_command_traces_a_script(tmp_path: Path, script: Path, loader: str) -> None:
     folder = tmp_path / "trace"
     done = run(script, folder, loader)

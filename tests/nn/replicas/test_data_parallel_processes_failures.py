@@ -317,6 +317,7 @@ def test_a_replica_that_is_stopped_in_its_backward() -> None:
         loss.backward()
 
 
+@pytest.mark.long
 def test_a_replica_that_is_stopped_and_does_not_read() -> None:
     model, x = stopping(), torch.ones(6)
     pids = model.pid(x)
@@ -325,6 +326,7 @@ def test_a_replica_that_is_stopped_and_does_not_read() -> None:
         model.pid(x, b"0" * 10_000_000)
 
 
+@pytest.mark.long
 def test_replicas_that_wait_for_a_sum_are_not_late() -> None:
     """The caller's own part takes longer than the timeout, and theirs is done."""
     assert float(stopping()(torch.ones(6), stops=0, where="busy").detach()) == 1

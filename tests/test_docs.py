@@ -1,0 +1,86 @@
+"""The documentation: every block of Python in it runs, on one rank and on two."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep import cli, errors
+
+pytestmark = pytest.mark.forks
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = {path.stem: path.read_text() for path in sorted(DOCS.glob("*.md"))}
+PROGRAMS = {
+    name: "\n".join(blocks)
+    for name, text in PAGES.items()
+    if (blocks := re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S))
+}
+ONE_RANK = [sys.executable]
+TWO_RANKS = [sys.executable, "-m", "lockstep", "run", "-n", "2"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "start" else pytest.param(n, marks=pytest.mark.long) for n in PROGRAMS],
+)
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(ONE_RANK, id="one rank", marks=pytest.mark.long),
+        pytest.param(TWO_RANKS, id="two ranks"),
+    ],
+)
+def test_blocks_run(tmp_path: Path, name: str, start: list[str]) -> None:
+    (tmp_path / "program.py").write_text(PROGRAMS[name])
+    done = subprocess.run([*start, "program.py"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    listed = set(re.findall(r"auto\w+:: lockstep\.(\w+)$", PAGES["api"], flags=re.M))
+    assert listed == set(lockstep.__all__)
+
+
+def test_every_error_is_explained() -> None:
+    listed = set(re.findall(r"^\| `(\w+)` \|", PAGES["errors"], flags=re.M))
+    # Those that are only bases of others are never raised.
+    bases = {name for name in errors.__all__ if getattr(errors, name).__subclasses__()}
+    assert listed == set(errors.__all__) - bases
+
+
+def test_what_the_pages_name_is_there() -> None:
+    modules = {"checkpoint", "errors", "integrations"}
+    for name, text in PAGES.items():
+        for word in re.findall(r"lockstep\.(\w+)", text):
+            assert word in {*lockstep.__all__, *modules}, f"{name}: lockstep.{word}"
+
+
+def test_the_options_in_the_pages_are_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named: dict[str, set[str]] = {}
+    for text in PAGES.values():
+        for command, words in re.findall(r"^lockstep (\w+) ([^#\n]*)", text, flags=re.M):
+            own = re.split(r" \w+\.py", words)[0]  # what follows is the script's
+            named.setdefault(command, set()).update(re.findall(r"(?<!\S)--?[a-z][\w-]*", own))
+    assert {"run", "report", "show", "export"} <= named.keys()
+    for command, options in named.items():
+        monkeypatch.setattr(sys, "argv", ["lockstep", command, "--help"])
+        with pytest.raises(SystemExit):
+            cli.main()
+        told = capsys.readouterr().out
+        assert all(re.search(rf"(?<!\S){option}\b", told) for option in options), command
+
+
+def test_pages_link_to_pages_that_are_there() -> None:
+    for name, text in PAGES.items():
+        for target in re.findall(r"\{doc\}`([\w-]+)`", text):
+            assert target in PAGES, f"{name} links to {target}"
+    (listed,) = [set(re.findall(r"^([\w-]+)$", PAGES["index"], flags=re.M))]
+    assert listed == set(PAGES) - {"index"}
