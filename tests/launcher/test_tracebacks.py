@@ -82,7 +82,7 @@ def test_loops_of_different_lengths_are_told_of_join(bench: Bench) -> None:
     assert done.stderr.count("Traceback") == 1
     assert "the user's line" in done.stderr
     assert "with lockstep.join(model):" in done.stderr
-    assert "lockstep.data.epoch_shares()" in done.stderr
+    assert "as with lockstep.DataLoader" in done.stderr
 
 
 def test_one_chain_without_what_only_lockstep_and_torch_raised(bench: Bench) -> None:

@@ -116,7 +116,7 @@ class GradientLog:
             _log.warning(
                 "In each of the first %s backwards all ranks had the same gradients, so they seem "
                 "to train on the same samples, each doing the work of all. Give each its part: "
-                "lockstep.partition(dataset)[rank], or torch's DistributedSampler. (This is said "
+                "lockstep.DataLoader(dataset, batch_size), or a DistributedSampler. (This is said "
                 "once.)",
                 _NUM_SAME_BACKWARDS,
             )

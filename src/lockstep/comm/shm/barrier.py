@@ -256,9 +256,8 @@ def advice_after(left: Fault | None, ranks: Sequence[int]) -> str:
         return f"It ended with an exception: {left.text}"
     return (
         "It left the group in good order: its program ended, or it called destroy_process_group. "
-        "Make all ranks take equally many steps, as with the parts of "
-        "lockstep.data.epoch_shares(), or put their loops into 'with lockstep.join(model):', and "
-        "leave after the last step."
+        "Make all ranks take equally many steps, as with lockstep.DataLoader, or put their loops "
+        "into 'with lockstep.join(model):', and leave after the last step."
     )
 
 
