@@ -121,3 +121,18 @@ def launched_by_accelerate() -> None:
 
 def test_init_finds_the_group_of_debug_launcher(forks: Forks) -> None:
     forks.run(launch_by_accelerate, 1)
+
+
+def global_batches() -> list[int]:
+    import accelerate
+
+    lockstep.init()
+    accelerator = accelerate.Accelerator(cpu=True)
+    ours = accelerator.prepare(lockstep.DataLoader(dataset(), 5, shuffle=True, seed=0))
+    return [len(lockstep.reduce(x, "cat")) for x, _ in ours]
+
+
+def test_our_loader_has_the_same_global_batches(forks: Forks) -> None:
+    alone = forks.run(global_batches, 1)[0]
+    assert alone[0] == 5
+    assert forks.run(global_batches, 2) == [alone, alone]

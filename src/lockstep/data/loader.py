@@ -88,6 +88,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     StatefulDataLoader.
     """
 
+    # Accelerate's prepare() leaves it alone, whose ranks would get twice as large global batches.
+    _is_accelerate_prepared = True
+
     def __init__(
         self,
         dataset: Any,
@@ -154,7 +157,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             if isinstance(each, DistributedSampler):
                 raise SplitError(
                     f"A {type(each).__name__} gives each rank samples of its own, which this "
-                    "loader would divide once more. Leave the sampler out, and give shuffle=True."
+                    "loader would divide once more. Leave the sampler out, and give shuffle=True; "
+                    "if a trainer has added it, give the trainer use_distributed_sampler=False."
                 )
 
     def _gives_lists(self) -> bool:
