@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -169,8 +169,9 @@ class Network:
         flat = flattened(tensor)
         header = torch.frombuffer(bytearray(header_of(flat, tag)), dtype=torch.uint8)
         message = torch.cat([header, _bytes(flat)])
-        work = self.open().send([message], destination, tag)
         signature = Signature("send", flat.dtype, flat.shape)
+        with self._naming(signature, timeout.total_seconds(), [destination]):
+            work = self.open().send([message], destination, tag)
 
         # Gloo reads the message until it is taken, so the work keeps it.
         def complete(deadline: Deadline, message: Tensor = message) -> int:
@@ -185,11 +186,13 @@ class Network:
         """Receive the next message of ``source``, or of any rank, into ``tensor``."""
         # Gloo matches messages with receives itself, and accepts one that is too short.
         message = torch.empty(HEADER.size + tensor.nbytes, dtype=torch.uint8, device="cpu")
-        if source is None:
-            work, sources = self.open().recv_anysource([message], tag), range(self.size)
-        else:
-            work, sources = self.open().recv([message], source, tag), range(source, source + 1)
+        sources = range(self.size) if source is None else [source]
         signature = Signature("recv", tensor.dtype, (tensor.numel(),))
+        with self._naming(signature, timeout.total_seconds(), sources):
+            if source is None:
+                work = self.open().recv_anysource([message], tag)
+            else:
+                work = self.open().recv([message], source, tag)
 
         def complete(deadline: Deadline) -> int:
             self.finish(lambda: work, signature, deadline.seconds, sources)
@@ -209,8 +212,16 @@ class Network:
         Raises:
             CollectiveFailed: If they don't.
         """
-        try:
+        with self._naming(signature, timeout, ranks):
             start().wait(timedelta(seconds=timeout))
+
+    @contextmanager
+    def _naming(self, signature: Signature, timeout: float, ranks: Sequence[int]) -> Iterator[None]:
+        """Have Gloo's errors name the ranks to blame, among ``ranks``."""
+        try:
+            yield
+        except CollectiveFailed:
+            raise
         except RuntimeError as error:
             # The rank that failed first has said why before it closed its connections.
             if (told := self._told_fault()) is not None:
