@@ -22,6 +22,7 @@ LAYERS = {
     "torch_private": 0,
     "errors": 0,
     "spans": 0,
+    "status": 0,
     "arguments": 0,
     "comm": 1,
     "world": 2,
@@ -43,7 +44,7 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 28_700
+MAX_LINES = 29_750
 MAX_FILES = 140
 MAX_LINES_OF_A_FILE = 500
 
@@ -219,6 +220,8 @@ PUBLIC_NAMES = {
     "join",
     "launch",
     "load",
+    "log",
+    "log_to",
     "SyncBatchNorm",
     "mean",
     "no_sync",

@@ -25,6 +25,8 @@ from .nn import scatter as scatter
 from .nn import scatter_kwargs as scatter_kwargs
 from .nn import sync_buffers as sync_buffers
 from .observe import explain as explain
+from .observe import log as log
+from .observe import log_to as log_to
 from .observe import trace as trace
 from .optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from .optim import clip_grad_norm_ as clip_grad_norm_

@@ -77,14 +77,11 @@ def as_whole_number(
     return number
 
 
-def as_finite_number(
-    name: str, value: object, wanted: str = "a finite number", at_least: float = -math.inf
-) -> float:
-    """``value`` as a float.
+def as_number(name: str, value: object, wanted: str = "a number") -> float:
+    """``value`` as a float, which may be NaN or infinite.
 
     Raises:
         TypeError: If it isn't a number or a tensor of one element.
-        ValueError: If it is NaN, infinite, or less than ``at_least``.
     """
     try:
         number = None if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
@@ -94,6 +91,19 @@ def as_finite_number(
         number = None
     if number is None:
         raise TypeError(refusal(name, value, wanted))
+    return number
+
+
+def as_finite_number(
+    name: str, value: object, wanted: str = "a finite number", at_least: float = -math.inf
+) -> float:
+    """``value`` as a float.
+
+    Raises:
+        TypeError: If it isn't a number or a tensor of one element.
+        ValueError: If it is NaN, infinite, or less than ``at_least``.
+    """
+    number = as_number(name, value, wanted)
     if not (math.isfinite(number) and number >= at_least):
         raise ValueError(refusal(name, value, wanted))
     return number

@@ -23,6 +23,7 @@ step.
   run      run a Python script on several ranks, and leave none behind
   explain  tell what of a script's models is split, copied and reduced
   report   tell where the time of a traced run went, and which rank is late
+  status   tell what the ranks of a run do that looks stuck
   doctor   tell what is on this machine, and what is wrong with it
   demo     train a small network on handwritten digits, over several processes
   bench    measure, on this machine, what training in step costs
@@ -72,6 +73,13 @@ wrong and how to mend it.
 
 Some ranks are started, meet, and time an all-reduce. The exit code is 1 if
 something is wrong."""
+
+_STATUS = """\
+Tell what the ranks of a run do that looks stuck: who waits, in which operation,
+for whom, and at which line of the program that one is.
+
+It finds what 'lockstep run' and launch() have started on this host, and changes
+nothing about it."""
 
 _DEMO = """\
 Train a small network on handwritten digits, over several processes.
@@ -215,6 +223,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     folded = "Show the frames of lockstep, torch and Python too when a rank fails."
     run.option("--full-traceback", folded, action="store_true")
+    not_live = "Don't show below the ranks' output what they do; only terminals show it."
+    run.option("--no-live", not_live, dest="live", action="store_false")
     run.option(
         "--check STEPS",
         "Take so many optimizer steps on the ranks, then the same ones in one process on the same "
@@ -247,6 +257,12 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", usage=usage, description=_REPORT, act=_report)
     report.add_argument("folder", metavar="DIR", help="The folder that --trace was given.")
     report.option("--text", "Print it, and write no page.", action="store_true")
+    usage = "lockstep status [-h] [--stacks] [PID]"
+    status = commands.add_parser("status", usage=usage, description=_STATUS, act=_status)
+    status.add_argument(
+        "pid", nargs="?", metavar="PID", help="The process id of one lockstep run; by default all."
+    )
+    status.option("--stacks", "Print each rank's whole stack as well.", action="store_true")
     doctor = commands.add_parser("doctor", description=_DOCTOR, act=_doctor)
     doctor.option("-n --nprocs N", "How many ranks to start; by default one for each GPU, or 2.")
     doctor.option("--json", "Print it all as JSON.", dest="as_json", action="store_true")
@@ -330,6 +346,12 @@ def _report(**options: Any) -> None:
     from lockstep.observe import report
 
     report(**options)
+
+
+def _status(**options: Any) -> None:
+    from lockstep.observe import status
+
+    status(**options)
 
 
 def _doctor(**options: Any) -> NoReturn:

@@ -1,12 +1,14 @@
 """What a rank does and when, for whoever records it; next to nothing is done if nobody does.
 
-While :func:`lockstep.trace` records, it is the ``recorder``. While torch.profiler runs, spans are
-ranges of it, too, under the same names.
+While :func:`lockstep.trace` records, it is the ``recorder``. In a rank of ``lockstep run`` the
+``status`` tells the launcher. While torch.profiler runs, spans are ranges of it, too, under the
+same names.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -37,8 +39,30 @@ class Recorder(Protocol):
     def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
         """A bucket of gradients was full, launched and summed at these times."""
 
+    def log(self, values: Mapping[str, float]) -> None:
+        """The program logs values."""
+
+
+class Status(Protocol):
+    """Takes what this process does at this moment; see :class:`lockstep.status.RankStatus`."""
+
+    is_shown: bool
+
+    def enter(self, state: str, detail: str) -> int:
+        """A span begins; return what :meth:`leave` takes."""
+
+    def leave(self, former: int) -> None:
+        """The span that began last ends."""
+
+    def count_batch(self, epoch: int, num_batches: int, all_batches: int, num_samples: int) -> None:
+        """The loader has given so many batches of an epoch, the last with so many samples."""
+
+    def log(self, step: int, last_step: int, values: Mapping[str, float]) -> None:
+        """The program logs values of a step."""
+
 
 recorder: Recorder | None = None
+status: Status | None = None
 now = time.perf_counter_ns
 _NOTHING = nullcontext()
 
@@ -48,7 +72,7 @@ def span(name: str, detail: str = "", num_bytes: int = 0) -> AbstractContextMana
 
     ``detail`` is one word more, and ``num_bytes`` what this rank gives to a collective in it.
     """
-    if recorder is None and not profiler._is_profiler_enabled:
+    if recorder is None and status is None and not profiler._is_profiler_enabled:
         return _NOTHING
     return _Span(name, detail, num_bytes)
 
@@ -56,7 +80,8 @@ def span(name: str, detail: str = "", num_bytes: int = 0) -> AbstractContextMana
 class _Span:
     def __init__(self, name: str, detail: str, num_bytes: int) -> None:
         self._name, self._detail, self._num_bytes = name, detail, num_bytes
-        self._recorder = recorder
+        self._recorder, self._status = recorder, status
+        self._former_state = 0
         self._range: Any = None
 
     def __enter__(self) -> None:
@@ -65,9 +90,13 @@ class _Span:
             self._range.__enter__()
         if self._recorder is not None and not self._recorder.begin(self._name):
             self._recorder = None
+        if self._status is not None:
+            self._former_state = self._status.enter(self._name, self._detail)
         self._start = now()
 
     def __exit__(self, *error: object) -> None:
+        if self._status is not None:
+            self._status.leave(self._former_state)
         if self._recorder is not None:
             self._recorder.end(self._name, self._start, self._detail, self._num_bytes)
         if self._range is not None:

@@ -6,6 +6,7 @@ import enum
 import importlib.util
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,3 +247,15 @@ def test_library_gives_what_one_process_gives(forks: Forks, task: Any) -> None:
     (alone,) = forks.run(task, 1, "alone")
     for kind in PARALLEL:
         assert_same(forks.run(task, 2, kind), alone)
+
+
+def test_tensorboard_reads_what_is_logged(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    lockstep.log_to(tmp_path, lines=False)
+    for step in range(3):
+        lockstep.log(loss=step / 2, step=step)
+    lockstep.log_to()
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert [(each.step, each.value) for each in found.Scalars("loss")] == [(0, 0), (1, 0.5), (2, 1)]

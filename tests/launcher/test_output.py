@@ -208,7 +208,7 @@ def test_run_puts_both_streams_of_a_terminal_on_lines_of_their_own(bench: Bench)
         """
     )
     ours, theirs = pty.openpty()
-    run = bench.start("run", "-n", 2, script, stdout=theirs, stderr=theirs)
+    run = bench.start("run", "--no-live", "-n", 2, script, stdout=theirs, stderr=theirs)
     assert run.wait(60) == 0
     os.close(theirs)
     shown = os.read(ours, 4096)

@@ -118,6 +118,29 @@ def test_a_slow_rank_is_named_in_60_cases(
     check_named(tmp_path, place, num_ranks, rank % num_ranks, seconds)
 
 
+def train_sharded(world: lockstep.World, folder: Path) -> None:
+    model = lockstep.parallelize(nn.Linear(8, 8))
+    optimizer = lockstep.shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-6))
+    with lockstep.trace(folder):
+        for _ in range(5):
+            loss = lockstep.mean(model(torch.ones(2, 8)).square())
+            loss.backward()
+            if world.rank == 1:
+                time.sleep(0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_rank_that_is_late_at_a_sharded_optimizers_step_is_named(tmp_path: Path) -> None:
+    lockstep.launch(train_sharded, 2, (tmp_path,))
+    ranks = read_folder(tmp_path)
+    late = late_rank(shares(ranks))
+    assert late is not None
+    # Between backward and step there is only the program's own code.
+    assert (late.rank, late.phase) == (1, "other")
+    assert "wait for rank 1 " in in_words(summary(ranks, shares(ranks)))
+
+
 def rank_of(rank: int, comes: list[int], leaves: list[int], *, data: int = 1) -> RankSpans:
     """A rank whose steps have ``data`` ms of data, and one wait; times in ms."""
     spans, now = [], 0

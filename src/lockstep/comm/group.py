@@ -265,7 +265,7 @@ class SharedMemoryGroup(BaseGroup):
     def meet(self, operation: str) -> Work:
         """As :meth:`barrier`; it matches no other call than that of the same ``operation``."""
         run = self._run(Signature(operation), [], [], lambda c, _, __: c.barrier())
-        return self._queue.submit([run], [], is_async=False)
+        return self._queue.submit([run], [], is_async=True)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

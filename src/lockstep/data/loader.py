@@ -15,6 +15,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lockstep import spans
 from lockstep.arguments import as_whole_number, check_type, refusal
 from lockstep.comm import all_gather, device_of_facts, differing_facts
 from lockstep.data.batches import GlobalBatches, Part, Reader, cuts, digest
@@ -22,7 +23,6 @@ from lockstep.data.iterable import Request, StreamReader, global_stream
 from lockstep.data.pace import Pace
 from lockstep.data.random_state import mixed
 from lockstep.errors import SplitError
-from lockstep.spans import span
 from lockstep.torch_private import worker
 from lockstep.world import group_or_all
 
@@ -335,7 +335,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         what is still read in this one doesn't count.
         """
         while True:
-            with span("data"):
+            with spans.span("data"):
                 batch = next(stream, _END)
             if batch is _END:
                 break
@@ -343,6 +343,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             if run == self._run:
                 self._num_given += 1
                 self._digest = checksum
+                if spans.status is not None:
+                    length = _length_of(self) or 0
+                    spans.status.count_batch(self._epoch, self._num_given, length, num_samples)
             if self._pace is None:
                 yield batch
             else:

@@ -1,9 +1,11 @@
 from .failures import Outcome as Outcome
+from .failures import is_users_file as is_users_file
 from .job import Job as Job
 from .job import check_num_ranks as check_num_ranks
 from .job import check_num_threads as check_num_threads
 from .job import job_of as job_of
 from .job import whole_number as whole_number
+from .live import state_in_words as state_in_words
 from .start import launch as launch
 from .start import run_job as run_job
 from .start import supervise as supervise

@@ -7,6 +7,8 @@ time stamp alone would blame the wrong rank.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 import os
 import re
@@ -258,10 +260,19 @@ def _next_with_users_frame(told: TracebackException | None) -> TracebackExceptio
 
 
 def _is_users(frame: FrameSummary) -> bool:
-    import torch
+    return is_users_file(frame.filename)
 
-    name = frame.filename
-    if name.startswith((_PACKAGE, os.path.dirname(torch.__file__) + os.sep, "<frozen ")):
+
+def is_users_file(name: str) -> bool:
+    """Whether a file is neither of lockstep, torch nor Python."""
+    if name.startswith((_PACKAGE, _torch_folder(), "<frozen ")):
         return False
     # Other people's packages may lie in a folder of Python's own, and are shown.
     return not name.startswith(_PYTHON) or "site-packages" in name
+
+
+@functools.cache
+def _torch_folder() -> str:
+    spec = importlib.util.find_spec("torch")  # no import, which takes a second
+    assert spec is not None
+    return os.path.dirname(str(spec.origin)) + os.sep

@@ -53,6 +53,7 @@ class Job(NamedTuple):
     log_dir: str | None = None  # where each rank's output is kept as well
     labelled: bool = True  # False: the ranks write to the supervisor's own stdout and stderr
     meeting: Meeting | None = None  # None for one host
+    live: bool = False  # whether a terminal shows below the output what ranks do
     stdin_rank: int | None = None  # the rank that reads the supervisor's standard input
     full_traceback: bool = False  # whether to show frames of lockstep and torch
     # The descriptor of a socket to the process that called launch(), which takes the outcome;
@@ -67,6 +68,13 @@ def name_of(function: object) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
+def name_of_program(program: Program | bytes) -> str:
+    """What is run, as ``lockstep status`` tells it."""
+    if isinstance(program, bytes):
+        return "a function, by lockstep.launch()"
+    return " ".join(["-m"] * program.is_module + [program.name, *program.argv])
+
+
 def job_of(
     program: Sequence[str],
     *,
@@ -76,6 +84,7 @@ def job_of(
     log_dir: str | None = None,
     stdin: str | None = None,
     full_traceback: bool = False,
+    live: bool = True,
     nnodes: str = "1",
     **meeting: str,
 ) -> Job:
@@ -113,6 +122,7 @@ def job_of(
         stdin_rank=_stdin_rank(stdin, num_ranks, num_hosts),
         meeting=_meeting(num_hosts, **meeting),
         full_traceback=full_traceback,
+        live=live,
     )
 
 

@@ -10,13 +10,17 @@ from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 
 from lockstep.errors import BadLaunch
+from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.processes import SignalPipe
+from lockstep.status import now
 
 # Longer lines are cut, since a line that never ends must not fill the memory.
 MAX_LINE_BYTES = 1 << 20
 _PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")
 # A pipe that polls as writable takes this much without blocking (PIPE_BUF).
 _CHUNK_BYTES = 4096
+# A line that isn't finished for so long is a prompt. Others are just being written.
+_PROMPT_NS = 100_000_000
 # How long a write waits for room while the launcher ends.
 _PATIENCE_MS = 500
 
@@ -44,6 +48,11 @@ class LineSplitter:
             pieces.append(bytes(self._rest[: self._max_line_bytes]) + b"\n")
             del self._rest[: self._max_line_bytes]
         return pieces
+
+    @property
+    def rest(self) -> bytes:
+        """The unfinished line."""
+        return bytes(self._rest)
 
     def finish(self) -> list[bytes]:
         """End the stream; return its unfinished line, with an end."""
@@ -100,9 +109,14 @@ class Console:
     was none for half a second after a signal.
     """
 
-    def __init__(self, log_files: dict[int, int], signals: SignalPipe) -> None:
+    def __init__(
+        self, log_files: dict[int, int], signals: SignalPipe, live: Live | None = None
+    ) -> None:
         self._log_files = log_files
         self._signals = signals
+        self._live = live  # draws lines below the output
+        # When an unfinished line of a rank that reads the terminal is to be shown, as a prompt.
+        self._prompts: dict[tuple[int, int], int] = {}
         self._splitters: defaultdict[tuple[int, int], LineSplitter] = defaultdict(LineSplitter)
         self._mute = False
         self.is_ending = False  # whether a signal has come that ends the launcher
@@ -116,18 +130,46 @@ class Console:
 
         No data is the stream's end. A prompt is a line without an end.
         """
-        splitter = self._splitters[rank, destination]
+        source = rank, destination
+        splitter = self._splitters[source]
         pieces = splitter.feed(data) if data else splitter.finish()
+        if self._live is not None:
+            self._show(rank, destination, pieces)
+            if self._live.take_rest(source, _label(rank), splitter.rest) or not show_prompt:
+                self._prompts.pop(source, None)
+            else:
+                self._prompts[source] = now() + _PROMPT_NS
+            return
         if data and show_prompt:
             pieces += [rest[:-1] for rest in splitter.finish()]
         self._show(rank, destination, pieces)
 
     def _show(self, rank: int, destination: int, pieces: list[bytes]) -> None:
         if pieces:
-            source, label = (rank, destination), b"[rank %d] " % rank
-            labelled = self._labellers[destination].label(source, label, pieces)
-            self._write(destination, labelled)
+            source, label = (rank, destination), _label(rank)
             self._log(rank, b"".join(pieces))
+            if self._live is not None:
+                pieces = self._live.take_bars(source, label, pieces)
+            labelled = self._labellers[destination].label(source, label, pieces)
+            if self._live is not None and os.isatty(destination):
+                labelled = self._live.around(labelled)
+            self._write(destination, labelled)
+
+    def draw(self) -> float | None:
+        """Bring the lines below the output up to date; return the seconds until the next time."""
+        if self._live is None or (number := terminal()) is None:
+            return None
+        for rank, destination in [source for source, due in self._prompts.items() if now() >= due]:
+            del self._prompts[rank, destination]
+            self._live.prompt()
+            rests = self._splitters[rank, destination].finish()
+            self._show(rank, destination, [rest[:-1] for rest in rests])
+        if self._live.goes_on():
+            self._write(number, self._labellers[number].finish())
+        size = os.get_terminal_size(number)
+        self._write(number, self._live.draw(size.columns, size.lines))
+        next_times = [self._live.due, *self._prompts.values()]
+        return max(0.0, (min(next_times) - now()) / 1e9)
 
     def _log(self, rank: int, data: bytes) -> None:
         view = memoryview(data)
@@ -143,6 +185,9 @@ class Console:
         """End all lines, add ``tracebacks`` of ranks to their log files, and close those."""
         for (rank, destination), splitter in self._splitters.items():
             self._show(rank, destination, splitter.finish())
+        if self._live is not None and (number := terminal()) is not None:
+            self._write(number, self._live.close())
+            self._live = None
         for rank, traceback in tracebacks.items():
             self._log(rank, traceback.encode(errors="backslashreplace"))
         for destination, labeller in self._labellers.items():
@@ -166,6 +211,10 @@ class Console:
                 pass
             except OSError:  # a closed pipe or terminal
                 self.broken = True
+
+
+def _label(rank: int) -> bytes:
+    return b"[rank %d] " % rank
 
 
 def open_log_files(directory: str | None, ranks: range) -> dict[int, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import faulthandler
+import fcntl
 import importlib.machinery
 import importlib.util
 import json
@@ -21,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import InspectLoader
@@ -30,6 +32,7 @@ from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.failures import Failure, failure_by, program_frames
 from lockstep.launcher.job import Job, Program, name_of
 from lockstep.launcher.processes import end_with_parent
+from lockstep.status import STACKS_SIGNAL, RankStatus
 
 LENGTH_BYTES = 8  # of the length of a report
 _NO_INPUT = (
@@ -48,12 +51,14 @@ def run_rank(
     connection: socket.socket,
     outputs: Sequence[int],
     signal_mask: Collection[int],
+    status: RankStatus,
 ) -> int:
     """Become a rank after its fork from ``supervisor``, run the program, return the exit code.
 
     ``connection`` brings variables to add to the environment, and takes the rank's Failure or the
     pickled result of its function. ``outputs`` are descriptors for stdout and stderr, or none for
     the supervisor's own, ``signal_mask`` the signals to block, as when the supervisor was started.
+    The supervisor and ``lockstep status`` see in ``status`` what the rank does.
     """
     end_with_parent(supervisor, signal.SIGKILL)
     with connection.makefile("rb") as file:
@@ -77,6 +82,7 @@ def run_rank(
         numpy_random.seed()
     # Not before: a signal would run the supervisor's handlers.
     signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+    _report_to(status, rank)
     pid = os.getpid()
     failure, result = _run(job.program, rank, reads_stdin, job.around or nullcontext)
     # If the supervisor was killed, the end of this rank is near.
@@ -87,6 +93,34 @@ def run_rank(
             report = pickle.dumps((failure, result))
             connection.sendall(len(report).to_bytes(LENGTH_BYTES, "little") + report)
     return 0 if failure is None else failure.exit_code
+
+
+def _report_to(status: RankStatus, rank: int) -> None:
+    """Have ``status`` show what this rank does, and the stacks of its threads to who asks."""
+    from torch.optim import Optimizer
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from lockstep import spans
+    from lockstep.comm import uncompiled
+
+    first: list[weakref.ref[Optimizer]] = []
+
+    @uncompiled
+    def after_step(optimizer: Optimizer, *rest: object) -> None:
+        if not first or first[0]() is None:
+            first[:] = [weakref.ref(optimizer)]
+        if first[0]() is optimizer:
+            status.count_step()
+
+    register_optimizer_step_post_hook(after_step)
+    if hasattr(os, "memfd_create"):
+        stacks = os.memfd_create("lockstep-stacks")
+        # Each dump is appended, so that a reader may empty the file before it asks for one.
+        fcntl.fcntl(stacks, fcntl.F_SETFL, os.O_APPEND)
+        faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
+        status.show_stacks_in(stacks)
+    status.begin(rank)
+    spans.status = status
 
 
 def _leave_supervisor(outputs: Sequence[int], reads_stdin: bool) -> None:

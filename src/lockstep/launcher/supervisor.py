@@ -25,10 +25,12 @@ from typing import TYPE_CHECKING, NoReturn
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
 from lockstep.launcher.failures import Failure, Outcome, failure_outcome, signal_name
-from lockstep.launcher.job import Job
+from lockstep.launcher.job import Job, name_of_program
+from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.output import Console, open_log_files
 from lockstep.launcher.processes import AT_ONCE, Escalation, after_failure, after_signal
 from lockstep.launcher.rank import LENGTH_BYTES, run_rank
+from lockstep.status import RunStatus
 
 if TYPE_CHECKING:  # it imports torch
     from lockstep.launcher.hosts import Host
@@ -70,7 +72,11 @@ def _start(job: Job) -> int:
     processes.adopt_orphans()
     # Blocked, so that no rank runs the supervisor's handlers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, processes.ENDING_SIGNALS)
-    ranks = _fork_ranks(job, mask)
+    status = RunStatus.create(name_of_program(job.program), job.num_ranks)
+    is_live = job.live and job.labelled and terminal() is not None
+    for of_rank in status.ranks:
+        of_rank.is_shown = is_live
+    ranks = _fork_ranks(job, mask, status)
     if not isinstance(ranks, list):
         return ranks()
     # From here on this is the supervisor.
@@ -78,7 +84,8 @@ def _start(job: Job) -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         host = Host(job)
-        watch = _Watch(job, host, ranks, {*spare, guardian.pid})
+        live = Live(status, host.world_size) if is_live else None
+        watch = _Watch(job, host, ranks, {*spare, guardian.pid}, live)
         watch.run()
     except LaunchError:
         _kill_ranks(ranks)
@@ -186,7 +193,9 @@ class RankProcess:
         return True
 
 
-def _fork_ranks(job: Job, signal_mask: Collection[int]) -> list[RankProcess] | Callable[[], int]:
+def _fork_ranks(
+    job: Job, signal_mask: Collection[int], status: RunStatus
+) -> list[RankProcess] | Callable[[], int]:
     """Fork the ranks of this host, which wait until :meth:`RankProcess.begin`; return them.
 
     In a rank, return what to call there, once the stack is back to where no ``finally`` of the
@@ -224,7 +233,8 @@ def _fork_ranks(job: Job, signal_mask: Collection[int]) -> list[RankProcess] | C
                 for output in process.outputs:
                     os.close(output)
             outputs = [writing for _, writing in pipes]
-            return partial(run_rank, job, supervisor, of_rank, outputs, signal_mask)
+            own = status.ranks[rank]
+            return partial(run_rank, job, supervisor, of_rank, outputs, signal_mask, own)
         of_rank.close()
         for _, writing in pipes:
             os.close(writing)
@@ -243,10 +253,17 @@ class _Watch:
     ``spare`` are children of this process that aren't to be ended with the ranks.
     """
 
-    def __init__(self, job: Job, host: Host, ranks: list[RankProcess], spare: set[int]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        host: Host,
+        ranks: list[RankProcess],
+        spare: set[int],
+        live: Live | None,
+    ) -> None:
         self.signals = processes.SignalPipe()
         self._job, self._host, self._ranks, self._spare = job, host, ranks, spare
-        self._console = Console(open_log_files(job.log_dir, host.ranks), self.signals)
+        self._console = Console(open_log_files(job.log_dir, host.ranks), self.signals, live)
         self._interrupted_by: int | None = None  # the signal that ended the launcher
         self._peer_failed = False  # whether the ranks of another host failed first
         self._escalation: Escalation | None = None  # None as long as all goes well
@@ -312,7 +329,8 @@ class _Watch:
 
     def _serve(self, seconds: float | None) -> bool:
         """Handle events, after waiting at most ``seconds`` for one; return whether any came."""
-        events = self._selector.select(seconds)
+        times = [each for each in (seconds, self._console.draw()) if each is not None]
+        events = self._selector.select(min(times, default=None))
         for key, _ in events:
             if key.data():
                 self._selector.unregister(key.fileobj)

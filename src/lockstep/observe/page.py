@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import statistics
 import zlib
 from array import array
@@ -159,6 +160,7 @@ def _logged(ranks: Sequence[RankSpans]) -> dict[str, list[tuple[int, float]]]:
         own: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for entry in rank.logged:
             for name, value in entry["log"].items():
-                own[name].append((entry["step"], value))
+                if math.isfinite(value):
+                    own[name].append((entry["step"], value))
         found = {**own, **found}
     return found

@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -141,9 +141,10 @@ class RankTrace:
         self._put(facts)
         self._file.flush()
 
-    def log(self, values: dict[str, float]) -> None:
-        """Note what the program logs, such as its loss."""
-        self._put({"step": self.step, "time": spans.now(), "log": values})
+    def log(self, values: Mapping[str, float]) -> None:
+        """See :class:`lockstep.spans.Recorder`."""
+        if self._is_on:
+            self._put({"step": self.step, "time": spans.now(), "log": {**values}})
 
     @property
     def _is_on(self) -> bool:
@@ -268,6 +269,10 @@ class _Process:
     def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
         if (own := self._of_this_thread()) is not None:
             own.bucket(bucket, index, times)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        if (own := self._of_this_thread()) is not None:
+            own.log(values)
 
     @uncompiled
     def _before_step(self, starts: dict[Any, int], optimizer: Optimizer, *_: object) -> None:

@@ -10,6 +10,7 @@ Source: "Trace Event Format", which Perfetto opens.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -140,7 +141,8 @@ def events(found: RankSpans) -> Iterator[dict[str, Any]]:
     for entry in found.logged:
         time = (entry["time"] + found.facts["offset"]) / 1000
         for name, value in entry["log"].items():
-            yield {"ph": "C", "name": name, "pid": pid, "ts": time, "args": {name: value}}
+            if math.isfinite(value):  # JSON has no other numbers
+                yield {"ph": "C", "name": name, "pid": pid, "ts": time, "args": {name: value}}
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@ from .environment import Placement as Placement
 from .environment import Starter as Starter
 from .environment import allocator_environment as allocator_environment
 from .environment import detect as detect
+from .environment import is_dumb_terminal as is_dumb_terminal
 from .environment import num_visible_gpus as num_visible_gpus
 from .environment import rank_environment as rank_environment
 from .world import World as World
@@ -10,4 +11,5 @@ from .world import choose_backend as choose_backend
 from .world import choose_device as choose_device
 from .world import group_or_all as group_or_all
 from .world import init as init
+from .world import this_rank as this_rank
 from .world import when_joined as when_joined

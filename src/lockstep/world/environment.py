@@ -174,6 +174,11 @@ def num_visible_gpus(environ: Mapping[str, str], num_gpus: int) -> int:
     return min(num_gpus, len([name for name in visible.split(",") if name.strip()]))
 
 
+def is_dumb_terminal(environ: Mapping[str, str]) -> bool:
+    """Whether a terminal can't draw over what it shows."""
+    return environ.get("TERM", "dumb") == "dumb"
+
+
 def gloo_environment(interface: str | None = _LOOPBACK_INTERFACE) -> dict[str, str]:
     """The variables that keep Gloo's sockets to one interface, by default loopback."""
     return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}

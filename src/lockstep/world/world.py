@@ -175,6 +175,14 @@ def group_or_all(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup |
     return process_group
 
 
+def this_rank() -> int:
+    """The number of this rank, which need not have joined the others."""
+    own: RankContext | None = rank_context().init_state
+    if own is not None and own.placement is not None:
+        return own.placement.rank
+    return dist.get_rank() if dist.is_initialized() else detect(os.environ).rank
+
+
 def _checked_timeout(timeout: timedelta | None) -> timedelta:
     if timeout is None:
         return DEFAULT_TIMEOUT

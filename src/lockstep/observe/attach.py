@@ -1,0 +1,206 @@
+"""``lockstep status``: attach to runs of this host, and tell what each rank does."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.errors import BadLaunch
+from lockstep.launcher import is_users_file, state_in_words
+from lockstep.status import STACKS_SIGNAL, RankState, RunStatus, in_time, now, running
+
+_DUMP_SECONDS, _POLL_SECONDS = 2.0, 0.02
+# A rank that has waited for so long is told to be stuck, unless others have made steps meanwhile.
+_STUCK_NS = 5_000_000_000
+_OBSERVED_SECONDS = 0.5
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
+# The function of the launcher that calls the program.
+_STARTERS = ("_run_script", "_run_module", "_call")
+
+
+class Frame(NamedTuple):
+    """A line of a stack, the innermost of which come first."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        path = os.path.relpath(self.file)
+        return f"{self.file if path.startswith('..') else path}:{self.line}, in {self.function}"
+
+
+class Observed(NamedTuple):
+    """A rank at a moment."""
+
+    state: RankState
+    num_new_steps: int  # while it was observed
+    process: str  # "running", "stopped" or "gone"
+    stack: list[Frame]  # of its main thread; empty if it couldn't be had
+
+    @property
+    def place(self) -> Frame | None:
+        """The innermost line of the program's own files."""
+        own = (frame for frame in self.stack if is_users_file(frame.file))
+        return next(own, self.stack[0] if self.stack else None)
+
+
+def status(pid: str | None = None, stacks: bool = False) -> None:
+    """Print what the ranks of this user's runs on this host do, and which one others wait for.
+
+    Args:
+        pid: The process id of one ``lockstep run``; by default all.
+        stacks: Whether to print the whole stack of each rank's main thread.
+
+    Raises:
+        BadLaunch: If there is no such run.
+    """
+    runs = [run for run in running() if pid is None or str(run.facts["pid"]) == pid]
+    if not runs:
+        raise BadLaunch(
+            f"No run with the process id {pid} was found on this host."
+            if pid is not None
+            else "Nothing that was started by 'lockstep run' is running on this host. On several "
+            "hosts, give this command on the host to look at; another user's runs aren't shown."
+        )
+    console = Console(highlight=False)
+    for run in runs:
+        _print(console, run, stacks=stacks)
+
+
+def _print(console: Console, run: RunStatus, *, stacks: bool) -> None:
+    facts = run.facts
+    ranks, time_now = _observe(run), now()
+    console.print(
+        Text(
+            f"{facts['program']}: process {facts['pid']}, for "
+            f"{in_time((time_now - facts['at']) / 1e9)}",
+            style="bold",
+        )
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("rank", "process", "steps", "state", "at"):
+        table.add_column(name, justify="right" if name in ("process", "steps") else "left")
+    for rank in ranks:
+        table.add_row(*_row(rank, time_now))
+    console.print(table)
+    console.print(Text("\n" + verdict(ranks, time_now) + "\n"), soft_wrap=not console.is_terminal)
+    for rank in ranks if stacks else []:
+        console.print(f"rank {rank.state.rank}, innermost line first:")
+        for frame in rank.stack:
+            console.print(Text(f"  {frame}"), soft_wrap=True)
+
+
+def _row(rank: Observed, time_now: int) -> list[str]:
+    state = rank.state
+    if not state.pid:
+        return ["?", "", "", "hasn't begun", ""]
+    words = state_in_words(state, time_now) if rank.process == "running" else rank.process
+    place = "" if rank.place is None else str(rank.place)
+    return [str(state.rank), str(state.pid), f"{state.num_steps:,}", words, place]
+
+
+def _observe(run: RunStatus) -> list[Observed]:
+    before = [rank.read() for rank in run.ranks]
+    time.sleep(_OBSERVED_SECONDS)
+    after = [rank.read() for rank in run.ranks]
+    found = []
+    for old, new in zip(before, after, strict=True):
+        process = _process_state(new.pid)
+        stack = _main_stack(_dump(new)) if process == "running" else []
+        found.append(Observed(new, new.num_steps - old.num_steps, process, stack))
+    return found
+
+
+def _process_state(pid: int) -> str:
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except OSError:
+        return "gone"
+    return {b"Z": "gone", b"X": "gone", b"T": "stopped", b"t": "stopped"}.get(letter, "running")
+
+
+def _dump(rank: RankState) -> str:
+    """Have a rank write the stacks of its threads, and return them; "" if it doesn't."""
+    try:
+        mask = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{rank.pid}/status").read_text(), re.M)
+        # A process that doesn't catch the signal would be ended by it.
+        if mask is None or not int(mask[1], 16) >> (STACKS_SIGNAL - 1) & 1:
+            return ""
+        with open(f"/proc/{rank.pid}/fd/{rank.stacks}", "r+b", buffering=0) as file:
+            file.truncate(0)
+            os.kill(rank.pid, STACKS_SIGNAL)
+            size, deadline = 0, time.monotonic() + _DUMP_SECONDS
+            while time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                if size and size == os.fstat(file.fileno()).st_size:
+                    break
+                size = os.fstat(file.fileno()).st_size
+            file.seek(0)
+            return file.read().decode(errors="replace")
+    except OSError:  # it has ended
+        return ""
+
+
+def _main_stack(dump: str) -> list[Frame]:
+    """The stack of the main thread, which a dump has last, without the launcher's frames."""
+    start = max((found.start() for found in _THREAD.finditer(dump)), default=0)
+    frames = [
+        Frame(found["file"], int(found["line"]), found["function"])
+        for found in _FRAME.finditer(dump, start)
+    ]
+    return [*itertools.takewhile(lambda frame: frame.function not in _STARTERS, frames)]
+
+
+def verdict(ranks: Sequence[Observed], time_now: int) -> str:
+    """Who waits for whom, in a sentence."""
+    begun = [rank for rank in ranks if rank.state.pid]
+    if len(begun) < len(ranks):
+        return f"{len(ranks) - len(begun)} of {len(ranks)} ranks haven't begun."
+    bad = [rank for rank in begun if rank.process != "running"]
+    if bad:
+        words = ", ".join(f"Rank {rank.state.rank} is {rank.process}" for rank in bad)
+        stopped = any(rank.process == "stopped" for rank in bad)
+        return words + (": 'kill -CONT' and its process id let it go on." if stopped else ".")
+    steps = max(rank.num_new_steps for rank in begun)
+    waiting = [r for r in begun if r.state.state == "wait" and time_now - r.state.since > _STUCK_NS]
+    others = [rank for rank in begun if rank not in waiting]
+    if steps or not waiting:
+        return f"It goes on: {steps:,} steps in {_OBSERVED_SECONDS} s." if steps else "It computes."
+    longest = in_time(max(time_now - rank.state.since for rank in waiting) / 1e9)
+    names = _listed(waiting)
+    if not others:
+        operations = sorted({rank.state.detail for rank in waiting})
+        if len(operations) > 1:
+            return (
+                f"All ranks wait, up to {longest}, in different operations: "
+                f"{', '.join(operations)}. They have taken different ways through the program."
+            )
+        return (
+            f"All ranks of this host have waited in {operations[0]} for {longest}: for a rank of "
+            "another host, or for the network."
+        )
+    places = "; ".join(
+        f"rank {rank.state.rank} is at {rank.place}" for rank in others[:8] if rank.place
+    )
+    return (
+        f"{names} {'has' if len(waiting) == 1 else 'have'} waited in {waiting[0].state.detail} for "
+        f"{longest}, for {_listed(others).lower()}. {places[:1].upper()}{places[1:]}."
+    )
+
+
+def _listed(ranks: Sequence[Observed]) -> str:
+    numbers = [str(rank.state.rank) for rank in ranks]
+    if len(numbers) == 1:
+        return f"Rank {numbers[0]}"
+    return f"Ranks {', '.join(numbers[:-1])} and {numbers[-1]}"

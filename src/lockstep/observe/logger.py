@@ -1,0 +1,251 @@
+"""``log()``: numbers of a step, such as the loss, to where they are seen and kept."""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+import torch
+
+from lockstep import spans
+from lockstep.arguments import as_number, as_whole_number, refusal
+from lockstep.comm import uncompiled
+from lockstep.errors import MissingExtra
+from lockstep.status import in_a_second, in_time
+from lockstep.world import this_rank
+
+Values = Mapping[str, float]
+Sink = Callable[[int, Values], object]
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@uncompiled
+def log(
+    values: Mapping[str, SupportsFloat] | None = None,
+    /,
+    *,
+    step: int | None = None,
+    total: int | None = None,
+    **named: SupportsFloat,
+) -> None:
+    """Show and record numbers of a step, such as the loss. ::
+
+        for step, (x, y) in enumerate(loader):
+            ...
+            lockstep.log(loss=loss, total=num_steps)
+        lockstep.log({"val/accuracy": accuracy}, step=step)
+
+    Rank 0's are recorded: by the trace, if one is being recorded, and wherever
+    :func:`lockstep.log_to` says. On a terminal ``lockstep run`` shows them while the program runs;
+    elsewhere rank 0 prints a line every ten seconds. Any rank may call it, or only one; it waits
+    for no other. For a mean over the ranks, give it one: see :func:`lockstep.mean` and
+    :func:`lockstep.reduce`.
+
+    Args:
+        values: Numbers or tensors of one element, by name. A tensor on a GPU is waited for.
+        step: The number of the step; by default one more than at the last call, from 0.
+        total: The number of steps in all, from which the time that is left is told.
+        **named: More values, for names that are words of Python.
+
+    Raises:
+        TypeError: If a value isn't a number.
+        ValueError: If a step is negative.
+    """
+    if values is not None and not isinstance(values, Mapping):
+        raise TypeError(refusal("log()'s first argument", values, "a dict of numbers by name"))
+    numbers = {
+        str(name): _as_number(str(name), value)
+        for name, value in {**(values or {}), **named}.items()
+    }
+    whole = "a whole number, at least 0"
+    if step is not None:
+        step = as_whole_number("step", step, whole, at_least=0)
+    if total is not None:
+        total = as_whole_number("total", total, whole, at_least=0)
+    rank = this_rank()
+    if rank == 0:
+        _logger.log(numbers, step, total)
+    elif spans.status is not None:
+        spans.status.log(step or 0, total or 0, numbers)
+
+
+def _as_number(name: str, value: object) -> float:
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+    return as_number(f"{name!r} in log()", value, "a number or a tensor of one element")
+
+
+def log_to(*sinks: str | os.PathLike[str] | Sink, lines: bool = True) -> None:
+    """Say where :func:`lockstep.log` records, from now on. ::
+
+        lockstep.log_to("run1/log.csv", "run1/log.jsonl", "run1/tensorboard")
+        lockstep.log_to(lambda step, values: wandb.log(dict(values), step=step))
+
+    Every rank may call it: only rank 0 writes, and a second call replaces the first. Files that
+    exist are continued, as a program that goes on from a checkpoint needs it.
+
+    Args:
+        *sinks: The name of a file that ends in ``.csv`` (a column for the step and one for each
+            name) or ``.jsonl`` (an object in each line; NaN and infinity are ``null``); any other
+            name is a folder for TensorBoard. Or a function of a step and the values by name, for
+            all else. None: nowhere.
+        lines: Whether rank 0 prints a line from time to time where ``lockstep run`` shows nothing.
+
+    Raises:
+        TypeError: If a sink is neither a path nor callable.
+        OSError: If a file can't be written to.
+        MissingExtra: If TensorBoard isn't installed.
+    """
+    made = [_sink_of(sink) for sink in sinks] if this_rank() == 0 else []
+    _logger.send_to(made, lines=lines)
+
+
+def _sink_of(sink: object) -> Sink:
+    if callable(sink):
+        return sink
+    if not isinstance(sink, str | os.PathLike):
+        raise TypeError(refusal("A sink of log_to()", sink, "a path or a function"))
+    path = Path(sink)
+    suffix = path.suffix.lower()
+    if suffix not in (".csv", ".jsonl"):
+        return _TensorBoard(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _Csv(path) if suffix == ".csv" else _JsonLines(path)
+
+
+class _JsonLines:
+    """Writes an object in each line of a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115
+        self.close = self._file.close
+
+    def __call__(self, step: int, values: Values) -> None:
+        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+
+
+class _Csv:
+    """Writes rows to a file, which is written anew when there is a column more."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "a+", buffering=1, newline="")  # noqa: SIM115
+        self._file.seek(0)
+        self._columns = next(csv.reader(self._file), [])
+        self._file.seek(0, os.SEEK_END)
+
+    def __call__(self, step: int, values: Values) -> None:
+        missing = [name for name in ("step", *values) if name not in self._columns]
+        if missing:
+            self._add(missing)
+        row = {"step": step, **values}
+        csv.writer(self._file).writerow([row.get(name, "") for name in self._columns])
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, columns: list[str]) -> None:
+        self._columns += columns
+        self._file.seek(0)
+        rows = [*csv.reader(self._file)][1:]
+        self._file.close()
+        temporary = self._path.with_suffix(".csv.tmp")
+        with open(temporary, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(self._columns)
+            writer.writerows([*row, *[""] * (len(self._columns) - len(row))] for row in rows)
+        os.replace(temporary, self._path)
+        self._file = open(self._path, "a+", buffering=1, newline="")  # noqa: SIM115
+
+
+class _TensorBoard:
+    """Writes files for TensorBoard, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingExtra(
+                f"log_to({str(folder)!r}) writes for TensorBoard, which isn't installed. Install "
+                "it by: pip install 'torch-lockstep[tensorboard]'. A name that ends in .csv or "
+                ".jsonl needs nothing."
+            ) from error
+        self._writer: Any = SummaryWriter(str(folder))
+        self.close = self._writer.close
+
+    def __call__(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+
+class _Logger:
+    """Where rank 0's values go."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sinks: list[Sink] = []
+        self._lines = True
+        self._next_step = self._total = 0
+        # When a line was printed last, and of which step; and what has come since.
+        self._printed: tuple[float, int] | None = None
+        self._unprinted: dict[str, float] = {}
+
+    def send_to(self, sinks: list[Sink], *, lines: bool) -> None:
+        with self._lock:
+            former, self._sinks, self._lines = self._sinks, sinks, lines
+            for sink in former:
+                if isinstance(sink, _Csv | _JsonLines | _TensorBoard):
+                    sink.close()
+
+    def log(self, values: dict[str, float], step: int | None, total: int | None) -> None:
+        with self._lock:
+            step = self._next_step if step is None else step
+            self._next_step = step + 1
+            self._total = self._total if total is None else total
+            if spans.recorder is not None:
+                spans.recorder.log(values)
+            if spans.status is not None:
+                spans.status.log(step, self._total, values)
+            for sink in self._sinks:
+                sink(step, values)
+            if self._lines and (spans.status is None or not spans.status.is_shown):
+                self._unprinted |= values
+                self._print_at_times(step)
+
+    def _print_at_times(self, step: int) -> None:
+        now = spans.now() / 1e9
+        if self._printed is None:
+            atexit.register(self._print_rest)
+        elif now - self._printed[0] < _SECONDS_BETWEEN_LINES:
+            return
+        self._print(step, now)
+
+    def _print_rest(self) -> None:
+        with self._lock:
+            if self._unprinted:
+                self._print(self._next_step - 1, spans.now() / 1e9)
+
+    def _print(self, step: int, now: float) -> None:
+        words = [f"step {step:,}" + (f"/{self._total:,}" if self._total else "")]
+        words += [f"{name} {value:.4g}" for name, value in self._unprinted.items()]
+        if self._printed is not None and step > self._printed[1]:
+            then, former = self._printed
+            rate = (step - former) / (now - then)
+            words.append(in_a_second(rate, "steps"))
+            if self._total > step:
+                words.append(f"{in_time((self._total - step) / rate)} left")
+        print("  ".join(words), file=sys.stderr)
+        self._printed, self._unprinted = (now, step), {}
+
+
+_logger = _Logger()
+atexit.register(lambda: _logger.send_to([], lines=False))

@@ -1,0 +1,245 @@
+"""What the ranks of one host do at this moment, in memory that they share with their supervisor.
+
+A rank writes a few numbers where its state changes, which costs less than a microsecond.
+``lockstep run`` shows them while it runs, and ``lockstep status`` finds them by the name of the
+memory among the open files of all supervisors. The name is of no file: nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from enum import IntEnum, auto
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# The program's own code, and names of spans (lockstep.spans.NAMES) that tell of something else.
+STATES = ("program", "data", "launch", "wait", "save")
+# Makes a rank write the stacks of its threads. Programs use SIGUSR1 and SIGUSR2 for themselves.
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 2
+_MEMORY_NAME = "lockstep-status"
+_VERSION = 1
+# Each rank has two pages of 4 KiB: numbers and the detail of its state, and what it logs. Before
+# the first rank there is one about the run.
+_PAGE_BYTES = 4096
+_RANK_BYTES = 2 * _PAGE_BYTES
+_DETAIL_AT, _MOST_DETAIL_BYTES = 1024, 64
+_MOST_LOGGED_BYTES = _PAGE_BYTES
+
+
+class _Number(IntEnum):
+    """The place of a number of a rank, in units of 8 bytes."""
+
+    PID = 0
+    RANK = auto()
+    STATE = auto()  # an index of STATES
+    SINCE = auto()  # when it came into its state, by now()
+    WAITED = auto()  # nanoseconds in the state "wait" that are over
+    NUM_STEPS = auto()
+    NUM_SAMPLES = auto()  # of global batches, from the loader
+    EPOCH = auto()
+    NUM_BATCHES = auto()  # of this epoch that were loaded
+    ALL_BATCHES = auto()  # of an epoch; 0: unknown
+    LOGGED_STEP = auto()
+    LAST_STEP = auto()  # the number of steps in all; 0: unknown
+    LOGGED_BYTES = auto()
+    LOG_VERSION = auto()  # odd while the log is being written
+    STACKS = auto()  # the rank's descriptor of a file that takes its stacks; 0: none
+
+
+now = time.perf_counter_ns  # CLOCK_MONOTONIC, the same for all processes of a host
+
+
+def in_time(seconds: float) -> str:
+    """Return a length of time, as in 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def in_a_second(number: float, what: str) -> str:
+    """Return a rate, as in "1,234 steps/s"."""
+    return f"{number:,.0f} {what}/s" if number >= 100 else f"{number:.3g} {what}/s"
+
+
+class RankState(NamedTuple):
+    """What a rank does at one moment."""
+
+    pid: int  # 0 before it has begun
+    rank: int
+    state: str  # one of STATES
+    detail: str  # of a wait, the operation
+    since: int  # when it came into this state, by now()
+    waited: int  # nanoseconds that it has waited for others, this wait included
+    num_steps: int
+    num_samples: int
+    epoch: int
+    num_batches: int
+    all_batches: int
+    logged_step: int
+    last_step: int
+    values: dict[str, float]  # what it logged last
+    stacks: int
+
+
+class RankStatus:
+    """The pages of one rank. Only the rank writes, from any of its threads.
+
+    Attributes:
+        is_shown: Whether the supervisor shows them while the program runs.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self.is_shown = False
+        self._memory = memory
+        self._numbers = memory[:_DETAIL_AT].cast("q")
+        self._logged: dict[str, float] = {}
+
+    def begin(self, rank: int) -> None:
+        """The program of this rank begins."""
+        self._numbers[_Number.SINCE] = now()
+        self._numbers[_Number.RANK] = rank
+        self._numbers[_Number.PID] = os.getpid()
+
+    def enter(self, state: str, detail: str) -> int:
+        """Come into a state; return the former one, for :meth:`leave`."""
+        numbers = self._numbers
+        former = numbers[_Number.STATE]
+        if state in STATES:
+            text = detail.encode()[:_MOST_DETAIL_BYTES]
+            self._memory[_DETAIL_AT : _DETAIL_AT + _MOST_DETAIL_BYTES] = text.ljust(
+                _MOST_DETAIL_BYTES, b"\0"
+            )
+            numbers[_Number.SINCE] = now()
+            numbers[_Number.STATE] = STATES.index(state)
+        return former
+
+    def leave(self, former: int) -> None:
+        """Go back to the state that :meth:`enter` returned."""
+        numbers, time_now = self._numbers, now()
+        if STATES[numbers[_Number.STATE]] == "wait":
+            numbers[_Number.WAITED] += time_now - numbers[_Number.SINCE]
+        numbers[_Number.STATE] = former
+        numbers[_Number.SINCE] = time_now
+
+    def count_step(self) -> None:
+        """An optimizer has stepped."""
+        self._numbers[_Number.NUM_STEPS] += 1
+
+    def count_batch(self, epoch: int, num_batches: int, all_batches: int, samples: int) -> None:
+        """The loader has made so many batches of an epoch, the last one of so many samples."""
+        self._numbers[_Number.NUM_SAMPLES] += samples
+        self._numbers[_Number.EPOCH] = epoch
+        self._numbers[_Number.ALL_BATCHES] = all_batches
+        self._numbers[_Number.NUM_BATCHES] = num_batches
+
+    def log(self, step: int, last_step: int, values: Mapping[str, float]) -> None:
+        """The program logs values; those of before are kept, as far as there is room."""
+        self._logged = {**self._logged, **values}
+        data = json.dumps(self._logged).encode()
+        if len(data) > _MOST_LOGGED_BYTES:
+            self._logged = dict(values)
+            data = json.dumps(self._logged).encode()
+        if len(data) > _MOST_LOGGED_BYTES:
+            self._logged, data = {}, b"{}"
+        numbers = self._numbers
+        numbers[_Number.LOG_VERSION] += 1
+        self._memory[_PAGE_BYTES : _PAGE_BYTES + len(data)] = data
+        numbers[_Number.LOGGED_BYTES] = len(data)
+        numbers[_Number.LOGGED_STEP], numbers[_Number.LAST_STEP] = step, last_step
+        numbers[_Number.LOG_VERSION] += 1
+
+    def show_stacks_in(self, descriptor: int) -> None:
+        """Tell where a reader finds the stacks that the rank dumps."""
+        self._numbers[_Number.STACKS] = descriptor
+
+    def read(self) -> RankState:
+        """Return what the rank does."""
+        numbers = self._numbers
+        state, since = numbers[_Number.STATE], numbers[_Number.SINCE]
+        detail = bytes(self._memory[_DETAIL_AT : _DETAIL_AT + _MOST_DETAIL_BYTES]).rstrip(b"\0")
+        waits = STATES[state] == "wait"
+        step, last, values = self._read_log()
+        return RankState(
+            numbers[_Number.PID],
+            numbers[_Number.RANK],
+            STATES[state],
+            detail.decode(errors="replace"),
+            since,
+            numbers[_Number.WAITED] + (max(0, now() - since) if waits else 0),
+            numbers[_Number.NUM_STEPS],
+            numbers[_Number.NUM_SAMPLES],
+            numbers[_Number.EPOCH],
+            numbers[_Number.NUM_BATCHES],
+            numbers[_Number.ALL_BATCHES],
+            step,
+            last,
+            values,
+            numbers[_Number.STACKS],
+        )
+
+    def _read_log(self) -> tuple[int, int, dict[str, float]]:
+        numbers = self._numbers
+        for _ in range(100):  # a rank that was killed may leave an odd version for ever
+            version = numbers[_Number.LOG_VERSION]
+            size = min(numbers[_Number.LOGGED_BYTES], _MOST_LOGGED_BYTES)
+            data = bytes(self._memory[_PAGE_BYTES : _PAGE_BYTES + size])
+            step, last = numbers[_Number.LOGGED_STEP], numbers[_Number.LAST_STEP]
+            if version % 2 == 0 and version == numbers[_Number.LOG_VERSION]:
+                return step, last, json.loads(data or b"{}")
+        return 0, 0, {}
+
+
+class RunStatus:
+    """The pages of a run on one host: facts about it, and what each of its ranks does."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memoryview(memory)
+        num_ranks = len(memory) // _RANK_BYTES
+        first = len(memory) - num_ranks * _RANK_BYTES
+        self.ranks = [
+            RankStatus(self._memory[start : start + _RANK_BYTES])
+            for start in range(first, len(memory), _RANK_BYTES)
+        ]
+
+    @classmethod
+    def create(cls, program: str, num_ranks: int) -> RunStatus:
+        """Make the pages, in memory that is shared with the processes that this one forks."""
+        size = _PAGE_BYTES + num_ranks * _RANK_BYTES
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create(_MEMORY_NAME)
+            os.ftruncate(descriptor, size)
+            memory = mmap.mmap(descriptor, size)  # has a descriptor of its own, which stays open
+            os.close(descriptor)
+        else:
+            memory = mmap.mmap(-1, size)
+        facts = {"version": _VERSION, "pid": os.getpid(), "program": program[:500], "at": now()}
+        data = json.dumps(facts).encode()[: _PAGE_BYTES - 1] + b"\0"
+        memory[: len(data)] = data
+        return cls(memory)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The supervisor's process id, its program, and when it began, by now()."""
+        text = bytes(self._memory[:_PAGE_BYTES]).split(b"\0", 1)[0]
+        return dict(json.loads(text or b"{}"))
+
+
+def running() -> Iterator[RunStatus]:
+    """Yield the runs of this user on this host."""
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if not os.readlink(descriptor).startswith(f"/memfd:{_MEMORY_NAME}"):
+                continue
+            with open(descriptor, "rb") as file:
+                found = RunStatus(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                facts = found.facts
+        except (OSError, ValueError):  # it has just ended, or is another user's
+            continue
+        # Ranks have the same memory open.
+        if facts.get("version") == _VERSION and facts["pid"] == int(descriptor.parts[2]):
+            yield found

@@ -1,0 +1,166 @@
+"""``log()`` and ``log_to()``: where numbers of steps go."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lockstep
+from lockstep import spans
+from lockstep.errors import MissingExtra
+from lockstep.observe import logger, report
+from lockstep.observe.trace_files import read_folder
+from lockstep.status import RunStatus
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that has logged nothing yet."""
+    monkeypatch.setattr(logger, "_logger", logger._Logger())
+    lockstep.log_to(lines=False)
+
+
+def test_rank_0_is_recorded_with_steps_that_count_up(tmp_path: Path) -> None:
+    got: list[tuple[int, Mapping[str, float]]] = []
+
+    def train(world: lockstep.World) -> None:
+        if world.rank == 0:
+            lockstep.log_to(lambda step, values: got.append((step, values)), lines=False)
+        lockstep.reduce(1.0)
+        lockstep.log(loss=float(world.rank))
+        lockstep.log({"val/loss": torch.tensor(0.5, requires_grad=True)}, accuracy=np.float32(0.25))
+        lockstep.log(loss=3, step=10)
+        lockstep.log(loss=4)
+
+    lockstep.launch(train, 2, ranks="threads")
+    both = {"val/loss": 0.5, "accuracy": 0.25}
+    assert got == [(0, {"loss": 0.0}), (1, both), (10, {"loss": 3.0}), (11, {"loss": 4.0})]
+
+
+def test_files_have_a_row_for_each_call_and_are_continued(tmp_path: Path) -> None:
+    names = tmp_path / "run" / "log.csv", tmp_path / "log.jsonl"
+    lockstep.log_to(*names, lines=False)
+    lockstep.log(loss=0.5)
+    lockstep.log(loss=math.nan, lr=0.1)
+    lockstep.log(lr=0.05, step=7)
+    assert [*csv.reader(names[0].read_text().splitlines())] == [
+        ["step", "loss", "lr"],
+        ["0", "0.5", ""],
+        ["1", "nan", "0.1"],
+        ["7", "", "0.05"],
+    ]
+    assert [*map(json.loads, names[1].read_text().splitlines())] == [
+        {"step": 0, "loss": 0.5},
+        {"step": 1, "loss": None, "lr": 0.1},
+        {"step": 7, "lr": 0.05},
+    ]
+    # A program that goes on from a checkpoint has other columns, in another order.
+    lockstep.log_to(*names, lines=False)
+    lockstep.log({"lr": 0.01, "a,b": 1}, step=8)
+    rows = [*csv.reader(names[0].read_text().splitlines())]
+    assert rows[0] == ["step", "loss", "lr", "a,b"]
+    assert rows[1] == ["0", "0.5", "", ""]
+    assert rows[-1] == ["8", "", "0.01", "1.0"]
+    assert len(rows) == 5
+    lockstep.log_to()
+    assert len(names[1].read_text().splitlines()) == 4
+
+
+def test_a_folder_is_tensorboards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[Any] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            got.append(folder)
+
+        def add_scalar(self, *words: Any) -> None:
+            got.append(words)
+
+        def close(self) -> None:
+            pass
+
+    module: Any = ModuleType("tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    lockstep.log_to(tmp_path / "board", lines=False)
+    lockstep.log(loss=0.5, step=3)
+    assert got == [str(tmp_path / "board"), ("loss", 0.5, 3)]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingExtra, match=r"torch-lockstep\[tensorboard\]"):
+        lockstep.log_to("board")
+
+
+def test_what_is_no_number_is_refused_by_its_name(tmp_path: Path) -> None:
+    for bad in ("0.5", None, torch.ones(2)):
+        with pytest.raises(TypeError, match="'loss' in log"):
+            lockstep.log(loss=bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a dict of numbers by name"):
+        lockstep.log(0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step"):
+        lockstep.log(loss=0.5, step=-1)
+    with pytest.raises(TypeError, match="a path or a function"):
+        lockstep.log_to(3)  # type: ignore[arg-type]
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        lockstep.log_to(tmp_path / "file" / "log.csv")
+
+
+def test_lines_are_printed_at_first_then_every_ten_seconds_and_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time = [100.0]
+    monkeypatch.setattr(spans, "now", lambda: int(time[0] * 1e9))
+    lockstep.log_to()
+    for step in range(45):
+        lockstep.log(loss=step / 8, total=60)
+        time[0] += 0.5
+    lockstep.log({"val/loss": 0.5}, step=44)
+    logger._logger._print_rest()
+    logger._logger._print_rest()
+    assert capsys.readouterr().err.splitlines() == [
+        "step 0/60  loss 0",
+        "step 20/60  loss 2.5  2 steps/s  0:20 left",
+        "step 40/60  loss 5  2 steps/s  0:10 left",
+        "step 44/60  loss 5.5  val/loss 0.5  1.6 steps/s  0:10 left",
+    ]
+
+
+def test_no_lines_where_the_launcher_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    lockstep.log_to()
+    status = RunStatus.create("train.py", 1).ranks[0]
+    status.is_shown = True
+    spans.status = status
+    try:
+        lockstep.log(loss=0.5, step=3, total=9)
+    finally:
+        spans.status = None
+    assert capsys.readouterr().err == ""
+    shown = status.read()
+    assert (shown.logged_step, shown.last_step, shown.values) == (3, 9, {"loss": 0.5})
+
+
+def test_the_report_of_a_trace_draws_what_was_logged(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter])
+    with lockstep.trace(tmp_path):
+        for step in range(4):
+            parameter.square().sum().backward()
+            optimizer.step()
+            lockstep.log(loss=math.inf if step == 2 else step)
+    (rank,) = read_folder(tmp_path)
+    assert [entry["log"]["loss"] for entry in rank.logged] == [0, 1, math.inf, 3]
+    report(str(tmp_path))
+    assert 'data-name="loss"' in (tmp_path / "report.html").read_text()
+    # Perfetto's JSON has no infinity.
+    events = json.loads((tmp_path / "trace.json").read_text(), parse_constant=pytest.fail)
+    assert [e["args"]["loss"] for e in events if e["ph"] == "C"] == [0, 1, 3]
