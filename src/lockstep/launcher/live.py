@@ -272,6 +272,7 @@ def _drawn(shown: Picture, bars: Sequence[bytes], columns: int, height: int) -> 
     from rich.table import Table
     from rich.text import Text
 
+    bars = bars[: max(1, height // 4)]
     most = max(1, height // 2 - 2 - len(bars))
     # The late ones, and those that wait least, are the ones to look at.
     rows = sorted(sorted(shown.rows, key=lambda row: row.waiting)[:most], key=lambda row: row.rank)
