@@ -57,7 +57,7 @@ format: .venv/ready  ## Put the code into the house's form
 	$(BIN)/ruff format .
 
 clean:  ## Remove the virtual environments
-	rm -rf .venv .venv-clients .venv-docs .venv-torch-* docs/_build
+	rm -rf .venv .venv-clients .venv-docs .venv-torch-* docs/_build docs/_pictures
 
 # Makes the virtual environment $(@D) of the extras $(1), with what the files $(2) pin, after $(3).
 define make_environment
