@@ -39,7 +39,7 @@ class DistributedSampler(TorchSampler[_T_co]):
         batches = lockstep.DistributedSampler(BatchSampler(...))     # the ranks share whole batches
         for x, y in DataLoader(dataset, batch_sampler=batches): ...
 
-    Each ``iter()`` begins the next epoch, 0 at first, unless :meth:`set_epoch` has set another.
+    Each ``iter()`` begins the next epoch, 0 at first, unless ``set_epoch()`` has set another.
     With torch's arguments an epoch has the indices of torch's ``DistributedSampler``. If the ranks
     are those of a process group, all of them must call ``iter()``, which blocks until they have,
     and verifies that they agree (but not in ``lockstep.join``).

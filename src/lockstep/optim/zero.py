@@ -27,7 +27,7 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
     It has torch's signature, and is an instance of torch's class. For a new program
     :func:`lockstep.shard_optimizer` is simpler: it keeps the optimizer's own class.
 
-    Every rank must call it, and then ``step()``, :meth:`consolidate_state_dict` and
+    Every rank must call it, and then ``step()``, ``consolidate_state_dict()`` and
     ``load_state_dict()``, which block. Gradients must be the same on all ranks, as those of
     parallel models are after a backward.
 
@@ -112,7 +112,7 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
         self._whole = whole if to == self.rank else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ordinary state dict that :meth:`consolidate_state_dict` has collected.
+        """Return the ordinary state dict that ``consolidate_state_dict()`` has collected.
 
         Raises:
             RuntimeError: On a rank to which it has not been collected.
