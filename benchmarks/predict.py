@@ -92,7 +92,7 @@ class SlowWork:
     """A transfer that is done when the link has carried it."""
 
     def __init__(self, link: Link, number: int) -> None:
-        self._link, self._number = ring, number
+        self._link, self._number = link, number
 
     def wait(self) -> bool:
         self._link.wait(self._number)
