@@ -17,7 +17,7 @@ import contextlib
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import TraceError
@@ -35,7 +35,8 @@ NETWORKS = {
     "400gb-ib": (2.0, 400.0),
 }
 _MOST_RANKS = 1024
-_FITTED_WAITS = 4000  # more would take seconds
+_FITTED_WAITS = 1500  # more would take seconds
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Network(NamedTuple):
@@ -71,38 +72,50 @@ def parse_network(text: str) -> Network:
     return Network(latency / 1e6, gigabits * 1e9 / 8)
 
 
-def fit(steps: Sequence[Sequence[Collective]]) -> tuple[Network, float]:
-    """Return the network on which waits would end as they did, and the mean error of their ends.
+_Fit = tuple[float, Network]
+
+
+def fit(steps: Sequence[Sequence[Collective]]) -> _Fit:
+    """Return the mean error of the ends of waits, and the network on which it is smallest.
 
     If all collectives have about one size, the latency can't be told, and is taken for 0.
     """
-    sizes = [each.num_bytes for collectives in steps for each in collectives]
+    sizes = [each.num_bytes for step in steps for each in step]
     has_latency = max(sizes) > 2 * min(sizes)
-    found = []
-    for in_background in (True, False):
-        starts = [
-            Network(10**latency if has_latency else 0.0, 10**bandwidth, in_background)
-            for latency in range(-6, -1)
-            for bandwidth in range(6, 13)
-        ]
-        error, network = min((_error(steps, each), each) for each in starts)
-        factor = 3.0
-        while factor > 1.01:
-            near = [
-                network._replace(latency=network.latency * x, bandwidth=network.bandwidth * y)
-                for x in (1 / factor, 1.0, factor)
-                for y in (1 / factor, 1.0, factor)
-            ]
-            better = min((_error(steps, each), each) for each in near)
-            if better[0] >= error:
-                factor = math.sqrt(factor)
-            error, network = min((error, network), better)
-        found.append((error, network))
-    error, network = min(found, key=lambda each: each[0])
-    return network, error
+
+    def with_latency(in_background: bool, latency: float) -> _Fit:
+        return _least(
+            lambda power: _error(steps, Network(latency, 10**power, in_background)), 5, 13
+        )
+
+    if not has_latency:
+        return min(with_latency(True, 0.0), with_latency(False, 0.0))
+    return min(
+        _least(lambda power: with_latency(True, 10**power), -7, -1),
+        _least(lambda power: with_latency(False, 10**power), -7, -1),
+    )
 
 
-def _error(steps: Sequence[Sequence[Collective]], network: Network) -> float:
+def _least(fit_of: Callable[[float], _Fit], first: int, last: int) -> _Fit:
+    """Return the best fit between two numbers: of whole numbers, and then around the best one."""
+    tried = {float(number): fit_of(number) for number in range(first, last + 1)}
+    best = min(tried, key=lambda number: tried[number])
+    low, high = best - 1, best + 1
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_left, at_right = fit_of(left), fit_of(right)
+    for _ in range(10):
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - _GOLDEN * (high - low)
+            at_left = fit_of(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + _GOLDEN * (high - low)
+            at_right = fit_of(right)
+    return min(tried[best], at_left, at_right)
+
+
+def _error(steps: Sequence[Sequence[Collective]], network: Network) -> _Fit:
     """Return by how much waits end earlier or later than on ``network``, on average."""
     errors = []
     for step in steps:
@@ -111,7 +124,7 @@ def _error(steps: Sequence[Sequence[Collective]], network: Network) -> float:
             start = max(link_is_free, launched if network.in_background else came)
             link_is_free = start + network.all_reduce_seconds(num_bytes, len(waits))
             errors += [abs(stop - max(start, link_is_free)) for start, stop in waits]
-    return statistics.fmean(errors)
+    return statistics.fmean(errors), network
 
 
 def exposed(timeline: Timeline, network: Network, num_ranks: int, factor: float = 1.0) -> float:
@@ -165,10 +178,12 @@ class Prediction(NamedTuple):
 
     network: Network
     is_given: bool  # rather than fitted to the trace
-    num_samples: int  # transfers that it is fitted to
+    num_samples: int  # collectives of the trace, to which it is fitted
+    fit_error: float  # in seconds, of the ends of their waits
     measured_ranks: int
     measured_seconds: float
     own_seconds: float  # of computing, on an average rank
+    one_rank_seconds: float  # of computing the whole global batch on one rank
     rows: list[Row]
 
     @property
@@ -196,7 +211,7 @@ def predict(
     """
     of_steps = rank_steps(ranks, steps)
     timelines = [[each.timeline() for each in together] for together in of_steps]
-    num_ranks, num_samples = len(ranks), 0
+    num_ranks, num_samples, error = len(ranks), 0, 0.0
     if num_ranks < 2 or not any(each.events for together in timelines for each in together):
         return None
     measured = statistics.median(max(s.total for s in together) / 1e9 for together in steps)
@@ -217,13 +232,23 @@ def predict(
     if network is None:
         measured_steps = collectives(of_steps)
         num_samples = sum(map(len, measured_steps))
-        if not num_samples:
+        if not num_samples:  # the ranks never met in the same collectives
             return None
         enough = -(-num_samples * num_ranks // _FITTED_WAITS)
-        network, _ = fit(measured_steps[::enough])
+        error, network = fit(measured_steps[::enough])
     powers = {2**power for power in range(1, _MOST_RANKS.bit_length())}
     rows = [row(number, network) for number in sorted(powers | {num_ranks})]
-    return Prediction(network, is_given, num_samples, num_ranks, measured, own, rows)
+    return Prediction(
+        network=network,
+        is_given=is_given,
+        num_samples=num_samples,
+        fit_error=error,
+        measured_ranks=num_ranks,
+        measured_seconds=measured,
+        own_seconds=own,
+        one_rank_seconds=_typical(timelines, None, 1, num_ranks),
+        rows=rows,
+    )
 
 
 def _typical(
