@@ -9,7 +9,7 @@ OTHER := .venv-torch-$(TORCH)
 JOBS ?= 2
 PYTEST := python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-long test-torch test-clients check conformance bench docs format clean
+.PHONY: demo test test-long test-torch test-clients check conformance bench docs stranger format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
@@ -45,6 +45,9 @@ bench: .venv/ready  ## Time collectives, steps and start-up, side by side with t
 	$(BIN)/lockstep run -n 2 -m benchmarks.trace
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.startup
+
+stranger: .venv/ready  ## Do what docs/start.md says, in a new environment
+	$(BIN)/python tests/stranger.py
 
 docs: .venv-docs/ready  ## Make the documentation, docs/_build/index.html; a warning is an error
 	.venv-docs/bin/python -m sphinx -q -W --keep-going -b html docs docs/_build

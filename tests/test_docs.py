@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import subprocess
 import sys
@@ -48,7 +50,8 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_every_error_is_explained() -> None:
-    listed = set(re.findall(r"^\| `(\w+)` \|", PAGES["errors"], flags=re.M))
+    text = (Path(lockstep.__file__).parent / "errors.md").read_text()
+    listed = set(re.findall(r"^## (\w+)$", text, flags=re.M))
     # Those that are only bases of others are never raised.
     bases = {name for name in errors.__all__ if getattr(errors, name).__subclasses__()}
     assert listed == set(errors.__all__) - bases
@@ -84,3 +87,27 @@ def test_pages_link_to_pages_that_are_there() -> None:
             assert target in PAGES, f"{name} links to {target}"
     (listed,) = [set(re.findall(r"^([\w-]+)$", PAGES["index"], flags=re.M))]
     assert listed == set(PAGES) - {"index"}
+
+
+def test_errors_tell_of_their_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = errors.PeerLost("gone", [1], "all_reduce")
+    error.add_note("first")
+    error.add_note("second")
+    help_of = "('lockstep help PeerLost' tells more.)"
+    for each in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert each.__notes__ == ["first", "second", help_of]
+        assert str(each) == "gone"
+    refused = errors.BadLaunch("no")
+    assert not hasattr(refused, "__notes__")
+    refused.add_note("first")
+    refused.add_note("second")
+    assert refused.__notes__ == ["first", "second"]
+    monkeypatch.setattr(sys, "argv", ["lockstep", "help", "PeerLost"])
+    cli.main()
+    assert "is mostly the consequence of another error" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(sys, "argv", ["lockstep", "help", "PeerLots"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "Did you mean PeerLost?" in capsys.readouterr().err

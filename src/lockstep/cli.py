@@ -6,9 +6,11 @@ Help is shown at once: nothing that is imported here imports torch.
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import resources
 from typing import Any, NoReturn
 
 from lockstep import launcher
@@ -27,6 +29,7 @@ step.
   doctor   tell what is on this machine, and what is wrong with it
   demo     train a small network on handwritten digits, over several processes
   bench    measure, on this machine, what training in step costs
+  help     tell of an error what causes it, and what to do
   show     print what is in a checkpoint of lockstep.save(), and verify it
   export   write a checkpoint's model to a file of safetensors
 
@@ -88,6 +91,11 @@ Train a small network on handwritten digits, over several processes.
 Then show that nothing was lost by splitting: one more epoch, on all processes
 and in one, and the largest difference between the two sets of parameters."""
 
+_HELP = """\
+Tell what causes an error of lockstep, and what to do.
+
+  lockstep help PeerLost"""
+
 _SHOW = """\
 Print what is in a checkpoint, and verify every byte of it.
 
@@ -141,7 +149,7 @@ def main() -> None:
         options = vars(_parser().parse_args())
         options.pop("act")(**options)
     except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        print("\n".join([f"lockstep: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(2)
 
 
@@ -282,6 +290,9 @@ def _parser() -> argparse.ArgumentParser:
         "scikit-learn's 1,797 digits, which is the default; MNIST, downloaded by torchvision; or a "
         "folder with a sub-folder of PNG or JPEG images for each class.",
     )
+    usage = "lockstep help [-h] [ERROR]"
+    help_command = commands.add_parser("help", usage=usage, description=_HELP, act=_help)
+    help_command.add_argument("error", nargs="?", metavar="ERROR", help="The name of its class.")
     usage = "lockstep show [-h] CHECKPOINT"
     commands.add_parser("show", usage=usage, description=_SHOW, act=_show).add_argument(
         "checkpoint", metavar="CHECKPOINT", help="Its folder."
@@ -371,6 +382,22 @@ def _demo(**options: Any) -> NoReturn:
     from lockstep.demo import demo
 
     sys.exit(0 if demo(**options) else 1)
+
+
+def _help(error: str | None = None) -> None:
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    text = resources.files("lockstep").joinpath("errors.md").read_text()
+    sections = {part.partition("\n")[0]: part for part in text.split("## ")[1:]}
+    if error is None:
+        print("\n".join(["lockstep help ERROR tells of one of these:", *sections]))
+    elif error in sections:
+        Console().print(Markdown(f"## {sections[error]}"))
+    else:
+        near = difflib.get_close_matches(error, sections, n=1)
+        hint = f" Did you mean {near[0]}?" if near else " 'lockstep help' lists them."
+        raise BadLaunch(f"lockstep has no error {error!r}.{hint}")
 
 
 def _show(**options: Any) -> None:

@@ -42,7 +42,25 @@ from __future__ import annotations
 
 
 class LockstepError(Exception):
-    """Base of every error that lockstep raises."""
+    """Base of every error that lockstep raises.
+
+    Its last note tells of ``lockstep help``, which has the causes and what to do (``errors.md``).
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if not isinstance(self, LaunchError):  # whose message is all that there is to say
+            self.__notes__ = [self._help]
+
+    @property
+    def _help(self) -> str:
+        return f"('lockstep help {type(self).__name__}' tells more.)"
+
+    def add_note(self, note: str, /) -> None:
+        """Add a note, before the one that tells of ``lockstep help``."""
+        notes = [*getattr(self, "__notes__", ())]
+        notes.insert(len(notes) - (notes[-1:] == [self._help]), note)
+        self.__notes__ = notes
 
 
 class InitError(LockstepError, RuntimeError):

@@ -17,8 +17,8 @@ from enum import IntEnum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# The program's own code, and names of spans (lockstep.spans.NAMES) that tell of something else.
-STATES = ("program", "data", "launch", "wait", "save")
+# The program's own code, its end, and names of spans (lockstep.spans.NAMES) that tell of others.
+STATES = ("program", "data", "launch", "wait", "save", "end")
 # Makes a rank write the stacks of its threads. Programs use SIGUSR1 and SIGUSR2 for themselves.
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 2
 _MEMORY_NAME = "lockstep-status"

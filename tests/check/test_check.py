@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -271,3 +272,18 @@ def test_causes_of_differences_from_one_process() -> None:
     others = {"w": torch.tensor([1.0]), "v": torch.tensor([3.0])}
     one = step(gradients=gradients)
     assert "depend on its other samples" in cause(one, one, step(gradients=others))
+
+
+@pytest.mark.long
+@pytest.mark.true_start
+def test_nothing_needs_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('there is none')")
+    path = tmp_path / "train.py"
+    path.write_text(
+        BODY + "\nlockstep.save('run', model=model)\nlockstep.load('run', model=model)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore:Failed to initialize NumPy")
+    code, told, errors = check(path)
+    assert code == 0, (told, errors)
+    assert "alike after each of 4 steps" in told

@@ -184,9 +184,20 @@ def test_rates_and_the_time_left_are_of_the_last_steps() -> None:
     shown = picture(both, both, world_size=4)
     # 320 samples in two seconds on two of four ranks.
     assert (shown.steps_per_second, shown.samples_per_second) == (10.0, 320.0)
-    assert shown.seconds_left == 7.0
     line = "step 30/100  loss 2  320 samples/s  10 steps/s  0:07 left"
     assert summary_line(shown) == line
+    # Without the number of all steps there is the loader's of an epoch.
+    batches = {"last_step": 0, "epoch": 1, "num_batches": 40, "all_batches": 60}
+    both = moments([first], [then._replace(**batches)], seconds=2.0)
+    line = "epoch 1, batch 40/60  loss 2  80 samples/s  10 steps/s  0:02 left of the epoch"
+    assert summary_line(picture(both, both, world_size=1)) == f"step 30  {line}"
+
+
+def test_rates_fall_while_a_step_takes_too_long() -> None:
+    paces = moments([STATE], [STATE._replace(num_steps=4)], seconds=2.0)
+    for late, rate in ((1, 2.0), (4, 2.0), (6, 0.5)):
+        present = Moment(paces[-1].time + late * SECOND, paces[-1].ranks)
+        assert picture([*paces, present], paces, world_size=1).steps_per_second == rate
 
 
 def test_the_rank_that_waits_least_is_late_if_all_others_wait() -> None:

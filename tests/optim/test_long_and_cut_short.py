@@ -43,7 +43,7 @@ for number in range(3):
 committed = model.weight.detach().clone()
 error = raised(lambda: step(3))
 assert isinstance(error, PeerLost) and error.ranks == (1,), error
-assert {note!r} in error.__notes__[-1], error.__notes__
+assert {note!r} in error.__notes__[-2], error.__notes__
 new = [row[100:].any() for row in model.weight != committed]
 assert {updated}, new
 """

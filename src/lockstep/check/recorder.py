@@ -40,6 +40,7 @@ from lockstep.check.records import (
     of_rank,
 )
 from lockstep.check.switches import Switches, rounded
+from lockstep.data import bytes_of
 from lockstep.nn import is_parallel
 from lockstep.torch_private import tree_leaves, tree_map_only
 
@@ -316,7 +317,7 @@ def _random_state() -> tuple[object, ...]:
     numpy = sys.modules.get("numpy")
     state = () if numpy is None else numpy.random.get_state()
     return (
-        torch.get_rng_state().numpy().tobytes(),
+        bytes_of(torch.get_rng_state()),
         random.getstate(),
         *(part.tobytes() if hasattr(part, "tobytes") else part for part in state),
     )

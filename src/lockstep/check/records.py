@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lockstep.data import bytes_of
 from lockstep.errors import LockstepError
 from lockstep.torch_private import tree_leaves
 
@@ -126,10 +127,12 @@ def hashes_of_rows(value: object) -> list[int]:
     lengths = {len(tensor) if tensor.dim() else 0 for tensor in dense}
     if len(lengths) != 1 or not (length := lengths.pop()):
         return []
-    rows = [t.reshape(length, -1).view(torch.uint8).numpy() for t in dense if t.numel()]
+    wholes = [(bytes_of(t), t.nbytes // length) for t in dense if t.numel()]
     digests = (
-        hashlib.blake2b(b"".join(part[index].tobytes() for part in rows), digest_size=7).digest()
-        for index in range(length)
+        hashlib.blake2b(
+            b"".join(whole[row * size : (row + 1) * size] for whole, size in wholes), digest_size=7
+        ).digest()
+        for row in range(length)
     )
     return [int.from_bytes(digest) for digest in digests]
 

@@ -18,7 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lockstep.data.random_state import RandomState, Source, exclusive, mixed, sources
+from lockstep.data.random_state import RandomState, Source, bytes_of, exclusive, mixed, sources
 from lockstep.errors import SplitError
 
 # How many global batches are drawn from a sampler at once.
@@ -166,7 +166,7 @@ def _as_tensors(batches: Iterable[Any]) -> Iterable[Any]:
 def digest(batch: Any, before: int = 0) -> int:
     """Return a checksum of the indices of a batch, and of those ``before`` it."""
     if isinstance(batch, torch.Tensor):
-        return zlib.crc32(batch.cpu().numpy().tobytes(), before)
+        return zlib.crc32(bytes_of(batch.cpu().contiguous()), before)
     try:
         payload = array("q", batch).tobytes()
     except TypeError:  # one index, or one that isn't a number

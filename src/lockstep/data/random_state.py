@@ -76,9 +76,12 @@ class Source(Protocol):
         """Seed the generator."""
 
 
-def _bytes_of(state: torch.Tensor) -> bytes:
-    # A fifth of the time that torch.equal() takes.
-    return ctypes.string_at(state.data_ptr(), state.numel())
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a contiguous tensor on the CPU, also where there is no NumPy.
+
+    To compare two takes a fifth of the time that ``torch.equal()`` takes.
+    """
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 class _Torch:
@@ -86,7 +89,7 @@ class _Torch:
         self._before = torch.get_rng_state()
 
     def has_drawn(self) -> bool:
-        return _bytes_of(torch.get_rng_state()) != _bytes_of(self._before)
+        return bytes_of(torch.get_rng_state()) != bytes_of(self._before)
 
     def rewind(self) -> None:
         torch.set_rng_state(self._before)

@@ -31,6 +31,7 @@ _STATES = {
     "launch": "starts a collective",
     "wait": "waits",
     "save": "saves",
+    "end": "has ended",
 }
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -68,7 +69,7 @@ class Picture(NamedTuple):
     values: dict[str, float]
     samples_per_second: float  # 0: unknown
     steps_per_second: float
-    seconds_left: float | None
+    left: str  # the time that is left, of the run or of the epoch; "" if that isn't known
     rows: list[Row]
 
 
@@ -95,21 +96,18 @@ def picture(window: Sequence[Moment], paces: Sequence[Moment], world_size: int) 
             rows[late] = rows[late]._replace(is_late=True)
     leader = leader_of(last)
     if leader is None:
-        return Picture(0, 0, "", {}, 0.0, 0.0, None, rows)
-    rate, samples = _rates(paces)
-    step = step_of(leader)
-    return Picture(
-        step,
-        leader.last_step,
-        f"epoch {leader.epoch}, batch {leader.num_batches:,}/{leader.all_batches:,}"
-        if leader.all_batches
-        else "",
-        leader.values,
-        samples * world_size / max(1, len(rows)),
-        rate,
-        max(0, leader.last_step - step) / rate if leader.last_step and rate else None,
-        rows,
-    )
+        return Picture(0, 0, "", {}, 0.0, 0.0, "", rows)
+    rate, samples = _rates(paces, last.time)
+    step, progress, left = step_of(leader), "", ""
+    if leader.all_batches:
+        progress = f"epoch {leader.epoch}, batch {leader.num_batches:,}/{leader.all_batches:,}"
+        if rate:
+            of_epoch = max(0, leader.all_batches - leader.num_batches) / rate
+            left = f"{in_time(of_epoch)} left of the epoch"
+    if leader.last_step and rate:
+        left = f"{in_time(max(0, leader.last_step - step) / rate)} left"
+    samples *= world_size / max(1, len(rows))
+    return Picture(step, leader.last_step, progress, leader.values, samples, rate, left, rows)
 
 
 def leader_of(moment: Moment) -> RankState | None:
@@ -123,18 +121,20 @@ def step_of(rank: RankState) -> int:
     return rank.logged_step if rank.values else rank.num_steps
 
 
-def _rates(paces: Sequence[Moment]) -> tuple[float, float]:
-    """Steps in a second, and samples of all ranks of this host."""
+def _rates(paces: Sequence[Moment], time: int) -> tuple[float, float]:
+    """Steps in a second up to ``time``, and samples of all ranks of this host."""
     if len(paces) < 2:
         return 0.0, 0.0
     first, last = paces[0], paces[-1]
-    seconds = max(1e-9, (last.time - first.time) / 1e9)
     before, after = leader_of(first), leader_of(last)
     assert before is not None
     assert after is not None
-    samples = sum(
-        b.num_samples - a.num_samples for a, b in zip(first.ranks, last.ranks, strict=True)
-    )
+    pairs = zip(first.ranks, last.ranks, strict=True)
+    samples = sum(after.num_samples - before.num_samples for before, after in pairs)
+    length = last.time - first.time
+    if time - last.time > 2 * length / (len(paces) - 1):  # a step takes longer than those before
+        length = time - first.time
+    seconds = max(1e-9, length / 1e9)
     return max(0, step_of(after) - step_of(before)) / seconds, samples / seconds
 
 
@@ -144,7 +144,7 @@ def state_in_words(state: RankState, time: int) -> str:
     if state.state == "wait" and state.detail:
         words = f"waits in {state.detail}"
     seconds = (time - state.since) / 1e9
-    if state.state != "program" and seconds > _STUCK_SECONDS:
+    if state.state not in ("program", "end") and seconds > _STUCK_SECONDS:
         words += f" for {in_time(seconds)}"
     return words
 
@@ -160,8 +160,7 @@ def summary_line(shown: Picture) -> str:
         words.append(in_a_second(shown.samples_per_second, "samples"))
     if shown.steps_per_second:
         words.append(in_a_second(shown.steps_per_second, "steps"))
-    if shown.seconds_left is not None:
-        words.append(f"{in_time(shown.seconds_left)} left")
+    words += [shown.left] if shown.left else []
     return "  ".join(words)
 
 
@@ -243,7 +242,7 @@ class Live:
         written = self._erase() + b"".join(bar + b"\n" for bar in self._bars.values())
         self._lines = b""
         self._note()
-        shown = picture(self._window, self._paces, self._world_size)._replace(seconds_left=None)
+        shown = picture(self._window, self._paces, self._world_size)._replace(left="")
         return written + (summary_line(shown).encode() + b"\n" if shown.step else b"")
 
     def _note(self) -> Moment:

@@ -85,6 +85,7 @@ def run_rank(
     _report_to(status, rank)
     pid = os.getpid()
     failure, result = _run(job.program, rank, reads_stdin, job.around or nullcontext)
+    status.enter("end", "")
     # If the supervisor was killed, the end of this rank is near.
     with contextlib.suppress(BrokenPipeError), connection:
         # A process that the program forked may come here too: it can fail the rank, no more.
