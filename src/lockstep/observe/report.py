@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -79,9 +80,11 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title)
+    # 80 columns of a terminal have to do.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for name in columns:
-        table.add_column(name, justify="left" if name == columns[0] else "right")
+        is_first = name == columns[0]
+        table.add_column(name, justify="left" if is_first else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -129,9 +129,10 @@ def memory(ranks: Sequence[RankSpans]) -> Section | None:
         ]
     note = (
         "As it was at the ends of steps, at most ten times a second. Resident is what the process "
-        "has in memory, what it shares with others included; ranks that are threads have one "
-        f"process. The curves are of {'the device' if drawn == 'device' else 'that'}, in MB."
+        "has in memory, what it shares with others included; ranks that are threads have one."
     )
+    if drawn == "device":
+        note += " The curves are of what is allocated on the device."
     columns = ("rank", *(_KINDS_OF_MEMORY[kind] for kind in kinds))
     return Section("Memory", note, columns, rows, curves)
 
@@ -143,8 +144,8 @@ _SCALING = (
     "transfer",
     "efficiency",
     "speed-up",
-    "same global batch: step, ms",
-    "speed-up at best",
+    "same batch, ms",
+    "its speed-up",
 )
 
 
@@ -159,7 +160,7 @@ def scaling(
         same = row.same_batch_seconds
         rows.append(
             [
-                f"{row.num_ranks:,}" + " (as traced)" * (row.num_ranks == found.measured_ranks),
+                f"{row.num_ranks:,}" + " (traced)" * (row.num_ranks == found.measured_ranks),
                 *(f"{1e3 * each:,.2f}" for each in (row.seconds, row.waiting, row.transfer)),
                 f"{row.efficiency:.0%}",
                 f"{row.speed_up:,.1f}",
@@ -168,15 +169,13 @@ def scaling(
             ]
         )
     batch = "" if samples is None else f" of {samples:,} samples"
-    model = next(r.seconds for r in found.rows if r.num_ranks == found.measured_ranks)
     note = (
         f"A rank of this run computes for {1e3 * found.own_seconds:,.2f} ms of a step of "
         f"{1e3 * found.measured_seconds:,.2f} ms: an efficiency of {found.efficiency:.0%}. "
-        f"{_assumed(found)} For the {found.measured_ranks} ranks of the trace this model gives "
-        f"{1e3 * model:,.2f} ms. Each further rank has the same batch, differs from the others as "
+        f"{_assumed(found)} Each further rank has the same batch, differs from the others as "
         f"those of the trace do, and has {_machine(ranks)} The last two columns divide the global "
         f"batch{batch} among the ranks instead. They are the best case, in which data, forward and "
-        "backward take a time in proportion to the samples."
+        "backward take a time in proportion to the samples of a rank."
     )
     return Section("Scaling", note, _SCALING, rows)
 
@@ -184,11 +183,13 @@ def scaling(
 def _assumed(found: Prediction) -> str:
     if found.is_given:
         return f"The prediction is for the given network: {_in_words(found.network)}."
+    own = next(row for row in found.rows if row.num_ranks == found.measured_ranks)
     when = "also while ranks compute" if found.network.in_background else "only while ranks wait"
     return (
         f"The prediction assumes a network as between the ranks of this run: "
         f"{_in_words(found.network)}, {when}; {found.num_samples:,} collectives fit that with a "
-        f"mean error of {1e3 * found.fit_error:,.2f} ms. --network takes another one."
+        f"mean error of {1e3 * found.fit_error:,.2f} ms. For the ranks of this run the model gives "
+        f"{1e3 * own.seconds:,.2f} ms. For another network: --network."
     )
 
 
@@ -207,7 +208,8 @@ def _machine(ranks: Sequence[RankSpans]) -> str:
     cores, num_ranks = facts.get("cores"), facts.get("local_world_size", len(ranks))
     if cores is None:
         return "as many cores as they had."
-    has = f"{cores / num_ranks:.2g} cores, as they had"
+    share = "one core" if cores == num_ranks else f"{cores / num_ranks:.2g} cores"
+    has = f"{share}, as they had"
     if cores < num_ranks:
         return f"{has}: {num_ranks} ranks shared {cores}. More ranks on this host would be slower."
     return f"{has}. More than {max(cores, num_ranks)} ranks on this host would be slower."
