@@ -27,8 +27,9 @@ from lockstep import cli
 from lockstep.errors import TraceError
 from lockstep.observe import report, sections
 from lockstep.observe.analysis import PHASES, in_words, late_rank, shares, summary
+from lockstep.observe.network import parse_network
 from lockstep.observe.page import page
-from lockstep.observe.predict import parse_network, predict
+from lockstep.observe.predict import predict
 from lockstep.observe.trace_files import Bucket, RankSpans, Span, StepEnd, read_folder
 
 MS = 1_000_000

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from lockstep.errors import TraceError
 from lockstep.observe.analysis import PHASES, Share, Summary, in_words, shares, summary
+from lockstep.observe.network import parse_network
 from lockstep.observe.page import page
-from lockstep.observe.predict import parse_network, predict
+from lockstep.observe.predict import predict
 from lockstep.observe.sections import (
     Rate,
     global_batch,

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lockstep.observe.analysis import Share
-from lockstep.observe.predict import Network, Prediction
+from lockstep.observe.network import Network
+from lockstep.observe.predict import Prediction
 from lockstep.observe.trace_files import RankSpans
 
 _MAX_POINTS = 500  # of a curve
