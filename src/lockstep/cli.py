@@ -65,7 +65,8 @@ what is unusual and what to change."""
 _REPORT = """\
 Tell where the time of a traced run went: data, forward, backward, optimizer,
 waiting for other ranks, sending. Which rank is late and in what, what holds the
-run back, and what to do.
+run back, and what to do. Throughput, memory, and how a step would take on 2 to
+1,024 ranks.
 
   lockstep run -n 2 --trace run1 train.py
   lockstep report run1"""
@@ -261,10 +262,16 @@ def _parser() -> argparse.ArgumentParser:
     usage = "lockstep explain [OPTIONS] SCRIPT [ARGS ...]"
     explain = commands.add_parser("explain", usage=usage, description=_EXPLAIN, act=_explain)
     _add_program(explain)
-    usage = "lockstep report [-h] [--text] DIR"
+    usage = "lockstep report [-h] [--text] [--network NETWORK] DIR"
     report = commands.add_parser("report", usage=usage, description=_REPORT, act=_report)
     report.add_argument("folder", metavar="DIR", help="The folder that --trace was given.")
     report.option("--text", "Print it, and write no page.", action="store_true")
+    report.option(
+        "--network NETWORK",
+        "The network for which steps on more ranks are predicted: the latency of a message in "
+        "microseconds and Gbit/s, as in 20,25, or 1gbe, 10gbe, 25gbe, 100gbe, 200gb-ib, 400gb-ib; "
+        "by default what fits the trace.",
+    )
     usage = "lockstep status [-h] [--stacks] [PID]"
     status = commands.add_parser("status", usage=usage, description=_STATUS, act=_status)
     status.add_argument(

@@ -39,6 +39,9 @@ class Recorder(Protocol):
     def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
         """A bucket of gradients was full, launched and summed at these times."""
 
+    def count_samples(self, num_samples: int) -> None:
+        """The loader has given the program a batch with this many samples."""
+
     def log(self, values: Mapping[str, float]) -> None:
         """The program logs values."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -166,6 +167,38 @@ def test_a_rank_that_is_killed_leaves_its_steps(tmp_path: Path, script: Path) ->
     for rank in range(2):  # as a reader may, afterwards
         write_json(folder, rank)
     assert merge(folder) == folder / "trace.json"
+
+
+def test_samples_and_memory_of_steps_are_noted(tmp_path: Path) -> None:
+    """The first step's memory, and then at most ten times a second."""
+    lockstep.launch(traced_threads, 3, (tmp_path,), ranks="threads")
+    ranks = read_folder(tmp_path)
+    for found, num_samples in zip(ranks, (3, 3, 2), strict=True):  # 8 in a global batch
+        ends = {end.step: end for end in found.step_ends}
+        assert [*ends] == [*range(NUM_STEPS)]
+        assert {end.num_samples for end in ends.values()} == {num_samples}
+        assert 1e7 < ends[0].memory["resident"] < 1e12
+        times = [end.time for end in ends.values() if end.memory]
+        assert all(after - before >= 1e8 for before, after in itertools.pairwise(times))
+        assert found.facts["cores"] >= 1
+        assert found.facts["local_world_size"] == 3
+    events = json.loads((tmp_path / "trace.json").read_text())
+    memory = [event for event in events if event["ph"] == "C" and event["name"] == "memory"]
+    assert {event["pid"] for event in memory} == {0, 1, 2}
+    assert memory[0]["args"] == ranks[0].step_ends[0].memory
+
+
+def test_samples_of_all_batches_of_a_step_count(tmp_path: Path) -> None:
+    dataset = TensorDataset(torch.ones(8, 4))
+    model, loader = nn.Linear(4, 1), lockstep.DataLoader(dataset, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lockstep.trace(tmp_path, steps=(1, 2)):
+        for number, (x,) in enumerate(loader, 1):
+            model(x).sum().backward()
+            if number in (1, 4):
+                optimizer.step()
+    [end] = read_folder(tmp_path)[0].step_ends
+    assert (end.step, end.num_samples) == (1, 6)
 
 
 def test_a_window_of_steps(tmp_path: Path) -> None:

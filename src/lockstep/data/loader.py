@@ -340,6 +340,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             if batch is _END:
                 break
             checksum, num_samples = asked.popleft() if asked else (0, 0)
+            if spans.recorder is not None:
+                spans.recorder.count_samples(num_samples)
             if run == self._run:
                 self._num_given += 1
                 self._digest = checksum

@@ -138,11 +138,10 @@ def _last_to_come(waits: Sequence[Sequence[Span]]) -> list[tuple[int, int]]:
 def _share(rank: int, step: int, own: _Step, last: Sequence[tuple[int, int]], hidden: int) -> Share:
     start, spans, stop = own
     phases = dict.fromkeys(PHASES, 0)
-    exclusive = _exclusive(spans)
-    for span, length in exclusive:
-        phase = _SPANS_OF_PHASES.get(span.name, span.name)
+    for begin, end, name in pieces(start, spans, stop):
+        phase = _SPANS_OF_PHASES.get(name, name)
         if phase in phases:
-            phases[phase] += length
+            phases[phase] += end - begin
     waits_for: Counter[int] = Counter()
     transfer = 0
     for index, span in enumerate(_waits(spans)):
@@ -152,22 +151,34 @@ def _share(rank: int, step: int, own: _Step, last: Sequence[tuple[int, int]], hi
             waited = max(0, min(came, span.stop) - span.start)
             waits_for[rank_of_last] += waited
         transfer += span.stop - span.start - waited
-    phases["other"] = stop - start - sum(length for _, length in exclusive)
     return Share(rank, step, start, stop, phases, dict(waits_for), transfer, hidden)
 
 
-def _exclusive(spans: Sequence[Span]) -> list[tuple[Span, int]]:
-    """The length of each span without those inside of it; the spans are sorted and nested."""
-    lengths: list[list[int]] = []
-    around: list[int] = []  # the indices of the spans that are open
-    for index, span in enumerate(spans):
-        while around and spans[around[-1]].stop <= span.start:
+def pieces(start: int, spans: Iterable[Span], stop: int) -> list[tuple[int, int, str]]:
+    """Cut the time from ``start`` to ``stop`` up by the innermost span, or "other" where is none.
+
+    The spans are nested, and sorted by their starts.
+    """
+    found: list[tuple[int, int, str]] = []
+    around: list[Span] = []  # the spans that are open
+    now = start
+
+    def go_on(time: int) -> int:
+        if time > now:
+            found.append((now, time, around[-1].name if around else "other"))
+        return max(now, time)
+
+    for span in spans:
+        while around and around[-1].stop <= span.start:
+            now = go_on(around[-1].stop)
             around.pop()
-        lengths.append([span.stop - span.start])
-        if around:
-            lengths[around[-1]][0] -= span.stop - span.start
-        around.append(index)
-    return [(span, max(0, length[0])) for span, length in zip(spans, lengths, strict=True)]
+        now = go_on(span.start)
+        around.append(span)
+    while around:
+        now = go_on(around[-1].stop)
+        around.pop()
+    go_on(stop)
+    return found
 
 
 def _hidden(buckets: Iterable[Bucket], spans: Sequence[Span]) -> int:

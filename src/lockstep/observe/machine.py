@@ -56,6 +56,23 @@ class Machine(NamedTuple):
     address: str  # of the host's name; "" if it has none
 
 
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    affinity: Any = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def memory_in_use(device: torch.device) -> dict[str, int]:
+    """Return the bytes that this process has now: resident and, of a GPU, allocated and most."""
+    found = {}
+    with suppress(OSError), open("/proc/self/statm") as file:
+        found["resident"] = int(file.read().split()[1]) * resource.getpagesize()
+    if device.type == "cuda":
+        found["device"] = torch.cuda.memory_allocated(device)
+        found["device_peak"] = torch.cuda.max_memory_allocated(device)
+    return found
+
+
 def look(environ: Mapping[str, str]) -> Machine:
     """Gather the facts; nothing is started."""
     starter, starter_error = Starter.NOTHING, ""
@@ -67,12 +84,11 @@ def look(environ: Mapping[str, str]) -> Machine:
     with suppress(OSError):
         address = socket.gethostbyname(host)
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    affinity: Any = getattr(os, "sched_getaffinity", None)
     required = (name for name in metadata.requires("torch-lockstep") or () if name[:5] == "torch")
     return Machine(
         versions=_versions(),
         requirement=next(required, ""),
-        num_cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
+        num_cores=num_cores(),
         num_host_cores=os.cpu_count() or 1,
         quota=_quota(),
         room_bytes=check_room(0),

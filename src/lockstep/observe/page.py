@@ -17,6 +17,7 @@ import jinja2
 import markupsafe
 
 from lockstep.observe.analysis import Share
+from lockstep.observe.sections import Section
 from lockstep.observe.trace_files import RankSpans
 
 # The kinds of spans, their colours in the page's style sheet, and their names in its legend.
@@ -43,8 +44,9 @@ def page(
     ranks: Sequence[RankSpans],
     steps: Sequence[Sequence[Share]],
     table: tuple[Sequence[str], Sequence[Sequence[str]]],
+    sections: Sequence[Section] = (),
 ) -> str:
-    """Return the page's HTML: its paragraphs, the table of ranks, and what its script draws."""
+    """Return the page's HTML: paragraphs, the table of ranks, sections, what its script draws."""
     columns, rows = table
     environment = jinja2.Environment(autoescape=True)
     source = resources.files("lockstep.observe").joinpath("report.html.j2").read_text()
@@ -57,7 +59,11 @@ def page(
         rows=rows,
         buckets=_buckets(ranks[0]),
         logged=[*logged],
-        data=_as_script(_drawn(ranks, steps) | {"logged": logged}),
+        sections=sections,
+        data=_as_script(
+            _drawn(ranks, steps)
+            | {"logged": logged, "curves": [section.curves for section in sections]}
+        ),
     )
 
 

@@ -31,12 +31,14 @@ from lockstep import spans
 from lockstep.arguments import as_whole_number, refusal
 from lockstep.comm import uncompiled
 from lockstep.observe.clock import Offset, boot_id, measure_offset
+from lockstep.observe.machine import memory_in_use, num_cores
 from lockstep.observe.trace_files import drop_later_ranks, merge, spool_of, write_json
 from lockstep.torch_private import _BaseDataLoaderIter
 from lockstep.world import World, when_joined
 
 Steps = tuple[int, int]
 _BUFFER_BYTES = 1 << 20
+_MEMORY_INTERVAL_NS = 100_000_000
 
 
 @contextmanager
@@ -121,6 +123,9 @@ class RankTrace:
         self._optimizer: weakref.ref[Optimizer] | None = None
         # When the program got a batch, or stepped: its forward begins.
         self._since: int | None = None
+        self._num_samples = 0  # in this step
+        self._memory_noted_at = 0
+        self._device = torch.device("cpu")
         self.threads = {threading.get_ident()}
         self._put(
             {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "boot": boot_id()}
@@ -134,6 +139,8 @@ class RankTrace:
         if world.rank == 0:
             drop_later_ranks(Path(self._file.name).parent, world.world_size)
         facts: dict[str, Any] = {"world_size": world.world_size, "device": str(world.device)}
+        facts |= {"local_world_size": world.local_world_size, "cores": num_cores()}
+        self._device = world.device
         if world.process_group is not None and world.local_world_size < world.world_size:
             facts |= measure_offset(world.process_group)._asdict()
         else:
@@ -145,6 +152,10 @@ class RankTrace:
         """See :class:`lockstep.spans.Recorder`."""
         if self._is_on:
             self._put({"step": self.step, "time": spans.now(), "log": {**values}})
+
+    def count_samples(self, num_samples: int) -> None:
+        """See :class:`lockstep.spans.Recorder`."""
+        self._num_samples += num_samples
 
     @property
     def _is_on(self) -> bool:
@@ -194,8 +205,21 @@ class RankTrace:
         if self._optimizer is None or self._optimizer() is None:
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer() is optimizer:
+            if self._is_on:
+                self._put_step()
+            self._num_samples = 0
             self.step += 1
             self._file.flush()
+
+    def _put_step(self) -> None:
+        """Note the samples of the step that ends and, now and then, the memory."""
+        now = spans.now()
+        facts: dict[str, Any] = {"end_of": self.step, "time": now, "samples": self._num_samples}
+        if now - self._memory_noted_at >= _MEMORY_INTERVAL_NS:
+            self._memory_noted_at = now
+            facts["memory"] = memory_in_use(self._device)
+        if self._num_samples or "memory" in facts:
+            self._put(facts)
 
     def close(self) -> None:
         """Write what is left."""
@@ -269,6 +293,10 @@ class _Process:
     def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
         if (own := self._of_this_thread()) is not None:
             own.bucket(bucket, index, times)
+
+    def count_samples(self, num_samples: int) -> None:
+        if (own := self._of_this_thread()) is not None:
+            own.count_samples(num_samples)
 
     def log(self, values: Mapping[str, float]) -> None:
         if (own := self._of_this_thread()) is not None:

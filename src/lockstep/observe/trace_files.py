@@ -13,7 +13,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,15 @@ class Bucket(NamedTuple):
     number: int
 
 
+class StepEnd(NamedTuple):
+    """What a rank noted at the end of a step."""
+
+    step: int
+    time: int
+    num_samples: int  # of this rank, that the loader gave; 0 if it doesn't tell
+    memory: dict[str, int]  # in bytes, by kind; empty at the end of most steps
+
+
 class RankSpans(NamedTuple):
     """All that one rank has recorded."""
 
@@ -53,6 +62,7 @@ class RankSpans(NamedTuple):
     buckets: list[Bucket]
     logged: list[dict[str, Any]]
     bucket_facts: dict[int, dict[str, Any]]  # by number: index, parameters, bytes
+    step_ends: Sequence[StepEnd] = ()
 
 
 def spool_of(folder: Path, rank: int) -> Path:
@@ -71,6 +81,7 @@ def read(path: Path) -> RankSpans:
     buckets: list[Bucket] = []
     logged: list[dict[str, Any]] = []
     bucket_facts: dict[int, dict[str, Any]] = {}
+    step_ends: list[StepEnd] = []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):  # what follows the last end of line is cut off
         try:
@@ -78,6 +89,9 @@ def read(path: Path) -> RankSpans:
                 found = json.loads(line)
                 if "log" in found:
                     logged.append(found)
+                elif "end_of" in found:
+                    values = found["end_of"], found.get("time", 0), found.get("samples", 0)
+                    step_ends.append(StepEnd(*values, found.get("memory", {})))
                 elif "bucket" in found:
                     bucket_facts[found.pop("bucket")] = found
                 else:
@@ -98,7 +112,7 @@ def read(path: Path) -> RankSpans:
             b._replace(ready=b.ready + offset, launched=b.launched + offset, done=b.done + offset)
             for b in buckets
         ]
-    return RankSpans(facts["rank"], facts, spans, buckets, logged, bucket_facts)
+    return RankSpans(facts["rank"], facts, spans, buckets, logged, bucket_facts, step_ends)
 
 
 def read_folder(folder: Path) -> list[RankSpans]:
@@ -138,6 +152,10 @@ def events(found: RankSpans) -> Iterator[dict[str, Any]]:
         args = {"step": bucket.step, "bytes": found.bucket_facts[bucket.number]["bytes"]}
         yield _complete("bucket", pid, track, bucket.ready, bucket.done, args)
         yield _complete("all-reduce", pid, track, bucket.launched, bucket.done, args)
+    for end in found.step_ends:
+        if end.memory:
+            time = (end.time + found.facts["offset"]) / 1000
+            yield {"ph": "C", "name": "memory", "pid": pid, "ts": time, "args": end.memory}
     for entry in found.logged:
         time = (entry["time"] + found.facts["offset"]) / 1000
         for name, value in entry["log"].items():

@@ -1,0 +1,184 @@
+"""How long a step would take on more ranks, as far as the trace of one run tells.
+
+By its own clock, which stands still while it waits, a rank computes for some time, launches each
+bucket at some time, and needs the sums at some time. On N ranks the same happens, but:
+
+1. An all-reduce takes as long as N ranks need for it over the network. It starts when its bucket is
+   launched and the one before is done; what isn't done when the sums are needed, adds to the step.
+2. Wherever the ranks meet, they wait for the slowest of N. Each further rank draws from what the
+   ranks of the trace differed by, so that none is slower than the slowest that was seen.
+3. With the same global batch, data, forward and backward shrink as the rank's part of it does, and
+   the rest doesn't. That is the best case: small operations take as long for a smaller part.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lockstep.observe.analysis import Share
+from lockstep.observe.network import Network, fit
+from lockstep.observe.timelines import Kind, Timeline, collectives, rank_steps
+from lockstep.observe.trace_files import RankSpans
+
+_MOST_RANKS = 1024
+_FITTED_WAITS = 1500  # more would take seconds
+
+
+def exposed(timeline: Timeline, network: Network, num_ranks: int, factor: float = 1.0) -> float:
+    """Return for how many seconds of a step a rank waits for transfers, if none comes late."""
+    delay = link_is_free = 0.0
+    under_way: deque[float] = deque()  # when transfers of buckets will be done
+    for shrinking, fixed, kind, num_bytes in timeline.events:
+        now = factor * shrinking + fixed + delay
+        if kind is Kind.LAUNCH and not network.in_background:
+            continue
+        if kind is Kind.BUCKET and network.in_background:
+            delay += max(0.0, under_way.popleft() - now)
+            continue
+        start = max(link_is_free, now)
+        link_is_free = start + network.all_reduce_seconds(num_bytes, num_ranks)
+        if kind is Kind.LAUNCH:
+            under_way.append(link_is_free)
+        else:
+            delay += link_is_free - now
+    return delay
+
+
+def expected_maximum(draws: Sequence[float], num_ranks: int) -> float:
+    """Return the expected largest of ``num_ranks`` numbers out of ``draws``, with replacement."""
+    parts = [(index / len(draws)) ** num_ranks for index in range(len(draws) + 1)]
+    return sum(
+        value * (above - below)
+        for value, below, above in zip(sorted(draws), parts, parts[1:], strict=False)
+    )
+
+
+class Row(NamedTuple):
+    """A step on some number of ranks, in seconds."""
+
+    num_ranks: int
+    seconds: float
+    transfer: float  # exposed
+    waiting: float  # for the slowest rank, of an average one
+    efficiency: float  # computing in the whole step
+    # With the global batch of the trace, None for more ranks than it has samples.
+    same_batch_seconds: float | None
+
+    @property
+    def speed_up(self) -> float:
+        """The number of ranks that would do as much without waiting and sending."""
+        return self.num_ranks * self.efficiency
+
+
+class Prediction(NamedTuple):
+    """The steps of one run on other numbers of ranks."""
+
+    network: Network
+    is_given: bool  # rather than fitted to the trace
+    num_samples: int  # collectives of the trace, to which it is fitted
+    fit_error: float  # in seconds, of the ends of their waits
+    measured_ranks: int
+    measured_seconds: float
+    own_seconds: float  # of computing, on an average rank
+    one_rank_seconds: float  # of computing the whole global batch on one rank
+    rows: list[Row]
+
+    @property
+    def efficiency(self) -> float:
+        """That of the run itself, as it was measured."""
+        return self.own_seconds / self.measured_seconds
+
+
+def predict(
+    ranks: Sequence[RankSpans],
+    steps: Sequence[Sequence[Share]],
+    network: Network | None = None,
+    global_batch: int | None = None,
+) -> Prediction | None:
+    """Predict the steps of a traced run on 2, 4, 8 to 1,024 ranks, and on as many as it had.
+
+    Args:
+        ranks: The trace.
+        steps: Its steps that count.
+        network: The one between the ranks; by default what fits the trace best.
+        global_batch: Its samples, if they are known.
+
+    Returns:
+        None if the ranks of the trace never met in a collective of lockstep's.
+    """
+    of_steps = rank_steps(ranks, steps)
+    timelines = [[each.timeline() for each in together] for together in of_steps]
+    num_ranks, num_samples, error = len(ranks), 0, 0.0
+    if num_ranks < 2 or not any(each.events for together in timelines for each in together):
+        return None
+    measured = statistics.median(max(s.total for s in together) / 1e9 for together in steps)
+    differences = _differences(timelines)
+
+    def row(number: int, over: Network) -> Row:
+        waiting = sum(part * expected_maximum(draws, number) for part, draws in differences)
+        base = _typical(timelines, over, number)
+        transfer = base - own
+        factor = num_ranks / number
+        same = _typical(timelines, over, number, factor) + waiting
+        fits = global_batch is None or number <= global_batch
+        seconds = base + waiting
+        return Row(number, seconds, transfer, waiting, own / seconds, same if fits else None)
+
+    own = _typical(timelines, None, num_ranks)
+    is_given = network is not None
+    if network is None:
+        measured_steps = collectives(of_steps)
+        num_samples = sum(map(len, measured_steps))
+        if not num_samples:  # the ranks never met in the same collectives
+            return None
+        enough = -(-num_samples * num_ranks // _FITTED_WAITS)
+        error, network = fit(measured_steps[::enough])
+    powers = {2**power for power in range(1, _MOST_RANKS.bit_length())}
+    rows = [row(number, network) for number in sorted(powers | {num_ranks})]
+    return Prediction(
+        network=network,
+        is_given=is_given,
+        num_samples=num_samples,
+        fit_error=error,
+        measured_ranks=num_ranks,
+        measured_seconds=measured,
+        own_seconds=own,
+        one_rank_seconds=_typical(timelines, None, 1, num_ranks),
+        rows=rows,
+    )
+
+
+def _typical(
+    timelines: Sequence[Sequence[Timeline]],
+    network: Network | None,
+    num_ranks: int,
+    factor: float = 1.0,
+) -> float:
+    """Return the median over steps of the ranks' mean, with transfers over ``network``."""
+    return statistics.median(
+        statistics.fmean(
+            each.own(factor) + (exposed(each, network, num_ranks, factor) if network else 0.0)
+            for each in together
+        )
+        for together in timelines
+    )
+
+
+def _differences(timelines: Sequence[Sequence[Timeline]]) -> list[tuple[float, list[float]]]:
+    """For each segment: in which part of the steps it is, and how ranks differ from their mean."""
+    by_segment: dict[int, list[float]] = defaultdict(list)
+    for together in timelines:
+        segments = [each.segments() for each in together]
+        if len({len(own) for own in segments}) > 1:  # the ranks met otherwise
+            segments = [[each.own()] for each in together]
+        # Deviations from the mean of few ranks are smaller than those from the true mean.
+        scale = math.sqrt(len(together) / (len(together) - 1))
+        for index, times in enumerate(zip(*segments, strict=True)):
+            mean = statistics.fmean(times)
+            by_segment[index] += [scale * (time - mean) for time in times]
+    whole = len(timelines) * len(timelines[0])
+    return [(len(draws) / whole, draws) for draws in by_segment.values()]

@@ -1,0 +1,216 @@
+"""What the report shows besides the paragraph, the timeline and the table of ranks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lockstep.observe.analysis import Share
+from lockstep.observe.network import Network
+from lockstep.observe.predict import Prediction
+from lockstep.observe.trace_files import RankSpans
+
+_MAX_POINTS = 500  # of a curve
+_MAX_COLUMNS = 8  # of ranks that are waited for
+
+Lines = dict[str, list[tuple[int, float]]]
+
+
+class Section(NamedTuple):
+    """A table or curves over steps, or both, with a title and what to know about them."""
+
+    title: str
+    note: str
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    curves: Lines = {}  # noqa: RUF012  by label, steps and values
+
+
+class Rate(NamedTuple):
+    """How fast the ranks get on together, and in which unit."""
+
+    unit: str
+    typical: float
+    by_step: list[tuple[int, float]]
+
+
+def rate(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Rate:
+    """Return the samples a second, or the steps a second if a step's samples aren't known."""
+    samples: Counter[int] = Counter()
+    for found in ranks:
+        for end in found.step_ends:
+            samples[end.step] += end.num_samples
+    unit, lengths = "samples/s", [max(s.total for s in together) / 1e9 for together in steps]
+    amounts = [samples[together[0].step] for together in steps]
+    if not all(amounts):
+        unit, amounts = "steps/s", [1] * len(steps)
+    each = -(-len(steps) // _MAX_POINTS)
+    points = [
+        (steps[at][0].step, sum(amounts[at : at + each]) / sum(lengths[at : at + each]))
+        for at in range(0, len(steps), each)
+    ]
+    values = [amount / length for amount, length in zip(amounts, lengths, strict=True)]
+    return Rate(unit, statistics.median(values), points)
+
+
+def global_batch(ranks: Sequence[RankSpans]) -> int | None:
+    """Return the samples of the largest step, which all ranks have together, if it is known."""
+    samples: Counter[int] = Counter()
+    for found in ranks:
+        for end in found.step_ends:
+            samples[end.step] += end.num_samples
+    return max(samples.values(), default=0) or None
+
+
+def throughput(found: Rate) -> Section:
+    """Return the curve of the rate."""
+    values = [value for _, value in found.by_step]
+    note = (
+        f"{found.unit} of all ranks together, step by step: {found.typical:,.1f} at the median, "
+        f"{min(values):,.1f} to {max(values):,.1f} in all."
+    )
+    return Section("Throughput", note, curves={found.unit: found.by_step})
+
+
+def waiting(steps: Sequence[Sequence[Share]]) -> Section | None:
+    """Return which rank waits for which, if there are several."""
+    numbers = [share.rank for share in steps[0]]
+    waits: dict[int, Counter[int]] = defaultdict(Counter)
+    for together in steps:
+        for share in together:
+            for index, length in share.waits_for.items():
+                if numbers[index] != share.rank:
+                    waits[share.rank][numbers[index]] += length
+    in_all: Counter[int] = sum(waits.values(), Counter())
+    awaited = sorted(rank for rank, _ in in_all.most_common(_MAX_COLUMNS))
+    if not awaited:
+        return None
+    note = "Milliseconds a step that each rank waits for each other one to come."
+    if len(in_all) > len(awaited):
+        note += f" Shown are the {len(awaited)} ranks that are waited for longest."
+    rows = [
+        [
+            str(rank),
+            *(
+                "-" if rank == other else f"{waits[rank][other] / len(steps) / 1e6:,.2f}"
+                for other in awaited
+            ),
+        ]
+        for rank in numbers
+    ]
+    return Section(
+        "Who waits for whom", note, ("rank", *(f"for rank {each}" for each in awaited)), rows
+    )
+
+
+_KINDS_OF_MEMORY = {
+    "resident": "most resident, MB",
+    "device": "most allocated on the device, MB",
+    "device_peak": "peak of the device, MB",
+}
+
+
+def memory(ranks: Sequence[RankSpans]) -> Section | None:
+    """Return each rank's most memory and its course, if the trace has it."""
+    noted = [[end for end in found.step_ends if end.memory] for found in ranks]
+    kinds = [kind for kind in _KINDS_OF_MEMORY if any(kind in e.memory for r in noted for e in r)]
+    if not kinds:
+        return None
+    drawn = "device" if "device" in kinds else "resident"
+    rows, curves = [], {}
+    for found, ends in zip(ranks, noted, strict=True):
+        most = {k: max((e.memory.get(k, 0) for e in ends), default=0) / 1e6 for k in kinds}
+        rows.append([str(found.rank), *(f"{most[kind]:,.1f}" for kind in kinds)])
+        each = max(1, -(-len(ends) // _MAX_POINTS))
+        curves[f"rank {found.rank}"] = [
+            (end.step, end.memory.get(drawn, 0) / 1e6) for end in ends[::each]
+        ]
+    note = (
+        "As it was at the ends of steps, at most ten times a second. Resident is what the process "
+        "has in memory, what it shares with others included; ranks that are threads have one."
+    )
+    if drawn == "device":
+        note += " The curves are of what is allocated on the device."
+    columns = ("rank", *(_KINDS_OF_MEMORY[kind] for kind in kinds))
+    return Section("Memory", note, columns, rows, curves)
+
+
+_SCALING = (
+    "ranks",
+    "step, ms",
+    "waiting",
+    "transfer",
+    "efficiency",
+    "speed-up",
+    "same batch, ms",
+    "its speed-up",
+)
+
+
+def scaling(
+    found: Prediction | None, ranks: Sequence[RankSpans], samples: int | None
+) -> Section | None:
+    """Return the efficiency of the run, and what is predicted for other numbers of ranks."""
+    if found is None:
+        return None
+    rows = []
+    for row in found.rows:
+        same = row.same_batch_seconds
+        rows.append(
+            [
+                f"{row.num_ranks:,}" + " (traced)" * (row.num_ranks == found.measured_ranks),
+                *(f"{1e3 * each:,.2f}" for each in (row.seconds, row.waiting, row.transfer)),
+                f"{row.efficiency:.0%}",
+                f"{row.speed_up:,.1f}",
+                "-" if same is None else f"{1e3 * same:,.2f}",
+                "-" if same is None else f"{found.one_rank_seconds / same:,.1f}",
+            ]
+        )
+    batch = "" if samples is None else f" of {samples:,} samples"
+    note = (
+        f"A rank of this run computes for {1e3 * found.own_seconds:,.2f} ms of a step of "
+        f"{1e3 * found.measured_seconds:,.2f} ms: an efficiency of {found.efficiency:.0%}. "
+        f"{_assumed(found)} Each further rank has the same batch, differs from the others as "
+        f"those of the trace do, and has {_machine(ranks)} The last two columns divide the global "
+        f"batch{batch} among the ranks instead. They are the best case, in which data, forward and "
+        "backward take a time in proportion to the samples of a rank."
+    )
+    return Section("Scaling", note, _SCALING, rows)
+
+
+def _assumed(found: Prediction) -> str:
+    if found.is_given:
+        return f"The prediction is for the given network: {_in_words(found.network)}."
+    own = next(row for row in found.rows if row.num_ranks == found.measured_ranks)
+    when = "also while ranks compute" if found.network.in_background else "only while ranks wait"
+    return (
+        f"The prediction assumes a network as between the ranks of this run: "
+        f"{_in_words(found.network)}, {when}; {found.num_samples:,} collectives fit that with a "
+        f"mean error of {1e3 * found.fit_error:,.2f} ms. For the ranks of this run the model gives "
+        f"{1e3 * own.seconds:,.2f} ms. For another network: --network."
+    )
+
+
+def _in_words(network: Network) -> str:
+    speed = f"{network.bandwidth * 8 / 1e9:,.3g} Gbit/s"
+    if not math.isfinite(network.bandwidth) or network.bandwidth > 1e12:
+        speed = "a bandwidth that doesn't matter here"
+    return f"{1e6 * network.latency:,.3g} us a message and {speed}"
+
+
+def _machine(ranks: Sequence[RankSpans]) -> str:
+    """Say what a rank has of its machine, and what the prediction isn't for."""
+    facts = ranks[0].facts
+    if not facts.get("device", "cpu").startswith("cpu"):
+        return "a device of its own, such as these have."
+    cores, num_ranks = facts.get("cores"), facts.get("local_world_size", len(ranks))
+    if cores is None:
+        return "as many cores as they had."
+    share = "one core" if cores == num_ranks else f"{cores / num_ranks:.2g} cores"
+    has = f"{share}, as they had"
+    if cores < num_ranks:
+        return f"{has}: {num_ranks} ranks shared {cores}. More ranks on this host would be slower."
+    return f"{has}. More than {max(cores, num_ranks)} ranks on this host would be slower."

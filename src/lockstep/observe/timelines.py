@@ -1,0 +1,172 @@
+"""Steps by each rank's own clock, which stands still while the rank waits."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from lockstep.observe.analysis import Share, pieces
+from lockstep.observe.trace_files import RankSpans, Span
+
+_MAX_STEPS = 64  # more would change the result little
+# What a rank does less of with a smaller part of the global batch.
+_SHRINKING = ("data", "forward", "backward")
+
+
+class Kind(Enum):
+    """What an event is to the network."""
+
+    LAUNCH = "a bucket is launched"
+    BUCKET = "the sums of the first bucket are needed whose sums weren't needed yet"
+    OTHER = "another collective, whose result is needed at once"
+
+
+class Event(NamedTuple):
+    """Something at a time of the rank's own clock, which is the sum of both numbers of seconds."""
+
+    shrinking: float  # spent on what shrinks with the rank's part of the batch
+    fixed: float
+    kind: Kind
+    num_bytes: int
+
+
+class Timeline(NamedTuple):
+    """A step of one rank by its own clock: its events, and its length as their times."""
+
+    events: list[Event]
+    shrinking: float
+    fixed: float
+
+    def own(self, factor: float = 1.0) -> float:
+        """Return the seconds of computing, if the rank's part of the batch is scaled by this."""
+        return factor * self.shrinking + self.fixed
+
+    def segments(self) -> list[float]:
+        """Return the seconds of computing between two meetings of the ranks.
+
+        Waits for several buckets, one after the other, are one meeting. What follows the last one
+        belongs to the first segment, as the next step goes on from there.
+        """
+        meetings = []
+        last = None
+        for event in self.events:
+            if event.kind is Kind.OTHER or (event.kind is Kind.BUCKET and last is not Kind.BUCKET):
+                meetings.append(event.shrinking + event.fixed)
+            last = event.kind
+        if not meetings:
+            return [self.own()]
+        between = [after - before for before, after in itertools.pairwise(meetings)]
+        return [meetings[0] + self.own() - meetings[-1], *between]
+
+
+class RankStep(NamedTuple):
+    """What the program's thread of one rank does in one step."""
+
+    share: Share
+    spans: list[Span]  # sorted by their starts
+    buckets: list[tuple[int, Span]]  # when each was launched, and the wait for it, in their order
+    others: list[Span]  # other waits
+
+    def timeline(self) -> Timeline:
+        """Return the step by the rank's own clock."""
+        parts = pieces(self.share.start, self.spans, self.share.stop)
+        starts = [start for start, _, _ in parts]
+        sums = [(0, 0)]
+        for start, stop, name in parts:
+            sums.append(_later(sums[-1], name, stop - start))
+
+        def at(time: int) -> tuple[float, float]:
+            index = max(0, bisect_right(starts, time) - 1)
+            shrinking, fixed = _later(sums[index], parts[index][2], time - starts[index])
+            return shrinking / 1e9, fixed / 1e9
+
+        marks = [(launched, Kind.LAUNCH, wait.num_bytes) for launched, wait in self.buckets]
+        marks += [(wait.start, Kind.BUCKET, wait.num_bytes) for _, wait in self.buckets]
+        marks += [(wait.start, Kind.OTHER, wait.num_bytes) for wait in self.others]
+        marks.sort(key=lambda mark: mark[0])
+        events = [Event(*at(time), kind, num_bytes) for time, kind, num_bytes in marks]
+        return Timeline(events, *at(self.share.stop))
+
+
+def _later(clock: tuple[int, int], name: str, length: int) -> tuple[int, int]:
+    """Return the clock after ``length`` ns of a span with this name."""
+    shrinking, fixed = clock
+    if name == "wait":
+        return clock
+    return (shrinking + length, fixed) if name in _SHRINKING else (shrinking, fixed + length)
+
+
+def rank_steps(
+    ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]
+) -> list[list[RankStep]]:
+    """Return, by step, what each rank does in it, for some of ``steps``, evenly chosen."""
+    chosen = steps[:: -(-len(steps) // _MAX_STEPS)]
+    by_rank = []
+    for index, found in enumerate(ranks):
+        shares = {together[index].step: together[index] for together in chosen}
+        spans: dict[int, list[Span]] = defaultdict(list)
+        for span in found.spans:
+            share = shares.get(span.step)
+            if span.thread == 0 and share and share.start <= span.start < share.stop:
+                spans[span.step].append(span)
+        buckets: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for bucket in found.buckets:
+            if bucket.step in shares:
+                buckets[bucket.step].append((bucket.done, bucket.launched))
+        by_rank.append([_rank_step(shares[s], spans[s], buckets[s]) for s in shares])
+    return [[*together] for together in zip(*by_rank, strict=True)]
+
+
+def _rank_step(share: Share, spans: list[Span], buckets: list[tuple[int, int]]) -> RankStep:
+    spans.sort(key=lambda span: (span.start, -span.stop))
+    waits = [span for span in spans if span.name == "wait"]
+    stops = [wait.stop for wait in waits]
+    launches: dict[int, int] = {}  # by the index of the wait for a bucket
+    for done, launched in sorted(buckets):
+        index = bisect_right(stops, done) - 1
+        if index >= 0 and waits[index].start >= launched:
+            launches[index] = launched
+    return RankStep(
+        share,
+        spans,
+        [(launched, waits[index]) for index, launched in sorted(launches.items())],
+        [wait for index, wait in enumerate(waits) if index not in launches],
+    )
+
+
+class Collective(NamedTuple):
+    """A collective of all ranks, by one clock, in seconds."""
+
+    num_bytes: int
+    launched: float  # on the last rank
+    came: float  # when the last rank began to wait for it
+    waits: list[tuple[float, float]]  # of each rank
+
+
+def collectives(steps: Iterable[Sequence[RankStep]]) -> list[list[Collective]]:
+    """Return the collectives of each step, in their order; without steps in which ranks differ."""
+    found = []
+    for together in steps:
+        of_ranks = []
+        for each in together:
+            own = [(launched, wait) for launched, wait in each.buckets]
+            own += [(wait.start, wait) for wait in each.others]
+            of_ranks.append(sorted(own, key=lambda one: one[0]))
+        if len({tuple(wait.num_bytes for _, wait in own) for own in of_ranks}) > 1:
+            continue
+        found.append(
+            [
+                Collective(
+                    same[0][1].num_bytes,
+                    max(launched for launched, _ in same) / 1e9,
+                    max(wait.start for _, wait in same) / 1e9,
+                    [(wait.start / 1e9, wait.stop / 1e9) for _, wait in same],
+                )
+                for same in zip(*of_ranks, strict=True)
+            ]
+        )
+    return found
