@@ -185,8 +185,6 @@ def main() -> None:
             lengths = [max(share.total for share in together) / 1e9 for together in steps]
             measured = statistics.median(lengths)
             ratio = predicted[num_ranks] / measured
-            own = statistics.median(statistics.fmean(sum(s.own.values()) for s in t) for t in steps)
-            print(num_ranks, own / 1e9, found.network)
             results.append([case.name, num_ranks, predicted[num_ranks], measured])
             times = f"{predicted[num_ranks] * 1e3:.1f}", f"{measured * 1e3:.1f}"
             table.add_row(case.name, str(num_ranks), *times, f"{ratio:.3f}")
