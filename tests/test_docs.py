@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,76 @@ def test_errors_tell_of_their_help(
     with pytest.raises(SystemExit):
         cli.main()
     assert "Did you mean PeerLost?" in capsys.readouterr().err
+
+
+# What the examples of docstrings take as given.
+SCRIPT = """
+import contextlib
+import types
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+import lockstep
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 4, 8, stride=8), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3)
+        )
+    def forward(self, x, scale=1.0):
+        return self.layers(x) * scale
+
+def train(*arguments): ...
+def evaluate(model): ...
+def accuracy(model): return 0.5
+
+world = lockstep.init()
+x, more_x = torch.rand(2, 6, 3, 32, 32)
+y = more_y = torch.arange(6) % 3
+dataset, batch_size = TensorDataset(x, y), 2
+batch, batches, loader, micro_batches, num_steps = x, [(x, y)] * 2, [(x, y)] * 2, [(x, y)] * 2, 2
+criterion = F.cross_entropy
+correct, samples, loss_of_batch, epoch = 3, 6, 0.25, 1
+model = Net()
+{make_parallel}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss = criterion(model(x), y)
+replicas = lockstep.replicate(Net(), ["cpu", "cpu"])
+parts = lockstep.scatter(x, ["cpu", "cpu"])
+wandb = types.SimpleNamespace(log=lambda values, step: None)
+"""
+# These act on a model that is parallel already; the others make it so, or don't need it.
+OF_PARALLEL_MODELS = {"accumulate", "join", "mean", "no_sync"}
+
+
+def _example(thing: object) -> str:
+    text = inspect.getdoc(thing) or ""
+    found = re.findall(r"::\n\n((?:(?:    .*)?\n)+)", text + "\n\n")
+    assert found, f"{thing} has no example"
+    return "".join(map(textwrap.dedent, found))
+
+
+def _run_as_a_rank(world: lockstep.World, source: str) -> None:
+    exec(compile(source, "example.py", "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize("name", sorted(set(lockstep.__all__) - {"errors", *errors.__all__}))
+def test_the_examples_of_docstrings_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_parallel = "lockstep.parallelize(model)" if name in OF_PARALLEL_MODELS else ""
+    source = SCRIPT.format(make_parallel=make_parallel)
+    if name == "load":  # what was saved before
+        source += _example(lockstep.save)
+    source += _example(getattr(lockstep, name))
+    if name == "log_to":  # nowhere again, for the tests after this one
+        source += "lockstep.log_to()"
+    monkeypatch.chdir(tmp_path)
+    if name == "launch":  # its function has to be that of a file
+        (tmp_path / "program.py").write_text(source)
+        done = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    else:
+        lockstep.launch(_run_as_a_rank, 2, args=(source,), ranks="threads", output="plain")

@@ -46,7 +46,10 @@ class SizedDataset(Protocol[_T_co]):
 
 
 class Partition(Dataset[_T_co]):
-    """Part of a dataset, itself a dataset.
+    """Part of a dataset, itself a dataset. ::
+
+        odd = lockstep.Partition(dataset, range(1, len(dataset), 2))
+        loader = DataLoader(odd, batch_size=16)
 
     Args:
         data: The whole dataset.
@@ -92,7 +95,10 @@ class Partition(Dataset[_T_co]):
 
 
 class DataPartitioner(Generic[_T_co]):
-    """A dataset divided into parts, of which each rank uses one.
+    """A dataset divided into parts, of which each rank uses one. ::
+
+        parts = lockstep.DataPartitioner(dataset, [0.5, 0.5])
+        loader = DataLoader(parts.use(world.rank), batch_size=16)
 
     Args:
         data: The dataset to divide.
@@ -134,7 +140,10 @@ class DataPartitioner(Generic[_T_co]):
 def partition(
     dataset: SizedDataset[_T_co], sizes: Sequence[float], seed: int | None = 1234
 ) -> list[Partition[_T_co]]:
-    """Divide ``dataset`` into shuffled parts, with every element in exactly one of them.
+    """Divide ``dataset`` into shuffled parts, with every element in exactly one of them. ::
+
+        train, held_out = lockstep.partition(dataset, [0.9, 0.1])
+        mine = lockstep.partition(train, [1 / world.world_size] * world.world_size)[world.rank]
 
     Args:
         dataset: The dataset to divide; it has a length and is indexed from 0.

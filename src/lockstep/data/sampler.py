@@ -36,7 +36,8 @@ class DistributedSampler(TorchSampler[_T_co]):
         sampler = lockstep.DistributedSampler(dataset)
         for x, y in DataLoader(dataset, batch_size, sampler=sampler): ...
 
-        batches = lockstep.DistributedSampler(BatchSampler(...))     # the ranks share whole batches
+        batches = BatchSampler(SequentialSampler(dataset), batch_size, drop_last=False)
+        batches = lockstep.DistributedSampler(batches)  # the ranks share whole batches
         for x, y in DataLoader(dataset, batch_sampler=batches): ...
 
     Each ``iter()`` begins the next epoch, 0 at first, unless ``set_epoch()`` has set another.

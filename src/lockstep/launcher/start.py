@@ -99,7 +99,14 @@ def launch(
     output: Literal["labelled", "plain"] = "labelled",
     log_dir: str | os.PathLike[str] | None = None,
 ) -> list[Result]:
-    """Call ``fn(world, *args)`` on ``nprocs`` new processes and wait for all of them.
+    """Call ``fn(world, *args)`` on ``nprocs`` new processes and wait for all of them. ::
+
+        def train(world, epochs):
+            model = lockstep.parallelize(Net())
+            ...  # the program, as for one process
+            return accuracy(model)
+
+        accuracies = lockstep.launch(train, nprocs=2, args=(10,))
 
     Each process is a rank, and ``world`` its World, as from :func:`lockstep.init`. The processes
     are fresh ones, not forks of the caller, so it doesn't matter which threads, locks or devices

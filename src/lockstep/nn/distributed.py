@@ -99,7 +99,10 @@ class DistributedDataParallel(
 ):
     """A drop-in for :class:`torch.nn.parallel.DistributedDataParallel`.
 
-    It is an instance of torch's class as well, for ``isinstance``, but doesn't use torch's reducer.
+    It is an instance of torch's class as well, for ``isinstance``; torch's reducer has no part. ::
+
+        model = lockstep.DistributedDataParallel(Net().to(world.device))
+        criterion(model(x), y).backward()
 
     The model is ``self.module``, and ``state_dict`` keys begin with ``module.``, as in torch; state
     dicts of the bare model are loaded too. Unlike in torch, every method and attribute of the model

@@ -217,7 +217,11 @@ def average_gradients(
     weight: float | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Replace each parameter's ``.grad`` by its mean over the ranks.
+    """Replace each parameter's ``.grad`` by its mean over the ranks. ::
+
+        criterion(model(x), y).backward()
+        lockstep.average_gradients(model, weight=len(x))
+        optimizer.step()
 
     For models that are not parallel: call it after ``backward()`` and before the optimizer's step.
     A rank without a gradient of a parameter counts as zero; if no rank has one, the parameter stays

@@ -34,7 +34,12 @@ def parallelize(
     init_sync: bool = True,
     **others: Never,
 ) -> ModuleT:
-    """Keep ``module`` in step with its replicas on the other ranks, in place.
+    """Keep ``module`` in step with its replicas on the other ranks, in place. ::
+
+        model = lockstep.parallelize(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        criterion(model(x), y).backward()
+        optimizer.step()
 
     It stays the same object of the same class, with the same methods, attributes and
     ``state_dict`` keys. From now on a ``backward()`` leaves in ``.grad`` the mean over all
@@ -109,7 +114,11 @@ def _others_are_refused(names: Collection[str]) -> str:
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Let backwards add up gradients on each rank; the first one after the context reduces them.
+    """Let backwards add up gradients on each rank; the first one after the context reduces them. ::
+
+        with lockstep.no_sync(model):
+            criterion(model(x), y).backward()
+        criterion(model(more_x), more_y).backward()
 
     This applies to each ``backward()`` within the context, wherever its ``forward()`` ran.
 
@@ -134,7 +143,7 @@ def accumulate(module: nn.Module) -> Iterator[None]:
         for number, (x, y) in enumerate(micro_batches, start=1):
             last = number == len(micro_batches)
             with contextlib.nullcontext() if last else lockstep.accumulate(model):
-                lockstep.mean(loss(model(x), y)).backward()
+                lockstep.mean(criterion(model(x), y), weight=len(x)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -210,7 +219,12 @@ def join(
 def sync_buffers(module: nn.Module) -> None:
     """Replace buffers whose policy is "late" by their mean over the ranks.
 
-    Call it before you evaluate or save. Every rank must call it; it blocks.
+    Call it before you evaluate or save. Every rank must call it; it blocks. ::
+
+        model = lockstep.parallelize(Net(), broadcast_buffers={"*.running_*": "late"})
+        train(model)
+        lockstep.sync_buffers(model)
+        evaluate(model)
 
     Args:
         module: A module that was given to :func:`parallelize`, a wrapper, or the module in one.

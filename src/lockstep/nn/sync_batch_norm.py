@@ -28,7 +28,10 @@ from lockstep.torch_private import _BatchNorm
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A drop-in for :class:`torch.nn.SyncBatchNorm`, on the CPU too.
+    """A drop-in for :class:`torch.nn.SyncBatchNorm`, on the CPU too. ::
+
+        model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = lockstep.parallelize(model)
 
     In training, mean and variance are those of the samples of all ranks together, whatever each
     rank's number of samples: outputs, gradients and running statistics are those of BatchNorm in

@@ -41,7 +41,7 @@ def log(
         for step, (x, y) in enumerate(loader):
             ...
             lockstep.log(loss=loss, total=num_steps)
-        lockstep.log({"val/accuracy": accuracy}, step=step)
+        lockstep.log({"val/accuracy": accuracy(model)}, step=step)
 
     Rank 0's are recorded: by the trace, if one is being recorded, and wherever
     :func:`lockstep.log_to` says. On a terminal ``lockstep run`` shows them while the program runs;
@@ -86,7 +86,7 @@ def _as_number(name: str, value: object) -> float:
 def log_to(*sinks: str | os.PathLike[str] | Sink, lines: bool = True) -> None:
     """Say where :func:`lockstep.log` records, from now on. ::
 
-        lockstep.log_to("run1/log.csv", "run1/log.jsonl", "run1/tensorboard")
+        lockstep.log_to("run1/log.csv", "run1/log.jsonl")
         lockstep.log_to(lambda step, values: wandb.log(dict(values), step=step))
 
     Every rank may call it: only rank 0 writes, and a second call replaces the first. Files that

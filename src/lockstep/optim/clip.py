@@ -27,7 +27,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Clip the norm of all gradients together, in place, as torch's function of this name does.
+    """Clip the norm of all gradients together, in place, as torch's function of this name does. ::
+
+        loss.backward()
+        lockstep.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
 
     If the optimizer is sharded, each rank sums a part of the gradients and takes the norm of that,
     so that no rank sums all gradients. Otherwise torch's function is called. The norm may differ

@@ -25,7 +25,11 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
     """An optimizer whose work and state are divided among the ranks.
 
     It has torch's signature, and is an instance of torch's class. For a new program
-    :func:`lockstep.shard_optimizer` is simpler: it keeps the optimizer's own class.
+    :func:`lockstep.shard_optimizer` is simpler: it keeps the optimizer's own class. ::
+
+        optimizer = lockstep.ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3
+        )
 
     Every rank must call it, and then ``step()``, ``consolidate_state_dict()`` and
     ``load_state_dict()``, which block. Gradients must be the same on all ranks, as those of

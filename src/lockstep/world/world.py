@@ -33,7 +33,12 @@ NCCL_AND_GLOO = "cpu:gloo,cuda:nccl"
 
 @dataclass(frozen=True)
 class World:
-    """This rank among the others.
+    """This rank among the others. ::
+
+        world = lockstep.init()
+        model.to(world.device)
+        if world.rank == 0:
+            print(f"{world.world_size} ranks, {world.local_world_size} of them on this host")
 
     Attributes:
         rank: Its number, from 0 to ``world_size - 1``.
@@ -103,7 +108,10 @@ def init(
 
     Every rank calls it, once, before anything else; more calls return the same World. It
     recognises ``lockstep run``, torchrun, ``srun``, ``mpiexec`` (Open MPI, MPICH), and a process
-    group that exists already. Started by none of them, a process is the only rank.
+    group that exists already. Started by none of them, a process is the only rank. ::
+
+        world = lockstep.init()
+        model = lockstep.parallelize(Net().to(world.device))
 
     Args:
         backend: A backend of torch.distributed, such as ``"gloo"``, ``"nccl"`` or

@@ -257,7 +257,9 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Call ``module`` on ``inputs``, split among replicas on several devices.
+    """Call ``module`` on ``inputs``, split among replicas on several devices. ::
+
+        output = lockstep.data_parallel(model, x, device_ids=["cpu", "cpu"])
 
     It composes :func:`scatter_kwargs`, :func:`replicate`, :func:`parallel_apply` and
     :func:`gather`, and can be differentiated any number of times. Backwards of replicas on the CPU

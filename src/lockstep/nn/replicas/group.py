@@ -133,7 +133,10 @@ def parallel_apply(
     kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
     devices: Sequence[Device | None] | None = None,
 ) -> list[Any]:
-    """Call each of ``modules`` on its inputs, each in a thread of its own.
+    """Call each of ``modules`` on its inputs, each in a thread of its own. ::
+
+        replicas = lockstep.replicate(model, ["cpu", "cpu"])
+        outputs = lockstep.parallel_apply(replicas, lockstep.scatter(x, ["cpu", "cpu"]))
 
     The threads take over the caller's grad mode, inference mode, autocast, default device and
     dtype, context variables, and each accelerator's current stream.

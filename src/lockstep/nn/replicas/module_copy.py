@@ -153,7 +153,10 @@ def _check_shapes(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def replicate(network: Network, devices: Sequence[Device], detach: bool = False) -> list[Network]:
-    """Return a replica of ``network`` for each of ``devices``.
+    """Return a replica of ``network`` for each of ``devices``. ::
+
+        first, second = lockstep.replicate(model, ["cpu", "cpu"])
+        (first(x) + second(more_x)).mean().backward()  # both add to model's gradients
 
     A replica is of the same class and has the same attributes. On the device of a parameter it has
     that parameter itself, and elsewhere a copy through which gradients flow back; so gradients of

@@ -35,7 +35,10 @@ def scatter(inputs: _T, target_gpus: Sequence[Device], dim: int = ...) -> list[_
 
 
 def scatter(inputs: object, target_gpus: Sequence[Device], dim: int = 0) -> Sequence[object]:
-    """Split the tensors in ``inputs`` among devices.
+    """Split the tensors in ``inputs`` among devices. ::
+
+        parts = lockstep.scatter({"image": x, "label": y}, ["cpu", "cpu"])
+        parts[0]["image"]  # the first half of the rows
 
     Parts are those of :func:`torch.chunk`: all have equally many rows, except the last, which may
     have fewer. With fewer rows than devices there are fewer parts; without rows each device gets
@@ -72,7 +75,10 @@ def scatter_kwargs(
     target_gpus: Sequence[Device],
     dim: int = 0,
 ) -> tuple[tuple[tuple[object, ...], ...], tuple[dict[str, object], ...]]:
-    """Split the arguments of a call among devices.
+    """Split the arguments of a call among devices. ::
+
+        inputs, kwargs = lockstep.scatter_kwargs((x,), {"scale": 2.0}, ["cpu", "cpu"])
+        outputs = lockstep.parallel_apply(replicas, inputs, kwargs)
 
     Args:
         inputs: Its positional arguments.
@@ -180,7 +186,9 @@ def _size_of(leaf: torch.Tensor | PackedSequence) -> str:
 
 
 def gather(outputs: Sequence[_T], target_device: Device, dim: int = 0) -> _T:
-    """Concatenate the outputs of replicas on one device.
+    """Concatenate the outputs of replicas on one device. ::
+
+        output = lockstep.gather([replica(part) for replica, part in zip(replicas, parts)], "cpu")
 
     The result is differentiable any number of times. A single replica's output is only moved.
 
