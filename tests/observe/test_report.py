@@ -208,6 +208,8 @@ def words_of(**changes: Any) -> str:
 def test_it_says_what_holds_a_run_back() -> None:
     assert "the ranks wait for data" in words_of(phases={"data": 0.3})
     assert "now for one and now for another" in words_of(waiting=0.3)
+    assert "now for one and" in words_of(waiting=0.3, num_ranks_of_host=4, num_cores=4)
+    assert "8 ranks share 2 cores" in words_of(waiting=0.3, num_ranks_of_host=8, num_cores=2)
     assert "lockstep.accumulate" in words_of(transfer=0.3)
     assert "outside of loader" in words_of(phases={"other": 0.3})
     assert "90% of the time is spent computing" in words_of(phases={"backward": 0.9})

@@ -68,6 +68,8 @@ class Summary(NamedTuple):
     hidden: float
     bytes_per_step: int
     late: Late | None
+    num_ranks_of_host: int
+    num_cores: int | None  # of that host; None if the ranks compute on other devices
 
 
 def shares(ranks: Sequence[RankSpans]) -> list[list[Share]]:
@@ -239,6 +241,7 @@ def summary(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Sum
     sizes: Counter[int] = Counter()
     for bucket in ranks[0].buckets:
         sizes[bucket.step] += ranks[0].bucket_facts[bucket.number]["bytes"]
+    facts = ranks[0].facts
     return Summary(
         num_ranks=len(ranks),
         num_steps=len(steps),
@@ -250,6 +253,8 @@ def summary(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Sum
         hidden=sum(share.hidden for share in every) / total,
         bytes_per_step=sizes.get(counted[-1][0].step, 0),
         late=late_rank(counted),
+        num_ranks_of_host=facts.get("local_world_size", len(ranks)),
+        num_cores=facts.get("cores") if facts.get("device") == "cpu" else None,
     )
 
 
@@ -282,10 +287,15 @@ def in_words(found: Summary) -> str:
             + _ADVICE["data"]
         )
     if found.waiting > 0.15:
+        wait = f"{speed} {found.waiting:.0%} of the time ranks wait for each other"
+        if found.num_cores is not None and found.num_cores < found.num_ranks_of_host:
+            return (
+                f"{wait}: {found.num_ranks_of_host} ranks share {found.num_cores} cores. Take at "
+                "most one rank for each core."
+            )
         return (
-            f"{speed} {found.waiting:.0%} of the time ranks wait for each other, now for one and "
-            "now for another. Their work may differ from step to step, or other programs take "
-            "their cores."
+            f"{wait}, now for one and now for another. Their work may differ from step to step, "
+            "or other programs take their cores."
         )
     if found.transfer > 0.15:
         return (

@@ -151,6 +151,7 @@ def _buckets(found: RankSpans) -> list[dict[str, str]]:
         {
             "number": str(number),
             "bytes": f"{facts['bytes']:,}",
+            "steps": f"{len(times[number]):,}",
             "ms": f"{statistics.median(times[number]):,.2f}",
             "names": ", ".join(facts["parameters"]),
         }
