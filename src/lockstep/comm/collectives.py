@@ -109,8 +109,10 @@ def reduction_for(op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtyp
     Raises:
         TypeError: If torch has no such reduction for this dtype, such as BAND of floats.
     """
-    if op == dist.ReduceOp.SUM:  # the most frequent; seven times as fast as the code below
+    if op == dist.ReduceOp.SUM:  # these two are frequent, and the code below is slower
         return _reduction("SUM", dtype)
+    if op == dist.ReduceOp.AVG:
+        return _reduction("AVG", dtype)
     if isinstance(op, dist.ReduceOp.RedOpType):
         op = dist.ReduceOp(op)
     kind, factor = cast(tuple[dist.ReduceOp.RedOpType, float | None], op.__getstate__())

@@ -159,7 +159,7 @@ class DeferredBucket(Bucket):
         self._held: dict[int, torch.Tensor] = {}
         # Whether the last backward's barrier is over, from which on other ranks read this buffer;
         # and the group's num_shared at that time.
-        self._has_met, self._met_at = False, 0
+        self._has_met, self._met_at, self._has_noted = False, 0, False
         self._number = 0  # of such barriers, modulo _NUM_NUMBERS
         with _lock:
             _by_group.setdefault(group, weakref.WeakSet()).add(self)
@@ -226,7 +226,8 @@ class DeferredBucket(Bucket):
 
     def _note_read(self) -> None:
         """Note for the other ranks that this one won't read their last gradients any more."""
-        if self._has_met:
+        if self._has_met and not self._has_noted:
+            self._has_noted = True
             with torch.inference_mode():
                 self._buffer[self._note_at] = self._number
 
@@ -283,13 +284,9 @@ class DeferredBucket(Bucket):
         set_gradient(self.parameters[position], gradient)
 
     def drop_pending(self) -> None:
-        """Set the gradients of all its parameters to None."""
+        """Drop the gradients, all of which are pending: the parameters have none that is summed."""
         self.pending[:] = bytes(len(self.pending))
         self._note_read()
-        self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        deque(map(set_gradient, self.parameters, itertools.repeat(None)), maxlen=0)
 
     def sum_into(self, target: torch.Tensor, start: int) -> None:
         """Write means over the ranks to ``target``, of one dimension: from element ``start`` on."""
@@ -329,7 +326,7 @@ class DeferredBucket(Bucket):
             for position in itertools.compress(range(len(grown)), grown):
                 self.use_as_grad(position)
         else:  # as in most steps
-            self._drop_gradients()
+            deque(map(set_gradient, self.parameters, itertools.repeat(None)), maxlen=0)
             self.pending[:] = grown
 
     def use_as_grad(self, position: int) -> None:
@@ -375,7 +372,7 @@ class DeferredBucket(Bucket):
             return
         with naming(self.parameter_names, group):
             shared.wait()
-            self._has_met, self._shares = True, shared.shares
+            self._has_met, self._has_noted, self._shares = True, False, shared.shares
             self._number = (self._number + 1) % _NUM_NUMBERS
             self._met_at = group.num_shared  # type: ignore[attr-defined]
             if not self._shares:  # a rank lacks shared memory

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import compress
-from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -106,13 +105,14 @@ def outermost_running_node() -> BackwardCFunction | None:
     The node of a reentrant checkpoint does. Autograd has no function for this, but ``backward()``
     is on the stack of this thread, with the node as its first argument.
     """
-    node = None
-    for frame, _ in walk_stack(sys._getframe()):
+    node, frame = None, sys._getframe().f_back
+    while frame is not None:
         code = frame.f_code
         if code.co_name == "backward" and code.co_argcount:
             first = frame.f_locals.get(code.co_varnames[0])
             if isinstance(first, BackwardCFunction):
                 node = first
+        frame = frame.f_back
     return node
 
 

@@ -71,11 +71,11 @@ class BackwardSync:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._weak_group = weakref.ref(group)
+        self._weak_group, self.is_alone = weakref.ref(group), group.size() == 1
         # Autograd has a thread for each device: one may run while another waits for a collective.
         self._lock = threading.RLock()
-        # Weakly, since engines hold the group.
-        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        # Weakly, since engines hold the group. Replaced when they change: others may iterate.
+        self._engines: tuple[weakref.ref[Engine], ...] = ()
         self._num_engines = 0
         # The numbers of engines that have been in a backward, and of those that have been in one
         # with others. Equal on all ranks, which decide by them whether to ask each other.
@@ -111,7 +111,8 @@ class BackwardSync:
         """
         engine = Engine(module, self._group, options, inner, self.gradient_ready)
         with _lock:
-            self._engines.add(engine)
+            alive = [each for each in self._engines if each() is not None]
+            self._engines = (*alive, weakref.ref(engine))
         engine.number = 0 if is_copy else self._next_number()
         return engine
 
@@ -122,7 +123,7 @@ class BackwardSync:
             self._drop_backward()
             self.finish_failed()
         with _lock:
-            self._engines.discard(engine)
+            self._engines = tuple(each for each in self._engines if each() is not engine)
         self._trained.add(engine.number)  # or ranks would always ask for it
 
     def _next_number(self) -> int:
@@ -131,8 +132,8 @@ class BackwardSync:
 
     def engines(self, *, copies: bool = False) -> list[Engine]:
         """Return the engines, by number; those of untrained copies only with ``copies``."""
-        with _lock:
-            return sorted((one for one in self._engines if one.number or copies), key=_number)
+        alive = (engine for each in self._engines if (engine := each()) is not None)
+        return sorted((one for one in alive if one.number or copies), key=_number)
 
     def is_running(self) -> bool:
         """Whether this rank runs a backward, and not only takes part in one of other ranks."""
@@ -460,7 +461,7 @@ def _advice(place: str) -> Iterator[None]:
         raise
 
 
-# Ranks may be threads, and a set that another thread changes can't be iterated over.
+# Ranks may be threads.
 _lock = threading.RLock()
 # Weakly: a BackwardSync lives as long as its group.
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, BackwardSync] = weakref.WeakKeyDictionary()
@@ -476,13 +477,13 @@ def backward_sync_of(group: dist.ProcessGroup) -> BackwardSync:
 def all_engines() -> list[Engine]:
     """Return the engines of all groups of several ranks, those of a group by number."""
     with _lock:
-        engines = [engine for sync in _by_group.values() for engine in sync.engines(copies=True)]
-    return [engine for engine in engines if engine.process_group.size() > 1]
+        syncs = [sync for sync in _by_group.values() if not sync.is_alone]
+    return [engine for sync in syncs for engine in sync.engines(copies=True)]
 
 
 def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
     """Return the engines that reduce gradients of any of ``parameters``."""
-    wanted = {id(parameter) for parameter in parameters}
+    wanted = {*map(id, parameters)}
     return [engine for engine in all_engines() if not engine.reducer.ids.isdisjoint(wanted)]
 
 

@@ -141,7 +141,7 @@ class FlatParameters:
             return
         meet(self.group, "begin of an update")
         self._notes[self.group.rank()] = 2 * self._num_updates + 1
-        self._changed = [*self._copy.changed()]
+        self._changed = self._copy.changed()
         size = self._layout.block * self._memory.element_size()
         first, last = self.group.rank() * size, (self.group.rank() + 1) * size
         for start, stop in self._changed:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import chain, compress
 from types import MethodType
 from typing import Any
 
@@ -91,6 +93,8 @@ class Sharding:
         self._own_step = optimizer.step
         self._flats: list[FlatParameters] = []
         self._shards: list[Shard] = []
+        # For each flat memory, the parameters that this step updates.
+        self._updated: dict[FlatParameters, Sequence[nn.Parameter]] = {}
         # For each group, the parameters that are not divided, and the id() of all parameters.
         self._local: list[list[nn.Parameter]] = []
         self._ids: list[list[int]] = []
@@ -239,8 +243,10 @@ class Sharding:
         if bucket is not None:
             for shard in shards:
                 parts[shard.group].unsummed.append((shard, bucket))
+            self._updated[flat] = flat.parameters
             return shards
         lacks = [*map(lacks_gradient, flat.parameters)]
+        self._updated[flat] = [*compress(flat.parameters, map(operator.not_, lacks))]
         if any(lacks):
             state = self._optimizer.state
             shards = [part for one in shards for part in one.split(lacks.__getitem__, state)]
@@ -262,7 +268,7 @@ class Sharding:
         state[_DIVIDED] = Divided()
         for flat in self._flats:
             with self._telling_progress():
-                flat.publish([p for p in flat.parameters if not lacks_gradient(p)])
+                flat.publish(self._updated.pop(flat))
 
     @contextmanager
     def _telling_progress(self) -> Iterator[None]:
@@ -337,16 +343,18 @@ class Sharding:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, to None by default, as torch's does."""
-        if not set_to_none:
+        if not set_to_none or self._ids != _ids(self._optimizer.param_groups):
             type(self._optimizer).zero_grad(self._optimizer, set_to_none)
             return
+        others = [*chain(*self._local)]
         for flat in self._flats:
             if (bucket := flat.deferred_bucket()) is not None:
                 bucket.drop_pending()
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if not lacks_gradient(parameter):
-                    parameter.grad = None
+            else:
+                others += flat.parameters
+        for parameter in others:
+            if not lacks_gradient(parameter):
+                parameter.grad = None
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the ordinary state dict, of all parameters. Every rank must call it; it blocks.

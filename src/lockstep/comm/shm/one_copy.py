@@ -10,19 +10,20 @@ Source: ``mmap(2)``, ``proc_pid_fd(5)``, ``proc_pid_pagemap(5)``.
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections.abc import Iterator, Sequence
-
-import torch
+import re
+import sys
+from collections.abc import Sequence
+from mmap import PAGESIZE
 
 from lockstep.comm.shm.memory import drop_pages, map_memory
 
 _PAGEMAP = "/proc/self/pagemap"
 _ENTRY_BYTES = 8
-# From its 61st bit on, an entry says whether the page is of a file or shared, is swapped out, and
-# is present. These are the values of a private page.
-_PRIVATE = (0b010, 0b100)
+# Of an entry's last byte, the upper three bits say whether the page is present, is swapped out, and
+# is of a file or shared. So these translate it: to 1 for a private page.
+_IS_OWN = bytes(byte >> 5 in (0b100, 0b010) for byte in range(256))
+_OWN_PAGES = re.compile(b"\1+")
 
 
 def name_of(descriptor: int) -> list[int]:
@@ -54,7 +55,7 @@ class OneCopy:
             self.private = map_memory(descriptor, 0, num_bytes, is_private=True)
         finally:
             os.close(descriptor)
-        self._num_pages = -(-num_bytes // mmap.PAGESIZE)
+        self._num_pages = -(-num_bytes // PAGESIZE)
         self._pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
         self._check()
 
@@ -62,27 +63,20 @@ class OneCopy:
         """Raise OSError if the kernel doesn't tell which pages this rank has alone."""
         before = self.private[0].item()
         self.private[0] = before
-        pages = [*self.changed()]
+        pages = self.changed()
         self.drop(pages)
         if not pages or pages[0][0] != 0:
             raise OSError(f"{_PAGEMAP} doesn't tell private pages")
 
-    def changed(self) -> Iterator[tuple[int, int]]:
-        """Yield the bytes, from one to another, of pages that this rank has written to itself."""
-        first = self.private.data_ptr() // mmap.PAGESIZE
+    def changed(self) -> list[tuple[int, int]]:
+        """Return the bytes, from one to another, of pages that this rank has written to itself."""
+        first = self.private.data_ptr() // PAGESIZE
         read = os.pread(self._pagemap, self._num_pages * _ENTRY_BYTES, first * _ENTRY_BYTES)
         if len(read) < self._num_pages * _ENTRY_BYTES:
             raise OSError(f"{_PAGEMAP} has no entries of this memory")
-        kinds = torch.frombuffer(bytearray(read), dtype=torch.int64) >> 61 & 0b111
-        is_own = (kinds == _PRIVATE[0]) | (kinds == _PRIVATE[1])
-        if not is_own.any():
-            return
-        own = is_own.nonzero().flatten().tolist()
-        start = own[0]
-        for page, following in zip(own, [*own[1:], None], strict=True):
-            if following != page + 1:
-                yield start * mmap.PAGESIZE, (page + 1) * mmap.PAGESIZE
-                start = following
+        last = _ENTRY_BYTES - 1 if sys.byteorder == "little" else 0
+        runs = _OWN_PAGES.finditer(read[last::_ENTRY_BYTES].translate(_IS_OWN))
+        return [(run.start() * PAGESIZE, run.end() * PAGESIZE) for run in runs]
 
     def drop(self, pages: list[tuple[int, int]]) -> None:
         """Take over the values that all see in place of this rank's own ones."""
