@@ -345,8 +345,11 @@ def test_graphs_of_what_a_step_leaves_alone_stay_valid() -> None:
         model[0](x).sum().backward()
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
+        stale = model[1](model[1](x)).sum()
         late.backward()
         optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            stale.backward()
 
     run_ranks(2, body)
 

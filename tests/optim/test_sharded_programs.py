@@ -152,11 +152,14 @@ def with_groups(model: nn.Module, shard: Any, rank: int) -> None:
 
 
 def with_a_group_added(model: nn.Module, shard: Any, rank: int) -> None:
-    first, *others = model.parameters()
+    first, second, *others = model.parameters()
     optimizer = shard(adamw([first]))
     train(model, optimizer, rank)
-    optimizer.add_param_group({"params": others, "lr": 0.1})
+    optimizer.add_param_group({"params": [second], "lr": 0.1})
     train(model, optimizer, rank, first=3)
+    optimizer.add_param_group({"params": others, "lr": 0.1})
+    optimizer.zero_grad()
+    train(model, optimizer, rank, first=6)
 
 
 def with_a_layer_frozen_for_a_while(model: nn.Module, shard: Any, rank: int) -> None:
