@@ -27,6 +27,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*LOCKSTEP, *options], capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.long
 def test_bench_measures_every_size_in_every_round() -> None:
     done = bench("--ranks", "2", "--sizes", "1KiB,1MiB", "--rounds", "2", "--json", "-")
     assert done.returncode == 0, done.stderr

@@ -160,6 +160,7 @@ def test_a_program_that_takes_no_step_is_refused(tmp_path: Path) -> None:
     assert "before it had taken an optimizer step" in errors
 
 
+@pytest.mark.long
 def test_training_that_diverges_is_not_called_alike(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     diverge = "[p.data.fill_(torch.nan) for p in model.parameters()]"
@@ -170,6 +171,7 @@ def test_training_that_diverges_is_not_called_alike(tmp_path: Path) -> None:
     assert "the training diverges by itself" in told
 
 
+@pytest.mark.long
 def test_steps_that_cannot_show_a_mean_of_means_are_named(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(
@@ -182,6 +184,7 @@ def test_steps_that_cannot_show_a_mean_of_means_are_named(tmp_path: Path) -> Non
     assert "A mean of means shows only in a batch that is divided unevenly" in told
 
 
+@pytest.mark.long
 def test_checkpoints_of_real_runs_are_left_alone(tmp_path: Path) -> None:
     lockstep.save(tmp_path / "run", step=7)
     path = tmp_path / "train.py"

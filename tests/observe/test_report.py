@@ -133,6 +133,7 @@ def train_sharded(world: lockstep.World, folder: Path) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.forks
 def test_a_rank_that_is_late_at_a_sharded_optimizers_step_is_named(tmp_path: Path) -> None:
     lockstep.launch(train_sharded, 2, (tmp_path,))
     ranks = read_folder(tmp_path)
