@@ -164,4 +164,4 @@ def test_the_report_of_a_trace_draws_what_was_logged(tmp_path: Path) -> None:
     # Perfetto's JSON has no infinity.
     events = json.loads((tmp_path / "trace.json").read_text(), parse_constant=pytest.fail)
     counters = [event for event in events if event["ph"] == "C"]
-    assert [e["args"]["loss"] for e in counters if e["name"] != "memory"] == [0, 1, 3]
+    assert [e["args"]["loss"] for e in counters if e["name"] == "log"] == [0, 1, 3]

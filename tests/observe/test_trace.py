@@ -154,6 +154,11 @@ def test_the_command_traces_a_script(tmp_path: Path, script: Path, loader: str) 
         track.append((round(event["ts"] * 1e3), round((event["ts"] + event["dur"]) * 1e3)))
     for times in by_track.values():
         check_nested(times)
+    # Perfetto takes thread 0 for the one with the number of the process.
+    names = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
+    assert names.keys() >= by_track.keys()
+    assert {key for key, args in names.items() if args["name"] == "program"} == {(0, 0), (1, 1)}
+    assert not {(pid, tid) for pid, tid in names if tid in (0, pid)} - {(0, 0), (1, 1)}
 
 
 def test_a_rank_that_is_killed_leaves_its_steps(tmp_path: Path, script: Path) -> None:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from lockstep.errors import TraceError
 
-_FIRST_BUCKET_TRACK, _FIRST_OTHER_TRACK = 1, 1_000
+# The program's track has the number of its process, the rank: Perfetto takes track 0 for that one.
+_FIRST_BUCKET_TRACK, _FIRST_OTHER_TRACK = 1_000_000, 2_000_000
 
 
 class Span(NamedTuple):
@@ -131,13 +132,12 @@ def read_folder(folder: Path) -> list[RankSpans]:
 
 def events(found: RankSpans) -> Iterator[dict[str, Any]]:
     """Yield a rank's events, in the format of Chrome's tracer."""
-    pid = found.rank
-    host = found.facts["host"]
+    pid, host = found.rank, found.facts["host"]
     yield _named("process_name", pid, 0, f"rank {pid} on {host}")
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-    yield _named("thread_name", pid, 0, "program")
+    yield _named("thread_name", pid, pid, "program")
     threads = sorted({span.thread for span in found.spans} - {0})
-    tracks = {0: 0} | {t: _FIRST_OTHER_TRACK + index for index, t in enumerate(threads)}
+    tracks = {0: pid} | {t: _FIRST_OTHER_TRACK + index for index, t in enumerate(threads)}
     for thread in threads:
         yield _named("thread_name", pid, tracks[thread], "another thread")
     for number in found.bucket_facts:
@@ -160,7 +160,7 @@ def events(found: RankSpans) -> Iterator[dict[str, Any]]:
         time = (entry["time"] + found.facts["offset"]) / 1000
         for name, value in entry["log"].items():
             if math.isfinite(value):  # JSON has no other numbers
-                yield {"ph": "C", "name": name, "pid": pid, "ts": time, "args": {name: value}}
+                yield {"ph": "C", "name": "log", "pid": pid, "ts": time, "args": {name: value}}
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
