@@ -44,7 +44,7 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 30_650
+MAX_LINES = 30_670
 MAX_FILES = 144
 MAX_LINES_OF_A_FILE = 500
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,8 @@ def train(world: lockstep.World, *, torch_loader: bool = False, dies: bool = Fal
     else:
         loader = lockstep.DataLoader(dataset, 8, seed=0, process_group=world.process_group)
     for number, (x,) in enumerate(loader):
+        if dies:
+            time.sleep(0.02)  # steps of less than 10 ms aren't each written at once
         if dies and number == NUM_STEPS - 1 and world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         lockstep.mean(model(x).square(), process_group=world.process_group).backward()
@@ -175,7 +178,7 @@ def test_a_rank_that_is_killed_leaves_its_steps(tmp_path: Path, script: Path) ->
 
 
 def test_samples_and_memory_of_steps_are_noted(tmp_path: Path) -> None:
-    """The first step's memory, and then at most ten times a second."""
+    """The first step's memory, and then at most twice a second."""
     lockstep.launch(traced_threads, 3, (tmp_path,), ranks="threads")
     ranks = read_folder(tmp_path)
     for found, num_samples in zip(ranks, (3, 3, 2), strict=True):  # 8 in a global batch
@@ -184,7 +187,7 @@ def test_samples_and_memory_of_steps_are_noted(tmp_path: Path) -> None:
         assert {end.num_samples for end in ends.values()} == {num_samples}
         assert 1e7 < ends[0].memory["resident"] < 1e12
         times = [end.time for end in ends.values() if end.memory]
-        assert all(after - before >= 1e8 for before, after in itertools.pairwise(times))
+        assert all(after - before >= 5e8 for before, after in itertools.pairwise(times))
         assert found.facts["cores"] >= 1
         assert found.facts["local_world_size"] == 3
     events = json.loads((tmp_path / "trace.json").read_text())
@@ -204,6 +207,15 @@ def test_samples_of_all_batches_of_a_step_count(tmp_path: Path) -> None:
                 optimizer.step()
     [end] = read_folder(tmp_path)[0].step_ends
     assert (end.step, end.num_samples) == (1, 6)
+
+
+def test_without_steps_spans_are_written_all_the_same(tmp_path: Path) -> None:
+    with lockstep.trace(tmp_path):
+        for _ in range(10_100):
+            with spans.span("wait"):
+                pass
+        [path] = tmp_path.glob("*.spans")
+        assert path.read_text().count("wait") > 10_000
 
 
 def test_a_window_of_steps(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def memory(ranks: Sequence[RankSpans]) -> Section | None:
             (end.step, end.memory.get(drawn, 0) / 1e6) for end in ends[::each]
         ]
     note = (
-        "As it was at the ends of steps, at most ten times a second. Resident is what the process "
+        "As it was at the ends of steps, at most twice a second. Resident is what the process "
         "has in memory, what it shares with others included; ranks that are threads have one."
     )
     if drawn == "device":

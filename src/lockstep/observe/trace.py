@@ -1,8 +1,8 @@
 """``trace(folder)``: what every rank does and when, in files that Perfetto opens.
 
-Each rank writes its spans to a file of its own as they end, so that a trace takes little memory,
-and a rank that is killed leaves all but its last step. At the end a rank makes JSON of its file;
-the last rank that is through puts those of all into one.
+Each rank writes its spans to a file of its own at the ends of steps, so that a trace takes little
+memory, and a rank that is killed leaves all but its last step, or steps of the last 10 ms. At the
+end a rank makes JSON of its file; the last rank that is through puts those of all into one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -38,7 +39,8 @@ from lockstep.world import World, when_joined
 
 Steps = tuple[int, int]
 _BUFFER_BYTES = 1 << 20
-_MEMORY_INTERVAL_NS = 100_000_000
+_WRITING_INTERVAL_NS, _MEMORY_INTERVAL_NS = 10_000_000, 500_000_000
+_MOST_LINES = 10_000  # that wait for the end of a step
 
 
 @contextmanager
@@ -113,6 +115,10 @@ class RankTrace:
 
     def __init__(self, file: BinaryIO, rank: int, steps: Steps | None) -> None:
         self._file, self._rank = file, rank
+        # The words of each line that is yet to be written. A line costs less among many, and after
+        # a step: between two operations of a model, every call takes memory out of the caches.
+        self._lines: deque[tuple[object, ...]] = deque()
+        self._written_at = 0
         self._first, self._stop = steps or (0, 2**62)
         self.step = 0
         # By thread, the names of the spans that are open.
@@ -132,7 +138,7 @@ class RankTrace:
         )
 
     def _put(self, facts: dict[str, Any]) -> None:
-        self._file.write(json.dumps(facts).encode() + b"\n")
+        self._lines.append((json.dumps(facts),))
 
     def join(self, world: World) -> None:
         """The rank has joined the others: note how many there are, and compare clocks."""
@@ -146,6 +152,13 @@ class RankTrace:
         else:
             facts |= Offset(0, 0)._asdict()
         self._put(facts)
+        self._write()
+
+    def _write(self) -> None:
+        """Write the lines; other threads may add some meanwhile."""
+        number = len(self._lines)
+        lines = [" ".join(map(str, self._lines.popleft())) + "\n" for _ in range(number)]
+        self._file.write("".join(lines).encode())
         self._file.flush()
 
     def log(self, values: Mapping[str, float]) -> None:
@@ -178,14 +191,15 @@ class RankTrace:
         if self._is_on:
             index = 0 if thread in self.threads else thread
             words = detail.replace(" ", "_")
-            line = f"{name} {start} {stop} {self.step} {index} {words} {num_bytes}\n"
-            self._file.write(line.encode())
+            self._lines.append((name, start, stop, self.step, index, words, num_bytes))
+            if len(self._lines) > _MOST_LINES and index == 0:
+                self._write()
         if name in ("data", "optimizer"):
             self._since = stop
 
     def _end_forward(self) -> None:
         if self._since is not None and self._is_on:
-            self._file.write(b"forward %d %d %d 0  0\n" % (self._since, spans.now(), self.step))
+            self._lines.append(("forward", self._since, spans.now(), self.step, 0, "", 0))
         self._since = None
 
     def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
@@ -198,22 +212,24 @@ class RankTrace:
             self._num_buckets += 1
             names = {"index": index, "parameters": bucket.parameter_names}
             self._put({"bucket": number, "bytes": bucket.num_bytes, **names})
-        self._file.write(b"bucket %d %d %d %d %d\n" % (*times, self.step, number))
+        self._lines.append(("bucket", *times, self.step, number))
 
     def end_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
         if self._optimizer is None or self._optimizer() is None:
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer() is optimizer:
+            now = spans.now()
             if self._is_on:
-                self._put_step()
+                self._put_step(now)
             self._num_samples = 0
             self.step += 1
-            self._file.flush()
+            if now - self._written_at >= _WRITING_INTERVAL_NS:
+                self._written_at = now
+                self._write()
 
-    def _put_step(self) -> None:
+    def _put_step(self, now: int) -> None:
         """Note the samples of the step that ends and, now and then, the memory."""
-        now = spans.now()
         facts: dict[str, Any] = {"end_of": self.step, "time": now, "samples": self._num_samples}
         if now - self._memory_noted_at >= _MEMORY_INTERVAL_NS:
             self._memory_noted_at = now
@@ -224,7 +240,7 @@ class RankTrace:
     def close(self) -> None:
         """Write what is left."""
         with contextlib.suppress(ValueError):
-            self._file.flush()
+            self._write()
 
 
 class _Process:
@@ -242,13 +258,18 @@ class _Process:
             self._traces.append(own)
             if len(self._traces) == 1:
                 self._begin()
+            self._choose()
 
     def remove(self, own: RankTrace) -> None:
         with self._lock:
             self._traces.remove(own)
+            self._choose()
             if not self._traces:
-                spans.recorder = None
                 self._undo.close()
+
+    def _choose(self) -> None:
+        """Take the spans of one rank without a detour."""
+        spans.recorder = self if len(self._traces) > 1 else next(iter(self._traces), None)
 
     def _begin(self) -> None:
         self._wrap(torch.autograd, "backward", "backward")
@@ -261,7 +282,6 @@ class _Process:
             self._undo.callback(handle.remove)
         when_joined.append(self._joined)
         self._undo.callback(when_joined.remove, self._joined)
-        spans.recorder = self
 
     def _wrap(self, owner: Any, attribute: str, name: str) -> None:
         original = getattr(owner, attribute)
