@@ -5,7 +5,7 @@ each gets a number and reads the number of ranks on every host; later each write
 its ranks, or that they are done. So a failure ends the ranks of all hosts, even if they don't
 communicate, and every host reports the same first failure. Nothing that is read from the store is
 executed. Anyone who reaches the endpoint can write to the store, as with torchrun: the endpoint
-belongs into a network that its users trust.
+belongs in a network that its users trust.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class ThreadTransportState:
                 raise self.loss(peer, rank, str(signature), operation)
 
     def lose(self, rank: int, how: str | Failure) -> None:
-        """Take ``rank`` for gone, because of an error for all to raise, or as ``how`` says."""
+        """Take ``rank`` for gone; ``how`` is the error that all raise, or words for theirs."""
         with changed:
             self.gone.setdefault(rank, how)
             changed.notify_all()
@@ -224,7 +224,7 @@ class ThreadTransport(Transport):
             self._is_closed = self._is_broken = True
 
     def die(self, how: str | Failure) -> None:
-        """Have the others lose this rank, unless it has left; errors say ``how``, or are it."""
+        """As :meth:`ThreadTransportState.lose`, unless this rank has left; end its mailbox, too."""
         if self._is_in():
             self._state.lose(self.rank, how)
             self.mailbox.close()
