@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import lockstep
 from lockstep.errors import ReplicaLost, SharedMemoryFull
 from lockstep.nn.replicas import DataParallel, channel
 from lockstep.nn.replicas.group import this_replica
+from lockstep.nn.replicas.worker_main import _wait_for_end
 
 # Those of processes that are replaced are closed when garbage is collected.
 pytestmark = [pytest.mark.keeps_descriptors, pytest.mark.forks]
@@ -330,3 +332,15 @@ def test_a_replica_that_is_stopped_and_does_not_read() -> None:
 def test_replicas_that_wait_for_a_sum_are_not_late() -> None:
     """The caller's own part takes longer than the timeout, and theirs is done."""
     assert float(stopping()(torch.ones(6), stops=0, where="busy").detach()) == 1
+
+
+def test_a_callers_end_is_noticed_though_others_hold_its_connection_open() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        waiting = threading.Thread(target=_wait_for_end, args=(here, os.getpid()))  # not a parent
+        waiting.start()
+        waiting.join(30)
+        was_noticed = not waiting.is_alive()
+        there.shutdown(socket.SHUT_RDWR)
+        waiting.join()
+    assert was_noticed
