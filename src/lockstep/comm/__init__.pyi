@@ -1,5 +1,4 @@
 from .any_group import Pending as Pending
-from .any_group import PendingShares as PendingShares
 from .any_group import SingleRankGroup as SingleRankGroup
 from .any_group import TensorBroadcast as TensorBroadcast
 from .any_group import all_gather as all_gather
@@ -16,6 +15,7 @@ from .any_group import have_same as have_same
 from .any_group import meet as meet
 from .any_group import one_copy as one_copy
 from .any_group import ranks_with_one_copy as ranks_with_one_copy
+from .any_group import share as share
 from .any_group import start_all_reduce as start_all_reduce
 from .any_group import sum_rows as sum_rows
 from .any_group import waited_seconds as waited_seconds

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ from lockstep.errors import CollectiveFailed, CollectiveMismatch, LockstepError,
 from lockstep.spans import span
 
 _log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 # Large enough to hide the latency of a transfer, small enough as a second copy of the tensors.
 _CHUNK_BYTES = 25 * 1024 * 1024
@@ -71,16 +73,23 @@ class Pending:
         Raises:
             CollectiveFailed: If a rank is lost, or doesn't come in time.
         """
-        began = time.perf_counter()
-        try:
-            with span("wait", self._operation, self._num_bytes):
-                self._work.wait()
-        except LockstepError:
-            raise
-        except RuntimeError as error:
-            raise explained(self._group, self._operation, error) from error
-        finally:
-            _waited.seconds += time.perf_counter() - began
+        _wait(self._group, self._operation, self._num_bytes, self._work.wait)
+
+
+def _wait(
+    group: ProcessGroup, operation: str, num_bytes: int, wait: Callable[[], _Result]
+) -> _Result:
+    """Return ``wait()``, whose time counts; its errors name ``operation`` and ranks to blame."""
+    began = time.perf_counter()
+    try:
+        with span("wait", operation, num_bytes):
+            return wait()
+    except LockstepError:
+        raise
+    except RuntimeError as error:
+        raise explained(group, operation, error) from error
+    finally:
+        _waited.seconds += time.perf_counter() - began
 
 
 def can_average(group: ProcessGroup, device: torch.device) -> bool:
@@ -108,21 +117,13 @@ def can_share(group: ProcessGroup, device: torch.device) -> bool:
     return isinstance(getattr(group, "transport", None), Transport) and device.type == "cpu"
 
 
-class PendingShares(Pending):
-    """Flat tensors of all ranks, once all have come: of a group that :func:`can_share`.
+def share(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
+    """Return each rank's flat ``tensor``, by rank, once all have come: if it :func:`can_share`.
 
-    Every rank must make it, of a tensor of :func:`zero_buffer`; ``shares`` stays empty if any
-    rank's isn't in shared memory.
+    Every rank must call it, with a tensor of :func:`zero_buffer`; it blocks. The list is empty if
+    any rank's isn't in shared memory.
     """
-
-    def __init__(self, group: ProcessGroup, tensor: Tensor) -> None:
-        self.shares: list[Tensor] = []
-
-        def start() -> Work:
-            work, self.shares = group.share(tensor)  # type: ignore[attr-defined]
-            return cast(Work, work)
-
-        super().__init__(group, "share", start, tensor.nbytes)
+    return _wait(group, "share", tensor.nbytes, lambda: group.share(tensor))  # type: ignore[attr-defined]
 
 
 def device_of_facts(group: ProcessGroup) -> torch.device:
@@ -262,7 +263,7 @@ def ranks_with_one_copy(group: ProcessGroup, device: torch.device) -> tuple[Proc
 
 def meet(group: ProcessGroup, operation: str) -> None:
     """Wait until all ranks of a :class:`SharedMemoryGroup` are at this ``operation``."""
-    Pending(group, operation, lambda: group.meet(operation)).wait()  # type: ignore[attr-defined]
+    _wait(group, operation, 0, lambda: group.meet(operation))  # type: ignore[attr-defined]
 
 
 def one_copy(group: ProcessGroup, num_bytes: int) -> OneCopy | None:

@@ -218,10 +218,10 @@ class SharedMemoryGroup(BaseGroup):
 
         return run
 
-    def share(self, tensor: Tensor) -> tuple[Work, list[Tensor]]:
-        """Let all ranks read ``tensor``, a flat one; when the work is done, the list has each's.
+    def share(self, tensor: Tensor) -> list[Tensor]:
+        """Wait until all ranks have called it, and return each one's flat ``tensor``, by rank.
 
-        It stays empty if any rank's tensor isn't in memory that all ranks reach: :meth:`empty`
+        The list is empty if any rank's tensor isn't in memory that all ranks reach: :meth:`empty`
         makes it. Others may read it until they come to the next call of this but one, and from
         then on if they know that it hasn't been written to: see :meth:`keep`.
         """
@@ -230,9 +230,15 @@ class SharedMemoryGroup(BaseGroup):
 
         def run(deadline: Deadline) -> None:
             shares.extend(self._collectives(self.transport, signature, deadline).share(tensor))
-            self._kept.append([])
 
-        return self._queue.submit([run], [tensor], is_async=True), shares
+        self._queue.run(run)
+        self._kept.append([])
+        return shares
+
+    def meet(self, operation: str) -> None:
+        """Wait until all ranks have called it, with the same ``operation``."""
+        signature = Signature(operation)
+        self._queue.run(lambda end: self._collectives(self.transport, signature, end).barrier())
 
     @operation(dist.BroadcastOptions, "tensors|tensor")
     def broadcast(self, tensors: Tensors, root: int) -> Call:
@@ -261,11 +267,6 @@ class SharedMemoryGroup(BaseGroup):
     def barrier(self) -> Call:
         """Wait until every rank has called it."""
         return [], [self._run(Signature("barrier"), [], [], lambda c, _, __: c.barrier())]
-
-    def meet(self, operation: str) -> Work:
-        """As :meth:`barrier`; it matches no other call than that of the same ``operation``."""
-        run = self._run(Signature(operation), [], [], lambda c, _, __: c.barrier())
-        return self._queue.submit([run], [], is_async=True)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

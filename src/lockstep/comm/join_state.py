@@ -157,6 +157,8 @@ _states: weakref.WeakKeyDictionary[ProcessGroup, weakref.ref[JoinState]] = (
 
 def join_state_of(group: ProcessGroup) -> JoinState | None:
     """Return the state to announce steps of ``group`` to; None outside of join()."""
+    if not _states:  # as in most programs; each step asks several times
+        return None
     reference = _states.get(group)
     return reference() if reference is not None else None
 

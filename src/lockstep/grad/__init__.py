@@ -12,7 +12,7 @@ from lockstep.grad.deferred import (
 )
 from lockstep.grad.describe import BucketFacts, describe_buckets
 from lockstep.grad.order import Phase
-from lockstep.grad.reducer import Reducer
+from lockstep.grad.reducer import Reducer, no_grad
 
 __all__ = [
     "ALIGNMENT",
@@ -29,6 +29,7 @@ __all__ = [
     "describe_buckets",
     "gradient_dtype",
     "lacks_gradient",
+    "no_grad",
     "pending_bucket_of",
     "view_like",
 ]

@@ -14,7 +14,7 @@ from lockstep import spans
 from lockstep.comm import Pending, can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ParameterChanged
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer, view_like
-from lockstep.grad.diagnostics import naming
+from lockstep.grad.diagnostics import naming, raise_named
 from lockstep.torch_private import _foreach_copy_
 
 MIB = 1024 * 1024
@@ -141,8 +141,6 @@ class Bucket:
 
     # Whether ranks leave gradients to be summed on demand, and send no sums: a DeferredBucket.
     is_deferred = False
-    # The number of elements behind the facts.
-    num_notes = 0
 
     def __init__(
         self,
@@ -171,7 +169,7 @@ class Bucket:
         self.offsets, self._tail_size = [0, *itertools.accumulate(sizes)], tail_size
         first = self.parameters[0] if named or like is None else like
         dtype, device = gradient_dtype(first), first.device
-        size = numel if is_hooked else numel + tail_size + self.num_notes
+        size = numel if is_hooked else numel + tail_size
         # Whether the group averages the gradients, instead of this rank scaling them: for small
         # gradients scaling takes another pass over the memory.
         self.averages = False
@@ -260,7 +258,10 @@ class Bucket:
     def wait_for_all(buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
         """Wait for the collectives of ``buckets``, and tell whoever records of their times."""
         for index, bucket in enumerate(buckets):
-            bucket.wait(group)
+            try:
+                bucket.wait(group)
+            except RuntimeError as error:
+                raise_named(error, bucket.parameter_names, group)
             if spans.recorder is not None and bucket._launched_at:
                 launched = bucket._launched_at
                 times = (bucket._full_at or launched, launched, spans.now())
@@ -427,11 +428,9 @@ class Bucket:
 
     def wait(self, group: dist.ProcessGroup) -> None:
         """Wait until the bucket is reduced; on a GPU, its stream waits."""
-        self.finish_hook(group)
         if self._work is not None:
             work, self._work = self._work, None
-            with naming(self.parameter_names, group):
-                work.wait()
+            work.wait()
 
     def write_facts(self, accumulated: bytearray, failed_rank: int | None) -> None:
         """Write the facts: which gradients have grown on this rank, or that its backward failed."""
@@ -445,7 +444,7 @@ class Bucket:
         else:
             used.copy_(torch.tensor(list(accumulated), dtype=used.dtype))
 
-    def used_by_any(self) -> list[float]:
+    def used_by_any(self) -> Sequence[float]:
         """Return for each position a number above 0 if any rank had a gradient; waits for a GPU."""
         used: list[float] = self.tail[:-_NUM_FAILURE_FACTS].tolist()
         return used

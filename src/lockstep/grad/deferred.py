@@ -16,9 +16,7 @@ are over, buckets have two buffers from the start.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
 import platform
 import sys
 import threading
@@ -27,26 +25,31 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import (
-    PendingShares,
+    all_gather,
+    bytes_of,
     reduction_for,
+    share,
     start_all_reduce,
     uncompiled,
     zero_buffer,
 )
-from lockstep.grad.bucket import Bucket, gradient_of, set_gradient
-from lockstep.grad.diagnostics import naming
+from lockstep.grad.bucket import Bucket, gradient_dtype, gradient_of, set_gradient
+from lockstep.torch_private import _InferenceMode
 
 # Parameters and gradients begin at multiples of this number of elements: at whole cache lines.
 ALIGNMENT = 64
-# Barriers are counted modulo this number: every dtype of gradients represents the numbers below.
-_NUM_NUMBERS = 64
+# Behind its gradients a bucket has two numbers of 8 bytes and, in the last bucket, a byte for each
+# parameter: whether the gradient has grown on this rank. The numbers are that of the last backward
+# whose gradients this rank has read, and that of this rank, plus one, if its backward has failed.
+_NUMBER_BYTES, _NUM_NUMBERS = 8, 2
+_READ, _FAILED = range(_NUM_NUMBERS)
 # How long to wait for the notes of the other ranks before a second buffer is made, and how long
 # between two looks at them.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 0.05, 50e-6
@@ -119,6 +122,25 @@ def lacks_gradient(parameter: torch.Tensor) -> bool:
     return gradient_of(parameter) is None and pending_bucket_of(parameter) is None
 
 
+class _Facts(NamedTuple):
+    """What a rank tells behind the gradients of a bucket; in memory that it shares."""
+
+    numbers: memoryview
+    has_grown: memoryview
+    memory: torch.Tensor  # in which they are
+
+    @classmethod
+    def in_memory(cls, memory: torch.Tensor, num_bytes: int) -> _Facts:
+        """Find them in ``memory``, the end of a buffer."""
+        data, start = bytes_of(memory), _NUMBER_BYTES * _NUM_NUMBERS
+        return cls(data[:start].cast("q"), data[start:num_bytes], memory)
+
+
+def facts_numel(num_parameters: int, itemsize: int) -> int:
+    """Return the number of elements that the facts of a bucket take, of which it has so many."""
+    return -(-(_NUMBER_BYTES * _NUM_NUMBERS + num_parameters) // itemsize)
+
+
 # Ranks may be threads.
 _lock = threading.Lock()
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[DeferredBucket]] = (
@@ -134,25 +156,27 @@ class DeferredBucket(Bucket):
     """
 
     is_deferred = True
-    num_notes = 1  # the number of the last backward whose gradients this rank has read
 
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
         accumulated: memoryview,
         start: int,
-        tail_size: int,
+        num_parameters: int,  # whose facts it carries: all, or none
         group: dist.ProcessGroup,
     ) -> None:
+        self._facts_bytes = _NUMBER_BYTES * _NUM_NUMBERS + num_parameters
+        # By the address of their memory; and those of all ranks, by rank.
+        self._known_facts: dict[int, _Facts] = {}
+        self._facts: list[_Facts] = []
         super().__init__(
             named,
             accumulated,
             start=start,
-            tail_size=tail_size,
+            tail_size=facts_numel(num_parameters, gradient_dtype(named[0][1]).itemsize),
             buffers_from=group,
             alignment=ALIGNMENT,
         )
-        self._note_at = self.numel + tail_size
         # Gradients that the program has read, by position; and those of them that were there before
         # this backward, or were read during it: such a gradient stays the same tensor.
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -160,14 +184,14 @@ class DeferredBucket(Bucket):
         # Whether the last backward's barrier is over, from which on other ranks read this buffer;
         # and the group's num_shared at that time.
         self._has_met, self._met_at, self._has_noted = False, 0, False
-        self._number = 0  # of such barriers, modulo _NUM_NUMBERS
+        self._waits = False  # whether this backward's barrier is still to come
+        self._number = 0  # of such barriers
         with _lock:
             _by_group.setdefault(group, weakref.WeakSet()).add(self)
         self.group = group
         self.pending = bytearray(len(named))
         self._factor: torch.Tensor | None = None  # of gradient clipping, for all means
         self._shares: list[torch.Tensor] = []  # the buffers of all ranks, by rank
-        self._shared: PendingShares | None = None  # the running barrier
         # The memory of this backward, and that of the one before if there are two. Other ranks may
         # read the buffers for a while after this bucket is gone.
         self._memories = [self._memory_in(self._buffer)]
@@ -222,14 +246,22 @@ class DeferredBucket(Bucket):
         """Whether no rank will read gradients of the last backward any more."""
         if len(self._shares) == 1:  # the buffer of this rank alone, which has been all-reduced
             return True
-        return all(share[self._note_at].real.item() == self._number for share in self._shares)
+        return all(facts.numbers[_READ] == self._number for facts in self._facts)
 
     def _note_read(self) -> None:
         """Note for the other ranks that this one won't read their last gradients any more."""
         if self._has_met and not self._has_noted:
             self._has_noted = True
-            with torch.inference_mode():
-                self._buffer[self._note_at] = self._number
+            self._facts_behind(self._buffer).numbers[_READ] = self._number
+
+    def _facts_behind(self, buffer: torch.Tensor) -> _Facts:
+        """Return the facts behind the gradients of a rank, which are in ``buffer``."""
+        pointer = buffer.data_ptr()
+        facts = self._known_facts.get(pointer)
+        if facts is None:
+            facts = _Facts.in_memory(buffer[self.numel :], self._facts_bytes)
+            self._known_facts[pointer] = facts
+        return facts
 
     def sum_pending(self) -> None:
         """Sum the pending gradients, before others are added to them."""
@@ -250,7 +282,7 @@ class DeferredBucket(Bucket):
             if 1 not in self.pending:
                 self._note_read()
         elif gradient is view:  # in the buffer, which other ranks will read
-            with torch.inference_mode(False), torch.no_grad():
+            with _InferenceMode(False), torch.no_grad():
                 gradient = view.clone()
             set_gradient(parameter, gradient)
         if gradient is not None:
@@ -269,7 +301,7 @@ class DeferredBucket(Bucket):
     def _sum(self, position: int) -> torch.Tensor:
         """Sum the gradient at ``position``, make it that of the parameter, and return it."""
         view = self._views[position]
-        with torch.inference_mode(False), torch.no_grad():
+        with _InferenceMode(False), torch.no_grad():
             gradient = torch.empty_strided(
                 view.shape, view.stride(), dtype=view.dtype, device=view.device
             )
@@ -277,7 +309,7 @@ class DeferredBucket(Bucket):
         return gradient
 
     def _sum_to(self, gradient: torch.Tensor, position: int) -> None:
-        with torch.inference_mode(False), torch.no_grad():
+        with _InferenceMode(False), torch.no_grad():
             flat = gradient.as_strided((gradient.numel(),), (1,))
             self.sum_into(flat, self.offsets[position])
         self.pending[position] = 0
@@ -292,7 +324,7 @@ class DeferredBucket(Bucket):
         """Write means over the ranks to ``target``, of one dimension: from element ``start`` on."""
         op = dist.ReduceOp.AVG if self._is_averaged else dist.ReduceOp.SUM
         stop = start + target.numel()
-        with torch.inference_mode():
+        with _InferenceMode(True):
             sources = [share[start:stop] for share in self._shares]
             reduction_for(op, target.dtype).into(target, sources)
             if self._factor is not None:
@@ -353,37 +385,55 @@ class DeferredBucket(Bucket):
         self._held, self._is_open = {}, False
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
-        """Enter the barrier after which all ranks may read the gradients."""
-        self.is_launched, self._is_averaged = True, average
-        shared: Any = group
-        with _lock:
-            others = [*_by_group[group]]
-        # Another rank may have dropped its part of a bucket, and keeps that memory for the next
-        # NUM_KEPT barriers only.
-        for bucket in others:
-            if bucket._has_met and shared.num_shared - bucket._met_at > shared.NUM_KEPT - 3:
-                bucket.sum_pending()
-        self._shared = PendingShares(group, self._buffer)
+        """Leave the gradients: :meth:`wait` is the barrier after which all ranks may read them."""
+        self.is_launched, self._is_averaged, self._waits = True, average, True
 
     def wait(self, group: dist.ProcessGroup) -> None:
-        """Wait for the barrier, and add up the ranks' facts."""
-        shared, self._shared = self._shared, None
-        if shared is None:
+        """Wait until all ranks have left their gradients."""
+        if not self._waits:
             return
-        with naming(self.parameter_names, group):
-            shared.wait()
-            self._has_met, self._has_noted, self._shares = True, False, shared.shares
-            self._number = (self._number + 1) % _NUM_NUMBERS
-            self._met_at = group.num_shared  # type: ignore[attr-defined]
-            if not self._shares:  # a rank lacks shared memory
-                op = dist.ReduceOp.AVG if self._is_averaged else dist.ReduceOp.SUM
-                start_all_reduce(group, self._gradients, op).wait()
-                start_all_reduce(group, self.tail).wait()
-                self._shares = [self._buffer]
-        self.tail = functools.reduce(
-            operator.add, [s[self.numel : self._note_at] for s in self._shares]
-        )
+        self._waits = False
+        self._sum_old(group)
+        self._shares = share(group, self._buffer)
+        self._facts = [*map(self._facts_behind, self._shares)]
+        self._has_met, self._has_noted = True, False
+        self._number += 1
+        self._met_at = group.num_shared  # type: ignore[attr-defined]
+        if not self._shares:
+            self._send(group)
+
+    def _send(self, group: dist.ProcessGroup) -> None:
+        """Reduce the gradients, and gather the facts: a rank lacks shared memory."""
+        op = dist.ReduceOp.AVG if self._is_averaged else dist.ReduceOp.SUM
+        start_all_reduce(group, self._gradients, op).wait()
+        own = torch.frombuffer(bytearray(bytes_of(self.tail)), dtype=torch.uint8)
+        parts = all_gather(group, own)
+        self._facts = [_Facts.in_memory(part, self._facts_bytes) for part in parts]
+        self._shares = [self._buffer]
+
+    def _sum_old(self, group: Any) -> None:
+        """Sum gradients that another rank will not keep for long.
+
+        Another rank may have dropped its part of a bucket, and keeps that memory for the next
+        NUM_KEPT barriers only.
+        """
+        with _lock:
+            buckets = [*_by_group[group]]
+        for bucket in buckets:
+            if bucket._has_met and group.num_shared - bucket._met_at > group.NUM_KEPT - 3:
+                bucket.sum_pending()
+
+    def write_facts(self, accumulated: bytearray, failed_rank: int | None) -> None:
+        """Write which gradients have grown on this rank, or that its backward failed."""
+        own = self._facts_behind(self._buffer)
+        own.numbers[_FAILED] = 0 if failed_rank is None else 1 + failed_rank
+        own.has_grown[:] = accumulated if failed_rank is None else bytes(len(accumulated))
+
+    def used_by_any(self) -> list[bool]:
+        """Return for each position whether any rank had a gradient."""
+        return [*map(any, zip(*(facts.has_grown for facts in self._facts), strict=True))]
 
     def failed_ranks(self, divisor: int) -> tuple[int, int]:
         """Return on how many ranks the backward failed, and the sum of the numbers of these."""
-        return super().failed_ranks(1)  # facts are never averaged
+        failed = [f.numbers[_FAILED] - 1 for f in self._facts if f.numbers[_FAILED]]
+        return len(failed), sum(failed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lockstep.grad.bucket import gradient_dtype, num_facts
-from lockstep.grad.deferred import ALIGNMENT, DeferredBucket
+from lockstep.grad.deferred import ALIGNMENT, DeferredBucket, facts_numel
 from lockstep.grad.reducer import Reducer
 
 
@@ -39,8 +39,11 @@ def describe_buckets(reducer: Reducer) -> list[BucketFacts]:
         unit = ALIGNMENT if is_deferred else 1
         numel = sum(-(-max(p.numel(), unit > 1) // unit) * unit for _, p in named)
         itemsize = gradient_dtype(parameters[0]).itemsize
-        tail = num_facts(len(reducer.named)) if number == len(groups) else 0
-        sent = (numel + tail + is_deferred) * itemsize
+        is_last = number == len(groups)
+        if is_deferred:
+            numel += facts_numel(len(reducer.named) if is_last else 0, itemsize)
+        elif is_last:
+            numel += num_facts(len(reducer.named))
         own = sum(p.numel() for _, p in named) * itemsize
-        found.append(BucketFacts([name for name, _ in named], own, sent, is_deferred))
+        found.append(BucketFacts([name for name, _ in named], own, numel * itemsize, is_deferred))
     return found

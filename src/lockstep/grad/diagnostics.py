@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,16 +28,21 @@ def naming(names: Sequence[str], group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # Any other error is the communication hook's own.
-        if not is_from_group(error) and not isinstance(error, CollectiveFailed):
-            raise
-        failed = explained(group, "all_reduce", error)
-        ends = [*dict.fromkeys([*names[:1], *names[-1:]])]
-        described = " to ".join(map(repr, ends)) or "no parameter"
-        failed.add_note(f"This was the all-reduce of the gradients of {described}.")
-        if failed is error:
-            raise
-        raise failed from error
+        raise_named(error, names, group)
+
+
+def raise_named(error: RuntimeError, names: Sequence[str], group: dist.ProcessGroup) -> NoReturn:
+    """Raise ``error`` of ``group``, with a note that it comes from the reduction of ``names``."""
+    # Any other error is the communication hook's own.
+    if not is_from_group(error) and not isinstance(error, CollectiveFailed):
+        raise error
+    failed = explained(group, "all_reduce", error)
+    ends = [*dict.fromkeys([*names[:1], *names[-1:]])]
+    described = " to ".join(map(repr, ends)) or "no parameter"
+    failed.add_note(f"This was the all-reduce of the gradients of {described}.")
+    if failed is error:
+        raise failed
+    raise failed from error
 
 
 def late_gradient(name: str) -> LateGradient:

@@ -37,7 +37,7 @@ class GradientOrder:
         # Of the last backward: the indices of parameters that got no gradient; the indices of those
         # that got one, in the order in which gradients became ready; and for each position a number
         # above 0 if any rank had a gradient.
-        self._unused: list[int] = []
+        self.unused_indices: list[int] = []
         self._last_order: list[int] | None = None
         self._used_by_any: Iterable[float] = ()
         # For each position, 1 if the gradient has grown since its last reduction: memory of which
@@ -61,12 +61,12 @@ class GradientOrder:
     @property
     def unused(self) -> Sequence[str]:
         """The names of parameters that got no gradient in the last backward on this rank."""
-        return [self.named[index][0] for index in self._unused]
+        return [self.named[index][0] for index in self.unused_indices]
 
     @property
     def unused_parameters(self) -> Sequence[torch.nn.Parameter]:
         """The parameters that got no gradient in the last backward on this rank."""
-        return [self.named[index][1] for index in self._unused]
+        return [self.named[index][1] for index in self.unused_indices]
 
     @property
     def reduced(self) -> list[torch.nn.Parameter]:

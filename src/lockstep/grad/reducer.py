@@ -10,6 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,13 @@ from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
 from lockstep.grad.order import GradientOrder, Phase
+
+_NOTHING = nullcontext()
+
+
+def no_grad() -> AbstractContextManager[object]:
+    """Return ``torch.no_grad()``, or nothing where autograd is disabled, as in most backwards."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 class Reducer(GradientOrder):
@@ -157,7 +165,8 @@ class Reducer(GradientOrder):
             self._arrange(order.tolist())
         if not self._buckets or self._buckets[0].is_hooked != bool(self.comm_hook):
             self._arrange(self._order)
-        self.reset(Phase.COLLECTING)
+        if self._arrivals:  # of a model that is begun at the end of a backward
+            self.reset(Phase.COLLECTING)
         self.scale = 1 / mean_divisor(self.process_group)
         for bucket in self._buckets:
             bucket.begin()
@@ -182,13 +191,13 @@ class Reducer(GradientOrder):
             start = buckets[-1].stop if buckets else 0
             named = [self.named[index] for index in group]
             accumulated = memoryview(self._accumulated)[start : start + len(group)]
-            tail_size = num_facts(len(parameters)) if number == len(groups) else 0
+            num_told = len(parameters) if number == len(groups) else 0
             if number <= len(groups) - len(runs):
                 bucket = Bucket(
                     named,
                     accumulated,
                     start=start,
-                    tail_size=tail_size,
+                    tail_size=num_facts(num_told) if num_told else 0,
                     buffers_from=memory_from,
                     is_hooked=self.comm_hook is not None,
                     like=parameters[0],
@@ -196,7 +205,7 @@ class Reducer(GradientOrder):
             elif deferred:  # as it was
                 bucket = deferred.pop(0)
             else:
-                bucket = DeferredBucket(named, accumulated, start, tail_size, self.process_group)
+                bucket = DeferredBucket(named, accumulated, start, num_told, self.process_group)
             buckets.append(bucket)
         self._buckets = buckets
         self._bucket_at = [bucket for bucket in buckets for _ in bucket.parameter_names]
@@ -324,7 +333,8 @@ class Reducer(GradientOrder):
         Shown by test_a_backward_that_fails_at_different_places_on_each_rank.
         """
         if self.phase is Phase.IDLE:
-            self.reset()
+            if self._arrivals:  # the backward has not begun here
+                self.reset()
             return
         self.phase = Phase.FAILED
         self._launch_order = ()
@@ -339,7 +349,7 @@ class Reducer(GradientOrder):
             before = self._buckets[max(0, self._next_launch - 1)]
             if self._buckets[self._next_launch].num_missing or not before.is_hook_done():
                 return False
-            with torch.no_grad():
+            with no_grad():
                 self._launch()
         # Sparse gradients come between the other buckets and the last one.
         return self._next_launch >= last and not self._sparse
@@ -398,11 +408,14 @@ class Reducer(GradientOrder):
         """
         error = None
         try:
-            with torch.no_grad():
-                self.launch_all_but_last()
-                self.launch_last()
+            with no_grad():
+                if self._next_launch < len(self._buckets):
+                    self.launch_all_but_last()
+                    self.launch_last()
                 Bucket.wait_for_all(self._buckets, self.process_group)
-                self._unused = sorted({*self._order}.difference(self._arrivals))
+                self.unused_indices = []
+                if len(self._arrivals) < len(self._order):
+                    self.unused_indices = sorted({*self._order} - {*self._arrivals})
                 if self.phase is not Phase.FAILED:
                     error = self._use_reduced()
                     self._accumulated[:] = bytes(len(self.named))

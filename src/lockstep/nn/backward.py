@@ -5,8 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 
 from lockstep.comm import Step, any_rank, join_state_of, uncompiled
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, PeerLost
-from lockstep.grad import Phase
+from lockstep.grad import Phase, no_grad
 from lockstep.nn.autograd import is_compiled_backward, outermost_running_node
 from lockstep.nn.engine import Engine, Options
 from lockstep.torch_private import _current_graph_task_id, _execution_engine
@@ -84,7 +83,7 @@ class BackwardSync:
         self._backward: _Backward | None = None
         self._num_ended = 0
         # What is needed to finish the backward that failed here; no engines, which hold the group.
-        self._failed = _Backward()
+        self._failed: _Backward | None = None
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -201,8 +200,11 @@ class BackwardSync:
         reached = {engine}
         if self._num_engines > 1:
             reached |= {one for one in self.engines() if one is not engine and one.is_any_reached()}
-        with _advice("beginning"):
+        try:
             self._begin_together(backward, reached)
+        except CollectiveFailed as error:
+            _advise(error, "beginning")
+            raise
         return backward
 
     def begin_before_collective(self) -> None:
@@ -357,7 +359,8 @@ class BackwardSync:
                 engine.end_backward()
             if backward.generation is not self._generation:
                 self._forget(backward)
-            self._failed = _Backward(None, backward.generation, tells_late=backward.tells_late)
+            if any(engine.reducer.phase is Phase.FAILED for engine in backward.engines):
+                self._failed = _Backward(None, backward.generation, tells_late=backward.tells_late)
 
     def _forget(self, backward: _Backward) -> None:
         """Undo the counting of ``backward``: it was a mismatch, and no rank goes on with it."""
@@ -374,6 +377,8 @@ class BackwardSync:
         ranks whose backward succeeded learn of the failure. After a mismatch meanwhile, no rank
         goes on with the backward. See Note [Mismatches] in comm/work.py.
         """
+        if self._failed is None:
+            return
         failed = [
             engine
             for engine in self.engines()
@@ -384,7 +389,7 @@ class BackwardSync:
                 engine.reducer.reset()
         elif failed:
             self._failed.engines, self._failed.num_continued = failed, len(failed)
-            self._backward = self._failed
+            self._backward, self._failed = self._failed, None
             self._finish()
 
     def refresh(self, engine: Engine) -> None:
@@ -409,7 +414,7 @@ class BackwardSync:
         """Reduce all gradients of the backward; return its engines, and a failure elsewhere."""
         backward = self._backward or _Backward()
         try:
-            with torch.no_grad(), _advice("end"):
+            with no_grad():
                 for engine in backward.engines:
                     engine.flush_pending()
                 self._announce(Step.END, backward.engines)
@@ -436,6 +441,9 @@ class BackwardSync:
                     errors.append(engine.finish_backward())
                     finish_buffers()
                 return engines, next(filter(None, errors), None)
+        except CollectiveFailed as error:
+            _advise(error, "end")
+            raise
         finally:
             if backward.generation is self._generation:
                 numbers = {engine.number for engine in {*backward.engines, *backward.late}}
@@ -446,19 +454,14 @@ class BackwardSync:
             self._num_ended += 1
 
 
-@contextmanager
-def _advice(place: str) -> Iterator[None]:
-    """Note in errors of collectives what to do about a backward that one rank alone runs."""
-    try:
-        yield
-    except CollectiveFailed as error:
-        if not isinstance(error, PeerLost):
-            error.add_note(
-                f"It was the {place} of a backward of this rank. A backward reduces gradients "
-                "whatever made the loss, model.module(x) too, so every rank runs it; one that "
-                "is of this rank alone runs in 'with lockstep.no_sync(model):'."
-            )
-        raise
+def _advise(error: CollectiveFailed, place: str) -> None:
+    """Note in an error of a collective what to do about a backward that one rank alone runs."""
+    if not isinstance(error, PeerLost):
+        error.add_note(
+            f"It was the {place} of a backward of this rank. A backward reduces gradients "
+            "whatever made the loss, model.module(x) too, so every rank runs it; one that "
+            "is of this rank alone runs in 'with lockstep.no_sync(model):'."
+        )
 
 
 # Ranks may be threads.

@@ -318,7 +318,7 @@ class Engine:
         copies_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
         self.reducer.begin(launch_order, copies_early=copies_early)
         self._pending.task, self._pending.threshold = task, 1
-        if sees_graph and not self.sees_nested_tasks:
+        if sees_graph and not self.sees_nested_tasks and self.reducer.unused_indices:
             unused = self.reducer.unused_parameters
             ids = {*map(id, autograd.reached(unused))}
             self.reducer.mark_unused(p for p in unused if id(p) not in ids)
@@ -329,10 +329,9 @@ class Engine:
         Raises:
             ParameterChanged: If parameters were unused since the module has got others instead.
         """
-        before = [*map(id, self.reducer.unused_parameters)]
+        before = self.reducer.unused_indices
         failed_elsewhere = self.reducer.finish()
-        module = self.module
-        if module is not None and before != [*map(id, self.reducer.unused_parameters)]:
+        if before != self.reducer.unused_indices and (module := self.module) is not None:
             for name, parameter in self._own_parameters(module):
                 if parameter.requires_grad and id(parameter) not in self.reducer.ids:
                     self.is_stale = True
