@@ -113,7 +113,6 @@ def test_parameters_and_state_have_the_bits_of_an_unsharded_optimizer(name, kind
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_shards_that_are_summed_after_others_have_the_same_bits(name, monkeypatch) -> None:
     monkeypatch.setattr("lockstep.optim.shard._NUMEL", 100)
-    monkeypatch.setattr("lockstep.optim.shard._NUM_SUMMED", 3)
     compare_bits(OPTIMIZERS[name], Digits, 2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -484,10 +484,9 @@ def all_engines() -> list[Engine]:
     return [engine for sync in syncs for engine in sync.engines(copies=True)]
 
 
-def engines_with(parameters: Iterable[torch.Tensor]) -> list[Engine]:
+def engines_with(parameters: Collection[torch.Tensor]) -> list[Engine]:
     """Return the engines that reduce gradients of any of ``parameters``."""
-    wanted = {*map(id, parameters)}
-    return [engine for engine in all_engines() if not engine.reducer.ids.isdisjoint(wanted)]
+    return [one for one in all_engines() if any(id(p) in one.reducer.ids for p in parameters)]
 
 
 def finish_failed(group: dist.ProcessGroup) -> None:

@@ -128,7 +128,7 @@ def _leave_to_torch(module: nn.Module) -> None:
     It is called when torch's wrapper is constructed around ``module``.
     """
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    if engines_with(p for name, p in module.named_parameters() if name not in ignored):
+    if engines_with([p for name, p in module.named_parameters() if name not in ignored]):
         raise AlreadyParallel(
             f"This {type(module).__name__} is parallel already, through lockstep, and torch's "
             "DistributedDataParallel is about to be put around it: gradients would be averaged "
@@ -254,7 +254,7 @@ class _CopyHook:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # with a closure, the step runs the backward itself
-    engines = engines_with(p for group in optimizer.param_groups for p in group["params"])
+    engines = engines_with([p for group in optimizer.param_groups for p in group["params"]])
     new = [engine for engine in engines if optimizer not in engine.stepped_by]
     for engine in new:
         engine.stepped_by[optimizer] = engine.num_backwards_stepped

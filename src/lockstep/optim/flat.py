@@ -11,9 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import all_gather_in_place, meet, one_copy, ranks_with_one_copy, zero_buffer
+from lockstep.comm import (
+    all_gather_in_place,
+    bytes_of,
+    meet,
+    one_copy,
+    ranks_with_one_copy,
+    zero_buffer,
+)
 from lockstep.grad import DeferredBucket, pending_bucket_of, view_like
 from lockstep.optim.layout import Layout, Piece, cut_evenly, keep_whole, pieces_of
+
+_NOTE_BYTES = 8
 
 
 class Progress(Enum):
@@ -55,13 +64,13 @@ class FlatParameters:
         dtype, device = parameters[0].dtype, parameters[0].device
         self._copy, self._num_updates = None, 0
         num_bytes = group.size() * self._layout.block * dtype.itemsize
-        notes = group.size() * torch.int64.itemsize
+        notes = group.size() * _NOTE_BYTES
         if device.type == "cpu" and (found := one_copy(group, num_bytes + notes)) is not None:
             self._copy = found
             self._memory = self._copy.private[:num_bytes].view(dtype)
             self._updated = self._copy.shared[:num_bytes].view(dtype)
             # For each rank, twice the number of updates of its block; plus one during an update.
-            self._notes = self._copy.shared[num_bytes:].view(torch.int64)
+            self._notes = bytes_of(self._copy.shared[num_bytes:]).cast("q")
         else:
             self._memory = self._updated = self.new_memory(dtype)
         self._views = self.views_of(self._memory)
@@ -167,7 +176,7 @@ class FlatParameters:
         """Return how far the ranks are in an update that has failed on this rank."""
         if self._copy is None:
             return {Progress.IN_THE_MIDST}
-        return {Progress(note - 2 * self._num_updates) for note in self._notes.tolist()}
+        return {Progress(note - 2 * self._num_updates) for note in self._notes}
 
 
 def with_memory_of_others(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:

@@ -13,11 +13,10 @@ from lockstep.grad import DeferredBucket, pending_bucket_of
 from lockstep.optim.flat import FlatParameters, elements_of
 from lockstep.optim.layout import Piece
 
-# The largest number of elements of a shard: with gradient and state they stay in a core's cache
-# from one operation of the optimizer to the next.
-_NUMEL = 64 * 1024
-# The number of shards whose gradients are summed at once.
-_NUM_SUMMED = 16
+# The largest number of elements of a shard. With gradient and state they stay in a core's caches
+# from one operation of the optimizer to the next. In smaller ones, its Python costs more than that
+# saves.
+_NUMEL = 128 * 1024
 # The name of the values of ``master_dtype`` in an ordinary state dict.
 MASTER = "master"
 # State of torch's element-wise optimizers that a parameter has once, and not for each element.
@@ -151,7 +150,7 @@ class Part(NamedTuple):
 
 
 class GroupsByShard(list[dict[str, Any]]):
-    """An optimizer's groups during a step, which pass it pending shards a few at a time.
+    """An optimizer's groups during a step, which pass it pending shards one at a time.
 
     Gradients are summed just before a shard is updated, and dropped just after, so that they take
     little memory.
@@ -168,14 +167,11 @@ class GroupsByShard(list[dict[str, Any]]):
         for group, (summed, unsummed) in zip(super().__iter__(), self._parts, strict=True):
             if summed or not unsummed:
                 yield group
-            for start in range(0, len(unsummed), _NUM_SUMMED):
-                some = unsummed[start : start + _NUM_SUMMED]
-                for shard, bucket in some:
-                    shard.take_from(bucket)
-                group["params"] = [shard.tensor for shard, _ in some]
+            for shard, bucket in unsummed:
+                shard.take_from(bucket)
+                group["params"] = [shard.tensor]
                 yield group
-                for shard, _ in some:
-                    shard.tensor.grad = None
+                shard.tensor.grad = None
 
 
 def _elements(parameter: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import chain, compress
 from types import MethodType
@@ -95,9 +94,9 @@ class Sharding:
         self._shards: list[Shard] = []
         # For each flat memory, the parameters that this step updates.
         self._updated: dict[FlatParameters, Sequence[nn.Parameter]] = {}
-        # For each group, the parameters that are not divided, and the id() of all parameters.
+        # For each group, the parameters that are not divided, and all parameters.
         self._local: list[list[nn.Parameter]] = []
-        self._ids: list[list[int]] = []
+        self._parameters: list[list[nn.Parameter]] = []
         # During a step, the program's groups and their parameters; and the number of nested calls
         # of step(): a class may call that of its base class.
         self._replaced: tuple[list[dict[str, Any]], list[Any]] | None = None
@@ -148,7 +147,8 @@ class Sharding:
             if flat.ranks not in self._numbers:
                 self._numbers[flat.ranks] = add_update(flat.ranks, self.follow)
         self._local = [[p for p in group["params"] if p in local] for group in groups]
-        self._flats, self._shards, self._ids = flats, shards, _ids(groups)
+        self._parameters = [[*group["params"]] for group in groups]
+        self._flats, self._shards = flats, shards
         self._set_state(state)
 
     def _set_state(self, state: Mapping[Any, State]) -> None:
@@ -189,10 +189,17 @@ class Sharding:
         known |= {shard.tensor for shard in self._shards}
         return {key: v for key, v in self._optimizer.state.items() if key not in known}
 
+    def _has_all(self) -> bool:
+        """Whether the optimizer's groups have the same parameters as when they were divided."""
+        groups = self._optimizer.param_groups
+        return len(groups) == len(self._parameters) and all(
+            len(group["params"]) == len(own) and all(map(operator.is_, group["params"], own))
+            for group, own in zip(groups, self._parameters, strict=True)
+        )
+
     def _refresh(self) -> None:
         """Divide the parameters anew if the program has changed them."""
-        is_same = self._ids == _ids(self._optimizer.param_groups)
-        if not is_same or not all([*map(FlatParameters.take_back, self._flats)]):
+        if not self._has_all() or not all([*map(FlatParameters.take_back, self._flats)]):
             self._arrange(self._whole_state())
 
     def _step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
@@ -228,9 +235,12 @@ class Sharding:
         self._shards = [
             shard for flat in self._flats for shard in self._take_gradients(flat, parts)
         ]
-        for flat in self._flats:
-            with self._telling_progress():
+        try:
+            for flat in self._flats:
                 flat.begin_update()
+        except CollectiveFailed as error:
+            self._tell_progress(error)
+            raise
         for shard in self._shards:
             shard.read_values()
         self._replaced = groups, [group["params"] for group in groups]
@@ -266,22 +276,21 @@ class Sharding:
             shard.write_values()
         state: Any = self._optimizer.state
         state[_DIVIDED] = Divided()
-        for flat in self._flats:
-            with self._telling_progress():
-                flat.publish(self._updated.pop(flat))
-
-    @contextmanager
-    def _telling_progress(self) -> Iterator[None]:
         try:
-            yield
+            for flat in self._flats:
+                flat.publish(self._updated.pop(flat))
         except CollectiveFailed as error:
-            progress = {each for flat in self._flats for each in flat.progress()}
-            told = _PROGRESS[progress.pop() if len(progress) == 1 else Progress.IN_THE_MIDST]
-            error.add_note(
-                f"It was in a step of {type(self._optimizer).__name__}, in which the ranks update "
-                f"parameters together: {told}"
-            )
+            self._tell_progress(error)
             raise
+
+    def _tell_progress(self, error: CollectiveFailed) -> None:
+        """Note in ``error`` how far the update of the parameters is."""
+        progress = {each for flat in self._flats for each in flat.progress()}
+        told = _PROGRESS[progress.pop() if len(progress) == 1 else Progress.IN_THE_MIDST]
+        error.add_note(
+            f"It was in a step of {type(self._optimizer).__name__}, in which the ranks update "
+            f"parameters together: {told}"
+        )
 
     def _put_parameters_back(self) -> None:
         if self._replaced is not None:
@@ -343,7 +352,7 @@ class Sharding:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, to None by default, as torch's does."""
-        if not set_to_none or self._ids != _ids(self._optimizer.param_groups):
+        if not set_to_none or not self._has_all():
             type(self._optimizer).zero_grad(self._optimizer, set_to_none)
             return
         others = [*chain(*self._local)]
@@ -431,7 +440,3 @@ def _is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, int | float)
-
-
-def _ids(groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
-    return [[*map(id, group["params"])] for group in groups]
