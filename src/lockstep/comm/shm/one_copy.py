@@ -3,15 +3,17 @@
 Each rank has mapped it twice. Through one mapping it writes what all are to see. The other one is
 private: the rank sees what others have written, until it writes to a page itself; from then on it
 has this page alone, and drops it when all agree on its values. Which pages those are is known to
-the kernel.
+the kernel. It is asked only if there was a page fault since it was last: a page becomes private in
+one, and most training steps have none.
 
-Source: ``mmap(2)``, ``proc_pid_fd(5)``, ``proc_pid_pagemap(5)``.
+Source: ``mmap(2)``, ``proc_pid_fd(5)``, ``proc_pid_pagemap(5)``, ``getrusage(2)``.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import sys
 from collections.abc import Sequence
 from mmap import PAGESIZE
@@ -44,6 +46,10 @@ class OneCopy:
     """
 
     _pagemap = -1
+    # The number of page faults before the kernel was last asked for private pages, or -1; and
+    # those pages, as far as they have not been dropped.
+    _num_faults = -1
+    _pages: Sequence[tuple[int, int]] = ()
 
     def __init__(self, name: Sequence[int], num_bytes: int) -> None:
         process, number, file = name
@@ -61,15 +67,22 @@ class OneCopy:
 
     def _check(self) -> None:
         """Raise OSError if the kernel doesn't tell which pages this rank has alone."""
-        before = self.private[0].item()
-        self.private[0] = before
+        self.changed()
+        self.private[0] = self.private[0].item()
         pages = self.changed()
         self.drop(pages)
         if not pages or pages[0][0] != 0:
-            raise OSError(f"{_PAGEMAP} doesn't tell private pages")
+            raise OSError(f"{_PAGEMAP} doesn't tell private pages, or page faults aren't counted")
 
-    def changed(self) -> list[tuple[int, int]]:
+    def changed(self) -> Sequence[tuple[int, int]]:
         """Return the bytes, from one to another, of pages that this rank has written to itself."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        num_faults = usage.ru_minflt + usage.ru_majflt
+        if num_faults != self._num_faults:
+            self._pages, self._num_faults = self._private_pages(), num_faults
+        return self._pages
+
+    def _private_pages(self) -> list[tuple[int, int]]:
         first = self.private.data_ptr() // PAGESIZE
         read = os.pread(self._pagemap, self._num_pages * _ENTRY_BYTES, first * _ENTRY_BYTES)
         if len(read) < self._num_pages * _ENTRY_BYTES:
@@ -78,10 +91,12 @@ class OneCopy:
         runs = _OWN_PAGES.finditer(read[last::_ENTRY_BYTES].translate(_IS_OWN))
         return [(run.start() * PAGESIZE, run.end() * PAGESIZE) for run in runs]
 
-    def drop(self, pages: list[tuple[int, int]]) -> None:
+    def drop(self, pages: Sequence[tuple[int, int]]) -> None:
         """Take over the values that all see in place of this rank's own ones."""
         for start, stop in pages:
             drop_pages(self.private, start, stop)
+        if pages:
+            self._pages, self._num_faults = (), -1
 
     def close(self) -> None:
         """Close the file descriptor; the memory stays as long as tensors use it."""
