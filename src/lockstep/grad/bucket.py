@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -382,12 +383,12 @@ class Bucket:
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
-        position, parameters, views = first, self.parameters, self._views
+        parameters, views = self.parameters[first:last], self._views[first:last]
         try:
-            for position in range(first, last):
-                set_gradient(parameters[position], views[position])
+            deque(map(set_gradient, parameters, views), maxlen=0)
         except RuntimeError as error:
-            raise self.changed(position) from error
+            are_set = map(operator.is_, map(gradient_of, parameters), views)
+            raise self.changed(first + [*are_set].index(False)) from error
 
     def changed(self, position: int) -> ParameterChanged:
         """Return the error for the parameter at ``position``, whose form has changed."""

@@ -17,6 +17,7 @@ are over, buckets have two buffers from the start.
 from __future__ import annotations
 
 import itertools
+import operator
 import platform
 import sys
 import threading
@@ -55,6 +56,9 @@ _READ, _FAILED = range(_NUM_NUMBERS)
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 0.05, 50e-6
 # Whether the processor completes earlier reads before others see a later write.
 _KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
+
+
+_Tensors = Sequence[torch.Tensor]
 
 
 class DeferredParameter(nn.Parameter):
@@ -187,11 +191,14 @@ class DeferredBucket(Bucket):
         self._waits = False  # whether this backward's barrier is still to come
         self._number = 0  # of such barriers
         with _lock:
-            _by_group.setdefault(group, weakref.WeakSet()).add(self)
+            self._of_group = _by_group.setdefault(group, weakref.WeakSet())
+            self._of_group.add(self)
         self.group = group
         self.pending = bytearray(len(named))
         self._factor: torch.Tensor | None = None  # of gradient clipping, for all means
         self._shares: list[torch.Tensor] = []  # the buffers of all ranks, by rank
+        # By positions and own buffer: the buffers of all ranks, and views of these positions.
+        self._kept_parts: dict[tuple[int, int, int], tuple[_Tensors, _Tensors]] = {}
         # The memory of this backward, and that of the one before if there are two. Other ranks may
         # read the buffers for a while after this bucket is gone.
         self._memories = [self._memory_in(self._buffer)]
@@ -320,13 +327,25 @@ class DeferredBucket(Bucket):
         self.pending[:] = bytes(len(self.pending))
         self._note_read()
 
-    def sum_into(self, target: torch.Tensor, start: int) -> None:
-        """Write means over the ranks to ``target``, of one dimension: from element ``start`` on."""
+    def sum_into(self, target: torch.Tensor, start: int, *, is_often: bool = False) -> None:
+        """Write means over the ranks to ``target``, of one dimension: from element ``start`` on.
+
+        Args:
+            target: For the means.
+            start: The position of the first one.
+            is_often: Whether the same elements are summed in most steps. Then views of them are
+                kept: a function of torch whose code has left the core's caches takes 10 us.
+        """
         op = dist.ReduceOp.AVG if self._is_averaged else dist.ReduceOp.SUM
         stop = start + target.numel()
         with _InferenceMode(True):
-            sources = [share[start:stop] for share in self._shares]
-            reduction_for(op, target.dtype).into(target, sources)
+            key = start, stop, id(self._buffer)
+            shares, parts = self._kept_parts.get(key, ((), ())) if is_often else ((), ())
+            if not shares or not all(map(operator.is_, shares, self._shares)):
+                parts = [share[start:stop] for share in self._shares]
+                if is_often:
+                    self._kept_parts[key] = self._shares, parts
+            reduction_for(op, target.dtype).into(target, parts)
             if self._factor is not None:
                 target.mul_(self._factor)
 
@@ -417,8 +436,10 @@ class DeferredBucket(Bucket):
         Another rank may have dropped its part of a bucket, and keeps that memory for the next
         NUM_KEPT barriers only.
         """
+        if len(self._of_group) == 1:
+            return
         with _lock:
-            buckets = [*_by_group[group]]
+            buckets = [*self._of_group]
         for bucket in buckets:
             if bucket._has_met and group.num_shared - bucket._met_at > group.NUM_KEPT - 3:
                 bucket.sum_pending()

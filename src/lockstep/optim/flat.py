@@ -77,6 +77,7 @@ class FlatParameters:
         self._pointers = [view.data_ptr() for view in self._views]
         self._order = self.in_order()
         self._followed: weakref.ref[DeferredBucket] | None = None
+        self._means = self._memory.new_empty(0)
         self.take_back()
         self.begin_update()
         self.publish(())
@@ -90,6 +91,15 @@ class FlatParameters:
         """Return zeros of the size and on the device of the memory."""
         first, numel = self.parameters[0], self.group.size() * self._layout.block
         return zero_buffer(self.group, numel, dtype, first.device)
+
+    def memory_for_means(self, numel: int) -> torch.Tensor:
+        """Return memory for the gradients of one shard, of ``numel`` elements, the same each time.
+
+        What was returned before stays as long as a shard uses it.
+        """
+        if len(self._means) < numel:
+            self._means = self._memory.new_empty(numel)
+        return self._means[:numel]
 
     def views_of(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return for each parameter its part of ``memory``, in its shape, with its strides."""

@@ -51,7 +51,9 @@ class Shard:
         dtype = update_dtype(self.values.dtype, master_dtype)
         if dtype is not self.values.dtype:
             self.tensor = self.values.to(dtype)
+        self._start = flat.offset_of(self.pieces[0])
         self._gradient: torch.Tensor | None = None
+        self._means: torch.Tensor | None = None
         self._has_stepped = False
 
     @property
@@ -83,9 +85,14 @@ class Shard:
             self._has_stepped = values is not None
 
     def take_from(self, bucket: DeferredBucket) -> None:
-        """Set its gradient to the mean of its elements of ``bucket``, which has the same layout."""
-        start = self.flat.offset_of(self.pieces[0])
-        self._use(bucket.new_sum(start, start + self.values.numel()))
+        """Set its gradient to the mean of its elements of ``bucket``, which has the same layout.
+
+        The gradient is in memory of which the next shard's may take the place.
+        """
+        if self._means is None:
+            self._means = self.flat.memory_for_means(self.values.numel())
+        bucket.sum_into(self._means, self._start, is_often=True)
+        self._use(self._means)
 
     def take_gradient(self) -> None:
         """Set its gradient to those of its parameters, all of which have one."""
@@ -110,11 +117,13 @@ class Shard:
         self._use(own)
 
     def _use(self, gradient: torch.Tensor | None) -> None:
-        self.tensor.grad = None if gradient is None else gradient.to(self.tensor.dtype)
+        if gradient is not None and gradient.dtype is not self.tensor.dtype:
+            gradient = gradient.to(self.tensor.dtype)
+        self.tensor.grad = gradient
 
     def place_of(self, piece: Piece) -> slice:
         """Return the range of ``piece`` in its tensor, which has one dimension."""
-        start = self.flat.offset_of(piece) - self.flat.offset_of(self.pieces[0])
+        start = self.flat.offset_of(piece) - self._start
         return slice(start, start + piece.stop - piece.start)
 
     def split(self, key: Callable[[int], Hashable], state: MutableMapping[Any, Any]) -> list[Shard]:
