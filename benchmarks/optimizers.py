@@ -65,7 +65,14 @@ KINDS = {
 }
 
 
-def contenders(kind: Kind, gloo: dist.ProcessGroup) -> dict[str, Wrap]:
+def contenders(
+    kind: Kind, gloo: dist.ProcessGroup, plain: dist.ProcessGroup | None = None
+) -> dict[str, Wrap]:
+    """The contenders; ``plain`` are the ranks of the unsharded model, by default all.
+
+    In a group of their own, its backwards aren't asked whether they reach the sharded one too, and
+    the other way round: as in a program with one model.
+    """
     make = kind.make
     ddp = functools.partial(
         nn.parallel.DistributedDataParallel, process_group=gloo, gradient_as_bucket_view=True
@@ -80,7 +87,7 @@ def contenders(kind: Kind, gloo: dist.ProcessGroup) -> dict[str, Wrap]:
 
     return {
         BARE: trained_as(lambda model: model, make),
-        OURS: trained_as(lockstep.parallelize, make),
+        OURS: trained_as(functools.partial(lockstep.parallelize, process_group=plain), make),
         SHARDED: trained_as(lockstep.parallelize, lambda m: lockstep.shard_optimizer(make(m))),
         DDP: trained_as(ddp, make),
         ZERO: trained_as(ddp, zero),
@@ -89,10 +96,10 @@ def contenders(kind: Kind, gloo: dist.ProcessGroup) -> dict[str, Wrap]:
 
 
 def time_steps(world: lockstep.World, rounds: int, json_file: Path | None) -> None:
-    gloo = dist.new_group(backend="gloo")
+    gloo, plain = dist.new_group(backend="gloo"), dist.new_group(backend="shm")
     found = {}
     for title, kind in KINDS.items():
-        wraps = contenders(kind, gloo)
+        wraps = contenders(kind, gloo, plain)
         table = Table(
             "model",
             *wraps,

@@ -88,7 +88,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch.Tensor": {
         "_make_subclass": "a parameter of an embedding that replicas look up together",
         "_post_accumulate_grad_hooks": "whether others have hooks on a new gradient",
-        "_use_count": "whether a graph still needs a buffer that is to be overwritten",
+        "_use_count": "whether a graph needs a buffer that is to be overwritten, or a parameter",
         "_version": "whether a tensor was written to since the replicas were told its values",
     },
     "torch.nn.Module": {

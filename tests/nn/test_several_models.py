@@ -12,6 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep.grad.bucket import num_facts
+from lockstep.nn import autograd
 from lockstep.nn.backward import engines_with
 from tests.nn.test_parallelize import BOTH, in_place, net, parts, wrapped
 from tests.ranks import BACKENDS, Backend, run_ranks
@@ -333,3 +334,22 @@ def test_ranks_may_reach_different_models_in_one_backward(backend: Backend) -> N
             assert_close(gradients_of(first, second), expected(turn))
 
     run_ranks(2, body, backend=backend)
+
+
+def test_models_in_no_graph_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[torch.Tensor] = []
+    apply = autograd._UsesAll.apply
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        models = [lockstep.parallelize(nn.Linear(2, 1), process_group=group) for _ in range(3)]
+        (models[0](torch.ones(1, 2)) + models[1](torch.ones(1, 2))).sum().backward()
+        for model in models[:2]:
+            for parameter in model.parameters():
+                assert torch.equal(parameter.grad, torch.ones_like(parameter))
+        assert not any(p in {*looked_at} for p in models[2].parameters())
+        assert any(p in {*looked_at} for m in models[:2] for p in m.parameters())
+
+    monkeypatch.setattr(
+        autograd._UsesAll, "apply", lambda *leaves: looked_at.extend(leaves) or apply(*leaves)
+    )
+    run_ranks(2, body)

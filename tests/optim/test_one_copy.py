@@ -6,6 +6,7 @@ import copy
 import gc
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,30 @@ def test_a_page_that_was_written_is_this_ranks_own_until_it_is_dropped(memory: O
     memory.drop([*memory.changed()])
     assert memory.private[:2].tolist() == [9, 9]
     assert [*memory.changed()] == []
+
+
+def test_the_kernel_is_asked_for_pages_only_after_a_page_fault(
+    memory: OneCopy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = SimpleNamespace(ru_minflt=1, ru_majflt=0)
+    monkeypatch.setattr(module.resource, "getrusage", lambda who: faults)
+    assert [*memory.changed()] == []
+    memory.private[PAGE] = 1
+    assert [*memory.changed()] == []  # the write's own page fault isn't counted here
+    faults.ru_minflt += 1
+    assert [*memory.changed()] == [(PAGE, 2 * PAGE)]
+    memory.private[3 * PAGE] = 1
+    assert [*memory.changed()] == [(PAGE, 2 * PAGE)]
+    memory.drop(memory.changed())
+    assert [*memory.changed()] == [(3 * PAGE, 4 * PAGE)]
+
+
+def test_where_page_faults_are_not_counted_each_rank_has_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faults = SimpleNamespace(ru_minflt=0, ru_majflt=0)
+    monkeypatch.setattr(module.resource, "getrusage", lambda who: faults)
+    assert run_ranks(2, lambda rank, group: one_copy(group, PAGE), backend="shm") == [None, None]
 
 
 def test_a_group_without_processes_has_none() -> None:

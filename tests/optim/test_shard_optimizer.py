@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,32 @@ def test_parameters_and_state_have_the_bits_of_an_unsharded_optimizer(name, kind
 def test_shards_that_are_summed_after_others_have_the_same_bits(name, monkeypatch) -> None:
     monkeypatch.setattr("lockstep.optim.shard._NUMEL", 100)
     compare_bits(OPTIMIZERS[name], Digits, 2)
+
+
+def test_ranks_may_differ_in_whether_backwards_take_turns_between_two_buffers() -> None:
+    first = Wide()
+
+    def body(rank: int, group: dist.ProcessGroup) -> int:
+        plain, _ = train(group, first, adamw, sharded=False)
+        model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        for step in range(6):
+            x = torch.randn(
+                3, *first.sample, generator=torch.Generator().manual_seed(rank + 10 * step)
+            )
+            model(x).square().mean().backward()
+            optimizer.step()
+            if rank == 0 and step == 0:
+                time.sleep(0.3)  # rank 1 doesn't wait until this one needs no gradients any more
+            optimizer.zero_grad()
+            if step:
+                group.meet("no rank needs gradients")
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b)
+        (bucket,) = {p._deferred[0]() for p in model.parameters()}
+        return len(bucket._memories)
+
+    assert run_ranks(2, body) == [1, 2]
 
 
 def test_each_rank_has_its_part_of_the_state_alone() -> None:

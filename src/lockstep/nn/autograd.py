@@ -39,7 +39,9 @@ def reached(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
     Leaves that only reentrant checkpoints use are missing: autograd doesn't foresee their graphs.
     """
-    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    # The node that accumulates a gradient refers to its leaf. So a leaf with a single reference,
+    # which is Python's, is in no graph: as those of another model, which is not trained now.
+    trained = [leaf for leaf in leaves if leaf.requires_grad and leaf._use_count() > 1]  # type: ignore[attr-defined]
     if not trained:
         return []
     # The nodes are not kept: as long as one lives, autograd expects the shape that it was made
