@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.nn.replicas.gradients import Gradients
 from lockstep.nn.replicas.linked_embedding import LinkedEmbedding, linked_embeddings_in
 from lockstep.nn.replicas.module_copy import ModuleCopy, ModuleState, version_of
 from lockstep.nn.replicas.nested import map_tensors, tensors_in
 
+Gradients = list[torch.Tensor | None]
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 Ends = Sequence[tuple[torch.Tensor, torch.Tensor]]
 

@@ -32,9 +32,8 @@ from lockstep.nn.replicas.channel import (
     SharedTensor,
     SharedTensors,
 )
-from lockstep.nn.replicas.gradients import Gradients, GradientsElsewhere
 from lockstep.nn.replicas.group import Replica, num_replicas, this_replica
-from lockstep.nn.replicas.local_replica import Arguments, Ends
+from lockstep.nn.replicas.local_replica import Arguments, Ends, Gradients
 from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, version_of
 from lockstep.nn.replicas.nested import tensors_in
 from lockstep.nn.replicas.worker_main import GRACE_SECONDS, POLL_SECONDS, Call
@@ -142,6 +141,7 @@ class WorkerProcess:
         self.versions: list[object] = []
         # The numbers of calls that will have no further backward; sent with the next call.
         self.dropped: list[int] = []
+        self.gradients: list[torch.Tensor] = []  # the memory for those of parameters
         self.is_asked = False  # whether it owes the answer to a request
         self._is_home = self.device == devices[0]
         self.connection = connection
@@ -201,7 +201,6 @@ class ReplicaProcesses:
         self._timeout = timeout
         self._numbers = itertools.count()
         self._snapshot = _NOTHING
-        self.gradients = GradientsElsewhere([], 0)
         self._lost: BaseException | None = None
         self._is_ended = False
         self.workers = _start_processes(devices)
@@ -226,25 +225,26 @@ class ReplicaProcesses:
         if self._snapshot.is_current(state):
             return
         parameters = state.parameters
-        gradients = GradientsElsewhere(parameters, len(self.workers))
+        gradients = [SharedTensors(parameters) for _ in self.workers]
         is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
         places = SharedTensors(parameters if is_on_cpu else ())
         known: dict[int, Shared] = {id(buffer): None for buffer in state.buffers}
         for number, parameter in enumerate(parameters):
             known[id(parameter)] = places.parts[number] if is_on_cpu else SharedTensor(parameter)
         try:
-            requests = [Request("take", (module, own.parts)) for own in gradients.shared]
+            requests = [Request("take", (module, own.parts)) for own in gradients]
             messages = [Packed(request, known) for request in requests]
         except Exception as error:  # pickling may raise anything
             raise TypeError(
                 f"{type(module).__name__} can't be sent to other processes: {error}. Use "
                 "workers='threads', or leave out what can't be pickled."
             ) from error
-        self._snapshot, self.gradients = _NOTHING, gradients  # until all processes have it
+        self._snapshot = _NOTHING  # until all processes have it
         with torch.no_grad():
             for parameter, there in zip(parameters, places.here, strict=is_on_cpu):
                 parameter.data = there.copy_(parameter)
-        for worker, message in zip(self.workers, messages, strict=True):
+        for worker, own, message in zip(self.workers, gradients, messages, strict=True):
+            worker.gradients = own.here
             self.send(worker, message, max(self._timeout, _START_SECONDS))
         errors: list[BaseException | None] = [None] * len(self.devices)
         for worker in self.workers:
@@ -393,14 +393,14 @@ class RemoteCall:
         """Wait for the end of the backward of the process."""
         self._derived = self._processes.receive(self.worker)
 
-    def take_gradients(self) -> tuple[Gradients, Gradients, Gradients]:
-        """Return gradients of parameters, of inputs, and later parts of those of parameters."""
+    def take_gradients(self) -> tuple[Gradients, Gradients]:
+        """Return the gradients of the parameters, in shared memory, and of the inputs."""
         derived, self._derived = self._derived, ()
         if not derived:  # it has failed
-            return [], [], []
-        are_left, others, of_inputs = derived
-        first, later = self._processes.gradients.rest(self.worker.index - 1, are_left, others)
-        return first, of_inputs, later
+            return [], []
+        taken, others, of_inputs = derived
+        memory = enumerate(self.worker.gradients)
+        return [own if i in taken else others.get(i) for i, own in memory], of_inputs
 
     def free_graph(self) -> None:
         """Do nothing: the process frees its graph after its backward."""

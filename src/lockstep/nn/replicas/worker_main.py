@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +22,15 @@ from torch import nn
 from lockstep.errors import ReplicaLost
 from lockstep.nn.autograd import as_backward_of_replicas
 from lockstep.nn.replicas.channel import Channel, Error, Request
-from lockstep.nn.replicas.gradients import Gradients, LeftGradients
+from lockstep.nn.replicas.devices import move
 from lockstep.nn.replicas.group import Replica, as_replica, set_caller
-from lockstep.nn.replicas.local_replica import Arguments, LocalReplica, ReplicaCall, run_backward
+from lockstep.nn.replicas.local_replica import (
+    Arguments,
+    Gradients,
+    LocalReplica,
+    ReplicaCall,
+    run_backward,
+)
 from lockstep.nn.replicas.module_copy import ModuleState
 from lockstep.nn.replicas.worker_threads import Modes
 
@@ -81,9 +88,13 @@ class Worker:
         return answer
 
     def take(self, module: nn.Module, gradients: Sequence[torch.Tensor]) -> None:
-        """Replace the module; ``gradients`` is the caller's memory for :class:`LeftGradients`."""
+        """Replace the module; ``gradients`` is the caller's memory for those of parameters."""
         self._calls: dict[int, ReplicaCall] = {}
-        self._gradients = LeftGradients(gradients)
+        self._gradients = gradients
+        # During a backward of the caller, and not one that the module itself starts: the indices of
+        # the gradients that are in the caller's memory.
+        self._taken: set[int] | None = None
+        self._leaves: dict[int, torch.Tensor] = {}
         self._module = module
         self._replica = LocalReplica(module, self._device, owns_buffers=False)
 
@@ -103,7 +114,9 @@ class Worker:
         self._replica.update(ModuleState.of(self._module))
         leaves = self._replica.leaves
         for index, leaf in enumerate(leaves):
-            self._gradients.take_from(index, leaf)
+            if leaf.requires_grad and self._leaves.get(index) is not leaf:
+                self._leaves[index] = leaf
+                leaf.register_post_accumulate_grad_hook(partial(self._take_gradient, index))
         torch.set_default_dtype(call.modes.dtype)
         method = getattr(self._replica.module, call.method)
         own = ReplicaCall(self._device, leaves, method, call.arguments)
@@ -117,13 +130,12 @@ class Worker:
 
     def backward(
         self, number: int, d_outputs: Gradients, keep_graph: bool
-    ) -> tuple[bytes, dict[int, torch.Tensor], Gradients]:
+    ) -> tuple[set[int], dict[int, torch.Tensor], Gradients]:
         """Run the backward of a call.
 
         Returns:
-            For each parameter a byte, 1 if its gradient is in shared memory; by index, gradients
-            that aren't, as they are sparse, and later parts of those that are; and the gradients
-            of the inputs.
+            The indices of gradients of parameters that are in the caller's memory; by index, those
+            that aren't, as they are sparse; and the gradients of the inputs.
         """
         call = self._calls.get(number)
         if call is None:
@@ -132,18 +144,31 @@ class Worker:
                 "is gone. Run the backward before, or use workers='threads'."
             )
         ends = call.start_backward(d_outputs, keep_graph=keep_graph)
+        self._taken = taken = set[int]()
         try:
-            self._gradients.is_taking = True
             with as_backward_of_replicas():
                 run_backward(ends, keep_graph)
         finally:
-            self._gradients.is_taking = False
+            self._taken = None
             left, of_inputs = call.take_gradients()
-            in_place = self._gradients.taken()
         others = {i: own.to(self._home) for i, own in enumerate(left) if own is not None}
         if not keep_graph:
             call.free_graph()
-        return in_place, others, of_inputs
+        return taken, others, of_inputs
+
+    def _take_gradient(self, index: int, leaf: torch.Tensor) -> None:
+        """Move a gradient to the caller's memory, while the CPU's cache has it."""
+        gradient = leaf.grad
+        if self._taken is None or gradient is None:
+            return
+        if index in self._taken:  # reentrant checkpoints accumulate a gradient in several parts
+            self._gradients[index].add_(move(gradient, self._home))
+        elif gradient.layout is torch.strided:
+            self._gradients[index].copy_(gradient)
+            self._taken.add(index)
+        else:
+            return
+        leaf.grad = None
 
 
 def _fork_processes(connection: socket.socket, caller: int, numbers: Sequence[int]) -> int:
