@@ -28,9 +28,9 @@ from lockstep.nn.replicas.channel import (
     Error,
     Packed,
     Request,
-    Shared,
+    SharedMemory,
     SharedTensor,
-    SharedTensors,
+    shared_like,
 )
 from lockstep.nn.replicas.group import Replica, num_replicas, this_replica
 from lockstep.nn.replicas.local_replica import Arguments, Ends, Gradients
@@ -225,14 +225,13 @@ class ReplicaProcesses:
         if self._snapshot.is_current(state):
             return
         parameters = state.parameters
-        gradients = [SharedTensors(parameters) for _ in self.workers]
+        gradients = [shared_like(parameters) for _ in self.workers]
         is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-        places = SharedTensors(parameters if is_on_cpu else ())
-        known: dict[int, Shared] = {id(buffer): None for buffer in state.buffers}
-        for number, parameter in enumerate(parameters):
-            known[id(parameter)] = places.parts[number] if is_on_cpu else SharedTensor(parameter)
+        places: Sequence[SharedMemory | SharedTensor]
+        places = shared_like(parameters) if is_on_cpu else [*map(SharedMemory, parameters)]
+        known = dict(zip(map(id, parameters), places, strict=True))
         try:
-            requests = [Request("take", (module, own.parts)) for own in gradients]
+            requests = [Request("take", (module, own)) for own in gradients]
             messages = [Packed(request, known) for request in requests]
         except Exception as error:  # pickling may raise anything
             raise TypeError(
@@ -241,10 +240,10 @@ class ReplicaProcesses:
             ) from error
         self._snapshot = _NOTHING  # until all processes have it
         with torch.no_grad():
-            for parameter, there in zip(parameters, places.here, strict=is_on_cpu):
-                parameter.data = there.copy_(parameter)
+            for parameter, place in zip(parameters, places if is_on_cpu else (), strict=False):
+                parameter.data = place.here.copy_(parameter)
         for worker, own, message in zip(self.workers, gradients, messages, strict=True):
-            worker.gradients = own.here
+            worker.gradients = [place.here for place in own]
             self.send(worker, message, max(self._timeout, _START_SECONDS))
         errors: list[BaseException | None] = [None] * len(self.devices)
         for worker in self.workers:
