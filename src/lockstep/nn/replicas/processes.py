@@ -139,8 +139,7 @@ class WorkerProcess:
         self.returncode: int | None = None
         # The versions of its buffers, and of its parameters unless they are in shared memory.
         self.versions: list[object] = []
-        # The numbers of calls that will have no further backward; sent with the next call.
-        self.dropped: list[int] = []
+        self.live: set[int] = set()  # the numbers of calls that may have a further backward
         self.gradients: list[torch.Tensor] = []  # the memory for those of parameters
         self.is_asked = False  # whether it owes the answer to a request
         self._is_home = self.device == devices[0]
@@ -226,8 +225,8 @@ class ReplicaProcesses:
             return
         parameters = state.parameters
         gradients = [shared_like(parameters) for _ in self.workers]
-        is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
         places: Sequence[SharedMemory | SharedTensor]
+        is_on_cpu = self.devices[0].type == "cpu"
         places = shared_like(parameters) if is_on_cpu else [*map(SharedMemory, parameters)]
         known = dict(zip(map(id, parameters), places, strict=True))
         try:
@@ -240,22 +239,22 @@ class ReplicaProcesses:
             ) from error
         self._snapshot = _NOTHING  # until all processes have it
         with torch.no_grad():
-            for parameter, place in zip(parameters, places if is_on_cpu else (), strict=False):
-                parameter.data = place.here.copy_(parameter)
+            for parameter, place in zip(parameters, places, strict=True):
+                if isinstance(place, SharedTensor):
+                    parameter.data = place.here.copy_(parameter)
         for worker, own, message in zip(self.workers, gradients, messages, strict=True):
             worker.gradients = [place.here for place in own]
             self.send(worker, message, max(self._timeout, _START_SECONDS))
-        errors: list[BaseException | None] = [None] * len(self.devices)
+        errors: list[BaseException | None] = [None]
         for worker in self.workers:
+            worker.versions = worker.versions_of(state)
             try:
-                self.receive(worker)
+                errors.append(self.receive(worker))
             except Exception as error:
                 if self._is_ended:
                     raise
-                errors[worker.index] = error
+                errors.append(error)
         raise_first(errors, self.devices)
-        for worker in self.workers:
-            worker.versions = worker.versions_of(state)
         self._snapshot = ModuleSnapshot(state)
 
     def call(
@@ -263,35 +262,35 @@ class ReplicaProcesses:
     ) -> list[RemoteCall]:
         """Start a call of ``method`` in one process for each of ``arguments``."""
         number, count, modes = next(self._numbers), 1 + len(arguments), Modes.here()
-        training = [part.training for part in state.parts]
-        trained = [parameter.requires_grad for parameter in state.parameters]
+        num_buffers = len(state.buffers)
         calls, messages = [], []
         for worker, own in zip(self.workers, arguments, strict=False):
-            versions, num_buffers = worker.versions_of(state), len(state.buffers)
+            versions = worker.versions_of(state)
             pairs = enumerate(zip(worker.versions, versions, strict=True))
             changed = [i for i, (before, now) in pairs if before != now]
-            message = Call(
-                number,
-                Replica(worker.index, count, num_replicas(), spans_processes=True, sums=None),
-                method,
-                own,
-                modes,
-                training,
-                trained,
-                [i - num_buffers for i in changed if i >= num_buffers],
-                {i: state.buffers[i] for i in changed if i < num_buffers},
-                worker.dropped[:],
-                returns_buffers,
+            call = Call(
+                number=number,
+                replica=Replica(worker.index, count, num_replicas(), True, sums=None),
+                method=method,
+                arguments=own,
+                modes=modes,
+                training=[part.training for part in state.parts],
+                trained=[parameter.requires_grad for parameter in state.parameters],
+                parameters=[i - num_buffers for i in changed if i >= num_buffers],
+                buffers={i: state.buffers[i] for i in changed if i < num_buffers},
+                live=worker.live.copy(),
+                returns_buffers=returns_buffers,
             )
-            calls.append(RemoteCall(self, worker, message, versions))
+            calls.append(RemoteCall(self, worker, call))
             try:
-                messages.append(Packed(Request("call", (message,))))
+                messages.append((worker, versions, Packed(Request("call", (call,)))))
             except Exception as error:  # pickling may raise anything
                 raise TypeError(
                     f"An argument can't be sent to other processes: {error}."
                 ) from error
-        for call, packed in zip(calls, messages, strict=True):
-            self.send(call.worker, packed)
+        for worker, versions, message in messages:
+            self.send(worker, message)
+            worker.versions = versions
         return calls
 
     def send(self, worker: WorkerProcess, message: Packed, timeout: float | None = None) -> None:
@@ -324,6 +323,7 @@ class ReplicaProcesses:
             raise
         worker.is_asked = False
         if isinstance(answer, Error):
+            worker.versions = [None] * len(worker.versions)  # it may not have taken what was sent
             raise answer.exception()
         return answer
 
@@ -360,25 +360,21 @@ class ReplicaProcesses:
 class RemoteCall:
     """The call of a replica in another process, with the interface of a ReplicaCall."""
 
-    def __init__(
-        self, processes: ReplicaProcesses, worker: WorkerProcess, call: Call, versions: list[object]
-    ) -> None:
+    def __init__(self, processes: ReplicaProcesses, worker: WorkerProcess, call: Call) -> None:
         self.device = worker.device
         self.worker = worker
         self.inputs = [x for x in tensors_in(call.arguments) if x.requires_grad]
         self.results: Any = None
         self.buffers: Gradients = []  # the floating-point buffers, if buffers are averaged
-        self._processes = processes
-        self._number, self._num_dropped, self._versions = call.number, len(call.dropped), versions
+        self._processes, self._number = processes, call.number
         self._derived: tuple[Any, ...] = ()
         if call.modes.grad:
-            weakref.finalize(self, worker.dropped.append, call.number).atexit = False
+            worker.live.add(call.number)
+            weakref.finalize(self, worker.live.discard, call.number).atexit = False
 
     def forward(self) -> None:
         """Receive the results."""
         self.results, self.buffers = self._processes.receive(self.worker)
-        del self.worker.dropped[: self._num_dropped]
-        self.worker.versions = self._versions
 
     def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
         """Request the backward of the process."""

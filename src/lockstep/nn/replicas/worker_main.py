@@ -51,7 +51,7 @@ class Call(NamedTuple):
     trained: list[bool]  # for each parameter whether it requires a gradient
     parameters: list[int]  # indices of those that have changed, if the process has copies
     buffers: dict[int, torch.Tensor]  # those that have changed, by index
-    dropped: list[int]  # the numbers of calls that will have no further backward
+    live: set[int]  # the numbers of earlier calls that may have a further backward
     returns_buffers: bool  # whether to return the floating-point buffers, too
 
 
@@ -100,8 +100,7 @@ class Worker:
 
     def call(self, call: Call) -> tuple[Any, Gradients]:
         """Return a method's results, and floating-point buffers if ``returns_buffers``."""
-        for number in call.dropped:
-            self._calls.pop(number, None)
+        self._calls = {number: own for number, own in self._calls.items() if number in call.live}
         for part, training in zip(self._module.modules(), call.training, strict=True):
             if part.training is not training:  # a read is much faster than a write
                 part.training = training
