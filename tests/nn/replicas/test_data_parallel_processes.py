@@ -358,7 +358,9 @@ class CountsGraphs(nn.Linear):
 
 
 def test_calls_nobody_will_differentiate_are_dropped() -> None:
-    model = DataParallel(CountsGraphs(batch().shape[1], 1).double(), ["cpu"] * 3, workers="processes")
+    model = DataParallel(
+        CountsGraphs(batch().shape[1], 1).double(), ["cpu"] * 3, workers="processes"
+    )
     assert model(batch(3))[1] == 0
     gc.collect()
     output, nums_alive = model(batch(2))  # with two rows the third has nothing to do

@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.nn.replicas.linked_embedding import LinkedEmbedding, linked_embeddings_in
-from lockstep.nn.replicas.module_copy import ModuleCopy, ModuleState, version_of
+from lockstep.nn.replicas.module_copy import (
+    LinkedEmbedding,
+    ModuleCopy,
+    ModuleState,
+    linked_embeddings_in,
+    version_of,
+)
 from lockstep.nn.replicas.nested import map_tensors, tensors_in
 
 Gradients = list[torch.Tensor | None]

@@ -188,7 +188,7 @@ class _Call:
                     ends = call.start_backward(own, keep_graph=keep_graph)
                     if isinstance(call, RemoteCall):
                         tasks.append(self._on_devices(call, call.receive_gradients))
-                    elif call.device.type == "cpu":
+                    elif call.device.type == "cpu" or self.processes is not None:
                         tasks.append(partial(run_backward, ends, keeps))
                     else:
                         tasks.append(nothing)
