@@ -123,11 +123,12 @@ class Channel:
         for tensor, device, span in packed.tensors:
             tensor_at(memories[device].here, *span).copy_(tensor.detach())
         _settle({*self._devices, *memories, *self._theirs})
-        first = Packed(new, segments=packed.segments)
-        header = _HEADER.pack(len(first.payload), len(packed.payload))
-        send_message(self._socket, header, [each.descriptor for each in first.segments])
+        handles = pickle.dumps({device: own.handle() for device, own in new.items()})
+        segments = [*packed.segments, *(own.segment for own in new.values() if own.segment)]
+        header = _HEADER.pack(len(handles), len(packed.payload))
+        send_message(self._socket, header, [segment.descriptor for segment in segments])
         self._mine = memories
-        self._socket.sendall(first.payload + packed.payload)
+        self._socket.sendall(handles + packed.payload)
 
     def receive(self) -> Any:
         """Return the next value.
@@ -142,10 +143,11 @@ class Channel:
             raise EOFError
         segments = []
         try:
-            first, payload = map(self._receive_bytes, _HEADER.unpack(header))
+            handles, payload = map(self._receive_bytes, _HEADER.unpack(header))
             while descriptors:
                 segments.append(map_segment(descriptors.pop(0)))
-            self._theirs |= _Unpickler(first, segments, {}).load()
+            for device, handle in pickle.loads(handles).items():
+                self._theirs[device] = handle[0](*handle[1]) if handle else segments.pop()
         except BaseException:
             # The sender takes this memory for mapped, and would not send it again.
             self.close()
@@ -167,21 +169,17 @@ class Channel:
 class Packed(cloudpickle.Pickler):  # type: ignore[misc]
     """A value, pickled without its tensors and segments, which are kept as attributes.
 
-    ``known`` are, by ``id()``, tensors in shared memory, which arrive there. ``segments`` are the
-    segments that the same message already has.
+    ``known`` are, by ``id()``, tensors in shared memory, which arrive there.
     """
 
     def __init__(
-        self,
-        value: object,
-        known: Mapping[int, SharedMemory | SharedTensor] | None = None,
-        segments: Iterable[Segment] = (),
+        self, value: object, known: Mapping[int, SharedMemory | SharedTensor] | None = None
     ) -> None:
         file = io.BytesIO()
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[tuple[torch.Tensor, torch.device, Span]] = []
         self.layout = Layout()
-        self.segments = [*segments]
+        self.segments: list[Segment] = []
         self._known = known or {}
         self.dump(value)
         self.payload = file.getvalue()
@@ -262,9 +260,11 @@ class SharedMemory:
         if segment is not None:
             weakref.finalize(self, segment.close)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        reduced: tuple[Callable[..., Any], tuple[Any, ...]] = reduce_tensor(self.here)
-        return reduced
+    def handle(self) -> Any:
+        """Return a function that maps an accelerator's memory, and its arguments."""
+        return reduce_tensor(self.here) if self.segment is None else None
+
+    __reduce__ = handle
 
 
 def shared_memory(num_bytes: int, device: torch.device) -> SharedMemory:

@@ -132,10 +132,8 @@ class ReplicaCall:
         self.device = device
         self.inputs = [x for x in tensors_in(arguments) if x.requires_grad]
         self.results: Any = None
-        self._outputs: list[torch.Tensor] = []
-        # Indices of outputs: those whose graph is freed, and the roots of the last backward.
-        self._freed: set[int] = set()
-        self._begun: set[int] = set()
+        self._outputs: list[torch.Tensor | None] = []  # None once its graph is freed
+        self._roots: list[int] = []  # the indices of outputs from which the last backward started
         self._call = call
         self._arguments = arguments
         self._leaves = leaves
@@ -145,7 +143,7 @@ class ReplicaCall:
         """Call the replica."""
         args, kwargs = map_tensors(self._own, self._arguments)
         self.results = self._call(*args, **kwargs)
-        self._outputs = tensors_in(self.results)
+        self._outputs = [*tensors_in(self.results)]
         self._arguments = ((), {})  # free their memory
 
     def _own(self, argument: torch.Tensor) -> torch.Tensor:
@@ -157,16 +155,15 @@ class ReplicaCall:
 
     def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
         """Return the outputs from which a backward starts, each with its gradient."""
-        self._begun = {i for i, gradient in enumerate(d_outputs) if gradient is not None}
-        if self._begun & self._freed:
+        self._roots = [i for i, gradient in enumerate(d_outputs) if gradient is not None]
+        if any(self._outputs[index] is None for index in self._roots):
             raise RuntimeError(
                 "A second backward through replicas whose first has let go of what it needs. Give "
                 "the first retain_graph=True."
             )
+        pairs = zip(self._outputs, d_outputs, strict=True)
         return [
-            (output, gradient)
-            for output, gradient in zip(self._outputs, d_outputs, strict=True)
-            if gradient is not None and output.requires_grad
+            (own, g) for own, g in pairs if own is not None and g is not None and own.requires_grad
         ]
 
     def derivative(self, d_outputs: Gradients) -> ReplicaCall:
@@ -193,9 +190,8 @@ class ReplicaCall:
 
     def free_graph(self) -> None:
         """Free the graph of the outputs from which the last backward started."""
-        self._freed |= self._begun
-        for index in self._begun:
-            self._outputs[index] = self._outputs[index].detach()
+        for index in self._roots:
+            self._outputs[index] = None
 
     def take_gradients(self) -> tuple[Gradients, Gradients]:
         """Return the gradients of the parameters and of the inputs; reset those of the leaves."""

@@ -39,7 +39,7 @@ from lockstep.nn.replicas.processes import RemoteCall, ReplicaProcesses
 from lockstep.nn.replicas.worker_threads import WorkerThreads, nothing, raise_first
 from lockstep.torch_private import _foreach_add_, _get_current_graph_task_keep_graph
 
-Task = Callable[[], None]
+Task = Callable[[], object]
 
 
 class Replicas:
@@ -138,14 +138,8 @@ class _Call:
         """Call all replicas; return the tensors in ``results``."""
         if self.is_derivative:
             elsewhere = [call for call in self.calls if call.device.type != "cpu"]
-
-            def meanwhile() -> None:  # in this thread: see backward()
-                for call in elsewhere:
-                    call.forward()
-
-            is_here = [call.device.type == "cpu" for call in self.calls]
-            forwards = zip(self.calls, is_here, strict=True)
-            self._run([call.forward if here else nothing for call, here in forwards], meanwhile)
+            here = [nothing if call in elsewhere else call.forward for call in self.calls]
+            self._run(here, lambda: [call.forward() for call in elsewhere])  # see backward()
         else:
             tasks = [self._on_devices(call, call.forward) for call in self.calls]
             self._run(as_replicas(tasks, in_processes=self.processes is not None))
@@ -160,8 +154,8 @@ class _Call:
 
     def _on_devices(self, call: ReplicaCall | RemoteCall, task: Task) -> Task:
         """Return ``task`` on the call's device; processes send tensors of all devices."""
-        is_remote = isinstance(call, RemoteCall)
-        for device in {own.device for own in self.calls} if is_remote else (call.device,):
+        calls = self.calls if isinstance(call, RemoteCall) else [call]
+        for device in {own.device for own in calls}:
             task = on_device(device, task)
         return task
 
@@ -194,13 +188,10 @@ class _Call:
                         tasks.append(nothing)
                         elsewhere += ends
 
-                def meanwhile() -> None:
-                    # Autograd has one thread per accelerator. If this is one of them, a backward
-                    # in a worker thread would wait for it forever; a backward that is started here
-                    # is run by this thread and those of the other accelerators.
-                    run_backward(elsewhere, keeps)
-
-                self._run(tasks, meanwhile)
+                # Autograd has one thread per accelerator. If this is one of them, a backward in a
+                # worker thread would wait for it forever; a backward that is started here is run by
+                # this thread and those of the other accelerators.
+                self._run(tasks, partial(run_backward, elsewhere, keeps))
             finally:
                 # Also after a failed backward: its gradients must not be added to the next one's.
                 taken = [call.take_gradients() for call in self.calls]
