@@ -59,7 +59,7 @@ class LocalReplica:
         if not self._owns_buffers:
             for own, version in zip(state.buffers, state.versions, strict=True):
                 copy = earlier.get(id(own))
-                if not isinstance(copy, _Buffer) or not copy.is_current(own, version):
+                if not isinstance(copy, _Buffer) or not copy.is_current(version):
                     copy = _Buffer(own, version, self.device)
                 self._copies[id(own)] = copy
             self.buffers = [self._copies[id(own)].tensor for own in state.buffers]
@@ -85,9 +85,9 @@ class _Leaf:
     def is_current(self, original: torch.Tensor) -> bool:
         """Whether it is a leaf for ``original``; a copy on another device is updated here."""
         leaf = self.tensor
-        if self._original is not original or leaf.requires_grad != original.requires_grad:
+        if (leaf.requires_grad, leaf.dtype) != (original.requires_grad, original.dtype):
             return False
-        if leaf.dtype != original.dtype or leaf.shape != original.shape:
+        if leaf.shape != original.shape:
             return False
         if self._is_shared:
             return leaf.is_meta or leaf.is_set_to(original)
@@ -105,13 +105,12 @@ class _Buffer:
     """
 
     def __init__(self, original: torch.Tensor, version: object, device: torch.device) -> None:
-        self._original, self._version = original, version
+        self._original, self._version = original, version  # see _Leaf
         self.tensor = original.detach().to(device, copy=True)
         self._own_version = version_of(self.tensor)
 
-    def is_current(self, original: torch.Tensor, version: object) -> bool:
-        is_same = self._original is original and self._version == version
-        return is_same and self._own_version == version_of(self.tensor)
+    def is_current(self, version: object) -> bool:
+        return self._version == version and self._own_version == version_of(self.tensor)
 
 
 class ReplicaCall:

@@ -367,7 +367,7 @@ class RemoteCall:
         self.results: Any = None
         self.buffers: Gradients = []  # the floating-point buffers, if buffers are averaged
         self._processes, self._number = processes, call.number
-        self._derived: tuple[Any, ...] = ()
+        self._gradients: tuple[Gradients, Gradients] = ([], [])
         if call.modes.grad:
             worker.live.add(call.number)
             weakref.finalize(self, worker.live.discard, call.number).atexit = False
@@ -378,7 +378,6 @@ class RemoteCall:
 
     def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
         """Request the backward of the process."""
-        self._derived = ()
         own = [None if gradient is None else gradient.detach() for gradient in d_outputs]
         request = Request("backward", (self._number, own, keep_graph))
         self._processes.send(self.worker, Packed(request))
@@ -386,16 +385,14 @@ class RemoteCall:
 
     def receive_gradients(self) -> None:
         """Wait for the end of the backward of the process."""
-        self._derived = self._processes.receive(self.worker)
+        taken, others, of_inputs = self._processes.receive(self.worker)
+        memory = enumerate(self.worker.gradients)
+        self._gradients = [own if i in taken else others.get(i) for i, own in memory], of_inputs
 
     def take_gradients(self) -> tuple[Gradients, Gradients]:
         """Return the gradients of the parameters, in shared memory, and of the inputs."""
-        derived, self._derived = self._derived, ()
-        if not derived:  # it has failed
-            return [], []
-        taken, others, of_inputs = derived
-        memory = enumerate(self.worker.gradients)
-        return [own if i in taken else others.get(i) for i, own in memory], of_inputs
+        gradients, self._gradients = self._gradients, ([], [])
+        return gradients
 
     def free_graph(self) -> None:
         """Do nothing: the process frees its graph after its backward."""
