@@ -63,13 +63,12 @@ def _start_processes(devices: Sequence[torch.device]) -> list[WorkerProcess]:
     They are forks of one new interpreter, so that torch, which takes seconds, is imported once.
     """
     num_threads = max(1, torch.get_num_threads() // len(devices))
-    seed, (home, *others) = torch.initial_seed(), map(str, devices)
-    seats = [((seed + i) % 2**63, home, other) for i, other in enumerate(others, start=1)]
     with ExitStack() as after, ExitStack() as after_errors:
-        mine, theirs = zip(*(socket.socketpair() for _ in [None, *seats]), strict=True)
+        mine, theirs = zip(*(socket.socketpair() for _ in devices), strict=True)
         connection, *connections = map(after_errors.enter_context, mine)
         numbers = [after.enter_context(own).fileno() for own in theirs]
-        arguments = json.dumps([[*map(str, sys.path)], num_threads, os.getpid(), numbers, seats])
+        seed, names, path = torch.initial_seed(), [*map(str, devices)], [*map(str, sys.path)]
+        arguments = json.dumps([path, num_threads, os.getpid(), numbers, seed, names])
         interpreter = subprocess.Popen(
             [sys.executable, "-P", "-c", _MAIN, arguments],
             stdin=subprocess.DEVNULL,

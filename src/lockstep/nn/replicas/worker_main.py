@@ -170,18 +170,19 @@ class Worker:
         leaf.grad = None
 
 
-def _fork_processes(connection: socket.socket, caller: int, numbers: Sequence[int]) -> int:
-    """Fork a process for each descriptor, and return its index in each of them.
+def _fork_processes(caller: int, numbers: Sequence[int]) -> int:
+    """Fork a process for each descriptor but the first, and return its index in each of them.
 
     This process, their parent, exits when the caller is ready to adopt them.
     """
-    parent, pids = os.getpid(), []
-    for index, number in enumerate(numbers if os.getppid() == caller else ()):
+    parent, pids, connection = os.getpid(), [], socket.socket(fileno=numbers[0])
+    for index, number in enumerate(numbers[1:] if os.getppid() == caller else (), start=1):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are OpenBLAS's
             pid = os.fork()
         if not pid:
-            for other in {*numbers, connection.detach()} - {number}:
+            connection.detach()
+            for other in {*numbers} - {number}:
                 os.close(other)
             os.setsid()
             while os.getppid() == parent:  # until the caller is
@@ -211,7 +212,7 @@ def _end_with(connection: socket.socket, caller: int) -> None:
 
 
 def main(
-    num_threads: int, caller: int, numbers: Sequence[int], seats: Sequence[Sequence[Any]]
+    num_threads: int, caller: int, numbers: Sequence[int], seed: int, devices: Sequence[str]
 ) -> None:
     """Fork the replicas' processes, and serve requests in each of them.
 
@@ -219,19 +220,19 @@ def main(
         num_threads: The number of intra-op threads of each process.
         caller: The process id of the caller.
         numbers: Descriptors of sockets to the caller: one for this process, then one per replica.
-        seats: For each replica its random seed, the module's device and its own device.
+        seed: The random seed of the caller.
+        devices: The devices of the caller and of the replicas.
     """
-    first, *others = numbers
-    index = _fork_processes(socket.socket(fileno=first), caller, others)
-    connection, (seed, *devices) = socket.socket(fileno=others[index]), seats[index]
-    home, device = map(torch.device, devices)
+    index = _fork_processes(caller, numbers)
+    connection = socket.socket(fileno=numbers[index])
+    home, device = torch.device(devices[0]), torch.device(devices[index])
     if hasattr(os, "SCHED_BATCH"):
         # Otherwise the first process to receive a message preempts the caller, which has not yet
         # sent the others theirs.
         with contextlib.suppress(OSError):  # where the scheduler's policy may not be changed
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(num_threads)
-    torch.manual_seed(seed)
+    torch.manual_seed((seed + index) % 2**63)
     # numpy 1 makes its global generator when it is imported. Python seeds its own after a fork.
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
