@@ -344,32 +344,35 @@ def test_copies_start_their_own() -> None:
         del other
 
 
-def test_calls_nobody_will_differentiate_are_dropped(model: DataParallel) -> None:
-    dropped = [worker.dropped for worker in model._replicas._processes.workers]
-    gc.collect()  # calls of other tests
-    model(batch())
-    for _ in range(3):
-        gc.collect()
-        ((last,),) = dropped  # the one before
-        output = model(batch())
-        assert dropped == [[]]
-        del output
-        gc.collect()
-        assert dropped == [[last + 1]]
+_graphs: list[weakref.ref[torch.Tensor]] = []
 
 
-def test_a_process_that_is_not_called_is_told_with_its_next_call() -> None:
-    model = DataParallel(net().eval(), ["cpu"] * 3, workers="processes")
-    model(batch(3))
+class CountsGraphs(nn.Linear):
+    """Its second output is how many earlier ones its process keeps for their backwards."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        num_alive = sum(kept() is not None for kept in _graphs)
+        leaf = x.clone().requires_grad_()  # which the graph keeps itself
+        _graphs.append(weakref.ref(leaf))
+        return super().forward(leaf), num_alive
+
+
+def test_calls_nobody_will_differentiate_are_dropped() -> None:
+    model = DataParallel(
+        CountsGraphs(batch().shape[1], 1).double(), ["cpu"] * 3, workers="processes"
+    )
+    assert model(batch(3))[1] == 0
     gc.collect()
-    dropped = [worker.dropped for worker in model._replicas._processes.workers]
-    ((first,), _) = dropped
-    for number in (first + 1, first + 2):  # with two rows the third has nothing to do
-        model(batch(2))
+    output, nums_alive = model(batch(2))  # with two rows the third has nothing to do
+    assert nums_alive == 0
+    for _ in range(2):
+        again, nums_alive = model(batch(3))
+        assert nums_alive == [1, 1, 0]
+        del again
         gc.collect()
-        assert dropped == [[number], [first]]
-    model(batch(3))
-    assert dropped[1] in ([], [first + 3])
+    del output
+    gc.collect()
+    assert model(batch(3))[1] == 0
 
 
 class Asks(nn.Module):

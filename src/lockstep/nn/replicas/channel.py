@@ -1,7 +1,7 @@
 """Messages between two processes; their tensors go through shared memory.
 
 On the CPU the shared memory is a ``Segment``; an accelerator's memory is shared by the handle of
-its driver. A ``SharedTensor`` or ``SharedPart`` arrives as a tensor in the same memory.
+its driver. ``SharedMemory`` and a ``SharedTensor`` arrive as tensors in the same memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from lockstep.comm import Segment, map_segment, receive_message, send_message, shut_down
 from lockstep.nn.replicas.group import is_one, mark_as_one
 
-_HEADER = struct.Struct("<Q")  # the length of the message
+_HEADER = struct.Struct("<QQ")  # the lengths of the two parts of the message
 _MOST_DESCRIPTORS = 8
 _ALIGNMENT_BYTES = 64
 
@@ -66,11 +66,10 @@ class Error(NamedTuple):
 class Channel:
     """One end of a connection between two processes.
 
-    Values are pickled without their tensors. The sender copies each tensor to its own shared memory
-    on the tensor's device, and the receiver copies it from there. Every message uses the same
-    memory, so a sender must wait for an answer before it sends again. Errors at the caller's end,
-    ``is_caller``, are sent without their traceback. The connection's timeout applies to
-    :meth:`send` and :meth:`receive`.
+    The sender copies each tensor of a value to its own shared memory on the tensor's device, and
+    the receiver copies it from there. Every message uses the same memory, so a sender must wait for
+    an answer before it sends again. Errors at the caller's end, ``is_caller``, are sent without
+    their traceback. The connection's timeout applies to :meth:`send` and :meth:`receive`.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Channel:
         self._socket = connection
         self._devices = set(devices)
         self._is_caller = is_caller
-        self._mine: dict[torch.device, SharedTensor] = {}
+        self._mine: dict[torch.device, SharedMemory] = {}
         self._theirs: dict[torch.device, torch.Tensor] = {}
 
     def close(self) -> None:
@@ -115,21 +114,21 @@ class Channel:
             Exception: If ``value`` can't be pickled; then nothing was sent.
         """
         packed = value if isinstance(value, Packed) else Packed(value)
-        num_bytes = packed.layout.num_bytes
         new = {
             device: shared_memory(2 * count, device)
-            for device, count in num_bytes.items()
+            for device, count in packed.layout.num_bytes.items()
             if device not in self._mine or count > len(self._mine[device].here)
         }
         memories = self._mine | new
-        for tensor, span in packed.tensors:
-            tensor_at(memories[span.device].here, span).copy_(tensor.detach())
-        _settle({*self._devices, *num_bytes, *self._theirs})
-        message = Packed((new, packed.payload), segments=packed.segments)
-        header = _HEADER.pack(len(message.payload))
-        send_message(self._socket, header, [each.descriptor for each in message.segments])
+        for tensor, device, span in packed.tensors:
+            tensor_at(memories[device].here, *span).copy_(tensor.detach())
+        _settle({*self._devices, *memories, *self._theirs})
+        handles = pickle.dumps({device: own.handle() for device, own in new.items()})
+        segments = [*packed.segments, *(own.segment for own in new.values() if own.segment)]
+        header = _HEADER.pack(len(handles), len(packed.payload))
+        send_message(self._socket, header, [segment.descriptor for segment in segments])
         self._mine = memories
-        self._socket.sendall(message.payload)
+        self._socket.sendall(handles + packed.payload)
 
     def receive(self) -> Any:
         """Return the next value.
@@ -142,110 +141,104 @@ class Channel:
         header, descriptors = receive_message(self._socket, _HEADER.size, _MOST_DESCRIPTORS)
         if len(header) < _HEADER.size:
             raise EOFError
-        (length,) = _HEADER.unpack(header)
-        message, memory = bytearray(), []
+        segments = []
         try:
-            while len(message) < length:
-                part = self._socket.recv(min(length - len(message), 1 << 20))
-                if not part:
-                    raise EOFError
-                message += part
+            handles, payload = map(self._receive_bytes, _HEADER.unpack(header))
             while descriptors:
-                memory.append(map_segment(descriptors.pop(0)))
-            new, payload = _Unpickler(message, memory, {}).load()
+                segments.append(map_segment(descriptors.pop(0)))
+            for device, handle in pickle.loads(handles).items():
+                self._theirs[device] = handle[0](*handle[1]) if handle else segments.pop()
         except BaseException:
             # The sender takes this memory for mapped, and would not send it again.
             self.close()
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
-        self._theirs |= new
-        return _Unpickler(payload, memory, self._theirs).load()
+        return _Unpickler(payload, segments, self._theirs).load()
 
-
-class _Key(NamedTuple):
-    """A tensor's persistent id. It and its span are sent as tuples, which pickle much faster."""
-
-    number: int | None  # the id() of a tensor to which the value may refer several times
-    where: Any  # its span in the sender's memory, or its shared memory, which arrives as a tensor
-    is_parameter: bool
-    requires_grad: bool
-    is_one: bool
+    def _receive_bytes(self, length: int) -> bytearray:
+        received = bytearray()
+        while len(received) < length:
+            part = self._socket.recv(min(length - len(received), 1 << 20))
+            if not part:
+                raise EOFError
+            received += part
+        return received
 
 
 class Packed(cloudpickle.Pickler):  # type: ignore[misc]
     """A value, pickled without its tensors and segments, which are kept as attributes.
 
-    ``known`` are, by ``id()``, tensors to which the value may refer several times. Each arrives as
-    one tensor; a parameter arrives in its shared memory. ``segments`` are the segments that the
-    same message already has.
+    ``known`` are, by ``id()``, tensors in shared memory, which arrive there.
     """
 
     def __init__(
-        self,
-        value: object,
-        known: Mapping[int, Shared] | None = None,
-        segments: Iterable[Segment] = (),
+        self, value: object, known: Mapping[int, SharedMemory | SharedTensor] | None = None
     ) -> None:
         file = io.BytesIO()
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[tuple[torch.Tensor, Span]] = []
+        self.tensors: list[tuple[torch.Tensor, torch.device, Span]] = []
         self.layout = Layout()
-        self.segments = [*segments]
+        self.segments: list[Segment] = []
         self._known = known or {}
         self.dump(value)
         self.payload = file.getvalue()
 
     def persistent_id(self, value: object) -> object:  # noqa: D102 - pickle's
-        if isinstance(value, SharedTensor) and value.segment is not None:
-            if value.segment not in self.segments:
-                self.segments.append(value.segment)
-            return self.segments.index(value.segment)
+        if isinstance(value, _OfMessage):
+            return value.device
+        if not isinstance(value, SharedMemory) or value.segment is None:
+            return None
+        if value.segment not in self.segments:
+            self.segments.append(value.segment)
+        return self.segments.index(value.segment)
+
+    def reducer_override(self, value: Any) -> Any:  # noqa: D102 - pickle's
         if not isinstance(value, torch.Tensor):
-            return None
-        number = id(value) if id(value) in self._known else None
+            return super().reducer_override(value)
         if (shared := self._known.get(id(value))) is not None:
-            is_parameter = isinstance(value, nn.Parameter)
-            return tuple(_Key(number, shared, is_parameter, value.requires_grad, is_one=False))
+            return _as_leaf, (shared, isinstance(value, nn.Parameter), value.requires_grad)
         if value.layout is not torch.strided:
-            return None
-        span = self.layout.add(value)
-        self.tensors.append((value, span))
-        return tuple(_Key(number, tuple(span), False, value.requires_grad, is_one(value)))
+            return super().reducer_override(value)
+        device, span = self.layout.add(value)
+        self.tensors.append((value, device, span))
+        return _copied, (_OfMessage(device), span, value.requires_grad, is_one(value))
+
+
+class _OfMessage(NamedTuple):
+    """The sender's memory on a device for the tensors of its messages."""
+
+    device: torch.device
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles a value, and inserts its tensors and segments."""
+    """Unpickles a value, and inserts shared memory: by number, or by device that of messages."""
 
     def __init__(
         self,
-        payload: bytes | bytearray,
+        payload: bytearray,
         segments: Sequence[torch.Tensor],
         memories: Mapping[torch.device, torch.Tensor],
     ) -> None:
         super().__init__(io.BytesIO(payload))
         self._segments, self._memories = segments, memories
-        self._known: dict[int, torch.Tensor] = {}
 
     def persistent_load(self, key: Any) -> torch.Tensor:
-        if isinstance(key, int):
-            return self._segments[key]
-        key = _Key(*key)
-        if key.number in self._known:
-            return self._known[key.number]
-        tensor: torch.Tensor
-        if isinstance(key.where, tuple):  # the next message will overwrite this memory
-            span = Span(*key.where)
-            tensor = tensor_at(self._memories[span.device], span).clone()
-        else:
-            tensor = key.where
-        if key.is_parameter:
-            tensor = nn.Parameter(tensor, requires_grad=False)
-        if key.is_one:
-            mark_as_one(tensor)
-        if key.number is not None:
-            self._known[key.number] = tensor
-        return tensor.requires_grad_(key.requires_grad)
+        return self._segments[key] if isinstance(key, int) else self._memories[key]
+
+
+def _copied(memory: torch.Tensor, span: Span, requires_grad: bool, is_one: bool) -> torch.Tensor:
+    # The next message will overwrite this memory.
+    tensor = tensor_at(memory, *span).clone()
+    if is_one:
+        mark_as_one(tensor)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _as_leaf(tensor: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
+    if is_parameter:
+        return nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad)
 
 
 def _settle(devices: Iterable[torch.device]) -> None:
@@ -256,8 +249,8 @@ def _settle(devices: Iterable[torch.device]) -> None:
             torch.accelerator.synchronize(device)
 
 
-class SharedTensor:
-    """A tensor, ``here``, in a segment of its own or in an accelerator's memory.
+class SharedMemory:
+    """A tensor, ``here``, that is all of a segment, or in an accelerator's memory.
 
     The segment's descriptor is closed when this object is freed.
     """
@@ -267,52 +260,45 @@ class SharedTensor:
         if segment is not None:
             weakref.finalize(self, segment.close)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        reduced: tuple[Callable[..., Any], tuple[Any, ...]] = reduce_tensor(self.here)
-        return reduced
+    def handle(self) -> Any:
+        """Return a function that maps an accelerator's memory, and its arguments."""
+        return reduce_tensor(self.here) if self.segment is None else None
+
+    __reduce__ = handle
 
 
-def shared_memory(num_bytes: int, device: torch.device) -> SharedTensor:
+def shared_memory(num_bytes: int, device: torch.device) -> SharedMemory:
     """Allocate shared memory on ``device``."""
     if device.type != "cpu":
-        return SharedTensor(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+        return SharedMemory(torch.empty(num_bytes, dtype=torch.uint8, device=device))
     segment, here = Segment.create(num_bytes)
-    return SharedTensor(here, segment)
+    return SharedMemory(here, segment)
 
 
-class SharedPart(NamedTuple):
-    """A tensor in a part of shared memory; it arrives as a tensor in the same memory."""
+class SharedTensor(NamedTuple):
+    """A tensor, ``here``, in a part of shared memory."""
 
-    memory: SharedTensor
+    memory: SharedMemory
     span: Span
+    here: torch.Tensor
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return tensor_at, (self.memory, self.span)
+        return tensor_at, (self.memory, *self.span)
 
 
-Shared = SharedTensor | SharedPart | None
+def shared_like(tensors: Iterable[torch.Tensor]) -> list[SharedTensor]:
+    """Return new tensors in shared memory, of the shapes and devices of given ones."""
+    layout = Layout()
+    spans = [layout.add(tensor) for tensor in tensors]
+    with torch.inference_mode(False):  # inference tensors could not be trained
+        memory = {d: shared_memory(count, d) for d, count in layout.num_bytes.items()}
+        return [
+            SharedTensor(memory[d], span, tensor_at(memory[d].here, *span)) for d, span in spans
+        ]
 
 
-class SharedTensors:
-    """New tensors, ``here``, in shared memory, of the shapes and devices of given ones."""
-
-    def __init__(self, like: Iterable[torch.Tensor]) -> None:
-        layout = Layout()
-        spans = [layout.add(tensor) for tensor in like]
-        with torch.inference_mode(False):  # inference tensors could not be trained
-            memory = {d: shared_memory(count, d) for d, count in layout.num_bytes.items()}
-            self.parts = [SharedPart(memory[span.device], span) for span in spans]
-            self.here = [tensor_at(part.memory.here, part.span) for part in self.parts]
-
-
-class Span(NamedTuple):
-    """A tensor's position and layout in the memory of its device."""
-
-    device: torch.device
-    dtype: torch.dtype
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+# A tensor's position and layout in the memory of its device: dtype, offset, shape and strides.
+Span = tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]
 
 
 class Layout:
@@ -322,31 +308,31 @@ class Layout:
         self.num_bytes: dict[torch.device, int] = {}
         self._devices: dict[torch.device, torch.device] = {}  # one object each is pickled once
 
-    def add(self, tensor: torch.Tensor) -> Span:
-        """Return a span for ``tensor``, with the strides of ``torch.empty_like(tensor)``."""
+    def add(self, tensor: torch.Tensor) -> tuple[torch.device, Span]:
+        """Return a device and a span, with the strides of ``torch.empty_like(tensor)``."""
         device = self._devices.setdefault(tensor.device, tensor.device)
         start = self.num_bytes.get(device, 0)
         size = -(-tensor.numel() * tensor.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self.num_bytes[device] = start + size
         # Not by an empty tensor on meta, for which torch imports SymPy.
         stride = (tensor if tensor.is_contiguous() else torch.empty_like(tensor)).stride()
-        return Span(device, tensor.dtype, start, tuple(tensor.shape), stride)
+        return device, (tensor.dtype, start, tuple(tensor.shape), stride)
 
 
-def tensor_at(memory: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return the tensor at ``span`` in ``memory``, a tensor of bytes."""
-    _, dtype, start, shape, stride = span
+def tensor_at(
+    memory: torch.Tensor,
+    dtype: torch.dtype,
+    start: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> torch.Tensor:
+    """Return the tensor at a :data:`Span` in ``memory``, a tensor of bytes."""
     flat = memory.new_empty(0, dtype=dtype)
     if memory.device.type != "cpu":
         return flat.set_(memory.untyped_storage(), start // flat.element_size(), shape, stride)
     # In a storage of its own: torch.save() of a tensor saves its whole storage.
     if count := math.prod(shape):
-        flat = torch.frombuffer(bytes_of(memory), dtype=dtype, count=count, offset=start)
+        buffer = (ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())
+        buffer._tensor = memory  # type: ignore[attr-defined]  # keeps the memory alive
+        flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start)
     return flat.as_strided(shape, stride)
-
-
-def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_uint8]:
-    """Return the memory of a uint8 tensor on the CPU as a ctypes array, which keeps it alive."""
-    own = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
-    own._tensor = tensor  # type: ignore[attr-defined]  # keeps the memory alive
-    return own

@@ -8,11 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.nn.replicas.gradients import Gradients
-from lockstep.nn.replicas.linked_embedding import LinkedEmbedding, linked_embeddings_in
-from lockstep.nn.replicas.module_copy import ModuleCopy, ModuleState, version_of
+from lockstep.nn.replicas.module_copy import (
+    LinkedEmbedding,
+    ModuleCopy,
+    ModuleState,
+    linked_embeddings_in,
+    version_of,
+)
 from lockstep.nn.replicas.nested import map_tensors, tensors_in
 
+Gradients = list[torch.Tensor | None]
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 Ends = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -54,7 +59,7 @@ class LocalReplica:
         if not self._owns_buffers:
             for own, version in zip(state.buffers, state.versions, strict=True):
                 copy = earlier.get(id(own))
-                if not isinstance(copy, _Buffer) or not copy.is_current(own, version):
+                if not isinstance(copy, _Buffer) or not copy.is_current(version):
                     copy = _Buffer(own, version, self.device)
                 self._copies[id(own)] = copy
             self.buffers = [self._copies[id(own)].tensor for own in state.buffers]
@@ -80,9 +85,9 @@ class _Leaf:
     def is_current(self, original: torch.Tensor) -> bool:
         """Whether it is a leaf for ``original``; a copy on another device is updated here."""
         leaf = self.tensor
-        if self._original is not original or leaf.requires_grad != original.requires_grad:
+        if (leaf.requires_grad, leaf.dtype) != (original.requires_grad, original.dtype):
             return False
-        if leaf.dtype != original.dtype or leaf.shape != original.shape:
+        if leaf.shape != original.shape:
             return False
         if self._is_shared:
             return leaf.is_meta or leaf.is_set_to(original)
@@ -100,13 +105,12 @@ class _Buffer:
     """
 
     def __init__(self, original: torch.Tensor, version: object, device: torch.device) -> None:
-        self._original, self._version = original, version
+        self._original, self._version = original, version  # see _Leaf
         self.tensor = original.detach().to(device, copy=True)
         self._own_version = version_of(self.tensor)
 
-    def is_current(self, original: torch.Tensor, version: object) -> bool:
-        is_same = self._original is original and self._version == version
-        return is_same and self._own_version == version_of(self.tensor)
+    def is_current(self, version: object) -> bool:
+        return self._version == version and self._own_version == version_of(self.tensor)
 
 
 class ReplicaCall:
@@ -127,10 +131,8 @@ class ReplicaCall:
         self.device = device
         self.inputs = [x for x in tensors_in(arguments) if x.requires_grad]
         self.results: Any = None
-        self._outputs: list[torch.Tensor] = []
-        # Indices of outputs: those whose graph is freed, and the roots of the last backward.
-        self._freed: set[int] = set()
-        self._begun: set[int] = set()
+        self._outputs: list[torch.Tensor | None] = []  # None once its graph is freed
+        self._roots: list[int] = []  # the indices of outputs from which the last backward started
         self._call = call
         self._arguments = arguments
         self._leaves = leaves
@@ -140,7 +142,7 @@ class ReplicaCall:
         """Call the replica."""
         args, kwargs = map_tensors(self._own, self._arguments)
         self.results = self._call(*args, **kwargs)
-        self._outputs = tensors_in(self.results)
+        self._outputs = [*tensors_in(self.results)]
         self._arguments = ((), {})  # free their memory
 
     def _own(self, argument: torch.Tensor) -> torch.Tensor:
@@ -152,16 +154,15 @@ class ReplicaCall:
 
     def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
         """Return the outputs from which a backward starts, each with its gradient."""
-        self._begun = {i for i, gradient in enumerate(d_outputs) if gradient is not None}
-        if self._begun & self._freed:
+        self._roots = [i for i, gradient in enumerate(d_outputs) if gradient is not None]
+        if any(self._outputs[index] is None for index in self._roots):
             raise RuntimeError(
                 "A second backward through replicas whose first has let go of what it needs. Give "
                 "the first retain_graph=True."
             )
+        pairs = zip(self._outputs, d_outputs, strict=True)
         return [
-            (output, gradient)
-            for output, gradient in zip(self._outputs, d_outputs, strict=True)
-            if gradient is not None and output.requires_grad
+            (own, g) for own, g in pairs if own is not None and g is not None and own.requires_grad
         ]
 
     def derivative(self, d_outputs: Gradients) -> ReplicaCall:
@@ -188,9 +189,8 @@ class ReplicaCall:
 
     def free_graph(self) -> None:
         """Free the graph of the outputs from which the last backward started."""
-        self._freed |= self._begun
-        for index in self._begun:
-            self._outputs[index] = self._outputs[index].detach()
+        for index in self._roots:
+            self._outputs[index] = None
 
     def take_gradients(self) -> tuple[Gradients, Gradients]:
         """Return the gradients of the parameters and of the inputs; reset those of the leaves."""

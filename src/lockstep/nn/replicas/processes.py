@@ -28,13 +28,12 @@ from lockstep.nn.replicas.channel import (
     Error,
     Packed,
     Request,
-    Shared,
+    SharedMemory,
     SharedTensor,
-    SharedTensors,
+    shared_like,
 )
-from lockstep.nn.replicas.gradients import Gradients, GradientsElsewhere
 from lockstep.nn.replicas.group import Replica, num_replicas, this_replica
-from lockstep.nn.replicas.local_replica import Arguments, Ends
+from lockstep.nn.replicas.local_replica import Arguments, Ends, Gradients
 from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, version_of
 from lockstep.nn.replicas.nested import tensors_in
 from lockstep.nn.replicas.worker_main import GRACE_SECONDS, POLL_SECONDS, Call
@@ -64,13 +63,12 @@ def _start_processes(devices: Sequence[torch.device]) -> list[WorkerProcess]:
     They are forks of one new interpreter, so that torch, which takes seconds, is imported once.
     """
     num_threads = max(1, torch.get_num_threads() // len(devices))
-    seed, (home, *others) = torch.initial_seed(), map(str, devices)
-    seats = [((seed + i) % 2**63, home, other) for i, other in enumerate(others, start=1)]
     with ExitStack() as after, ExitStack() as after_errors:
-        mine, theirs = zip(*(socket.socketpair() for _ in [None, *seats]), strict=True)
+        mine, theirs = zip(*(socket.socketpair() for _ in devices), strict=True)
         connection, *connections = map(after_errors.enter_context, mine)
         numbers = [after.enter_context(own).fileno() for own in theirs]
-        arguments = json.dumps([[*map(str, sys.path)], num_threads, os.getpid(), numbers, seats])
+        seed, names, path = torch.initial_seed(), [*map(str, devices)], [*map(str, sys.path)]
+        arguments = json.dumps([path, num_threads, os.getpid(), numbers, seed, names])
         interpreter = subprocess.Popen(
             [sys.executable, "-P", "-c", _MAIN, arguments],
             stdin=subprocess.DEVNULL,
@@ -140,8 +138,8 @@ class WorkerProcess:
         self.returncode: int | None = None
         # The versions of its buffers, and of its parameters unless they are in shared memory.
         self.versions: list[object] = []
-        # The numbers of calls that will have no further backward; sent with the next call.
-        self.dropped: list[int] = []
+        self.live: set[int] = set()  # the numbers of calls that may have a further backward
+        self.gradients: list[torch.Tensor] = []  # the memory for those of parameters
         self.is_asked = False  # whether it owes the answer to a request
         self._is_home = self.device == devices[0]
         self.connection = connection
@@ -201,7 +199,6 @@ class ReplicaProcesses:
         self._timeout = timeout
         self._numbers = itertools.count()
         self._snapshot = _NOTHING
-        self.gradients = GradientsElsewhere([], 0)
         self._lost: BaseException | None = None
         self._is_ended = False
         self.workers = _start_processes(devices)
@@ -226,37 +223,37 @@ class ReplicaProcesses:
         if self._snapshot.is_current(state):
             return
         parameters = state.parameters
-        gradients = GradientsElsewhere(parameters, len(self.workers))
-        is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-        places = SharedTensors(parameters if is_on_cpu else ())
-        known: dict[int, Shared] = {id(buffer): None for buffer in state.buffers}
-        for number, parameter in enumerate(parameters):
-            known[id(parameter)] = places.parts[number] if is_on_cpu else SharedTensor(parameter)
+        gradients = [shared_like(parameters) for _ in self.workers]
+        places: Sequence[SharedMemory | SharedTensor]
+        is_on_cpu = self.devices[0].type == "cpu"
+        places = shared_like(parameters) if is_on_cpu else [*map(SharedMemory, parameters)]
+        known = dict(zip(map(id, parameters), places, strict=True))
         try:
-            requests = [Request("take", (module, own.parts)) for own in gradients.shared]
+            requests = [Request("take", (module, own)) for own in gradients]
             messages = [Packed(request, known) for request in requests]
         except Exception as error:  # pickling may raise anything
             raise TypeError(
                 f"{type(module).__name__} can't be sent to other processes: {error}. Use "
                 "workers='threads', or leave out what can't be pickled."
             ) from error
-        self._snapshot, self.gradients = _NOTHING, gradients  # until all processes have it
+        self._snapshot = _NOTHING  # until all processes have it
         with torch.no_grad():
-            for parameter, there in zip(parameters, places.here, strict=is_on_cpu):
-                parameter.data = there.copy_(parameter)
-        for worker, message in zip(self.workers, messages, strict=True):
+            for parameter, place in zip(parameters, places, strict=True):
+                if isinstance(place, SharedTensor):
+                    parameter.data = place.here.copy_(parameter)
+        for worker, own, message in zip(self.workers, gradients, messages, strict=True):
+            worker.gradients = [place.here for place in own]
             self.send(worker, message, max(self._timeout, _START_SECONDS))
-        errors: list[BaseException | None] = [None] * len(self.devices)
+        errors: list[BaseException | None] = [None]
         for worker in self.workers:
+            worker.versions = worker.versions_of(state)
             try:
-                self.receive(worker)
+                errors.append(self.receive(worker))
             except Exception as error:
                 if self._is_ended:
                     raise
-                errors[worker.index] = error
+                errors.append(error)
         raise_first(errors, self.devices)
-        for worker in self.workers:
-            worker.versions = worker.versions_of(state)
         self._snapshot = ModuleSnapshot(state)
 
     def call(
@@ -264,35 +261,35 @@ class ReplicaProcesses:
     ) -> list[RemoteCall]:
         """Start a call of ``method`` in one process for each of ``arguments``."""
         number, count, modes = next(self._numbers), 1 + len(arguments), Modes.here()
-        training = [part.training for part in state.parts]
-        trained = [parameter.requires_grad for parameter in state.parameters]
+        num_buffers = len(state.buffers)
         calls, messages = [], []
         for worker, own in zip(self.workers, arguments, strict=False):
-            versions, num_buffers = worker.versions_of(state), len(state.buffers)
+            versions = worker.versions_of(state)
             pairs = enumerate(zip(worker.versions, versions, strict=True))
             changed = [i for i, (before, now) in pairs if before != now]
-            message = Call(
-                number,
-                Replica(worker.index, count, num_replicas(), spans_processes=True, sums=None),
-                method,
-                own,
-                modes,
-                training,
-                trained,
-                [i - num_buffers for i in changed if i >= num_buffers],
-                {i: state.buffers[i] for i in changed if i < num_buffers},
-                worker.dropped[:],
-                returns_buffers,
+            call = Call(
+                number=number,
+                replica=Replica(worker.index, count, num_replicas(), True, sums=None),
+                method=method,
+                arguments=own,
+                modes=modes,
+                training=[part.training for part in state.parts],
+                trained=[parameter.requires_grad for parameter in state.parameters],
+                parameters=[i - num_buffers for i in changed if i >= num_buffers],
+                buffers={i: state.buffers[i] for i in changed if i < num_buffers},
+                live=worker.live.copy(),
+                returns_buffers=returns_buffers,
             )
-            calls.append(RemoteCall(self, worker, message, versions))
+            calls.append(RemoteCall(self, worker, call))
             try:
-                messages.append(Packed(Request("call", (message,))))
+                messages.append((worker, versions, Packed(Request("call", (call,)))))
             except Exception as error:  # pickling may raise anything
                 raise TypeError(
                     f"An argument can't be sent to other processes: {error}."
                 ) from error
-        for call, packed in zip(calls, messages, strict=True):
-            self.send(call.worker, packed)
+        for worker, versions, message in messages:
+            self.send(worker, message)
+            worker.versions = versions
         return calls
 
     def send(self, worker: WorkerProcess, message: Packed, timeout: float | None = None) -> None:
@@ -325,6 +322,7 @@ class ReplicaProcesses:
             raise
         worker.is_asked = False
         if isinstance(answer, Error):
+            worker.versions = [None] * len(worker.versions)  # it may not have taken what was sent
             raise answer.exception()
         return answer
 
@@ -361,29 +359,24 @@ class ReplicaProcesses:
 class RemoteCall:
     """The call of a replica in another process, with the interface of a ReplicaCall."""
 
-    def __init__(
-        self, processes: ReplicaProcesses, worker: WorkerProcess, call: Call, versions: list[object]
-    ) -> None:
+    def __init__(self, processes: ReplicaProcesses, worker: WorkerProcess, call: Call) -> None:
         self.device = worker.device
         self.worker = worker
         self.inputs = [x for x in tensors_in(call.arguments) if x.requires_grad]
         self.results: Any = None
         self.buffers: Gradients = []  # the floating-point buffers, if buffers are averaged
-        self._processes = processes
-        self._number, self._num_dropped, self._versions = call.number, len(call.dropped), versions
-        self._derived: tuple[Any, ...] = ()
+        self._processes, self._number = processes, call.number
+        self._gradients: tuple[Gradients, Gradients] = ([], [])
         if call.modes.grad:
-            weakref.finalize(self, worker.dropped.append, call.number).atexit = False
+            worker.live.add(call.number)
+            weakref.finalize(self, worker.live.discard, call.number).atexit = False
 
     def forward(self) -> None:
         """Receive the results."""
         self.results, self.buffers = self._processes.receive(self.worker)
-        del self.worker.dropped[: self._num_dropped]
-        self.worker.versions = self._versions
 
     def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
         """Request the backward of the process."""
-        self._derived = ()
         own = [None if gradient is None else gradient.detach() for gradient in d_outputs]
         request = Request("backward", (self._number, own, keep_graph))
         self._processes.send(self.worker, Packed(request))
@@ -391,16 +384,14 @@ class RemoteCall:
 
     def receive_gradients(self) -> None:
         """Wait for the end of the backward of the process."""
-        self._derived = self._processes.receive(self.worker)
+        taken, others, of_inputs = self._processes.receive(self.worker)
+        memory = enumerate(self.worker.gradients)
+        self._gradients = [own if i in taken else others.get(i) for i, own in memory], of_inputs
 
-    def take_gradients(self) -> tuple[Gradients, Gradients, Gradients]:
-        """Return gradients of parameters, of inputs, and later parts of those of parameters."""
-        derived, self._derived = self._derived, ()
-        if not derived:  # it has failed
-            return [], [], []
-        are_left, others, of_inputs = derived
-        first, later = self._processes.gradients.rest(self.worker.index - 1, are_left, others)
-        return first, of_inputs, later
+    def take_gradients(self) -> tuple[Gradients, Gradients]:
+        """Return the gradients of the parameters, in shared memory, and of the inputs."""
+        gradients, self._gradients = self._gradients, ([], [])
+        return gradients
 
     def free_graph(self) -> None:
         """Do nothing: the process frees its graph after its backward."""

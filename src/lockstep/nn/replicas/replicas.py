@@ -24,11 +24,11 @@ from torch import nn
 from lockstep.comm import uncompiled
 from lockstep.nn.autograd import as_backward_of_replicas
 from lockstep.nn.parallel_state import remember_reached
-from lockstep.nn.replicas.devices import on_device
-from lockstep.nn.replicas.gradients import Gradients, add_up
+from lockstep.nn.replicas.devices import move, on_device
 from lockstep.nn.replicas.group import as_replicas, is_one, mark_as_one
 from lockstep.nn.replicas.local_replica import (
     Arguments,
+    Gradients,
     LocalReplica,
     ReplicaCall,
     run_backward,
@@ -37,9 +37,9 @@ from lockstep.nn.replicas.module_copy import ModuleState, check_home
 from lockstep.nn.replicas.nested import map_tensors, tensors_in
 from lockstep.nn.replicas.processes import RemoteCall, ReplicaProcesses
 from lockstep.nn.replicas.worker_threads import WorkerThreads, nothing, raise_first
-from lockstep.torch_private import _get_current_graph_task_keep_graph
+from lockstep.torch_private import _foreach_add_, _get_current_graph_task_keep_graph
 
-Task = Callable[[], None]
+Task = Callable[[], object]
 
 
 class Replicas:
@@ -138,14 +138,8 @@ class _Call:
         """Call all replicas; return the tensors in ``results``."""
         if self.is_derivative:
             elsewhere = [call for call in self.calls if call.device.type != "cpu"]
-
-            def meanwhile() -> None:  # in this thread: see backward()
-                for call in elsewhere:
-                    call.forward()
-
-            is_here = [call.device.type == "cpu" for call in self.calls]
-            forwards = zip(self.calls, is_here, strict=True)
-            self._run([call.forward if here else nothing for call, here in forwards], meanwhile)
+            here = [nothing if call in elsewhere else call.forward for call in self.calls]
+            self._run(here, lambda: [call.forward() for call in elsewhere])  # see backward()
         else:
             tasks = [self._on_devices(call, call.forward) for call in self.calls]
             self._run(as_replicas(tasks, in_processes=self.processes is not None))
@@ -160,8 +154,8 @@ class _Call:
 
     def _on_devices(self, call: ReplicaCall | RemoteCall, task: Task) -> Task:
         """Return ``task`` on the call's device; processes send tensors of all devices."""
-        is_remote = isinstance(call, RemoteCall)
-        for device in {own.device for own in self.calls} if is_remote else (call.device,):
+        calls = self.calls if isinstance(call, RemoteCall) else [call]
+        for device in {own.device for own in calls}:
             task = on_device(device, task)
         return task
 
@@ -175,15 +169,11 @@ class _Call:
 
     def backward(self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool) -> Gradients:
         """Run all backwards; return the gradients of ``parameters`` and ``inputs``."""
-        # For each replica: gradients of parameters, of inputs, and later parts of the former.
-        taken: list[tuple[Gradients, ...]] = []
         keeps = keep_graph or self._shares_graph
-        with ExitStack() as entered:
-            entered.enter_context(self.workers.lock)
+        with self.workers.lock, ExitStack() as entered:
             entered.enter_context(self.workers.sharing())
             if self.processes is not None:
                 self.processes.check_alive()
-                self.processes.gradients.begin()
                 entered.enter_context(self.processes.in_use())
             try:
                 tasks: list[Task] = []
@@ -198,26 +188,19 @@ class _Call:
                         tasks.append(nothing)
                         elsewhere += ends
 
-                def meanwhile() -> None:
-                    # Autograd has one thread per accelerator. If this is one of them, a backward
-                    # in a worker thread would wait for it forever; a backward that is started here
-                    # is run by this thread and those of the other accelerators.
-                    run_backward(elsewhere, keeps)
-                    if self.processes is not None:
-                        taken.append(self.calls[0].take_gradients())
-                        self.processes.gradients.add_those_there(taken[0][0])
-
-                self._run(tasks, meanwhile)
+                # Autograd has one thread per accelerator. If this is one of them, a backward in a
+                # worker thread would wait for it forever; a backward that is started here is run by
+                # this thread and those of the other accelerators.
+                self._run(tasks, partial(run_backward, elsewhere, keeps))
             finally:
                 # Also after a failed backward: its gradients must not be added to the next one's.
-                taken += [call.take_gradients() for call in self.calls[len(taken) :]]
+                taken = [call.take_gradients() for call in self.calls]
             if not keep_graph:
                 for call in self.calls:
                     call.free_graph()
             # Under the lock: the next backward writes to the same shared memory.
-            parts = [own[0] for own in taken] + [own[2] for own in taken if len(own) > 2]
-            sums = add_up(parts, self.calls[0].device)
-        return [*sums, *(gradient for own in taken for gradient in own[1])]
+            sums = add_up([own for own, _ in taken], self.calls[0].device)
+        return [*sums, *(gradient for _, of_inputs in taken for gradient in of_inputs)]
 
     def _split(self, d_outputs: Sequence[torch.Tensor | None]) -> list[Gradients]:
         """Split the gradients of all outputs by replica."""
@@ -251,6 +234,36 @@ class _Call:
         first = [None if gradient is None else gradient.clone() for gradient in results[0][:num]]
         sums = add_up([first, *(own[:num] for own in results[1:])], self.calls[0].device)
         return [*sums, *(gradient for own in results for gradient in own[num:])]
+
+
+def add_up(of_replicas: Sequence[Gradients], home: torch.device) -> Gradients:
+    """Sum each parameter's gradients in the order of the replicas, for reproducible bits.
+
+    The sums are on the device ``home``. They may be the first replica's tensors, written in place;
+    other replicas' tensors are neither written to nor returned.
+    """
+    first, *others = of_replicas
+    total = [None if own is None else move(own, home) for own in first]
+    for gradients in others:
+        sums: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
+        for index, own in enumerate(gradients):
+            if own is None:
+                continue
+            # Moved one by one, so that copies of one replica's gradients exist at a time.
+            so_far, gradient = total[index], move(own, home)
+            if so_far is None:
+                total[index] = gradient.clone()
+            elif so_far.layout is gradient.layout is torch.strided:
+                sums.append(so_far)
+                parts.append(gradient)
+            elif so_far.is_sparse and not gradient.is_sparse:  # torch adds sparse to dense only
+                total[index] = gradient + so_far
+            else:
+                total[index] = so_far + gradient
+        if sums:
+            _foreach_add_(sums, parts)
+    return total
 
 
 def _with_backward(call: _Call) -> list[Any]:

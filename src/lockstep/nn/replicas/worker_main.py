@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +22,15 @@ from torch import nn
 from lockstep.errors import ReplicaLost
 from lockstep.nn.autograd import as_backward_of_replicas
 from lockstep.nn.replicas.channel import Channel, Error, Request
-from lockstep.nn.replicas.gradients import Gradients, LeftGradients
+from lockstep.nn.replicas.devices import move
 from lockstep.nn.replicas.group import Replica, as_replica, set_caller
-from lockstep.nn.replicas.local_replica import Arguments, LocalReplica, ReplicaCall, run_backward
+from lockstep.nn.replicas.local_replica import (
+    Arguments,
+    Gradients,
+    LocalReplica,
+    ReplicaCall,
+    run_backward,
+)
 from lockstep.nn.replicas.module_copy import ModuleState
 from lockstep.nn.replicas.worker_threads import Modes
 
@@ -44,7 +51,7 @@ class Call(NamedTuple):
     trained: list[bool]  # for each parameter whether it requires a gradient
     parameters: list[int]  # indices of those that have changed, if the process has copies
     buffers: dict[int, torch.Tensor]  # those that have changed, by index
-    dropped: list[int]  # the numbers of calls that will have no further backward
+    live: set[int]  # the numbers of earlier calls that may have a further backward
     returns_buffers: bool  # whether to return the floating-point buffers, too
 
 
@@ -81,16 +88,19 @@ class Worker:
         return answer
 
     def take(self, module: nn.Module, gradients: Sequence[torch.Tensor]) -> None:
-        """Replace the module; ``gradients`` is the caller's memory for :class:`LeftGradients`."""
+        """Replace the module; ``gradients`` is the caller's memory for those of parameters."""
         self._calls: dict[int, ReplicaCall] = {}
-        self._gradients = LeftGradients(gradients)
+        self._gradients = gradients
+        # During a backward of the caller, and not one that the module itself starts: the indices of
+        # the gradients that are in the caller's memory.
+        self._taken: set[int] | None = None
+        self._leaves: dict[int, torch.Tensor] = {}
         self._module = module
         self._replica = LocalReplica(module, self._device, owns_buffers=False)
 
     def call(self, call: Call) -> tuple[Any, Gradients]:
         """Return a method's results, and floating-point buffers if ``returns_buffers``."""
-        for number in call.dropped:
-            self._calls.pop(number, None)
+        self._calls = {number: own for number, own in self._calls.items() if number in call.live}
         for part, training in zip(self._module.modules(), call.training, strict=True):
             if part.training is not training:  # a read is much faster than a write
                 part.training = training
@@ -103,7 +113,9 @@ class Worker:
         self._replica.update(ModuleState.of(self._module))
         leaves = self._replica.leaves
         for index, leaf in enumerate(leaves):
-            self._gradients.take_from(index, leaf)
+            if leaf.requires_grad and self._leaves.get(index) is not leaf:
+                self._leaves[index] = leaf
+                leaf.register_post_accumulate_grad_hook(partial(self._take_gradient, index))
         torch.set_default_dtype(call.modes.dtype)
         method = getattr(self._replica.module, call.method)
         own = ReplicaCall(self._device, leaves, method, call.arguments)
@@ -117,13 +129,12 @@ class Worker:
 
     def backward(
         self, number: int, d_outputs: Gradients, keep_graph: bool
-    ) -> tuple[bytes, dict[int, torch.Tensor], Gradients]:
+    ) -> tuple[set[int], dict[int, torch.Tensor], Gradients]:
         """Run the backward of a call.
 
         Returns:
-            For each parameter a byte, 1 if its gradient is in shared memory; by index, gradients
-            that aren't, as they are sparse, and later parts of those that are; and the gradients
-            of the inputs.
+            The indices of gradients of parameters that are in the caller's memory; by index, those
+            that aren't, as they are sparse; and the gradients of the inputs.
         """
         call = self._calls.get(number)
         if call is None:
@@ -132,32 +143,46 @@ class Worker:
                 "is gone. Run the backward before, or use workers='threads'."
             )
         ends = call.start_backward(d_outputs, keep_graph=keep_graph)
+        self._taken = taken = set[int]()
         try:
-            self._gradients.is_taking = True
             with as_backward_of_replicas():
                 run_backward(ends, keep_graph)
         finally:
-            self._gradients.is_taking = False
+            self._taken = None
             left, of_inputs = call.take_gradients()
-            in_place = self._gradients.taken()
         others = {i: own.to(self._home) for i, own in enumerate(left) if own is not None}
         if not keep_graph:
             call.free_graph()
-        return in_place, others, of_inputs
+        return taken, others, of_inputs
+
+    def _take_gradient(self, index: int, leaf: torch.Tensor) -> None:
+        """Move a gradient to the caller's memory, while the CPU's cache has it."""
+        gradient = leaf.grad
+        if self._taken is None or gradient is None:
+            return
+        if index in self._taken:  # reentrant checkpoints accumulate a gradient in several parts
+            self._gradients[index].add_(move(gradient, self._home))
+        elif gradient.layout is torch.strided:
+            self._gradients[index].copy_(gradient)
+            self._taken.add(index)
+        else:
+            return
+        leaf.grad = None
 
 
-def _fork_processes(connection: socket.socket, caller: int, numbers: Sequence[int]) -> int:
-    """Fork a process for each descriptor, and return its index in each of them.
+def _fork_processes(caller: int, numbers: Sequence[int]) -> int:
+    """Fork a process for each descriptor but the first, and return its index in each of them.
 
     This process, their parent, exits when the caller is ready to adopt them.
     """
-    parent, pids = os.getpid(), []
-    for index, number in enumerate(numbers if os.getppid() == caller else ()):
+    parent, pids, connection = os.getpid(), [], socket.socket(fileno=numbers[0])
+    for index, number in enumerate(numbers[1:] if os.getppid() == caller else (), start=1):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are OpenBLAS's
             pid = os.fork()
         if not pid:
-            for other in {*numbers, connection.detach()} - {number}:
+            connection.detach()
+            for other in {*numbers} - {number}:
                 os.close(other)
             os.setsid()
             while os.getppid() == parent:  # until the caller is
@@ -187,7 +212,7 @@ def _end_with(connection: socket.socket, caller: int) -> None:
 
 
 def main(
-    num_threads: int, caller: int, numbers: Sequence[int], seats: Sequence[Sequence[Any]]
+    num_threads: int, caller: int, numbers: Sequence[int], seed: int, devices: Sequence[str]
 ) -> None:
     """Fork the replicas' processes, and serve requests in each of them.
 
@@ -195,19 +220,19 @@ def main(
         num_threads: The number of intra-op threads of each process.
         caller: The process id of the caller.
         numbers: Descriptors of sockets to the caller: one for this process, then one per replica.
-        seats: For each replica its random seed, the module's device and its own device.
+        seed: The random seed of the caller.
+        devices: The devices of the caller and of the replicas.
     """
-    first, *others = numbers
-    index = _fork_processes(socket.socket(fileno=first), caller, others)
-    connection, (seed, *devices) = socket.socket(fileno=others[index]), seats[index]
-    home, device = map(torch.device, devices)
+    index = _fork_processes(caller, numbers)
+    connection = socket.socket(fileno=numbers[index])
+    home, device = torch.device(devices[0]), torch.device(devices[index])
     if hasattr(os, "SCHED_BATCH"):
         # Otherwise the first process to receive a message preempts the caller, which has not yet
         # sent the others theirs.
         with contextlib.suppress(OSError):  # where the scheduler's policy may not be changed
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(num_threads)
-    torch.manual_seed(seed)
+    torch.manual_seed((seed + index) % 2**63)
     # numpy 1 makes its global generator when it is imported. Python seeds its own after a fork.
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()

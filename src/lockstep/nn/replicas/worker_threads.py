@@ -75,7 +75,7 @@ class WorkerThreads:
     def run(
         self,
         tasks: Sequence[Callable[[], T]],
-        meanwhile: Callable[[], None] = nothing,
+        meanwhile: Callable[[], object] = nothing,
         interrupted: Callable[[], None] | None = None,
     ) -> list[Future[T]]:
         """Run each task in its own thread, with the caller's modes, and wait for all of them.
