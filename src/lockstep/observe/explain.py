@@ -1,10 +1,15 @@
-"""``explain(model)``: what is split, copied and reduced, in words and as numbers."""
+"""``explain(model)``: what is split, copied and reduced, in words and as numbers.
+
+``lockstep explain SCRIPT`` does it for the models of a program, after two steps.
+"""
 
 from __future__ import annotations
 
 import io
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -13,11 +18,20 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.data import cuts
 from lockstep.errors import ModelError
 from lockstep.grad import DeferredParameter, describe_buckets
-from lockstep.nn import DataParallel, SyncBatchNorm, is_parallel, scatter, state_of
+from lockstep.nn import (
+    DataParallel,
+    SyncBatchNorm,
+    is_parallel,
+    parallel_modules,
+    scatter,
+    state_of,
+)
 from lockstep.torch_private import _BatchNorm
 from lockstep.world import init
 
@@ -25,6 +39,12 @@ _WIDTH = 100
 _MIB = 2**20
 # A gradient of less than this isn't worth a finding.
 _LITTLE_BYTES = 4 * _MIB
+# After the first step gradients are put into buckets anew.
+_NUM_STEPS = 2
+_NO_MODEL = (
+    "The program has no parallel model. Give it one: model = lockstep.parallelize(model), after "
+    "lockstep.init()."
+)
 _POLICIES = {
     "rank0": "rank 0's values go to all ranks with each backward that reduces gradients",
     "mean": "the mean over the ranks, with each backward that reduces gradients",
@@ -406,3 +426,36 @@ def _range_of(names: Sequence[str]) -> str:
     if len(names) < 4:
         return ", ".join(names) or "facts alone"
     return f"{names[0]} ... {names[-1]} ({len(names)})"
+
+
+@contextmanager
+def explaining(rank: int) -> Iterator[None]:
+    """Explain the models on rank 0 after two steps, or at the program's end; then end it."""
+    num_steps = 0
+    told: list[None] = []
+
+    def tell() -> None:
+        told.append(None)
+        if rank:
+            return
+        console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+        modules = parallel_modules()
+        if not modules:
+            console.print(_NO_MODEL)
+        for module in modules:
+            console.print(explain(module))
+
+    def after_step(_: Optimizer, *rest: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == _NUM_STEPS and not told:
+            tell()
+            sys.exit(0)
+
+    handle = register_optimizer_step_post_hook(after_step)
+    try:
+        yield
+        if not told:
+            tell()
+    finally:
+        handle.remove()
