@@ -6,7 +6,6 @@ import itertools
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,21 +24,6 @@ from lockstep.errors import SplitError
 _NUM_DRAWN = 64
 # The golden ratio in 32 bits, and the bits of a seed.
 _ODD, _MASK = 0x9E3779B1, 2**32 - 1
-
-
-@lru_cache(maxsize=64)
-def cuts(num_samples: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-    """Return where the ranks' parts of ``num_samples`` begin, and the end of the last.
-
-    Parts are in proportion to ``shares``, rounded by largest remainder; ties go to lower ranks.
-    """
-    total = sum(shares)
-    sizes = [num_samples * share // total for share in shares]
-    remainders = [num_samples * share % total for share in shares]
-    largest_first = sorted(range(len(shares)), key=lambda rank: -remainders[rank])
-    for rank in largest_first[: num_samples - sum(sizes)]:
-        sizes[rank] += 1
-    return (0, *itertools.accumulate(sizes))
 
 
 class Part(list[Any]):

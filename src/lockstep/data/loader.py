@@ -18,9 +18,10 @@ from torch.utils.data.distributed import DistributedSampler
 from lockstep import spans
 from lockstep.arguments import as_whole_number, check_type, refusal
 from lockstep.comm import all_gather, device_of_facts, differing_facts
-from lockstep.data.batches import GlobalBatches, Part, Reader, cuts, digest
+from lockstep.data.batches import GlobalBatches, Part, Reader, digest
 from lockstep.data.iterable import Request, StreamReader, global_stream
 from lockstep.data.pace import Pace
+from lockstep.data.partition import cuts
 from lockstep.data.random_state import mixed
 from lockstep.errors import SplitError
 from lockstep.torch_private import worker
