@@ -31,8 +31,9 @@ from torch.optim.optimizer import (
 from lockstep import spans
 from lockstep.arguments import as_whole_number, refusal
 from lockstep.comm import uncompiled
+from lockstep.launcher import num_cores
 from lockstep.observe.clock import Offset, boot_id, measure_offset
-from lockstep.observe.machine import memory_in_use, num_cores
+from lockstep.observe.machine import memory_in_use
 from lockstep.observe.trace_files import drop_later_ranks, merge, spool_of, write_json
 from lockstep.torch_private import _BaseDataLoaderIter
 from lockstep.world import World, when_joined
