@@ -211,7 +211,7 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
         ),
     }
     facts["overlap"] = _overlap(facts["buckets"], is_early)
-    facts["unusual"] = [*_unusual(module, facts, num_ranks)] if num_ranks > 1 else []
+    facts["unusual"] = [*_unusual(module, facts)] if num_ranks > 1 else []
     return facts
 
 
@@ -345,7 +345,7 @@ def _overlap(buckets: list[dict[str, Any]], is_early: bool) -> str:
     )
 
 
-def _unusual(module: nn.Module, facts: dict[str, Any], num_ranks: int) -> Iterator[dict[str, str]]:
+def _unusual(module: nn.Module, facts: dict[str, Any]) -> Iterator[dict[str, str]]:
     total = facts["bytes_per_step"]["gradients"]
     buckets = facts["buckets"]
     for path, part in module.named_modules():
@@ -361,10 +361,11 @@ def _unusual(module: nn.Module, facts: dict[str, Any], num_ranks: int) -> Iterat
             }
             break
     tied = {name for names in facts["shared"] for name in names}
+    sent = {one["name"] for one in facts["parameters"] if one["bucket"] is not None}
     for name, parameter in module.named_parameters():
         part = module.get_submodule(name.rpartition(".")[0])
         if (
-            name not in tied
+            name in sent - tied
             and isinstance(part, nn.Embedding)
             and not part.sparse
             and parameter.nbytes > max(_LITTLE_BYTES, total / 4)
