@@ -45,19 +45,12 @@ _PADDED = Verdict(
 
 
 class Parting(NamedTuple):
-    """The first step after which runs differ.
+    """The largest difference between runs after a step, in proportion to its tolerance."""
 
-    Attributes:
-        name: The tensor that differs most, for its tolerance.
-        difference: By how much.
-        tolerance: How much rounding explains.
-        rank: The rank that differs from rank 0; None if all ranks differ from one process.
-    """
-
-    name: str
+    name: str  # of the tensor that differs
     difference: float
-    tolerance: float
-    rank: int | None
+    tolerance: float  # how much rounding explains
+    rank: int | None  # that differs from rank 0; None if all ranks differ from one process
 
 
 class Facts(NamedTuple):

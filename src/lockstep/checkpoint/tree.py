@@ -11,18 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    "Size": torch.Size,
-    "deque": deque,
-    "frozenset": frozenset,
-    "set": set,
-    "tuple": tuple,
+# Classes of collections, by their names in JSON.
+_SEQUENCES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (deque, frozenset, set, torch.Size, tuple)
 }
-_MAPPINGS: dict[str, Callable[[Any], Any]] = {
-    "Counter": lambda pairs: Counter(dict(pairs)),
-    "OrderedDict": OrderedDict,
-    "pairs": dict,
-}
+_MAPPINGS: dict[str, type[Any]] = {"Counter": Counter, "OrderedDict": OrderedDict, "pairs": dict}
 _OTHERS: dict[str, Callable[[Any], Any]] = {
     "bytearray": lambda text: bytearray(base64.b64decode(text)),
     "bytes": base64.b64decode,
@@ -95,13 +88,13 @@ class Collector:
             return {
                 "dict": {key: self.encode(each, f"{path}.{key}") for key, each in value.items()}
             }
-        for name, made in (("pairs", dict), ("OrderedDict", OrderedDict), ("Counter", Counter)):
+        for name, made in _MAPPINGS.items():
             if kind is made:
                 pairs = value.items()
                 return {
                     name: [[self.encode(k, path), self.encode(v, f"{path}.{k}")] for k, v in pairs]
                 }
-        if kind in (tuple, set, frozenset, deque, torch.Size):
+        if kind in _SEQUENCES.values():
             found = [self.encode(each, f"{path}.{i}") for i, each in enumerate(value)]
             # The order of a set differs from process to process.
             return {kind.__name__: sorted(found, key=repr) if "set" in kind.__name__ else found}
@@ -171,7 +164,7 @@ def decode(encoded: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
     if kind == "dict":
         return {key: decode(each, tensor_of) for key, each in value.items()}
     if kind in _MAPPINGS:
-        return _MAPPINGS[kind]([(decode(k, tensor_of), decode(v, tensor_of)) for k, v in value])
+        return _MAPPINGS[kind]({decode(k, tensor_of): decode(v, tensor_of) for k, v in value})
     if kind in _SEQUENCES:
         return _SEQUENCES[kind]([decode(each, tensor_of) for each in value])
     if kind == "tensor":
