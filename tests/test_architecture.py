@@ -19,10 +19,10 @@ README = Path(__file__).parent.parent / "README.md"
 
 # A package, or a module of its own, imports only from lower layers.
 LAYERS = {
+    "status": -1,
     "torch_private": 0,
     "errors": 0,
     "spans": 0,
-    "status": 0,
     "arguments": 0,
     "comm": 1,
     "world": 2,

@@ -90,13 +90,13 @@ def _checked(steps: Steps | None) -> Steps | None:
 
 
 @contextmanager
-def recording(folder: Path, rank: int, steps: Steps | None = None) -> Iterator[RankTrace]:
+def recording(folder: Path, rank: int, steps: Steps | None = None) -> Iterator[_RankTrace]:
     """Record as rank ``rank``, which need not have joined the others yet."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in (folder / "trace.json", folder / f"rank-{rank}.json"):
         path.unlink(missing_ok=True)
     with open(spool_of(folder, rank), "wb", buffering=_BUFFER_BYTES) as file:
-        own = RankTrace(file, rank, steps)
+        own = _RankTrace(file, rank, steps)
         _process.add(own)
         try:
             yield own
@@ -107,12 +107,8 @@ def recording(folder: Path, rank: int, steps: Steps | None = None) -> Iterator[R
     merge(folder)
 
 
-class RankTrace:
-    """The spans of one rank, and the file that takes them, one in a line.
-
-    Attributes:
-        step: The number of the step that it is in.
-    """
+class _RankTrace:
+    """The spans of one rank, and the file that takes them, one in a line: a Recorder."""
 
     def __init__(self, file: BinaryIO, rank: int, steps: Steps | None) -> None:
         self._file, self._rank = file, rank
@@ -121,7 +117,7 @@ class RankTrace:
         self._lines: deque[tuple[object, ...]] = deque()
         self._written_at = 0
         self._first, self._stop = steps or (0, 2**62)
-        self.step = 0
+        self.step = 0  # the number of the one that the rank is in
         # By thread, the names of the spans that are open.
         self._open: dict[int, list[str]] = {}
         # The numbers of buckets, in the order in which they were sent first.
@@ -163,12 +159,10 @@ class RankTrace:
         self._file.flush()
 
     def log(self, values: Mapping[str, float]) -> None:
-        """See :class:`lockstep.spans.Recorder`."""
         if self._is_on:
             self._put({"step": self.step, "time": spans.now(), "log": {**values}})
 
     def count_samples(self, num_samples: int) -> None:
-        """See :class:`lockstep.spans.Recorder`."""
         self._num_samples += num_samples
 
     @property
@@ -176,7 +170,6 @@ class RankTrace:
         return self._first <= self.step < self._stop
 
     def begin(self, name: str) -> bool:
-        """See :class:`lockstep.spans.Recorder`."""
         open_spans = self._open.setdefault(threading.get_ident(), [])
         if name in open_spans:
             return False
@@ -186,7 +179,6 @@ class RankTrace:
         return True
 
     def end(self, name: str, start: int, detail: str, num_bytes: int) -> None:
-        """See :class:`lockstep.spans.Recorder`."""
         thread, stop = threading.get_ident(), spans.now()
         self._open[thread].remove(name)
         if self._is_on:
@@ -204,7 +196,6 @@ class RankTrace:
         self._since = None
 
     def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
-        """See :class:`lockstep.spans.Recorder`."""
         if not self._is_on:
             return
         number = self._buckets.get(bucket)
@@ -249,10 +240,10 @@ class _Process:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._traces: list[RankTrace] = []
+        self._traces: list[_RankTrace] = []
         self._undo = ExitStack()
 
-    def add(self, own: RankTrace) -> None:
+    def add(self, own: _RankTrace) -> None:
         with self._lock:
             if any(own.threads & other.threads for other in self._traces):
                 raise ValueError("This rank is traced already. End that before, or leave this out.")
@@ -261,7 +252,7 @@ class _Process:
                 self._begin()
             self._choose()
 
-    def remove(self, own: RankTrace) -> None:
+    def remove(self, own: _RankTrace) -> None:
         with self._lock:
             self._traces.remove(own)
             self._choose()
@@ -296,7 +287,7 @@ class _Process:
         setattr(owner, attribute, wrapped)
         self._undo.callback(setattr, owner, attribute, original)
 
-    def _of_this_thread(self) -> RankTrace | None:
+    def _of_this_thread(self) -> _RankTrace | None:
         thread = threading.get_ident()
         traces = self._traces
         if len(traces) == 1:  # helper threads are that rank's, too
