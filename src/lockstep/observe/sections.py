@@ -78,13 +78,11 @@ def throughput(found: Rate) -> Section:
 
 def waiting(steps: Sequence[Sequence[Share]]) -> Section | None:
     """Return which rank waits for which, if there are several."""
-    numbers = [share.rank for share in steps[0]]
     waits: dict[int, Counter[int]] = defaultdict(Counter)
     for together in steps:
         for share in together:
-            for index, length in share.waits_for.items():
-                if numbers[index] != share.rank:
-                    waits[share.rank][numbers[index]] += length
+            waits[share.rank].update(share.waits_for)
+            del waits[share.rank][share.rank]
     in_all: Counter[int] = sum(waits.values(), Counter())
     awaited = sorted(rank for rank, _ in in_all.most_common(_MAX_COLUMNS))
     if not awaited:
@@ -100,7 +98,7 @@ def waiting(steps: Sequence[Sequence[Share]]) -> Section | None:
                 for other in awaited
             ),
         ]
-        for rank in numbers
+        for rank in (share.rank for share in steps[0])
     ]
     return Section(
         "Who waits for whom", note, ("rank", *(f"for rank {each}" for each in awaited)), rows
