@@ -6,7 +6,7 @@ import itertools
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -26,33 +26,18 @@ _NUM_DRAWN = 64
 _ODD, _MASK = 0x9E3779B1, 2**32 - 1
 
 
-class Part(list[Any]):
-    """The indices of a rank's samples in a global batch.
+class Part(NamedTuple):
+    """A rank's samples in a global batch.
 
     If it has none, ``is_empty`` is set, and there is the index of one sample of another rank, from
     which an empty batch of the same structure is made.
-
-    Attributes:
-        seed: The seed of the epoch's random numbers.
-        first: The position of its first sample in the epoch.
-        is_empty: Whether the samples aren't this rank's.
-        is_one: Whether its only index is what the dataset makes a whole batch of.
     """
 
-    def __init__(
-        self,
-        indices: Iterable[Any],
-        seed: int,
-        first: int,
-        is_empty: bool = False,
-        is_one: bool = False,
-    ) -> None:
-        super().__init__(indices)
-        self.seed, self.first, self.is_empty, self.is_one = seed, first, is_empty, is_one
-
-    def __reduce__(self) -> Any:
-        """Return what makes the same in a worker's process, in few bytes."""
-        return Part, ([*self], self.seed, self.first, self.is_empty, self.is_one)
+    indices: Sequence[Any]
+    seed: int  # of the epoch's random numbers
+    first: int  # the position of the first sample in the epoch
+    is_empty: bool = False  # whether the samples aren't this rank's
+    is_one: bool = False  # whether the dataset makes a whole batch of the only index
 
 
 class GlobalBatches:
@@ -203,7 +188,7 @@ class Reader:
             batch = self._read_seeded(part)
             if not part.is_empty:
                 return batch
-            twice = self._read_seeded(Part([part[0]] * 2, part.seed, part.first))
+            twice = self._read_seeded(Part([part.indices[0]] * 2, part.seed, part.first))
         return without_samples(batch, twice)
 
     def _read_seeded(self, part: Part) -> Any:
@@ -227,14 +212,14 @@ class Reader:
         dataset: Any = self.dataset
         if self._makes_batches:
             self._seed(part.seed, part.first)
-            return self._collate(dataset[part[0] if part.is_one else [*part]])
+            return self._collate(dataset[part.indices[0] if part.is_one else [*part.indices]])
         if self._used:
             samples = []
             seeds = [source.seed for source in self._used]
             # torch's generator takes 32 bits of a seed. An odd factor keeps those of positions
             # apart, and takes less time than mixing.
             start = mixed(part.seed)
-            for position, index in enumerate(part, part.first):
+            for position, index in enumerate(part.indices, part.first):
                 number = (start + position * _ODD) & _MASK
                 for seed in seeds:
                     seed(number)
@@ -242,8 +227,8 @@ class Reader:
             self._seed(part.seed, part.first, -3)
             return self._collate(samples)
         if callable(read := getattr(dataset, "__getitems__", None)):
-            return self._collate(read([*part]))
-        return self._collate([dataset[index] for index in part])
+            return self._collate(read([*part.indices]))
+        return self._collate([dataset[index] for index in part.indices])
 
     def _seed(self, *numbers: int) -> None:
         if self._used:
@@ -255,7 +240,7 @@ class Reader:
 def _rows(tensors: Sequence[torch.Tensor], part: Part) -> list[torch.Tensor] | None:
     """Return the samples of ``part``; None if it has something else than whole numbers."""
     try:
-        indices = torch.tensor([*part], device="cpu")
+        indices = torch.tensor(part.indices, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None
     if indices.dtype != torch.int64 or indices.dim() != 1:

@@ -410,7 +410,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                     part = self._part_of(batch, number, position, seed)
                 else:
                     part = Part([batch], seed, position, is_one=True)
-                asked.append((checksum, 0 if part.is_empty else len(part)))
+                asked.append((checksum, 0 if part.is_empty else len(part.indices)))
                 yield part
             position += len(batch) if is_list else 1
         if number + 1 < skip:
@@ -426,7 +426,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         is_empty = start == stop and len(batch) > 0
         own = batch[:1] if is_empty else batch[start:stop]
         own = own.tolist() if isinstance(own, torch.Tensor) else own
-        return Part(own, seed, position + start, is_empty)
+        return Part([*own], seed, position + start, is_empty)
 
 
 class _Requests:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-import threading
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -17,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 from lockstep.arguments import as_whole_number, refusal
 from lockstep.comm import check_same_facts, differing_facts, join_state_of
+from lockstep.data.random_state import exclusive
 from lockstep.errors import CollectiveMismatch
 from lockstep.world import group_or_all
 
@@ -25,9 +25,6 @@ __all__ = ["DistributedSampler"]
 Mode = Literal["pad", "drop", "exact"]
 
 _T_co = TypeVar("_T_co", covariant=True)
-
-# Ranks that are threads share the random numbers that a sampler may draw from.
-_drawing = threading.Lock()
 
 
 class DistributedSampler(TorchSampler[_T_co]):
@@ -209,7 +206,7 @@ def _seeded(sampler: object, seed: int) -> Iterator[None]:
         if isinstance(own := getattr(sampler, "generator", None), torch.Generator):
             generators.append(own)
         sampler = getattr(sampler, "sampler", None)
-    with _drawing:
+    with exclusive:
         states, state = [generator.get_state() for generator in generators], random.getstate()
         try:
             random.seed(seed)
