@@ -270,8 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     usage = "lockstep explain [OPTIONS] SCRIPT [ARGS ...]"
     explain = commands.add_parser("explain", usage=usage, description=_EXPLAIN, act=_explain)
     _add_program(explain)
-    usage = "lockstep report [-h] [--text] [--network NETWORK] DIR"
-    report = commands.add_parser("report", usage=usage, description=_REPORT, act="observe.report")
+    report = commands.add_parser("report", description=_REPORT, act="observe.report")
     report.add_argument("folder", metavar="DIR", help="The folder that --trace was given.")
     report.option("--text", "Print it, and write no page.", action="store_true")
     report.option(
@@ -280,8 +279,7 @@ def _parser() -> argparse.ArgumentParser:
         "microseconds and Gbit/s, as in 20,25, or 1gbe, 10gbe, 25gbe, 100gbe, 200gb-ib, 400gb-ib; "
         "by default what fits the trace.",
     )
-    usage = "lockstep status [-h] [--stacks] [PID]"
-    status = commands.add_parser("status", usage=usage, description=_STATUS, act="observe.status")
+    status = commands.add_parser("status", description=_STATUS, act="observe.status")
     status.add_argument(
         "pid", nargs="?", metavar="PID", help="The process id of one lockstep run; by default all."
     )
@@ -298,17 +296,12 @@ def _parser() -> argparse.ArgumentParser:
         "scikit-learn's 1,797 digits, which is the default; MNIST, downloaded by torchvision; or a "
         "folder with a sub-folder of PNG or JPEG images for each class.",
     )
-    usage = "lockstep help [-h] [ERROR]"
-    help_command = commands.add_parser("help", usage=usage, description=_HELP, act=_help)
+    help_command = commands.add_parser("help", description=_HELP, act=_help)
     help_command.add_argument("error", nargs="?", metavar="ERROR", help="The name of its class.")
-    usage = "lockstep show [-h] CHECKPOINT"
-    commands.add_parser("show", usage=usage, description=_SHOW, act="checkpoint.show").add_argument(
+    commands.add_parser("show", description=_SHOW, act="checkpoint.show").add_argument(
         "checkpoint", metavar="CHECKPOINT", help="Its folder."
     )
-    usage = "lockstep export [-h] [--thing NAME] CHECKPOINT FILE"
-    export = commands.add_parser(
-        "export", usage=usage, description=_EXPORT, act="checkpoint.export"
-    )
+    export = commands.add_parser("export", description=_EXPORT, act="checkpoint.export")
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="Its folder.")
     export.add_argument("to", metavar="FILE", help="The file to write.")
     export.option("--thing NAME", "What of it, as it was named in save(); by default model.")

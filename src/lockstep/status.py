@@ -136,7 +136,7 @@ class RankStatus:
         self._numbers[_Number.NUM_STEPS] += 1
 
     def count_batch(self, epoch: int, num_batches: int, all_batches: int, samples: int) -> None:
-        """The loader has made so many batches of an epoch, the last one of so many samples."""
+        """The loader has made ``num_batches`` of an epoch, the last one of ``samples``."""
         self._numbers[_Number.NUM_SAMPLES] += samples
         self._numbers[_Number.EPOCH] = epoch
         self._numbers[_Number.ALL_BATCHES] = all_batches

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.check.records import Records, Step
 
-# A difference is one if it is so many times what one more rounding error in each step makes.
+# A difference counts if it is this many times what one more rounding error in each step makes.
 _FACTOR = 64
 # How exactly gradients have to be multiples of others.
 _SAME_RATIO = 1e-3

@@ -339,7 +339,7 @@ class Manifest:
         )
 
     def parse(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return what ``function`` makes of the JSON, of which any error is one of the file."""
+        """Return ``function(*args)``, in which any error means that the manifest is damaged."""
         try:
             return function(*args)
         except CheckpointDamaged:

@@ -129,7 +129,7 @@ class Collector:
             return self._known[place][0]
         while path in self.headers:
             path += "'"
-        self._known[place] = path, tensor  # whose memory nobody else gets meanwhile
+        self._known[place] = path, tensor  # kept, so that its memory isn't reused
         self.headers[path], self.whole[path] = header_of(tensor), flat_elements(tensor)
         return path
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lockstep.comm import all_gather, device_of_facts, waited_seconds
 
-# After so many batches the ranks compare how long they took.
+# The number of batches after which the ranks compare how long they took.
 _INTERVAL = 8
 # The shares of all ranks together; each has one at least.
 _NUM_SHARES = 256
@@ -42,7 +42,7 @@ class Pace:
         self._began = time.perf_counter() - waited_seconds()
 
     def end(self, number: int, num_samples: int) -> None:
-        """Note that the program is through with batch ``number``, from 1, of so many samples."""
+        """Note that the program is through with batch ``number``, from 1, of ``num_samples``."""
         self._seconds += time.perf_counter() - waited_seconds() - self._began
         self._num_samples += num_samples
         # While new shares are still to come, batches may have been cut by them on some ranks.

@@ -307,7 +307,7 @@ class _Watch:
         while any(rank.is_running for rank in self._ranks):
             left = None
             if self._escalation is not None:
-                self._note_exits()  # who has ended by itself isn't asked to
+                self._note_exits()  # a rank that has ended by itself isn't asked to
                 now = time.monotonic()
                 for number in self._escalation.take(now):
                     self._send(number)

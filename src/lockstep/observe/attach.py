@@ -19,7 +19,7 @@ from lockstep.launcher import is_users_file, state_in_words
 from lockstep.status import STACKS_SIGNAL, RankState, RunStatus, in_time, now, running
 
 _DUMP_SECONDS, _POLL_SECONDS = 2.0, 0.02
-# A rank that has waited for so long is told to be stuck, unless others have made steps meanwhile.
+# A rank that has waited for this time counts as stuck, unless others have made steps meanwhile.
 _STUCK_NS = 5_000_000_000
 _OBSERVED_SECONDS = 0.5
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
