@@ -207,7 +207,7 @@ def _stat_fields(pid: int) -> list[str]:
 def _meet_through_mpi(place: Placement, timeout: timedelta) -> dist.TCPStore:
     try:
         from mpi4py import MPI
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # RuntimeError: there is no library of MPI
         raise InitError(
             f"{place.starter.value} started ranks on several hosts but told them no address to "
             "meet at. Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, or "
