@@ -93,12 +93,14 @@ def _checked(steps: Steps | None) -> Steps | None:
 def recording(folder: Path, rank: int, steps: Steps | None = None) -> Iterator[_RankTrace]:
     """Record as rank ``rank``, which need not have joined the others yet."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in (folder / "trace.json", folder / f"rank-{rank}.json"):
-        path.unlink(missing_ok=True)
-    with open(spool_of(folder, rank), "wb", buffering=_BUFFER_BYTES) as file:
+    with open(spool_of(folder, rank), "ab", buffering=_BUFFER_BYTES) as file:
         own = _RankTrace(file, rank, steps)
         _process.add(own)
         try:
+            # Not before: a trace that this rank is recording already may have these files.
+            file.truncate(0)
+            for path in (folder / "trace.json", folder / f"rank-{rank}.json"):
+                path.unlink(missing_ok=True)
             yield own
         finally:
             _process.remove(own)
