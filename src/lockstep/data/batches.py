@@ -269,7 +269,9 @@ def without_samples(batch: Any, twice: Any = None) -> Any:
             name: without_samples(value, None if twice is None else twice[name])
             for name, value in batch.items()
         }
-        return _like(batch, values)
+        copied = batch.copy()  # of the same class
+        copied.update(values)
+        return copied
     if isinstance(batch, list | tuple):
         if twice is not None and len(batch) > 0 and len(twice) == 2 * len(batch):
             return batch[:0]
@@ -284,14 +286,6 @@ def without_samples(batch: Any, twice: Any = None) -> Any:
     except (TypeError, KeyError, IndexError, NotImplementedError):
         pass
     raise _cannot_be_cut(f"a {type(batch).__name__}")
-
-
-def _like(batch: dict[Any, Any], values: dict[Any, Any]) -> Any:
-    if type(batch) is dict:
-        return values
-    same = batch.copy()
-    same.update(values)
-    return same
 
 
 def _cannot_be_cut(what: str) -> SplitError:

@@ -164,10 +164,10 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
         "backend": None if group is None else str(group.name()),
         "device": device,
     }
-    kept = "kept in step by" if num_ranks > 1 else "trained by"
+    kept = f"kept in step by {num_ranks} ranks" if num_ranks > 1 else "trained by one rank"
     over = f" over {facts['ranks']['backend']}" if group is not None else ""
     facts["summary"] = (
-        f"{type(module).__name__}, {_count(module)}, {kept} {_ranks(num_ranks)}{over}; this is "
+        f"{type(module).__name__}, {_count(module)}, {kept}{over}; this is "
         f"rank {facts['ranks']['rank']}, on {device}."
     )
     facts["inputs"] = [*_split(inputs, num_ranks)]
@@ -417,10 +417,6 @@ def _count(module: nn.Module) -> str:
     numel = sum(p.numel() for p in parameters)
     frozen = sum(p.numel() for p in parameters if not p.requires_grad)
     return f"{numel:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
-
-
-def _ranks(number: int) -> str:
-    return "one rank" if number == 1 else f"{number} ranks"
 
 
 def _range_of(names: Sequence[str]) -> str:
