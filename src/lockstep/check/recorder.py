@@ -123,7 +123,7 @@ class Recorder:
             and any(other.end() is not None for other in self._ranks)
         )
         if error is None or is_lost or isinstance(error, _Finished | SystemExit):
-            self._records.write_end(self._end)
+            self._records.save("end", self._end)
         return is_lost or isinstance(error, _Finished)
 
     # Loaders.
