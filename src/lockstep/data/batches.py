@@ -115,6 +115,15 @@ class GlobalBatches:
         )
 
 
+def samplers_in(sampler: Any) -> list[Any]:
+    """Return ``sampler`` and those inside of it, such as that of a batch sampler."""
+    found: list[Any] = []
+    while sampler is not None and not any(sampler is each for each in found):
+        found.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    return found
+
+
 def _as_tensors(batches: Iterable[Any]) -> Iterable[Any]:
     """Return the same batches, as tensors if torch's own samplers make them."""
     sampler: Any = getattr(batches, "sampler", None)

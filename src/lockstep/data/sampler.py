@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 from lockstep.arguments import as_whole_number, refusal
 from lockstep.comm import check_same_facts, differing_facts, join_state_of
+from lockstep.data.batches import samplers_in
 from lockstep.data.random_state import exclusive
 from lockstep.errors import CollectiveMismatch
 from lockstep.world import group_or_all
@@ -201,11 +202,8 @@ def _length_of(dataset: object) -> int:
 @contextmanager
 def _seeded(sampler: object, seed: int) -> Iterator[None]:
     """Let ``sampler`` draw from random numbers of this seed, and leave all generators as before."""
-    generators = [torch.default_generator]
-    while sampler is not None:  # a batch sampler has a sampler
-        if isinstance(own := getattr(sampler, "generator", None), torch.Generator):
-            generators.append(own)
-        sampler = getattr(sampler, "sampler", None)
+    own = (getattr(each, "generator", None) for each in samplers_in(sampler))
+    generators = [torch.default_generator, *(g for g in own if isinstance(g, torch.Generator))]
     with exclusive:
         states, state = [generator.get_state() for generator in generators], random.getstate()
         try:
