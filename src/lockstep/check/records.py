@@ -108,7 +108,7 @@ class Records:
         return found
 
     def end(self) -> End | None:
-        """How it ended; None if it has not."""
+        """How the run ended; None if it has not."""
         found: End | None = self.load("end")
         return found
 

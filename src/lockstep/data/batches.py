@@ -164,7 +164,7 @@ class Reader:
         dataset: The user's.
         collate: Makes a batch of a list of samples; or of what the dataset returns for a list of
             indices, if it makes batches itself.
-        makes_batches: Whether it does.
+        makes_batches: Whether the dataset makes batches itself.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, makes_batches: bool) -> None:

@@ -18,8 +18,8 @@ _NUM_SHARES = 256
 class Pace:
     """Shares in proportion to the samples that each rank computes in a second.
 
-    Ranks agree on new shares after every few batches. They count from a batch on that no rank's
-    workers can have been asked for: ``ahead`` of the last that was given.
+    Ranks agree on new shares after every few batches. New shares count from the batch on that is
+    ``ahead`` of the last one given, for which no rank's workers can have been asked yet.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, ahead: int) -> None:
