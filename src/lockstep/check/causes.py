@@ -1,4 +1,4 @@
-"""Where the runs of a program part, and the likely cause: from what they wrote down."""
+"""The step in which the runs of a program part, and the likely cause, from their records."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def _ratio(
     gradients: Mapping[str, torch.Tensor], alone: Mapping[str, torch.Tensor]
 ) -> float | None:
-    """Return by what all gradients are multiples of those of one process, if they are."""
+    """Return the ratio of all gradients to those of one process, if it is the same for all."""
     pairs = [
         (gradients[k].double(), alone[k].double())
         for k in gradients

@@ -1,4 +1,4 @@
-"""``load``: gives things back what a checkpoint has of them."""
+"""``load``: puts what a checkpoint has into models, optimizers and other things."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a save or load tell each other; of a single one, what it tells itself."""
+"""Exchanges between the ranks of a save or load; a single rank exchanges with itself."""
 
 from __future__ import annotations
 

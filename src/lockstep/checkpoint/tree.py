@@ -1,4 +1,4 @@
-"""Values as JSON, and the tensors among them as what is written to files of bytes."""
+"""Values as JSON; the tensors among them as flat elements, which files of bytes take."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def decode(encoded: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
 
 
 def header_of(tensor: torch.Tensor) -> Header:
-    """Return what ``tensor`` is; elements that aren't side by side are written as if they were."""
+    """Return the header of ``tensor``, whose elements are written side by side in any case."""
     order = tuple(range(tensor.dim()))
     if not tensor.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(tensor):
         # Strides of dimensions of size 1 say nothing, and differ between equal layouts.

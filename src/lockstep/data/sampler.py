@@ -141,7 +141,7 @@ class DistributedSampler(TorchSampler[_T_co]):
         return [*order]
 
     def _check(self, order: list[_T_co]) -> None:
-        """Raise an error unless all ranks have this rank's order, of the length that it had."""
+        """Raise an error unless all ranks have the same order, of the length that it first had."""
         if self._group is not None and join_state_of(self._group) is None:
             facts: dict[str, object] = {
                 "mode": self.mode,

@@ -174,7 +174,7 @@ class RankProcess:
             self.failure = Failure(self.rank, at_seconds, code or 1, without_result=not code)
 
     def read_report(self) -> bool:
-        """Read the reports that the rank and its forks have sent; return whether no more can come."""
+        """Read the reports that the rank and its forks have sent; tell whether no more can come."""
         while self.failure is None and self.result is None:
             end = LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "little")
             if len(self._received) >= end:
