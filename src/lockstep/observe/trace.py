@@ -7,8 +7,8 @@ end a rank makes JSON of its file; the last rank that is through puts those of a
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import json
 import os
 import socket
@@ -104,7 +104,7 @@ def recording(folder: Path, rank: int, steps: Steps | None = None) -> Iterator[_
             yield own
         finally:
             _process.remove(own)
-            own.close()
+            own.write()
     write_json(folder, rank)
     merge(folder)
 
@@ -113,7 +113,7 @@ class _RankTrace:
     """The spans of one rank, and the file that takes them, one in a line: a Recorder."""
 
     def __init__(self, file: BinaryIO, rank: int, steps: Steps | None) -> None:
-        self._file, self._rank = file, rank
+        self._file = file
         # The words of each line that is yet to be written. A line costs less among many, and after
         # a step: between two operations of a model, every call takes memory out of the caches.
         self._lines: deque[tuple[object, ...]] = deque()
@@ -124,14 +124,14 @@ class _RankTrace:
         self._open: dict[int, list[str]] = {}
         # The numbers of buckets, in the order in which they were sent first.
         self._buckets: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._num_buckets = 0
+        self._bucket_numbers = itertools.count()
         self._optimizer: weakref.ref[Optimizer] | None = None
         # When the program got a batch, or stepped: its forward begins.
         self._since: int | None = None
         self._num_samples = 0  # in this step
         self._memory_noted_at = 0
         self._device = torch.device("cpu")
-        self.threads = {threading.get_ident()}
+        self.thread = threading.get_ident()  # the program's own
         self._put(
             {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "boot": boot_id()}
         )
@@ -151,9 +151,9 @@ class _RankTrace:
         else:
             facts |= Offset(0, 0)._asdict()
         self._put(facts)
-        self._write()
+        self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
         """Write the lines; other threads may add some meanwhile."""
         number = len(self._lines)
         lines = [" ".join(map(str, self._lines.popleft())) + "\n" for _ in range(number)]
@@ -184,11 +184,11 @@ class _RankTrace:
         thread, stop = threading.get_ident(), spans.now()
         self._open[thread].remove(name)
         if self._is_on:
-            index = 0 if thread in self.threads else thread
+            index = 0 if thread == self.thread else thread
             words = detail.replace(" ", "_")
             self._lines.append((name, start, stop, self.step, index, words, num_bytes))
             if len(self._lines) > _MOST_LINES and index == 0:
-                self._write()
+                self.write()
         if name in ("data", "optimizer"):
             self._since = stop
 
@@ -202,8 +202,7 @@ class _RankTrace:
             return
         number = self._buckets.get(bucket)
         if number is None:
-            number = self._buckets[bucket] = self._num_buckets
-            self._num_buckets += 1
+            number = self._buckets[bucket] = next(self._bucket_numbers)
             names = {"index": index, "parameters": bucket.parameter_names}
             self._put({"bucket": number, "bytes": bucket.num_bytes, **names})
         self._lines.append(("bucket", *times, self.step, number))
@@ -220,7 +219,7 @@ class _RankTrace:
             self.step += 1
             if now - self._written_at >= _WRITING_INTERVAL_NS:
                 self._written_at = now
-                self._write()
+                self.write()
 
     def _put_step(self, now: int) -> None:
         """Note the samples of the step that ends and, now and then, the memory."""
@@ -230,11 +229,6 @@ class _RankTrace:
             facts["memory"] = memory_in_use(self._device)
         if self._num_samples or "memory" in facts:
             self._put(facts)
-
-    def close(self) -> None:
-        """Write what is left."""
-        with contextlib.suppress(ValueError):
-            self._write()
 
 
 class _Process:
@@ -247,7 +241,7 @@ class _Process:
 
     def add(self, own: _RankTrace) -> None:
         with self._lock:
-            if any(own.threads & other.threads for other in self._traces):
+            if any(own.thread == other.thread for other in self._traces):
                 raise ValueError("This rank is traced already. End that before, or leave this out.")
             self._traces.append(own)
             if len(self._traces) == 1:
@@ -294,7 +288,7 @@ class _Process:
         traces = self._traces
         if len(traces) == 1:  # helper threads are that rank's, too
             return traces[0]
-        return next((own for own in traces if thread in own.threads), None)
+        return next((own for own in traces if thread == own.thread), None)
 
     def begin(self, name: str) -> bool:
         own = self._of_this_thread()
