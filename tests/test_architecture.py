@@ -44,7 +44,7 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 30_490
+MAX_LINES = 30_476
 MAX_FILES = 142
 MAX_LINES_OF_A_FILE = 500
 
