@@ -19,10 +19,10 @@ README = Path(__file__).parent.parent / "README.md"
 
 # A package, or a module of its own, imports only from lower layers.
 LAYERS = {
+    "status": -1,
     "torch_private": 0,
     "errors": 0,
     "spans": 0,
-    "status": 0,
     "arguments": 0,
     "comm": 1,
     "world": 2,
@@ -44,8 +44,8 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 30_670
-MAX_FILES = 144
+MAX_LINES = 30_476
+MAX_FILES = 142
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.

@@ -25,7 +25,8 @@ PRIVATE = SOURCE / "torch_private.py"
 PATHS = sorted(SOURCE.rglob("*.py"))
 
 # Names of others that begin with an underscore.
-OF_PYTHON = {"_extra_reducers", "_asdict", "_exit", "_fields", "_getframe", "_replace", "_xoptions"}
+OF_PYTHON = {"_asdict", "_at_fork_reinit", "_exit", "_extra_reducers", "_fields", "_getframe"}
+OF_PYTHON |= {"_replace", "_xoptions"}
 
 OF_LIGHTNING = {"_ddp_kwargs", "_determine_ddp_device_ids", "_process_group_backend"}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -147,20 +148,27 @@ def main() -> None:
     """Run the command; an error of lockstep's own is shown as its message, without a traceback."""
     try:
         options = vars(_parser().parse_args())
-        options.pop("act")(**options)
+        act = options.pop("act")
+        if isinstance(act, str):
+            module, _, name = act.rpartition(".")
+            act = getattr(importlib.import_module(f"lockstep.{module}"), name)
+        is_well = act(**options)
     except LockstepError as error:
         print("\n".join([f"lockstep: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(2)
+    if is_well is not None:
+        sys.exit(0 if is_well else 1)
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are BadLaunch.
 
-    ``act`` is called with the options that were given, and has the defaults of the others. It shows
-    the help by default, for a command that only has subcommands.
+    ``act`` is called with the options that were given, and has the defaults of the others; a bool
+    that it returns makes the exit code. It may be named, as in ``"observe.report"``: the module is
+    imported for the call. By default it shows the help, for a command that only has subcommands.
     """
 
-    def __init__(self, act: Callable[..., object] | None = None, **options: Any) -> None:
+    def __init__(self, act: Callable[..., object] | str | None = None, **options: Any) -> None:
         super().__init__(
             **options,
             allow_abbrev=False,
@@ -262,8 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     usage = "lockstep explain [OPTIONS] SCRIPT [ARGS ...]"
     explain = commands.add_parser("explain", usage=usage, description=_EXPLAIN, act=_explain)
     _add_program(explain)
-    usage = "lockstep report [-h] [--text] [--network NETWORK] DIR"
-    report = commands.add_parser("report", usage=usage, description=_REPORT, act=_report)
+    report = commands.add_parser("report", description=_REPORT, act="observe.report")
     report.add_argument("folder", metavar="DIR", help="The folder that --trace was given.")
     report.option("--text", "Print it, and write no page.", action="store_true")
     report.option(
@@ -272,16 +279,15 @@ def _parser() -> argparse.ArgumentParser:
         "microseconds and Gbit/s, as in 20,25, or 1gbe, 10gbe, 25gbe, 100gbe, 200gb-ib, 400gb-ib; "
         "by default what fits the trace.",
     )
-    usage = "lockstep status [-h] [--stacks] [PID]"
-    status = commands.add_parser("status", usage=usage, description=_STATUS, act=_status)
+    status = commands.add_parser("status", description=_STATUS, act="observe.status")
     status.add_argument(
         "pid", nargs="?", metavar="PID", help="The process id of one lockstep run; by default all."
     )
     status.option("--stacks", "Print each rank's whole stack as well.", action="store_true")
-    doctor = commands.add_parser("doctor", description=_DOCTOR, act=_doctor)
+    doctor = commands.add_parser("doctor", description=_DOCTOR, act="observe.doctor")
     doctor.option("-n --nprocs N", "How many ranks to start; by default one for each GPU, or 2.")
     doctor.option("--json", "Print it all as JSON.", dest="as_json", action="store_true")
-    demo = commands.add_parser("demo", description=_DEMO, act=_demo)
+    demo = commands.add_parser("demo", description=_DEMO, act="demo.demo")
     demo.option("-n --nprocs N", "How many processes train; by default 2.")
     demo.option("--epochs E", "How often to go through the training images; by default 15.")
     demo.option("--seed SEED", "What all that is random is drawn from; by default 1234.", type=int)
@@ -290,21 +296,20 @@ def _parser() -> argparse.ArgumentParser:
         "scikit-learn's 1,797 digits, which is the default; MNIST, downloaded by torchvision; or a "
         "folder with a sub-folder of PNG or JPEG images for each class.",
     )
-    usage = "lockstep help [-h] [ERROR]"
-    help_command = commands.add_parser("help", usage=usage, description=_HELP, act=_help)
+    help_command = commands.add_parser("help", description=_HELP, act=_help)
     help_command.add_argument("error", nargs="?", metavar="ERROR", help="The name of its class.")
-    usage = "lockstep show [-h] CHECKPOINT"
-    commands.add_parser("show", usage=usage, description=_SHOW, act=_show).add_argument(
+    commands.add_parser("show", description=_SHOW, act="checkpoint.show").add_argument(
         "checkpoint", metavar="CHECKPOINT", help="Its folder."
     )
-    usage = "lockstep export [-h] [--thing NAME] CHECKPOINT FILE"
-    export = commands.add_parser("export", usage=usage, description=_EXPORT, act=_export)
+    export = commands.add_parser("export", description=_EXPORT, act="checkpoint.export")
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="Its folder.")
     export.add_argument("to", metavar="FILE", help="The file to write.")
     export.option("--thing NAME", "What of it, as it was named in save(); by default model.")
     bench = commands.add_parser("bench", usage="lockstep bench [-h]", description=_BENCH)
     benchmarks = bench.add_subparsers(prog="lockstep bench", metavar="COMMAND", help=hidden)
-    collectives = benchmarks.add_parser("collectives", description=_COLLECTIVES, act=_collectives)
+    collectives = benchmarks.add_parser(
+        "collectives", description=_COLLECTIVES, act="bench.collectives"
+    )
     collectives.option(
         "--ranks N",
         "How many processes take part; may be given several times. By default 2, then 4.",
@@ -360,30 +365,6 @@ def _explain(**options: Any) -> None:
     launcher.run_job(explained(launcher.job_of(**options)))
 
 
-def _report(**options: Any) -> None:
-    from lockstep.observe import report
-
-    report(**options)
-
-
-def _status(**options: Any) -> None:
-    from lockstep.observe import status
-
-    status(**options)
-
-
-def _doctor(**options: Any) -> NoReturn:
-    from lockstep.observe import doctor
-
-    sys.exit(0 if doctor(**options) else 1)
-
-
-def _demo(**options: Any) -> NoReturn:
-    from lockstep.demo import demo
-
-    sys.exit(0 if demo(**options) else 1)
-
-
 def _help(error: str | None = None) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
@@ -398,21 +379,3 @@ def _help(error: str | None = None) -> None:
         near = difflib.get_close_matches(error, sections, n=1)
         hint = f" Did you mean {near[0]}?" if near else " 'lockstep help' lists them."
         raise BadLaunch(f"lockstep has no error {error!r}.{hint}")
-
-
-def _show(**options: Any) -> None:
-    from lockstep.checkpoint import show
-
-    show(**options)
-
-
-def _export(**options: Any) -> None:
-    from lockstep.checkpoint import export
-
-    export(**options)
-
-
-def _collectives(**options: Any) -> None:
-    from lockstep.bench import collectives
-
-    collectives(**options)

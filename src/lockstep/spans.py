@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from torch.autograd import profiler
 
+from lockstep.status import RankStatus
+
 NAMES = {
     "data": "the loader makes this rank's part of a global batch",
     "forward": "from the batch to the backward: the program's own code, whichever method it calls",
@@ -46,26 +48,8 @@ class Recorder(Protocol):
         """The program logs values."""
 
 
-class Status(Protocol):
-    """Takes what this process does at this moment; see :class:`lockstep.status.RankStatus`."""
-
-    is_shown: bool
-
-    def enter(self, state: str, detail: str) -> int:
-        """A span begins; return what :meth:`leave` takes."""
-
-    def leave(self, former: int) -> None:
-        """The span that began last ends."""
-
-    def count_batch(self, epoch: int, num_batches: int, all_batches: int, num_samples: int) -> None:
-        """The loader has given so many batches of an epoch, the last with so many samples."""
-
-    def log(self, step: int, last_step: int, values: Mapping[str, float]) -> None:
-        """The program logs values of a step."""
-
-
 recorder: Recorder | None = None
-status: Status | None = None
+status: RankStatus | None = None
 now = time.perf_counter_ns
 _NOTHING = nullcontext()
 

@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from enum import IntEnum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,6 +87,10 @@ class RankState(NamedTuple):
     stacks: int
 
 
+# The numbers that a RankState has under their names in lower case.
+_SHOWN = {each.name.lower(): each for each in _Number if each.name.lower() in RankState._fields}
+
+
 class RankStatus:
     """The pages of one rank. Only the rank writes, from any of its threads.
 
@@ -131,7 +136,7 @@ class RankStatus:
         self._numbers[_Number.NUM_STEPS] += 1
 
     def count_batch(self, epoch: int, num_batches: int, all_batches: int, samples: int) -> None:
-        """The loader has made so many batches of an epoch, the last one of so many samples."""
+        """The loader has made ``num_batches`` of an epoch, the last one of ``samples``."""
         self._numbers[_Number.NUM_SAMPLES] += samples
         self._numbers[_Number.EPOCH] = epoch
         self._numbers[_Number.ALL_BATCHES] = all_batches
@@ -159,28 +164,14 @@ class RankStatus:
 
     def read(self) -> RankState:
         """Return what the rank does."""
-        numbers = self._numbers
-        state, since = numbers[_Number.STATE], numbers[_Number.SINCE]
+        found: dict[str, Any] = {name: self._numbers[place] for name, place in _SHOWN.items()}
+        found["state"] = STATES[found["state"]]
+        if found["state"] == "wait":
+            found["waited"] += max(0, now() - found["since"])
         detail = bytes(self._memory[_DETAIL_AT : _DETAIL_AT + _MOST_DETAIL_BYTES]).rstrip(b"\0")
-        waits = STATES[state] == "wait"
-        step, last, values = self._read_log()
-        return RankState(
-            numbers[_Number.PID],
-            numbers[_Number.RANK],
-            STATES[state],
-            detail.decode(errors="replace"),
-            since,
-            numbers[_Number.WAITED] + (max(0, now() - since) if waits else 0),
-            numbers[_Number.NUM_STEPS],
-            numbers[_Number.NUM_SAMPLES],
-            numbers[_Number.EPOCH],
-            numbers[_Number.NUM_BATCHES],
-            numbers[_Number.ALL_BATCHES],
-            step,
-            last,
-            values,
-            numbers[_Number.STACKS],
-        )
+        found["detail"] = detail.decode(errors="replace")
+        found["logged_step"], found["last_step"], found["values"] = self._read_log()
+        return RankState(**found)
 
     def _read_log(self) -> tuple[int, int, dict[str, float]]:
         numbers = self._numbers
@@ -231,15 +222,24 @@ class RunStatus:
 
 def running() -> Iterator[RunStatus]:
     """Yield the runs of this user on this host."""
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+    for pid, path in files_in_memory(_MEMORY_NAME):
         try:
-            if not os.readlink(descriptor).startswith(f"/memfd:{_MEMORY_NAME}"):
-                continue
-            with open(descriptor, "rb") as file:
+            with open(path, "rb") as file:
                 found = RunStatus(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
                 facts = found.facts
-        except (OSError, ValueError):  # it has just ended, or is another user's
+        except (OSError, ValueError):  # the process has just ended
             continue
         # Ranks have the same memory open.
-        if facts.get("version") == _VERSION and facts["pid"] == int(descriptor.parts[2]):
+        if facts.get("version") == _VERSION and facts["pid"] == pid:
             yield found
+
+
+def files_in_memory(name: str) -> Iterator[tuple[int, str]]:
+    """Yield the open files in memory whose names begin with ``name``: process id and path."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has just ended, or is another user's
+            for descriptor in os.listdir(process / "fd"):
+                with suppress(OSError):  # it was closed meanwhile
+                    path = f"{process}/fd/{descriptor}"
+                    if os.readlink(path).startswith(f"/memfd:{name}"):
+                        yield int(process.name), path

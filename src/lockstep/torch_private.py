@@ -76,7 +76,7 @@ _DistributedBackendOptions = torch.distributed.distributed_c10d._DistributedBack
 _get_default_store = torch.distributed.distributed_c10d._get_default_store
 # The record of a process's groups; a rank that is a thread has one of its own.
 _World = torch.distributed.distributed_c10d._World
-# The same for the record that functional collectives use.
+# Whether a thread has a record of its own for functional collectives, too.
 _set_thread_isolation_mode = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
 
 

@@ -243,7 +243,7 @@ def step(value: float = 1.0, **facts: object) -> Step:
 def cause(one: Step, other: Step, alone: Step | None = None, name: str = "w", **facts: int) -> str:
     """The cause of a difference between ranks or, if ``alone`` is given, from one process."""
     rank = 1 if alone is None else None
-    known = {"num_steps": [1, 1], "pads": False, "repeated": 0, "num_rows": 8} | facts
+    known = {"pads": False, "repeated": 0, "num_rows": 8} | facts
     parting = Parting(name, 1.0, 0.0, rank)
     return likely_cause(Facts(parting, [one, other], alone or one, **known)).cause  # type: ignore[arg-type]
 

@@ -291,6 +291,14 @@ def test_a_checkpoint_that_may_not_be_read_is_named(tmp_path, monkeypatch, metho
         lockstep.load(tmp_path, step=0)
 
 
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_named(tmp_path) -> None:
+    path = lockstep.save(tmp_path, tensor=torch.ones(3))
+    manifest = folder_module.Manifest(path)
+    (path / "rank-0.bin").unlink()
+    with pytest.raises(CheckpointDamaged, match=r"rank-0\.bin can't be read"):
+        manifest.read("tensor")
+
+
 def test_an_optimizer_of_another_class_is_refused(tmp_path) -> None:
     model = nn.Linear(3, 2)
     adam = torch.optim.AdamW(model.parameters(), lr=0.1)

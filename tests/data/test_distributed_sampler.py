@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 import lockstep
+from lockstep.data.random_state import exclusive
 from lockstep.errors import CollectiveMismatch, PeerLost
 from tests.counts import num_examples
 from tests.ranks import BACKENDS, run_ranks
@@ -334,3 +336,14 @@ def test_copies_are_of_no_group() -> None:
         return [*copy.deepcopy(sampler)] if rank else [0, 2]
 
     assert run_ranks(2, body) == [[0, 2], [1, 3]]
+
+
+def test_orders_are_not_drawn_while_a_loader_reads_from_the_same_generators() -> None:
+    sampler = lockstep.DistributedSampler(Drawing(4, True), 2, 0)
+    drawing = threading.Thread(target=list, args=(sampler,))
+    with exclusive:
+        drawing.start()
+        drawing.join(0.1)
+        assert drawing.is_alive()
+    drawing.join(10)
+    assert not drawing.is_alive()

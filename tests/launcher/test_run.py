@@ -214,6 +214,13 @@ def test_help_answers_without_torch() -> None:
     assert "lockstep run -n 2 train.py" in done.stdout
 
 
+def test_ranks_have_the_interpreters_options(bench: Bench) -> None:
+    script = bench.script("import sys; print(sys.flags.optimize, sys.flags.safe_path)")
+    command = [sys.executable, "-OO", "-P", "-m", "lockstep", "run", "-n", "1", script]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == "[rank 0] 2 True\n"
+
+
 def test_version(bench: Bench) -> None:
     done = bench.run("--version")
     assert done.returncode == 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,9 +147,23 @@ def test_verdicts() -> None:
     assert told(observed(0, "wait", 98), late) == "It computes."
     assert told(observed(0, "wait", 1, steps=3), late) == "It goes on: 3 steps in 0.5 s."
     assert told(late, observed(1, "wait", 1)._replace(process="gone")) == "Rank 1 is gone."
+    unread = late._replace(stack=[])
+    assert told(*early, unread).endswith("for rank 2. Their stacks couldn't be read.")
     hasnt = observed(1, "program", 0)
     hasnt = hasnt._replace(state=hasnt.state._replace(pid=0))
     assert told(late, hasnt) == "1 of 2 ranks haven't begun."
+
+
+def test_processes_that_end_meanwhile_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def list_all_but_gone(own: Any, path: Any) -> Any:
+        if str(path).endswith("/fd") and str(path) != f"/proc/{os.getpid()}/fd":
+            raise FileNotFoundError(path)
+        return own(path)
+
+    monkeypatch.setattr(os, "listdir", partial(list_all_but_gone, os.listdir))
+    monkeypatch.setattr(os, "scandir", partial(list_all_but_gone, os.scandir))
+    kept = RunStatus.create("train.py", 1)
+    assert kept.facts in [each.facts for each in running()]
 
 
 def test_pages_hold_what_a_rank_writes() -> None:

@@ -149,6 +149,12 @@ def test_nothing_is_unusual_where_nothing_is() -> None:
     assert found["unusual"] == []
 
 
+def test_parameters_that_are_not_sent_have_no_part_of_the_bytes() -> None:
+    model = nn.Sequential(nn.Embedding(200_000, 8), nn.Linear(8, 2))
+    model[0].requires_grad_(False)
+    assert explained(2, model).to_dict()["unusual"] == []
+
+
 def test_ignored_parameters_are_named() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> Any:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

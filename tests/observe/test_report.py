@@ -182,6 +182,17 @@ def test_times_are_added_up_exactly() -> None:
     assert found.part == pytest.approx(0.4, abs=0.03)
 
 
+def test_ranks_are_named_by_their_numbers_in_a_trace_that_lacks_some() -> None:
+    whole = [rank_of(0, [5, 15], [11, 21]), rank_of(1, [9, 19], [11, 21])]
+    part = [found._replace(rank=found.rank + 3) for found in whole]
+    assert shares(part)[1][0].waits_for == {4: 4 * MS}
+    late = late_rank(shares(part))
+    assert late == late_rank(shares(whole))._replace(rank=4)  # type: ignore[union-attr]
+    found = sections.waiting(shares(part))
+    assert found is not None
+    assert found.columns == ("rank", "for rank 4")
+
+
 @given(waits=st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size=2, max_size=6))
 def test_every_nanosecond_is_counted_once(waits: list[list[int]]) -> None:
     now, comes, leaves = 0, [[], [], []], []  # type: ignore[var-annotated]

@@ -267,6 +267,17 @@ def test_steps_that_make_no_sense_are_refused(tmp_path: Path, steps: Any) -> Non
     assert [*tmp_path.iterdir()] == []
 
 
+def test_a_trace_in_a_trace_of_the_same_folder_leaves_it_whole(tmp_path: Path) -> None:
+    with lockstep.trace(tmp_path):
+        lockstep.log({"value": 1.0})
+        spans.recorder.end_step(torch.optim.SGD([torch.ones(1)]))  # type: ignore[union-attr]
+        second = lockstep.trace(tmp_path)
+        with pytest.raises(ValueError, match="is traced already"):
+            second.__enter__()
+    (found,) = read_folder(tmp_path)
+    assert [entry["log"] for entry in found.logged] == [{"value": 1.0}]
+
+
 def test_a_trace_in_a_trace_is_refused(tmp_path: Path) -> None:
     second = lockstep.trace(tmp_path / "b")
     with lockstep.trace(tmp_path / "a"), pytest.raises(ValueError, match="is traced already"):

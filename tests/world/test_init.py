@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import ModuleType
 
 import psutil
 import pytest
@@ -387,6 +388,17 @@ def test_mpi_on_several_hosts_without_an_address_says_what_to_set() -> None:
     place = Placement(Starter.OPEN_MPI, 0, 4, 0, 2, None, "job")
     with pytest.raises(errors.InitError, match=r"MASTER_ADDR|torch-lockstep\[mpi\]"):
         meet(place, SOON)
+
+
+def test_mpi4py_without_a_library_of_mpi_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> object:
+        raise RuntimeError("cannot load MPI library")
+
+    mpi4py = ModuleType("mpi4py")
+    mpi4py.__getattr__ = fail  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "mpi4py", mpi4py)
+    with pytest.raises(errors.InitError, match="MASTER_ADDR"):
+        meet(Placement(Starter.MPICH, 0, 2, 0, 1), SOON)
 
 
 ALL_REDUCE = r"""

@@ -45,7 +45,7 @@ from lockstep.bench.measuring import (
 )
 from lockstep.comm import check_room
 from lockstep.errors import BackendUnavailable, BadLaunch, SharedMemoryFull
-from lockstep.launcher import check_num_ranks, launch, whole_number
+from lockstep.launcher import check_num_ranks, launch, num_cores, whole_number
 
 # A rank has a shared tensor, an ordinary one, and what a library allocates for itself.
 _BUFFERS_PER_RANK = 3
@@ -188,7 +188,7 @@ def machine_facts() -> dict[str, object]:
     """Return what times depend on, for JSON."""
     return {
         "cpu": _from_proc("/proc/cpuinfo", "model name") or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_cores(),
         "memory": _from_proc("/proc/meminfo", "MemTotal"),
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -79,8 +79,8 @@ def summarize(values: Sequence[float]) -> Summary:
     """Return the median and the quartiles; of a single value, that value."""
     if len(values) == 1:
         return Summary(values[0], values[0], values[0])
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Summary(statistics.median(values), low, high)
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Summary(median, low, high)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where the runs of a program part, and the likely cause: from what they wrote down."""
+"""The step in which the runs of a program part, and the likely cause, from their records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from lockstep.check.records import Records, Step
 
-# A difference is one if it is so many times what one more rounding error in each step makes.
+# A difference counts if it is this many times what one more rounding error in each step makes.
 _FACTOR = 64
 # How exactly gradients have to be multiples of others.
 _SAME_RATIO = 1e-3
@@ -45,19 +45,12 @@ _PADDED = Verdict(
 
 
 class Parting(NamedTuple):
-    """The first step after which runs differ.
+    """The largest difference between runs after a step, in proportion to its tolerance."""
 
-    Attributes:
-        name: The tensor that differs most, for its tolerance.
-        difference: By how much.
-        tolerance: How much rounding explains.
-        rank: The rank that differs from rank 0; None if all ranks differ from one process.
-    """
-
-    name: str
+    name: str  # of the tensor that differs
     difference: float
-    tolerance: float
-    rank: int | None
+    tolerance: float  # how much rounding explains
+    rank: int | None  # that differs from rank 0; None if all ranks differ from one process
 
 
 class Facts(NamedTuple):
@@ -66,7 +59,6 @@ class Facts(NamedTuple):
     parting: Parting
     ranks: Sequence[Step]
     alone: Step
-    num_steps: Sequence[int]  # that each rank took
     pads: bool  # whether a loader's sampler gives samples twice
     repeated: int  # how many samples of a batch several ranks had
     num_rows: int  # the samples of that batch over all ranks
@@ -102,8 +94,7 @@ def finding(ranks: Sequence[Records], alone: Records, with_rounding: Records) ->
         are_even &= any(counts[0]) and all(each == counts[0] for each in counts)
         largest, tolerance = max(largest, parting.difference), max(tolerance, parting.tolerance)
         if parting.difference > parting.tolerance:
-            facts = _facts(parting, ranks, together, one, num_steps[:-1])
-            verdict = likely_cause(facts)
+            verdict = likely_cause(_facts(parting, ranks, together, one))
             others = "one process" if parting.rank is None else f"rank {parting.rank}"
             who = "All ranks" if parting.rank is None else "Rank 0"
             where = (
@@ -122,34 +113,25 @@ def finding(ranks: Sequence[Records], alone: Records, with_rounding: Records) ->
                 "See which value is the first that isn't finite: torch.autograd.detect_anomaly(), "
                 "a smaller learning rate, --float64.",
             )
+    alike = Finding(min(num_steps), largest, tolerance, is_even=are_even)
     if any(pads for each in ranks[0].rows().values() for _, pads in each):
-        return Finding(
-            min(num_steps),
-            largest,
-            tolerance,
-            "Some samples are given to two ranks, and so count twice.",
-            *_PADDED,
-        )
+        where = "Some samples are given to two ranks, and so count twice."
+        return alike._replace(where=where, cause=_PADDED.cause, remedy=_PADDED.remedy)
     if are_same and min(num_steps):
-        return Finding(
-            min(num_steps),
-            largest,
-            tolerance,
-            "All ranks train on the same samples, so that each does the work of all.",
-            "the loader's sampler doesn't divide the samples among the ranks.",
-            f"Use {_OUR_LOADER}.",
+        return alike._replace(
+            where="All ranks train on the same samples, so that each does the work of all.",
+            cause="the loader's sampler doesn't divide the samples among the ranks.",
+            remedy=f"Use {_OUR_LOADER}.",
         )
     if len(set(num_steps[:-1])) > 1:
         told = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(num_steps[:-1]))
-        return Finding(
-            min(num_steps),
-            largest,
-            tolerance,
-            f"The ranks take different numbers of steps ({told}).",
-            "a rank leaves out steps, or has fewer batches than others.",
-            f"Let every rank take each step; {_OUR_LOADER}, gives all ranks equally many batches.",
+        return alike._replace(
+            where=f"The ranks take different numbers of steps ({told}).",
+            cause="a rank leaves out steps, or has fewer batches than others.",
+            remedy=f"Let every rank take each step; {_OUR_LOADER}, gives all ranks equally many "
+            "batches.",
         )
-    return Finding(min(num_steps), largest, tolerance, is_even=are_even)
+    return alike
 
 
 def _not_finite(step: Step) -> str | None:
@@ -195,13 +177,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(difference.nan_to_num(nan=torch.inf).max())
 
 
-def _facts(
-    parting: Parting,
-    ranks: Sequence[Records],
-    steps: Sequence[Step],
-    alone: Step,
-    num_steps: Sequence[int],
-) -> Facts:
+def _facts(parting: Parting, ranks: Sequence[Records], steps: Sequence[Step], alone: Step) -> Facts:
     rows = [records.rows() for records in ranks]
     repeated = num_rows = 0
     pads = False
@@ -215,13 +191,12 @@ def _facts(
             again = sum(count - 1 for count in counts.values())
             if again > repeated:
                 repeated, num_rows = again, sum(counts.values())
-    return Facts(parting, steps, alone, num_steps, pads, repeated, num_rows)
+    return Facts(parting, steps, alone, pads, repeated, num_rows)
 
 
 def likely_cause(facts: Facts) -> Verdict:
     """Return the likely cause of a difference."""
-    between = _between_ranks if facts.parting.rank is not None else _from_one_process
-    return between(facts)
+    return _from_one_process(facts) if facts.parting.rank is None else _between_ranks(facts)
 
 
 def _between_ranks(facts: Facts) -> Verdict:
@@ -363,7 +338,7 @@ def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def _ratio(
     gradients: Mapping[str, torch.Tensor], alone: Mapping[str, torch.Tensor]
 ) -> float | None:
-    """Return by what all gradients are multiples of those of one process, if they are."""
+    """Return the ratio of all gradients to those of one process, if it is the same for all."""
     pairs = [
         (gradients[k].double(), alone[k].double())
         for k in gradients

@@ -50,11 +50,11 @@ def check(steps: str, *, float64: bool = False, **options: Any) -> int:
                 "to compare. Check a program, or options of it, that train."
             )
         plan = plan._replace(divides_itself=is_divided_by_program(ranks))
-        for run in ALONE, ROUNDED:
-            if run == ALONE:
-                console.print("[bold]check:[/bold] the same global batches in one process")
-            else:
-                console.print("[bold]check:[/bold] once more, to see what rounding does")
+        for run, words in (
+            (ALONE, "the same global batches in one process"),
+            (ROUNDED, "once more, to see what rounding does"),
+        ):
+            console.print(f"[bold]check:[/bold] {words}")
             if code := _run(job._replace(num_ranks=1), plan._replace(run=run), console):
                 return code
         alone, with_rounding = Records(folder, ALONE), Records(folder, ROUNDED)

@@ -123,7 +123,7 @@ class Recorder:
             and any(other.end() is not None for other in self._ranks)
         )
         if error is None or is_lost or isinstance(error, _Finished | SystemExit):
-            self._records.write_end(self._end)
+            self._records.save("end", self._end)
         return is_lost or isinstance(error, _Finished)
 
     # Loaders.
@@ -173,7 +173,7 @@ class Recorder:
             self._is_loading = False
 
     def _recorded(self, name: str, batches: Iterator[Any], pads: bool) -> Iterator[Any]:
-        """Give ``batches`` on, and write them down."""
+        """Yield ``batches``, and record each."""
         self._records.save(name, True)
         number, end = 0, object()
         while (value := self._load(next, batches, end)) is not end:

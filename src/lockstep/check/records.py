@@ -7,9 +7,8 @@ read that was not written by the same check.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,8 +79,10 @@ class Records:
         self._folder.mkdir(exist_ok=True)
 
     def save(self, name: str, value: object) -> None:
-        """Write ``value`` under ``name``."""
-        torch.save(value, self._folder / name)
+        """Write ``value`` under ``name``, by a rename: other ranks may read it meanwhile."""
+        unfinished = self._folder / f"unfinished-{name}"
+        torch.save(value, unfinished)
+        unfinished.rename(self._folder / name)
 
     def load(self, name: str) -> Any:
         """What was written under ``name``; None if nothing was."""
@@ -107,13 +108,9 @@ class Records:
         return found
 
     def end(self) -> End | None:
-        """How it ended; None if it has not."""
-        path = self._folder / "end.json"
-        return End(**json.loads(path.read_text())) if path.exists() else None
-
-    def write_end(self, end: End) -> None:
-        """Write how it ended."""
-        (self._folder / "end.json").write_text(json.dumps(asdict(end)))
+        """How the run ended; None if it has not."""
+        found: End | None = self.load("end")
+        return found
 
 
 def _in_order(path: Path) -> list[int]:

@@ -152,7 +152,7 @@ class Place:
                 remove()
 
     def put_part(self, rank: int, part: dict[str, Any]) -> None:
-        """Write the list of this rank's pieces for rank 0, by a rename, so that it is complete."""
+        """Write the list of this rank's pieces; a rename shows it to rank 0 when it is complete."""
         unfinished = self._part(rank).with_suffix(".tmp")
         unfinished.write_text(json.dumps(part))
         unfinished.rename(self._part(rank))
@@ -339,7 +339,7 @@ class Manifest:
         )
 
     def parse(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return what ``function`` makes of the JSON, of which any error is one of the file."""
+        """Return ``function(*args)``, in which any error means that the manifest is damaged."""
         try:
             return function(*args)
         except CheckpointDamaged:
@@ -393,13 +393,11 @@ class Manifest:
             if ranges is None or any(first < stop and start < last for first, last in ranges):
                 own = memory[start * size : stop * size]
                 padding = bytearray(padded(len(own)) - len(own))
-                descriptor = os.open(self.folder / file_of(file), os.O_RDONLY)
                 try:
-                    num_read = os.preadv(descriptor, [own, padding], offset)
+                    with open(self.folder / file_of(file), "rb", buffering=0) as source:
+                        num_read = os.preadv(source.fileno(), [own, padding], offset)
                 except OSError as error:
                     raise self._damaged(f"can't be read: {error}", file_of(file)) from error
-                finally:
-                    os.close(descriptor)
                 is_whole = num_read == len(own) + len(padding)
                 if not is_whole or zlib.crc32(padding, zlib.crc32(own)) != checksum:
                     raise self._damaged(

@@ -1,4 +1,4 @@
-"""``load``: gives things back what a checkpoint has of them."""
+"""``load``: puts what a checkpoint has into models, optimizers and other things."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import check_flag
-from lockstep.checkpoint.background import background_of
 from lockstep.checkpoint.folder import Manifest, newest
 from lockstep.checkpoint.ranks import Ranks
+from lockstep.checkpoint.saving import background_of
 from lockstep.checkpoint.things import kind_of, names_of, prepare
 from lockstep.checkpoint.tree import decode
 

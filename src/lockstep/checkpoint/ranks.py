@@ -1,4 +1,4 @@
-"""What the ranks of a save or load tell each other; of a single one, what it tells itself."""
+"""Exchanges between the ranks of a save or load; a single rank exchanges with itself."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Ranks:
 
 
 def _difference(mine: Any, theirs: Any, path: str) -> tuple[str, str, str]:
-    """Return where two values differ first, and what is there."""
+    """Return the path at which two values differ first, and both values there."""
     if type(mine) is type(theirs) is dict and mine.keys() == theirs.keys():
         for key in mine:
             if mine[key] != theirs[key]:

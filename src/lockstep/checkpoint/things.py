@@ -288,7 +288,7 @@ def _unwrapped(thing: Any) -> Any:
 
 
 def _plain_names(module: nn.Module) -> dict[str, str]:
-    """Return the keys of the state dict, each with what it is without wrappers of parts."""
+    """Return, by key of the state dict, the key that it has where no part is wrapped."""
     paths = [
         path
         for path, part in module.named_modules(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""Values as JSON, and the tensors among them as what is written to files of bytes."""
+"""Values as JSON; the tensors among them as flat elements, which files of bytes take."""
 
 from __future__ import annotations
 
@@ -11,18 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    "Size": torch.Size,
-    "deque": deque,
-    "frozenset": frozenset,
-    "set": set,
-    "tuple": tuple,
+# Classes of collections, by their names in JSON.
+_SEQUENCES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (deque, frozenset, set, torch.Size, tuple)
 }
-_MAPPINGS: dict[str, Callable[[Any], Any]] = {
-    "Counter": lambda pairs: Counter(dict(pairs)),
-    "OrderedDict": OrderedDict,
-    "pairs": dict,
-}
+_MAPPINGS: dict[str, type[Any]] = {"Counter": Counter, "OrderedDict": OrderedDict, "pairs": dict}
 _OTHERS: dict[str, Callable[[Any], Any]] = {
     "bytearray": lambda text: bytearray(base64.b64decode(text)),
     "bytes": base64.b64decode,
@@ -95,13 +88,13 @@ class Collector:
             return {
                 "dict": {key: self.encode(each, f"{path}.{key}") for key, each in value.items()}
             }
-        for name, made in (("pairs", dict), ("OrderedDict", OrderedDict), ("Counter", Counter)):
+        for name, made in _MAPPINGS.items():
             if kind is made:
                 pairs = value.items()
                 return {
                     name: [[self.encode(k, path), self.encode(v, f"{path}.{k}")] for k, v in pairs]
                 }
-        if kind in (tuple, set, frozenset, deque, torch.Size):
+        if kind in _SEQUENCES.values():
             found = [self.encode(each, f"{path}.{i}") for i, each in enumerate(value)]
             # The order of a set differs from process to process.
             return {kind.__name__: sorted(found, key=repr) if "set" in kind.__name__ else found}
@@ -136,7 +129,7 @@ class Collector:
             return self._known[place][0]
         while path in self.headers:
             path += "'"
-        self._known[place] = path, tensor  # whose memory nobody else gets meanwhile
+        self._known[place] = path, tensor  # kept, so that its memory isn't reused
         self.headers[path], self.whole[path] = header_of(tensor), flat_elements(tensor)
         return path
 
@@ -171,7 +164,7 @@ def decode(encoded: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
     if kind == "dict":
         return {key: decode(each, tensor_of) for key, each in value.items()}
     if kind in _MAPPINGS:
-        return _MAPPINGS[kind]([(decode(k, tensor_of), decode(v, tensor_of)) for k, v in value])
+        return _MAPPINGS[kind]({decode(k, tensor_of): decode(v, tensor_of) for k, v in value})
     if kind in _SEQUENCES:
         return _SEQUENCES[kind]([decode(each, tensor_of) for each in value])
     if kind == "tensor":
@@ -183,7 +176,7 @@ def decode(encoded: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
 
 
 def header_of(tensor: torch.Tensor) -> Header:
-    """Return what ``tensor`` is; elements that aren't side by side are written as if they were."""
+    """Return the header of ``tensor``, whose elements are written side by side in any case."""
     order = tuple(range(tensor.dim()))
     if not tensor.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(tensor):
         # Strides of dimensions of size 1 say nothing, and differ between equal layouts.

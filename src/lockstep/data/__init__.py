@@ -1,6 +1,5 @@
 """Data: the ranks' parts of a dataset and of its global batches, each sample in exactly one."""
 
-from lockstep.data.batches import cuts
 from lockstep.data.loader import DataLoader
 from lockstep.data.partition import (
     DataPartitioner,
@@ -8,6 +7,7 @@ from lockstep.data.partition import (
     SizedDataset,
     batch_share,
     batch_slice,
+    cuts,
     epoch_shares,
     partition,
 )

@@ -6,8 +6,7 @@ import itertools
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -27,48 +26,18 @@ _NUM_DRAWN = 64
 _ODD, _MASK = 0x9E3779B1, 2**32 - 1
 
 
-@lru_cache(maxsize=64)
-def cuts(num_samples: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-    """Return where the ranks' parts of ``num_samples`` begin, and the end of the last.
-
-    Parts are in proportion to ``shares``, rounded by largest remainder; ties go to lower ranks.
-    """
-    total = sum(shares)
-    sizes = [num_samples * share // total for share in shares]
-    remainders = [num_samples * share % total for share in shares]
-    largest_first = sorted(range(len(shares)), key=lambda rank: -remainders[rank])
-    for rank in largest_first[: num_samples - sum(sizes)]:
-        sizes[rank] += 1
-    return (0, *itertools.accumulate(sizes))
-
-
-class Part(list[Any]):
-    """The indices of a rank's samples in a global batch.
+class Part(NamedTuple):
+    """A rank's samples in a global batch.
 
     If it has none, ``is_empty`` is set, and there is the index of one sample of another rank, from
     which an empty batch of the same structure is made.
-
-    Attributes:
-        seed: The seed of the epoch's random numbers.
-        first: The position of its first sample in the epoch.
-        is_empty: Whether the samples aren't this rank's.
-        is_one: Whether its only index is what the dataset makes a whole batch of.
     """
 
-    def __init__(
-        self,
-        indices: Iterable[Any],
-        seed: int,
-        first: int,
-        is_empty: bool = False,
-        is_one: bool = False,
-    ) -> None:
-        super().__init__(indices)
-        self.seed, self.first, self.is_empty, self.is_one = seed, first, is_empty, is_one
-
-    def __reduce__(self) -> Any:
-        """Return what makes the same in a worker's process, in few bytes."""
-        return Part, ([*self], self.seed, self.first, self.is_empty, self.is_one)
+    indices: Sequence[Any]
+    seed: int  # of the epoch's random numbers
+    first: int  # the position of the first sample in the epoch
+    is_empty: bool = False  # whether the samples aren't this rank's
+    is_one: bool = False  # whether the dataset makes a whole batch of the only index
 
 
 class GlobalBatches:
@@ -146,6 +115,15 @@ class GlobalBatches:
         )
 
 
+def samplers_in(sampler: Any) -> list[Any]:
+    """Return ``sampler`` and those inside of it, such as that of a batch sampler."""
+    found: list[Any] = []
+    while sampler is not None and not any(sampler is each for each in found):
+        found.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    return found
+
+
 def _as_tensors(batches: Iterable[Any]) -> Iterable[Any]:
     """Return the same batches, as tensors if torch's own samplers make them."""
     sampler: Any = getattr(batches, "sampler", None)
@@ -186,7 +164,7 @@ class Reader:
         dataset: The user's.
         collate: Makes a batch of a list of samples; or of what the dataset returns for a list of
             indices, if it makes batches itself.
-        makes_batches: Whether it does.
+        makes_batches: Whether the dataset makes batches itself.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, makes_batches: bool) -> None:
@@ -219,7 +197,7 @@ class Reader:
             batch = self._read_seeded(part)
             if not part.is_empty:
                 return batch
-            twice = self._read_seeded(Part([part[0]] * 2, part.seed, part.first))
+            twice = self._read_seeded(Part([part.indices[0]] * 2, part.seed, part.first))
         return without_samples(batch, twice)
 
     def _read_seeded(self, part: Part) -> Any:
@@ -243,14 +221,14 @@ class Reader:
         dataset: Any = self.dataset
         if self._makes_batches:
             self._seed(part.seed, part.first)
-            return self._collate(dataset[part[0] if part.is_one else [*part]])
+            return self._collate(dataset[part.indices[0] if part.is_one else [*part.indices]])
         if self._used:
             samples = []
             seeds = [source.seed for source in self._used]
             # torch's generator takes 32 bits of a seed. An odd factor keeps those of positions
             # apart, and takes less time than mixing.
             start = mixed(part.seed)
-            for position, index in enumerate(part, part.first):
+            for position, index in enumerate(part.indices, part.first):
                 number = (start + position * _ODD) & _MASK
                 for seed in seeds:
                     seed(number)
@@ -258,8 +236,8 @@ class Reader:
             self._seed(part.seed, part.first, -3)
             return self._collate(samples)
         if callable(read := getattr(dataset, "__getitems__", None)):
-            return self._collate(read([*part]))
-        return self._collate([dataset[index] for index in part])
+            return self._collate(read([*part.indices]))
+        return self._collate([dataset[index] for index in part.indices])
 
     def _seed(self, *numbers: int) -> None:
         if self._used:
@@ -271,7 +249,7 @@ class Reader:
 def _rows(tensors: Sequence[torch.Tensor], part: Part) -> list[torch.Tensor] | None:
     """Return the samples of ``part``; None if it has something else than whole numbers."""
     try:
-        indices = torch.tensor([*part], device="cpu")
+        indices = torch.tensor(part.indices, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None
     if indices.dtype != torch.int64 or indices.dim() != 1:
@@ -300,7 +278,9 @@ def without_samples(batch: Any, twice: Any = None) -> Any:
             name: without_samples(value, None if twice is None else twice[name])
             for name, value in batch.items()
         }
-        return _like(batch, values)
+        copied = batch.copy()  # of the same class
+        copied.update(values)
+        return copied
     if isinstance(batch, list | tuple):
         if twice is not None and len(batch) > 0 and len(twice) == 2 * len(batch):
             return batch[:0]
@@ -315,14 +295,6 @@ def without_samples(batch: Any, twice: Any = None) -> Any:
     except (TypeError, KeyError, IndexError, NotImplementedError):
         pass
     raise _cannot_be_cut(f"a {type(batch).__name__}")
-
-
-def _like(batch: dict[Any, Any], values: dict[Any, Any]) -> Any:
-    if type(batch) is dict:
-        return values
-    same = batch.copy()
-    same.update(values)
-    return same
 
 
 def _cannot_be_cut(what: str) -> SplitError:

@@ -22,32 +22,19 @@ from lockstep.torch_private import WorkerInfo, worker
 
 
 class Request(NamedTuple):
-    """Asks a worker for the next part of its shard.
+    """Asks a worker for the next part of its shard."""
 
-    Attributes:
-        iteration: Distinguishes iterations over the dataset.
-        seed: The seed of the epoch.
-        size: The number of samples; None if the dataset makes batches itself.
-        drop_last: Whether fewer are left out.
-    """
-
-    iteration: int
-    seed: int
-    size: int | None
-    drop_last: bool
+    iteration: int  # distinguishes iterations over the dataset
+    seed: int  # of the epoch
+    size: int | None  # the number of samples; None if the dataset makes batches itself
+    drop_last: bool  # whether a last part of fewer samples is left out
 
 
 class Answer(NamedTuple):
-    """A part of a shard.
+    """A part of a shard."""
 
-    Attributes:
-        is_end: Whether the shard has ended, and there is no batch.
-        fingerprint: A checksum of the shard's first sample; None if there is none.
-        batch: The batch.
-    """
-
-    is_end: bool
-    fingerprint: int | None
+    is_end: bool  # whether the shard has ended, and there is no batch
+    fingerprint: int | None  # a checksum of the shard's first sample; None if there is none
     batch: Any
 
 

@@ -18,9 +18,10 @@ from torch.utils.data.distributed import DistributedSampler
 from lockstep import spans
 from lockstep.arguments import as_whole_number, check_type, refusal
 from lockstep.comm import all_gather, device_of_facts, differing_facts
-from lockstep.data.batches import GlobalBatches, Part, Reader, cuts, digest
+from lockstep.data.batches import GlobalBatches, Part, Reader, digest, samplers_in
 from lockstep.data.iterable import Request, StreamReader, global_stream
 from lockstep.data.pace import Pace
+from lockstep.data.partition import cuts
 from lockstep.data.random_state import mixed
 from lockstep.errors import SplitError
 from lockstep.torch_private import worker
@@ -44,7 +45,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     The order of samples, and which are in which global batch, depend on the seed and the epoch, and
     not on the number of ranks or workers. Neither do the random numbers that the dataset draws for
     a sample (from torch, ``random`` or NumPy), in an augmentation say. Each iteration is the next
-    epoch; nobody has to call ``set_epoch()``, and who does decides.
+    epoch; ``set_epoch()`` need not be called, and sets the epoch if it is.
 
     In the midst of an epoch :meth:`state_dict` says how far it is, and :meth:`load_state_dict` goes
     on from there: with any number of ranks and workers, with each further sample exactly once.
@@ -117,10 +118,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._is_iterable = isinstance(dataset, IterableDataset)
         if type(self.sampler) is RandomSampler and self.sampler.generator is None:
             self.sampler.generator = torch.Generator()  # which is seeded for each epoch
-        self._samplers = _samplers_in(self)
+        own = self.sampler if self.batch_sampler is None else self.batch_sampler
+        self._samplers = [] if self._is_iterable else samplers_in(own)
         self._check_arguments()
-        own = (BatchSampler, RandomSampler, SequentialSampler)
-        self._may_repeat = all(type(each) in own for each in self._samplers) or any(
+        torchs = (BatchSampler, RandomSampler, SequentialSampler)
+        self._may_repeat = all(type(each) in torchs for each in self._samplers) or any(
             getattr(each, "replacement", False) for each in self._samplers
         )
         self._length: int | None = None
@@ -409,7 +411,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                     part = self._part_of(batch, number, position, seed)
                 else:
                     part = Part([batch], seed, position, is_one=True)
-                asked.append((checksum, 0 if part.is_empty else len(part)))
+                asked.append((checksum, 0 if part.is_empty else len(part.indices)))
                 yield part
             position += len(batch) if is_list else 1
         if number + 1 < skip:
@@ -425,7 +427,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         is_empty = start == stop and len(batch) > 0
         own = batch[:1] if is_empty else batch[start:stop]
         own = own.tolist() if isinstance(own, torch.Tensor) else own
-        return Part(own, seed, position + start, is_empty)
+        return Part([*own], seed, position + start, is_empty)
 
 
 class _Requests:
@@ -466,18 +468,6 @@ def _checked_shares(shares: Any, num_ranks: int) -> tuple[int, ...]:
     if len(checked) != num_ranks or min(checked) < 0 or not any(checked):
         raise SplitError(f"shares is {list(shares)}; needed is {wanted}, and not all of them 0.")
     return checked
-
-
-def _samplers_in(loader: DataLoader[Any]) -> list[Any]:
-    """Return the sampler that gives the batches, and those inside of it."""
-    found: list[Any] = []
-    if isinstance(loader.dataset, IterableDataset):
-        return found
-    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    while sampler is not None and not any(sampler is each for each in found):
-        found.append(sampler)
-        sampler = getattr(sampler, "sampler", None)
-    return found
 
 
 def _length_of(dataset: Any) -> int | None:

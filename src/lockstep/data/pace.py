@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lockstep.comm import all_gather, device_of_facts, waited_seconds
 
-# After so many batches the ranks compare how long they took.
+# The number of batches after which the ranks compare how long they took.
 _INTERVAL = 8
 # The shares of all ranks together; each has one at least.
 _NUM_SHARES = 256
@@ -18,8 +18,8 @@ _NUM_SHARES = 256
 class Pace:
     """Shares in proportion to the samples that each rank computes in a second.
 
-    Ranks agree on new shares after every few batches. They count from a batch on that no rank's
-    workers can have been asked for: ``ahead`` of the last that was given.
+    Ranks agree on new shares after every few batches. New shares count from the batch on that is
+    ``ahead`` of the last one given, for which no rank's workers can have been asked yet.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, ahead: int) -> None:
@@ -42,7 +42,7 @@ class Pace:
         self._began = time.perf_counter() - waited_seconds()
 
     def end(self, number: int, num_samples: int) -> None:
-        """Note that the program is through with batch ``number``, from 1, of so many samples."""
+        """Note that the program is through with batch ``number``, from 1, of ``num_samples``."""
         self._seconds += time.perf_counter() - waited_seconds() - self._began
         self._num_samples += num_samples
         # While new shares are still to come, batches may have been cut by them on some ranks.

@@ -12,6 +12,7 @@ import random
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from fractions import Fraction
+from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
@@ -24,6 +25,7 @@ __all__ = [
     "SizedDataset",
     "batch_share",
     "batch_slice",
+    "cuts",
     "epoch_shares",
     "partition",
 ]
@@ -231,14 +233,27 @@ def _round_fractions(sizes: list[int | float], num_elements: int) -> list[int]:
             f"sizes {reprlib.repr(sizes)} are fractions that add up to {float(total):.9g}, "
             f"not to 1. {todo}, or divide each by their sum."
         )
-    # Divided by their total, the fractions add up to exactly 1.
-    exact = [num_elements * fraction / total for fraction in fractions]
-    counts = [int(size) for size in exact]
-    remainders = [size - count for size, count in zip(exact, counts, strict=True)]
-    largest_first = sorted(range(len(sizes)), key=lambda part: -remainders[part])
-    for part in largest_first[: num_elements - sum(counts)]:
-        counts[part] += 1
-    return counts
+    return _in_proportion(num_elements, fractions)
+
+
+def _in_proportion(number: int, shares: Sequence[int | Fraction]) -> list[int]:
+    """Divide ``number`` by largest remainder; ties go to the first parts."""
+    total = sum(shares)
+    sizes = [int(number * share // total) for share in shares]
+    remainders = [number * share % total for share in shares]
+    largest_first = sorted(range(len(shares)), key=lambda part: -remainders[part])
+    for part in largest_first[: number - sum(sizes)]:
+        sizes[part] += 1
+    return sizes
+
+
+@lru_cache(maxsize=64)
+def cuts(num_samples: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where the ranks' parts of ``num_samples`` begin, and the end of the last.
+
+    Parts are in proportion to ``shares``, rounded by largest remainder; ties go to lower ranks.
+    """
+    return (0, *itertools.accumulate(_in_proportion(num_samples, shares)))
 
 
 def _simplest_fraction(size: float) -> Fraction:
@@ -284,9 +299,8 @@ def batch_slice(batch_size: int, rank: int, world_size: int) -> slice:
             f"A global batch of {batch_size} can't be split over a world size of {world_size}: "
             "each rank needs a sample at least. Use a larger batch or fewer ranks."
         )
-    share, num_larger = divmod(batch_size, world_size)
-    start = rank * share + min(rank, num_larger)
-    return slice(start, start + share + (rank < num_larger))
+    bounds = cuts(batch_size, (1,) * world_size)
+    return slice(bounds[rank], bounds[rank + 1])
 
 
 def epoch_shares(num_samples: int, batch_size: int, world_size: int) -> list[int]:

@@ -26,24 +26,10 @@ _PYTHON_BYTES = 2500
 _GLOBAL_RANDOM: Any = random.random.__self__  # type: ignore[attr-defined]
 
 
-class _Exclusive:
-    """Held while samples are read in this process: ranks that are threads share the generators."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        os.register_at_fork(after_in_child=self._renew)
-
-    def _renew(self) -> None:
-        self._lock = threading.RLock()  # a thread that isn't in the child may have held it
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-exclusive = _Exclusive()
+# Held while samples are read in this process: ranks that are threads share the generators.
+exclusive = threading.RLock()
+# As for the locks of logging: a thread that isn't in the child may have held it.
+os.register_at_fork(after_in_child=exclusive._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def mixed(*numbers: int) -> int:

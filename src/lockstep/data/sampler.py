@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-import threading
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -17,6 +16,8 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 from lockstep.arguments import as_whole_number, refusal
 from lockstep.comm import check_same_facts, differing_facts, join_state_of
+from lockstep.data.batches import samplers_in
+from lockstep.data.random_state import exclusive
 from lockstep.errors import CollectiveMismatch
 from lockstep.world import group_or_all
 
@@ -25,9 +26,6 @@ __all__ = ["DistributedSampler"]
 Mode = Literal["pad", "drop", "exact"]
 
 _T_co = TypeVar("_T_co", covariant=True)
-
-# Ranks that are threads share the random numbers that a sampler may draw from.
-_drawing = threading.Lock()
 
 
 class DistributedSampler(TorchSampler[_T_co]):
@@ -143,7 +141,7 @@ class DistributedSampler(TorchSampler[_T_co]):
         return [*order]
 
     def _check(self, order: list[_T_co]) -> None:
-        """Raise an error unless all ranks have this rank's order, of the length that it had."""
+        """Raise an error unless all ranks have the same order, of the length that it first had."""
         if self._group is not None and join_state_of(self._group) is None:
             facts: dict[str, object] = {
                 "mode": self.mode,
@@ -204,12 +202,9 @@ def _length_of(dataset: object) -> int:
 @contextmanager
 def _seeded(sampler: object, seed: int) -> Iterator[None]:
     """Let ``sampler`` draw from random numbers of this seed, and leave all generators as before."""
-    generators = [torch.default_generator]
-    while sampler is not None:  # a batch sampler has a sampler
-        if isinstance(own := getattr(sampler, "generator", None), torch.Generator):
-            generators.append(own)
-        sampler = getattr(sampler, "sampler", None)
-    with _drawing:
+    own = (getattr(each, "generator", None) for each in samplers_in(sampler))
+    generators = [torch.default_generator, *(g for g in own if isinstance(g, torch.Generator))]
+    with exclusive:
         states, state = [generator.get_state() for generator in generators], random.getstate()
         try:
             random.seed(seed)

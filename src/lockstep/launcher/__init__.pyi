@@ -4,6 +4,7 @@ from .job import Job as Job
 from .job import check_num_ranks as check_num_ranks
 from .job import check_num_threads as check_num_threads
 from .job import job_of as job_of
+from .job import num_cores as num_cores
 from .job import whole_number as whole_number
 from .live import state_in_words as state_in_words
 from .start import launch as launch

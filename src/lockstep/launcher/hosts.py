@@ -31,7 +31,7 @@ from lockstep.comm import Deadline
 from lockstep.errors import LaunchError
 from lockstep.launcher.failures import Outcome
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
-from lockstep.world import Placement, Starter, rank_environment
+from lockstep.world import Placement, Starter, first_line, rank_environment
 
 _BACKLOG = 1024  # every rank may connect before the store accepts the first
 _CONNECT_SECONDS = 5.0  # no signal is handled while the store connects
@@ -272,12 +272,11 @@ def _connect(meeting: Meeting, deadline: Deadline) -> dist.TCPStore:
             store = dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout)
         except (OSError, RuntimeError) as error:
             if not deadline.left():
-                reason = str(error).strip().partition("\n")[0]
                 raise LaunchError(
                     f"Nobody answered at the rendezvous endpoint {meeting.endpoint} as host 0 "
-                    f"does within {meeting.timeout_seconds} seconds: {reason}. Is 'lockstep run' "
-                    "given on the first host too, is the name right, and does no firewall keep "
-                    "the port shut?"
+                    f"does within {meeting.timeout_seconds} seconds: {first_line(error)}. Is "
+                    "'lockstep run' given on the first host too, is the name right, and does no "
+                    "firewall keep the port shut?"
                 ) from error
             time.sleep(_RETRY_SECONDS)
         else:

@@ -142,12 +142,16 @@ def check_num_ranks(value: object) -> int:
     return whole_number(value, "The number of ranks", advice, at_most=_MOST_RANKS)
 
 
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
 def check_num_threads(value: object, num_ranks: int) -> int:
     """``value`` as a number of threads, by default a share of the cores; may raise BadLaunch."""
     if value is None:
-        affinity = getattr(os, "sched_getaffinity", None)
-        num_cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-        return max(1, num_cores // num_ranks)
+        return max(1, num_cores() // num_ranks)
     advice = "Leave it out to share the cores."
     return whole_number(value, "The number of threads per rank", advice, at_most=_MOST_THREADS)
 

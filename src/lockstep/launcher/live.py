@@ -265,7 +265,7 @@ class Live:
 
 
 def _drawn(shown: Picture, bars: Sequence[bytes], columns: int, height: int) -> bytes:
-    """The lines for a terminal of so many columns and lines, of which they take half at most."""
+    """The lines for a terminal of this size, of whose height they take half at most."""
     # Imported late: no rank, all of which are forked before, has it in its memory.
     from rich.console import Console
     from rich.table import Table

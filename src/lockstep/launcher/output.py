@@ -19,7 +19,7 @@ MAX_LINE_BYTES = 1 << 20
 _PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")
 # A pipe that polls as writable takes this much without blocking (PIPE_BUF).
 _CHUNK_BYTES = 4096
-# A line that isn't finished for so long is a prompt. Others are just being written.
+# A line that stays unfinished for this time is a prompt; others are just being written.
 _PROMPT_NS = 100_000_000
 # How long a write waits for room while the launcher ends.
 _PATIENCE_MS = 500

@@ -31,13 +31,13 @@ Result = TypeVar("Result")
 
 _READ_BYTES = 1 << 16
 _PATIENCE_SECONDS = 10.0  # longer than the supervisor takes to kill ranks that don't end
-# This interpreter's options, which a supervisor has as well.
+# This interpreter's options, which a supervisor has as well, and as often: there is -OO.
 _FLAGS = {
-    "safe_path": "-P",
-    "optimize": "-O",
-    "dont_write_bytecode": "-B",
-    "ignore_environment": "-E",
-    "no_user_site": "-s",
+    "safe_path": "P",
+    "optimize": "O",
+    "dont_write_bytecode": "B",
+    "ignore_environment": "E",
+    "no_user_site": "s",
 }
 _MAIN = """\
 import json, sys
@@ -82,7 +82,8 @@ def _prepare(job: Job) -> tuple[int, list[str], dict[str, str]]:
     options = [f"-W{option}" for option in sys.warnoptions]
     for name, value in sys._xoptions.items():
         options.append(f"-X{name}" if value is True else f"-X{name}={value}")
-    options += [option for name, option in _FLAGS.items() if getattr(sys.flags, name)]
+    flags = ((letter, getattr(sys.flags, name)) for name, letter in _FLAGS.items())
+    options += ["-" + letter * times for letter, times in flags if times]
     command = [sys.executable, *options, "-c", _MAIN, json.dumps(sys.path), str(descriptor)]
     # The number of threads has to be there before torch is imported: OpenMP reads it once.
     own = {"OMP_NUM_THREADS": str(job.num_threads), MARK: os.urandom(16).hex()}

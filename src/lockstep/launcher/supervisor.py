@@ -127,7 +127,7 @@ class RankProcess:
     _stderr: bytes = b""
 
     def begin(self, environment: Mapping[str, str]) -> None:
-        """Let it begin, with these variables added to its environment."""
+        """Let the rank begin, with these variables added to its environment."""
         self.rank = int(environment["RANK"])
         with contextlib.suppress(BrokenPipeError):  # it was killed
             self.connection.sendall(json.dumps(environment).encode() + b"\n")
@@ -135,7 +135,7 @@ class RankProcess:
         self.connection.setblocking(False)
 
     def send(self, number: int) -> None:
-        """Send the signal ``number`` to it and the processes that it has started."""
+        """Send the signal ``number`` to the rank and the processes that it has started."""
         if not self.has_terminal:
             processes.send_signal(-self.pid, number)
             return
@@ -147,24 +147,24 @@ class RankProcess:
         os.kill(self.pid, number)
 
     def keep_last_words(self, words: bytes) -> None:
-        """Keep the end of its stderr, to which ``words`` are added."""
+        """Keep the end of the rank's stderr, to which ``words`` are added."""
         self._stderr = (self._stderr + words)[-_LAST_WORDS_BYTES:]
 
     def failure_unless_asked(self) -> Failure | None:
-        """Its failure, with its last words; None if the launcher had asked it to end."""
+        """The rank's failure, with the end of its stderr; None if it was asked to end."""
         if self.failure is None or self.asked:
             return None
         return replace(self.failure, last_words=self._stderr.decode(errors="replace").rstrip("\n"))
 
     def note_exit(self) -> None:
-        """Note how it ended, if it has."""
+        """Note how the rank ended, if it has."""
         if self.is_running and (code := processes.exit_code_of_child(self.pid)) is not None:
             now = time.monotonic()
             self.read_report()
             self.end(code, now)
 
     def end(self, code: int, at_seconds: float) -> None:
-        """Note its exit code, or minus the signal that ended it."""
+        """Note the rank's exit code, or minus the number of the signal that ended it."""
         self.is_running = False
         if self.failure is not None:
             return
@@ -174,7 +174,7 @@ class RankProcess:
             self.failure = Failure(self.rank, at_seconds, code or 1, without_result=not code)
 
     def read_report(self) -> bool:
-        """Read the available reports, of it and its forks; tell whether no more comes."""
+        """Read the reports that the rank and its forks have sent; tell whether no more can come."""
         while self.failure is None and self.result is None:
             end = LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "little")
             if len(self._received) >= end:
@@ -307,7 +307,7 @@ class _Watch:
         while any(rank.is_running for rank in self._ranks):
             left = None
             if self._escalation is not None:
-                self._note_exits()  # who has ended by itself isn't asked to
+                self._note_exits()  # a rank that has ended by itself isn't asked to
                 now = time.monotonic()
                 for number in self._escalation.take(now):
                     self._send(number)

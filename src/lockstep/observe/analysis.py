@@ -86,7 +86,7 @@ def shares(ranks: Sequence[RankSpans]) -> list[list[Share]]:
     found = []
     for step in steps:
         spans = [of_rank[step] for of_rank in by_rank]
-        last = _last_to_come([_waits(own[1]) for own in spans])
+        last = _last_to_come([each.rank for each in ranks], [_waits(own[1]) for own in spans])
         found.append(
             [
                 _share(each.rank, step, own, last, _hidden(buckets[step], own[1]))
@@ -126,13 +126,13 @@ def _waits(spans: Iterable[Span]) -> list[Span]:
     return [span for span in spans if span.name == "wait"]
 
 
-def _last_to_come(waits: Sequence[Sequence[Span]]) -> list[tuple[int, int]]:
+def _last_to_come(ranks: Sequence[int], waits: Sequence[Sequence[Span]]) -> list[tuple[int, int]]:
     """For each wait of a step: which rank came last, and when; empty if ranks waited otherwise."""
     operations = {tuple(span.detail for span in own) for own in waits}
     if len(operations) != 1 or len(waits) < 2:
         return []
     return [
-        max((span.start, rank) for rank, span in enumerate(together))[::-1]
+        max((span.start, rank) for rank, span in zip(ranks, together, strict=True))[::-1]
         for together in zip(*waits, strict=True)
     ]
 
@@ -225,9 +225,10 @@ def late_rank(steps: Sequence[Sequence[Share]]) -> Late | None:
         return None
     excess: Counter[str] = Counter()
     for together in steps:
+        (late,) = (share for share in together if share.rank == rank)
         for phase in PHASES:
             typical = statistics.median(s.own[phase] for s in together if s.rank != rank)
-            excess[phase] += round(together[rank].own[phase] - typical)
+            excess[phase] += round(late.own[phase] - typical)
     return Late(rank, excess.most_common(1)[0][0], part)
 
 

@@ -19,7 +19,7 @@ from lockstep.launcher import is_users_file, state_in_words
 from lockstep.status import STACKS_SIGNAL, RankState, RunStatus, in_time, now, running
 
 _DUMP_SECONDS, _POLL_SECONDS = 2.0, 0.02
-# A rank that has waited for so long is told to be stuck, unless others have made steps meanwhile.
+# A rank that has waited for this time counts as stuck, unless others have made steps meanwhile.
 _STUCK_NS = 5_000_000_000
 _OBSERVED_SECONDS = 0.5
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
@@ -190,12 +190,11 @@ def verdict(ranks: Sequence[Observed], time_now: int) -> str:
             f"All ranks of this host have waited in {operations[0]} for {longest}: for a rank of "
             "another host, or for the network."
         )
-    places = "; ".join(
-        f"rank {rank.state.rank} is at {rank.place}" for rank in others[:8] if rank.place
-    )
+    places = [f"rank {rank.state.rank} is at {rank.place}" for rank in others[:8] if rank.place]
+    at = "; ".join(places) or "their stacks couldn't be read"
     return (
         f"{names} {'has' if len(waiting) == 1 else 'have'} waited in {waiting[0].state.detail} for "
-        f"{longest}, for {_listed(others).lower()}. {places[:1].upper()}{places[1:]}."
+        f"{longest}, for {_listed(others).lower()}. {at[:1].upper()}{at[1:]}."
     )
 
 

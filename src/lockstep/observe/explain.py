@@ -1,10 +1,15 @@
-"""``explain(model)``: what is split, copied and reduced, in words and as numbers."""
+"""``explain(model)``: what is split, copied and reduced, in words and as numbers.
+
+``lockstep explain SCRIPT`` does it for the models of a program, after two steps.
+"""
 
 from __future__ import annotations
 
 import io
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -13,11 +18,20 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.data import cuts
 from lockstep.errors import ModelError
 from lockstep.grad import DeferredParameter, describe_buckets
-from lockstep.nn import DataParallel, SyncBatchNorm, is_parallel, scatter, state_of
+from lockstep.nn import (
+    DataParallel,
+    SyncBatchNorm,
+    is_parallel,
+    parallel_modules,
+    scatter,
+    state_of,
+)
 from lockstep.torch_private import _BatchNorm
 from lockstep.world import init
 
@@ -25,6 +39,12 @@ _WIDTH = 100
 _MIB = 2**20
 # A gradient of less than this isn't worth a finding.
 _LITTLE_BYTES = 4 * _MIB
+# After the first step gradients are put into buckets anew.
+_NUM_STEPS = 2
+_NO_MODEL = (
+    "The program has no parallel model. Give it one: model = lockstep.parallelize(model), after "
+    "lockstep.init()."
+)
 _POLICIES = {
     "rank0": "rank 0's values go to all ranks with each backward that reduces gradients",
     "mean": "the mean over the ranks, with each backward that reduces gradients",
@@ -144,10 +164,10 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
         "backend": None if group is None else str(group.name()),
         "device": device,
     }
-    kept = "kept in step by" if num_ranks > 1 else "trained by"
+    kept = f"kept in step by {num_ranks} ranks" if num_ranks > 1 else "trained by one rank"
     over = f" over {facts['ranks']['backend']}" if group is not None else ""
     facts["summary"] = (
-        f"{type(module).__name__}, {_count(module)}, {kept} {_ranks(num_ranks)}{over}; this is "
+        f"{type(module).__name__}, {_count(module)}, {kept}{over}; this is "
         f"rank {facts['ranks']['rank']}, on {device}."
     )
     facts["inputs"] = [*_split(inputs, num_ranks)]
@@ -191,7 +211,7 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
         ),
     }
     facts["overlap"] = _overlap(facts["buckets"], is_early)
-    facts["unusual"] = [*_unusual(module, facts, num_ranks)] if num_ranks > 1 else []
+    facts["unusual"] = [*_unusual(module, facts)] if num_ranks > 1 else []
     return facts
 
 
@@ -325,7 +345,7 @@ def _overlap(buckets: list[dict[str, Any]], is_early: bool) -> str:
     )
 
 
-def _unusual(module: nn.Module, facts: dict[str, Any], num_ranks: int) -> Iterator[dict[str, str]]:
+def _unusual(module: nn.Module, facts: dict[str, Any]) -> Iterator[dict[str, str]]:
     total = facts["bytes_per_step"]["gradients"]
     buckets = facts["buckets"]
     for path, part in module.named_modules():
@@ -341,10 +361,11 @@ def _unusual(module: nn.Module, facts: dict[str, Any], num_ranks: int) -> Iterat
             }
             break
     tied = {name for names in facts["shared"] for name in names}
+    sent = {one["name"] for one in facts["parameters"] if one["bucket"] is not None}
     for name, parameter in module.named_parameters():
         part = module.get_submodule(name.rpartition(".")[0])
         if (
-            name not in tied
+            name in sent - tied
             and isinstance(part, nn.Embedding)
             and not part.sparse
             and parameter.nbytes > max(_LITTLE_BYTES, total / 4)
@@ -398,11 +419,40 @@ def _count(module: nn.Module) -> str:
     return f"{numel:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
 
 
-def _ranks(number: int) -> str:
-    return "one rank" if number == 1 else f"{number} ranks"
-
-
 def _range_of(names: Sequence[str]) -> str:
     if len(names) < 4:
         return ", ".join(names) or "facts alone"
     return f"{names[0]} ... {names[-1]} ({len(names)})"
+
+
+@contextmanager
+def explaining(rank: int) -> Iterator[None]:
+    """Explain the models on rank 0 after two steps, or at the program's end; then end it."""
+    num_steps = 0
+    told: list[None] = []
+
+    def tell() -> None:
+        told.append(None)
+        if rank:
+            return
+        console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+        modules = parallel_modules()
+        if not modules:
+            console.print(_NO_MODEL)
+        for module in modules:
+            console.print(explain(module))
+
+    def after_step(_: Optimizer, *rest: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == _NUM_STEPS and not told:
+            tell()
+            sys.exit(0)
+
+    handle = register_optimizer_step_post_hook(after_step)
+    try:
+        yield
+        if not told:
+            tell()
+    finally:
+        handle.remove()

@@ -1,28 +1,31 @@
 """``lockstep run --trace`` and ``lockstep explain``: jobs whose ranks are watched.
 
-Nothing here imports torch.
+Nothing here imports torch, but in a rank: it makes the context in which it runs the program.
 """
 
 from __future__ import annotations
 
 import itertools
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from lockstep.errors import BadLaunch
 from lockstep.launcher import Job
 
 
-class _Traced:
-    """Makes the context in which a rank runs the program, there."""
+def _recording(
+    folder: Path, steps: tuple[int, int] | None, rank: int
+) -> AbstractContextManager[object]:
+    from lockstep.observe.trace import recording
 
-    def __init__(self, folder: Path, steps: tuple[int, int] | None) -> None:
-        self._folder, self._steps = folder, steps
+    return recording(folder, rank, steps)
 
-    def __call__(self, rank: int) -> AbstractContextManager[object]:
-        from lockstep.observe.trace import recording
 
-        return recording(self._folder, rank, self._steps)
+def _explaining(rank: int) -> AbstractContextManager[object]:
+    from lockstep.observe.explain import explaining
+
+    return explaining(rank)
 
 
 def traced(job: Job, folder: str, steps: str | None) -> Job:
@@ -44,18 +47,9 @@ def traced(job: Job, folder: str, steps: str | None) -> Job:
             old.unlink()
     except OSError as error:
         raise BadLaunch(f"--trace {folder} can't be written to: {error.strerror}.") from error
-    return job._replace(around=_Traced(path, window))
-
-
-class _Explained:
-    """The same, for a rank that tells about its models and ends."""
-
-    def __call__(self, rank: int) -> AbstractContextManager[object]:
-        from lockstep.observe.explain_run import explaining
-
-        return explaining(rank)
+    return job._replace(around=partial(_recording, path, window))
 
 
 def explained(job: Job) -> Job:
     """Return ``job`` with all its ranks ended after two steps, when rank 0 explains its models."""
-    return job._replace(around=_Explained(), labelled=False)
+    return job._replace(around=_explaining, labelled=False)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from lockstep.comm import SHM, Segment, check_room
 from lockstep.errors import InitError, LockstepError
+from lockstep.launcher import num_cores
 from lockstep.world import Starter, detect
 
 # Variables that make a difference to ranks, by the beginnings of their names.
@@ -54,12 +55,6 @@ class Machine(NamedTuple):
     variables: dict[str, str]  # of the environment, that make a difference
     host: str
     address: str  # of the host's name; "" if it has none
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    affinity: Any = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:

@@ -39,10 +39,7 @@ class Rate(NamedTuple):
 
 def rate(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Rate:
     """Return the samples a second, or the steps a second if a step's samples aren't known."""
-    samples: Counter[int] = Counter()
-    for found in ranks:
-        for end in found.step_ends:
-            samples[end.step] += end.num_samples
+    samples = _samples_by_step(ranks)
     unit, lengths = "samples/s", [max(s.total for s in together) / 1e9 for together in steps]
     amounts = [samples[together[0].step] for together in steps]
     if not all(amounts):
@@ -58,11 +55,15 @@ def rate(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Rate:
 
 def global_batch(ranks: Sequence[RankSpans]) -> int | None:
     """Return the samples of the largest step, which all ranks have together, if it is known."""
+    return max(_samples_by_step(ranks).values(), default=0) or None
+
+
+def _samples_by_step(ranks: Sequence[RankSpans]) -> Counter[int]:
     samples: Counter[int] = Counter()
     for found in ranks:
         for end in found.step_ends:
             samples[end.step] += end.num_samples
-    return max(samples.values(), default=0) or None
+    return samples
 
 
 def throughput(found: Rate) -> Section:
@@ -77,13 +78,11 @@ def throughput(found: Rate) -> Section:
 
 def waiting(steps: Sequence[Sequence[Share]]) -> Section | None:
     """Return which rank waits for which, if there are several."""
-    numbers = [share.rank for share in steps[0]]
     waits: dict[int, Counter[int]] = defaultdict(Counter)
     for together in steps:
         for share in together:
-            for index, length in share.waits_for.items():
-                if numbers[index] != share.rank:
-                    waits[share.rank][numbers[index]] += length
+            waits[share.rank].update(share.waits_for)
+            del waits[share.rank][share.rank]
     in_all: Counter[int] = sum(waits.values(), Counter())
     awaited = sorted(rank for rank, _ in in_all.most_common(_MAX_COLUMNS))
     if not awaited:
@@ -99,7 +98,7 @@ def waiting(steps: Sequence[Sequence[Share]]) -> Section | None:
                 for other in awaited
             ),
         ]
-        for rank in numbers
+        for rank in (share.rank for share in steps[0])
     ]
     return Section(
         "Who waits for whom", note, ("rank", *(f"for rank {each}" for each in awaited)), rows

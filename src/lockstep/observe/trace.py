@@ -7,8 +7,8 @@ end a rank makes JSON of its file; the last rank that is through puts those of a
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import json
 import os
 import socket
@@ -31,8 +31,9 @@ from torch.optim.optimizer import (
 from lockstep import spans
 from lockstep.arguments import as_whole_number, refusal
 from lockstep.comm import uncompiled
+from lockstep.launcher import num_cores
 from lockstep.observe.clock import Offset, boot_id, measure_offset
-from lockstep.observe.machine import memory_in_use, num_cores
+from lockstep.observe.machine import memory_in_use
 from lockstep.observe.trace_files import drop_later_ranks, merge, spool_of, write_json
 from lockstep.torch_private import _BaseDataLoaderIter
 from lockstep.world import World, when_joined
@@ -89,50 +90,48 @@ def _checked(steps: Steps | None) -> Steps | None:
 
 
 @contextmanager
-def recording(folder: Path, rank: int, steps: Steps | None = None) -> Iterator[RankTrace]:
+def recording(folder: Path, rank: int, steps: Steps | None = None) -> Iterator[_RankTrace]:
     """Record as rank ``rank``, which need not have joined the others yet."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in (folder / "trace.json", folder / f"rank-{rank}.json"):
-        path.unlink(missing_ok=True)
-    with open(spool_of(folder, rank), "wb", buffering=_BUFFER_BYTES) as file:
-        own = RankTrace(file, rank, steps)
+    with open(spool_of(folder, rank), "ab", buffering=_BUFFER_BYTES) as file:
+        own = _RankTrace(file, rank, steps)
         _process.add(own)
         try:
+            # Not before: a trace that this rank is recording already may have these files.
+            file.truncate(0)
+            for path in (folder / "trace.json", folder / f"rank-{rank}.json"):
+                path.unlink(missing_ok=True)
             yield own
         finally:
             _process.remove(own)
-            own.close()
+            own.write()
     write_json(folder, rank)
     merge(folder)
 
 
-class RankTrace:
-    """The spans of one rank, and the file that takes them, one in a line.
-
-    Attributes:
-        step: The number of the step that it is in.
-    """
+class _RankTrace:
+    """The spans of one rank, and the file that takes them, one in a line: a Recorder."""
 
     def __init__(self, file: BinaryIO, rank: int, steps: Steps | None) -> None:
-        self._file, self._rank = file, rank
+        self._file = file
         # The words of each line that is yet to be written. A line costs less among many, and after
         # a step: between two operations of a model, every call takes memory out of the caches.
         self._lines: deque[tuple[object, ...]] = deque()
         self._written_at = 0
         self._first, self._stop = steps or (0, 2**62)
-        self.step = 0
+        self.step = 0  # the number of the one that the rank is in
         # By thread, the names of the spans that are open.
         self._open: dict[int, list[str]] = {}
         # The numbers of buckets, in the order in which they were sent first.
         self._buckets: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._num_buckets = 0
+        self._bucket_numbers = itertools.count()
         self._optimizer: weakref.ref[Optimizer] | None = None
         # When the program got a batch, or stepped: its forward begins.
         self._since: int | None = None
         self._num_samples = 0  # in this step
         self._memory_noted_at = 0
         self._device = torch.device("cpu")
-        self.threads = {threading.get_ident()}
+        self.thread = threading.get_ident()  # the program's own
         self._put(
             {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "boot": boot_id()}
         )
@@ -152,9 +151,9 @@ class RankTrace:
         else:
             facts |= Offset(0, 0)._asdict()
         self._put(facts)
-        self._write()
+        self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
         """Write the lines; other threads may add some meanwhile."""
         number = len(self._lines)
         lines = [" ".join(map(str, self._lines.popleft())) + "\n" for _ in range(number)]
@@ -162,12 +161,10 @@ class RankTrace:
         self._file.flush()
 
     def log(self, values: Mapping[str, float]) -> None:
-        """See :class:`lockstep.spans.Recorder`."""
         if self._is_on:
             self._put({"step": self.step, "time": spans.now(), "log": {**values}})
 
     def count_samples(self, num_samples: int) -> None:
-        """See :class:`lockstep.spans.Recorder`."""
         self._num_samples += num_samples
 
     @property
@@ -175,7 +172,6 @@ class RankTrace:
         return self._first <= self.step < self._stop
 
     def begin(self, name: str) -> bool:
-        """See :class:`lockstep.spans.Recorder`."""
         open_spans = self._open.setdefault(threading.get_ident(), [])
         if name in open_spans:
             return False
@@ -185,15 +181,14 @@ class RankTrace:
         return True
 
     def end(self, name: str, start: int, detail: str, num_bytes: int) -> None:
-        """See :class:`lockstep.spans.Recorder`."""
         thread, stop = threading.get_ident(), spans.now()
         self._open[thread].remove(name)
         if self._is_on:
-            index = 0 if thread in self.threads else thread
+            index = 0 if thread == self.thread else thread
             words = detail.replace(" ", "_")
             self._lines.append((name, start, stop, self.step, index, words, num_bytes))
             if len(self._lines) > _MOST_LINES and index == 0:
-                self._write()
+                self.write()
         if name in ("data", "optimizer"):
             self._since = stop
 
@@ -203,13 +198,11 @@ class RankTrace:
         self._since = None
 
     def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
-        """See :class:`lockstep.spans.Recorder`."""
         if not self._is_on:
             return
         number = self._buckets.get(bucket)
         if number is None:
-            number = self._buckets[bucket] = self._num_buckets
-            self._num_buckets += 1
+            number = self._buckets[bucket] = next(self._bucket_numbers)
             names = {"index": index, "parameters": bucket.parameter_names}
             self._put({"bucket": number, "bytes": bucket.num_bytes, **names})
         self._lines.append(("bucket", *times, self.step, number))
@@ -226,7 +219,7 @@ class RankTrace:
             self.step += 1
             if now - self._written_at >= _WRITING_INTERVAL_NS:
                 self._written_at = now
-                self._write()
+                self.write()
 
     def _put_step(self, now: int) -> None:
         """Note the samples of the step that ends and, now and then, the memory."""
@@ -237,30 +230,25 @@ class RankTrace:
         if self._num_samples or "memory" in facts:
             self._put(facts)
 
-    def close(self) -> None:
-        """Write what is left."""
-        with contextlib.suppress(ValueError):
-            self._write()
-
 
 class _Process:
     """The traces of all ranks in this process, which are one, or several if they are threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._traces: list[RankTrace] = []
+        self._traces: list[_RankTrace] = []
         self._undo = ExitStack()
 
-    def add(self, own: RankTrace) -> None:
+    def add(self, own: _RankTrace) -> None:
         with self._lock:
-            if any(own.threads & other.threads for other in self._traces):
+            if any(own.thread == other.thread for other in self._traces):
                 raise ValueError("This rank is traced already. End that before, or leave this out.")
             self._traces.append(own)
             if len(self._traces) == 1:
                 self._begin()
             self._choose()
 
-    def remove(self, own: RankTrace) -> None:
+    def remove(self, own: _RankTrace) -> None:
         with self._lock:
             self._traces.remove(own)
             self._choose()
@@ -295,12 +283,12 @@ class _Process:
         setattr(owner, attribute, wrapped)
         self._undo.callback(setattr, owner, attribute, original)
 
-    def _of_this_thread(self) -> RankTrace | None:
+    def _of_this_thread(self) -> _RankTrace | None:
         thread = threading.get_ident()
         traces = self._traces
         if len(traces) == 1:  # helper threads are that rank's, too
             return traces[0]
-        return next((own for own in traces if thread in own.threads), None)
+        return next((own for own in traces if thread == own.thread), None)
 
     def begin(self, name: str) -> bool:
         own = self._of_this_thread()

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from lockstep.comm import Deadline
 from lockstep.errors import InitError, RendezvousFailed
+from lockstep.status import files_in_memory
 from lockstep.world.environment import Placement, Starter
 
 _RETRY_SECONDS = 0.05
@@ -177,14 +178,12 @@ def _name_of(job: str) -> str:
 
 
 def _file_of_rank_0(name: str) -> str | None:
-    for process in Path("/proc").glob("[0-9]*"):
-        wanted = f"/memfd:{name}-{process.name} (deleted)"
-        with contextlib.suppress(OSError):  # the process is another user's, or has ended
-            for file in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):  # it was closed meanwhile
-                    # Root can read all processes, but must not take the file of a stranger.
-                    if os.readlink(file) == wanted and file.stat().st_uid == os.geteuid():
-                        return str(file)
+    for pid, path in files_in_memory(f"{name}-"):
+        with contextlib.suppress(OSError):  # the process has just ended
+            is_own = os.readlink(path) == f"/memfd:{name}-{pid} (deleted)"
+            # Root can read all processes, but must not take the file of a stranger.
+            if is_own and os.stat(path).st_uid == os.geteuid():
+                return path
     return None
 
 
@@ -208,7 +207,7 @@ def _stat_fields(pid: int) -> list[str]:
 def _meet_through_mpi(place: Placement, timeout: timedelta) -> dist.TCPStore:
     try:
         from mpi4py import MPI
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # RuntimeError: there is no library of MPI
         raise InitError(
             f"{place.starter.value} started ranks on several hosts but told them no address to "
             "meet at. Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, or "

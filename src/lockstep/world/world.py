@@ -140,16 +140,12 @@ def init(
     wanted = _Wanted(backend, checked_device, _checked_timeout(timeout))
     rank: RankContext = rank_context().init_state or _of_process
     if rank.world is None or rank.world.process_group is not _default_group():
-        rank.world = _new_world(rank, wanted)
+        world = _join_others(rank, wanted)
+        for function in when_joined:
+            function(world)
+        rank.world = world
     _check_same(rank.world, wanted)
     return rank.world
-
-
-def _new_world(rank: RankContext, wanted: _Wanted) -> World:
-    world = _join_others(rank, wanted)
-    for function in when_joined:
-        function(world)
-    return world
 
 
 def _join_others(rank: RankContext, wanted: _Wanted) -> World:
