@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
+from lockstep.optim.state import _decoded, _encoded
 from tests.nn.models import Digits
 from tests.ranks import run_ranks
 
@@ -342,3 +343,9 @@ def test_three_ranks_have_the_same_bits(program: Program) -> None:
 
 def test_gloo_has_the_same_bits() -> None:
     check_same_bits(with_groups, backend="gloo")
+
+
+def test_state_whose_elements_are_not_in_order_is_told_as_it_is() -> None:
+    value = torch.arange(40_000.0).view(200, 200).t()
+    for _ in range(20):  # its bytes were once read from memory that was free again
+        assert torch.equal(_decoded(_encoded("state", value)), value)

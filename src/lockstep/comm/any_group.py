@@ -215,11 +215,9 @@ def all_gather_bytes(group: ProcessGroup, payload: bytes, device: torch.device) 
     lengths = all_gather(group, torch.tensor([len(payload)], device=device))
     longest = max(int(length) for length in lengths)
     padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
-    gathered = all_gather(group, padded.to(device))
-    return [
-        bytes(bytes_of(part.cpu())[: int(length)])
-        for part, length in zip(gathered, lengths, strict=True)
-    ]
+    gathered = [part.cpu() for part in all_gather(group, padded.to(device))]
+    pairs = zip(gathered, lengths, strict=True)
+    return [bytes(bytes_of(part)[: int(length)]) for part, length in pairs]
 
 
 def sum_rows(group: ProcessGroup, mine: Tensor) -> Tensor:

@@ -178,7 +178,8 @@ def put_state(
 def _encoded(name: str, value: object) -> object:
     """Return ``value`` as JSON can represent it."""
     if isinstance(value, torch.Tensor):
-        data = bytes(bytes_of(value.detach().cpu().contiguous()))
+        elements = value.detach().cpu().contiguous()  # kept until its bytes have been read
+        data = bytes(bytes_of(elements))
         dtype = str(value.dtype).removeprefix("torch.")
         return [dtype, list(value.shape), str(value.device), base64.b64encode(data).decode()]
     if value is None or isinstance(value, bool | int | float | str):
