@@ -1,6 +1,6 @@
 """Gradients: how they are assigned to buckets, and how buckets are reduced over the ranks."""
 
-from lockstep.grad.bucket import MIB, assign_buckets, gradient_dtype
+from lockstep.grad.bucket import MIB, assign_buckets, gradient_dtype, no_grad
 from lockstep.grad.comm_hook import CommHook, GradBucket, view_like
 from lockstep.grad.deferred import (
     ALIGNMENT,
@@ -12,7 +12,7 @@ from lockstep.grad.deferred import (
 )
 from lockstep.grad.describe import BucketFacts, describe_buckets
 from lockstep.grad.order import Phase
-from lockstep.grad.reducer import Reducer, no_grad
+from lockstep.grad.reducer import Reducer
 
 __all__ = [
     "ALIGNMENT",

@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ _slot: Any = torch.Tensor.grad
 gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _slot.__get__
 set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _slot.__set__
 _pointer_of = torch.Tensor.data_ptr
+_NOTHING = nullcontext()
 
 
 def assign_buckets(
@@ -93,6 +95,11 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
         getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
     )
     return parameter.dtype if dtype is None else dtype
+
+
+def no_grad() -> AbstractContextManager[object]:
+    """Return ``torch.no_grad()``, or nothing where autograd is disabled, as in most backwards."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def num_facts(num_parameters: int) -> int:

@@ -10,7 +10,6 @@ import itertools
 import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from lockstep.grad.bucket import (
     Bucket,
     assign_buckets,
     gradient_dtype,
+    no_grad,
     num_facts,
     rows_of,
 )
@@ -32,13 +32,6 @@ from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
 from lockstep.grad.order import GradientOrder, Phase
-
-_NOTHING = nullcontext()
-
-
-def no_grad() -> AbstractContextManager[object]:
-    """Return ``torch.no_grad()``, or nothing where autograd is disabled, as in most backwards."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 class Reducer(GradientOrder):
@@ -126,15 +119,13 @@ class Reducer(GradientOrder):
         self._log = previous._log
         self._log.logs_unused = self._log.is_on
         self._gets_gradients_twice = previous._gets_gradients_twice
-        for position, parameter in enumerate(self._parameters):
-            is_new = id(parameter) not in previous.ids
-            has_grown = parameter.grad is not None if is_new else previous.is_unreduced(parameter)
+        for position, p in enumerate(self._parameters):
+            has_grown = previous.is_unreduced(p) if id(p) in previous.ids else p.grad is not None
             self._accumulated[position] = has_grown
 
     def reset(self, phase: Phase = Phase.IDLE) -> None:
         """Drop the state of the last backward: no gradient of the next one is ready."""
-        self.phase = phase
-        self.copies_early = False
+        self.phase, self.copies_early = phase, False
         self._launch_order: Sequence[Reducer] = ()  # dropped, as it is a cycle of references
         self._next_launch = 0  # the index of the bucket to be launched next
         self._states = bytearray(self._sparse.start) + bytes([UNUSED]) * len(self._sparse)
@@ -183,7 +174,6 @@ class Reducer(GradientOrder):
         deferred = [bucket for bucket in self._buckets if isinstance(bucket, DeferredBucket)]
         self._buckets, self._bucket_at, self._skipped = [], [], set()
         groups, runs = self.assignment(order)
-        parameters = [parameter for _, parameter in self.named]
         self._rearrange(itertools.chain(*groups))
         memory_from = self.process_group if self._is_kept and not self.comm_hook else None
         buckets: list[Bucket] = []
@@ -191,7 +181,7 @@ class Reducer(GradientOrder):
             start = buckets[-1].stop if buckets else 0
             named = [self.named[index] for index in group]
             accumulated = memoryview(self._accumulated)[start : start + len(group)]
-            num_told = len(parameters) if number == len(groups) else 0
+            num_told = len(self.named) if number == len(groups) else 0
             if number <= len(groups) - len(runs):
                 bucket = Bucket(
                     named,
@@ -200,7 +190,7 @@ class Reducer(GradientOrder):
                     tail_size=num_facts(num_told) if num_told else 0,
                     buffers_from=memory_from,
                     is_hooked=self.comm_hook is not None,
-                    like=parameters[0],
+                    like=self.named[0][1],
                 )
             elif deferred:  # as it was
                 bucket = deferred.pop(0)
@@ -234,8 +224,7 @@ class Reducer(GradientOrder):
 
     def mark_accumulated(self, parameter: torch.Tensor) -> None:
         """Note that the gradient of ``parameter``, if it is known here, has grown unreduced."""
-        position = self._position_of.get(id(parameter))
-        if position is not None:
+        if (position := self._position_of.get(id(parameter))) is not None:
             self._accumulated[position] = 1
             if self._runs:
                 self.sum_pending()
@@ -409,13 +398,13 @@ class Reducer(GradientOrder):
         error = None
         try:
             with no_grad():
-                if self._next_launch < len(self._buckets):
-                    self.launch_all_but_last()
-                    self.launch_last()
+                self.launch_all_but_last()
+                self.launch_last()
                 Bucket.wait_for_all(self._buckets, self.process_group)
-                self.unused_indices = []
-                if len(self._arrivals) < len(self._order):
-                    self.unused_indices = sorted({*self._order} - {*self._arrivals})
+                all_ready = len(self._arrivals) == len(self._order)
+                self.unused_indices = (
+                    [] if all_ready else sorted({*self._order} - {*self._arrivals})
+                )
                 if self.phase is not Phase.FAILED:
                     error = self._use_reduced()
                     self._accumulated[:] = bytes(len(self.named))
@@ -452,8 +441,7 @@ class Reducer(GradientOrder):
             if (reduced := self._reduced_sparse.get(position)) is not None:
                 self._parameters[position].grad = reduced
             elif position not in self._sparse and not self._accumulated[position]:
-                bucket = self._bucket_at[position]
-                bucket.use_as_grad(position - bucket.start)
+                self._bucket_at[position].use_as_grad(position - self._bucket_at[position].start)
         if self._log.compares:
             for bucket in self._buckets:
                 self._log.keep_of_ranks(bucket.gradients_of_ranks())
