@@ -340,30 +340,25 @@ class WorkQueue:
         """
         self.check_thread()
         generation, lock = self.generation, self._carrying_out
-        is_first = not self._is_closed and generation.error is None and lock.acquire(False)
-        if is_first and self._calls:
-            lock.release()
-            is_first = False
-        if not is_first:
-            self.submit([run], (), is_async=True).wait()
-            return
-        try:
-            self.num_submitted = next(self._numbers)
-            self._runner = threading.get_ident()
-            self._running = deadline = Deadline(self.timeout.total_seconds())
-            with _InferenceMode(True):
-                run(deadline)
-        except CollectiveMismatch as error:
-            generation.error = without_traceback(error)
-            self.call_failed(error)
-            self.end_generation(generation)
-            raise
-        except BaseException as error:
-            self.call_failed(error)
-            raise
-        finally:
-            self._runner = self._running = None
-            lock.release()
+        if not self._is_closed and generation.error is None and lock.acquire(False):
+            try:
+                if not self._calls:
+                    self.num_submitted = next(self._numbers)
+                    self._runner = threading.get_ident()
+                    self._running = deadline = Deadline(self.timeout.total_seconds())
+                    with _InferenceMode(True):
+                        run(deadline)
+                    return
+            except BaseException as error:
+                if isinstance(error, CollectiveMismatch):  # of which the caller is told at once
+                    generation.error = without_traceback(error)
+                    self.end_generation(generation)
+                self.call_failed(error)
+                raise
+            finally:
+                self._runner = self._running = None
+                lock.release()
+        self.submit([run], (), is_async=True).wait()
 
     def end_generation(self, generation: Generation) -> None:
         """Carry out later calls although ``generation`` has failed, as its caller knows by now."""

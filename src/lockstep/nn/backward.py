@@ -387,6 +387,7 @@ class BackwardSync:
         if failed and self._failed.generation is not self._generation:
             for engine in failed:
                 engine.reducer.reset()
+            self._failed = None
         elif failed:
             self._failed.engines, self._failed.num_continued = failed, len(failed)
             self._backward, self._failed = self._failed, None
