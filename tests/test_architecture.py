@@ -44,7 +44,7 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 30_512
+MAX_LINES = 30_548
 MAX_FILES = 140
 MAX_LINES_OF_A_FILE = 500
 

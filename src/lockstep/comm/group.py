@@ -225,15 +225,23 @@ class SharedMemoryGroup(BaseGroup):
         makes it. Others may read it until they come to the next call of this but one, and from
         then on if they know that it hasn't been written to: see :meth:`keep`.
         """
+        shares = list[Tensor]()
+        self._queue.run(self._share(tensor, shares))
+        return shares
+
+    def start_share(self, tensor: Tensor) -> Work:
+        """Let the others' calls of :meth:`share` have ``tensor``, and return at once."""
+        return self._queue.submit([self._share(tensor, [])], [], is_async=True)
+
+    def _share(self, tensor: Tensor, shares: list[Tensor]) -> Run:
         self.num_shared += 1
-        signature, shares = Signature("share", tensor.dtype, tensor.shape), list[Tensor]()
+        signature = Signature("share", tensor.dtype, tensor.shape)
 
         def run(deadline: Deadline) -> None:
             shares.extend(self._collectives(self.transport, signature, deadline).share(tensor))
+            self._kept.append([])
 
-        self._queue.run(run)
-        self._kept.append([])
-        return shares
+        return run
 
     def meet(self, operation: str) -> None:
         """Wait until all ranks have called it, with the same ``operation``."""

@@ -339,10 +339,10 @@ class WorkQueue:
         a training step finds in no cache.
         """
         self.check_thread()
-        generation, lock = self.generation, self._carrying_out
-        if not self._is_closed and generation.error is None and lock.acquire(False):
+        if self._carrying_out.acquire(False):
             try:
-                if not self._calls:
+                generation = self.generation
+                if not self._calls and not self._is_closed and generation.error is None:
                     self.num_submitted = next(self._numbers)
                     self._runner = threading.get_ident()
                     self._running = deadline = Deadline(self.timeout.total_seconds())
@@ -357,7 +357,7 @@ class WorkQueue:
                 raise
             finally:
                 self._runner = self._running = None
-                lock.release()
+                self._carrying_out.release()
         self.submit([run], (), is_async=True).wait()
 
     def end_generation(self, generation: Generation) -> None:

@@ -1,6 +1,6 @@
 """Gradients: how they are assigned to buckets, and how buckets are reduced over the ranks."""
 
-from lockstep.grad.bucket import MIB, assign_buckets, gradient_dtype, no_grad
+from lockstep.grad.bucket import MIB, assign_buckets, gradient_dtype, without_autograd
 from lockstep.grad.comm_hook import CommHook, GradBucket, view_like
 from lockstep.grad.deferred import (
     ALIGNMENT,
@@ -29,7 +29,7 @@ __all__ = [
     "describe_buckets",
     "gradient_dtype",
     "lacks_gradient",
-    "no_grad",
     "pending_bucket_of",
     "view_like",
+    "without_autograd",
 ]

@@ -97,7 +97,7 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return parameter.dtype if dtype is None else dtype
 
 
-def no_grad() -> AbstractContextManager[object]:
+def without_autograd() -> AbstractContextManager[object]:
     """Return ``torch.no_grad()``, or nothing where autograd is disabled, as in most backwards."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
@@ -394,8 +394,8 @@ class Bucket:
         try:
             deque(map(set_gradient, parameters, views), maxlen=0)
         except RuntimeError as error:
-            are_set = map(operator.is_, map(gradient_of, parameters), views)
-            raise self.changed(first + [*are_set].index(False)) from error
+            are_set = [*map(operator.is_, map(gradient_of, parameters), views), False]
+            raise self.changed(min(first + are_set.index(False), last - 1)) from error
 
     def changed(self, position: int) -> ParameterChanged:
         """Return the error for the parameter at ``position``, whose form has changed."""

@@ -17,7 +17,6 @@ are over, buckets have two buffers from the start.
 from __future__ import annotations
 
 import itertools
-import operator
 import platform
 import sys
 import threading
@@ -26,13 +25,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import (
+    SharedMemoryGroup,
     all_gather,
     bytes_of,
     reduction_for,
@@ -41,14 +41,16 @@ from lockstep.comm import (
     uncompiled,
     zero_buffer,
 )
+from lockstep.errors import CollectiveFailed
 from lockstep.grad.bucket import Bucket, gradient_dtype, gradient_of, set_gradient
 from lockstep.torch_private import _InferenceMode
 
 # Parameters and gradients begin at multiples of this number of elements: at whole cache lines.
 ALIGNMENT = 64
 # Behind its gradients a bucket has two numbers of 8 bytes and, in the last bucket, a byte for each
-# parameter: whether the gradient has grown on this rank. The numbers are that of the last backward
-# whose gradients this rank has read, and that of this rank, plus one, if its backward has failed.
+# parameter: whether the gradient has grown on this rank. The first number is that of the last
+# backward whose gradients this rank has read; the second is 0 or, if its backward has failed, the
+# number of this rank plus one.
 _NUMBER_BYTES, _NUM_NUMBERS = 8, 2
 _READ, _FAILED = range(_NUM_NUMBERS)
 # How long to wait for the notes of the other ranks before a second buffer is made, and how long
@@ -56,9 +58,8 @@ _READ, _FAILED = range(_NUM_NUMBERS)
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 0.05, 50e-6
 # Whether the processor completes earlier reads before others see a later write.
 _KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
-
-
-_Tensors = Sequence[torch.Tensor]
+# The most combinations of the ranks' buffers of which views are kept.
+_MOST_COMBINATIONS = 8
 
 
 class DeferredParameter(nn.Parameter):
@@ -126,6 +127,10 @@ def lacks_gradient(parameter: torch.Tensor) -> bool:
     return gradient_of(parameter) is None and pending_bucket_of(parameter) is None
 
 
+# By first and last position, each rank's elements.
+_Parts = dict[tuple[int, int], list[torch.Tensor]]
+
+
 class _Facts(NamedTuple):
     """What a rank tells behind the gradients of a bucket; in memory that it shares."""
 
@@ -141,7 +146,7 @@ class _Facts(NamedTuple):
 
 
 def facts_numel(num_parameters: int, itemsize: int) -> int:
-    """Return the number of elements that the facts of a bucket take, of which it has so many."""
+    """Return the number of elements that facts about ``num_parameters`` take in a bucket."""
     return -(-(_NUMBER_BYTES * _NUM_NUMBERS + num_parameters) // itemsize)
 
 
@@ -166,9 +171,11 @@ class DeferredBucket(Bucket):
         named: Sequence[tuple[str, nn.Parameter]],
         accumulated: memoryview,
         start: int,
-        num_parameters: int,  # whose facts it carries: all, or none
+        num_parameters: int,  # of the reducer if it is the last bucket, and else 0
         group: dist.ProcessGroup,
     ) -> None:
+        # Whether this backward's barrier is still to come, in the group's generation.
+        self._waits, self._generation = False, group.generation  # type: ignore[attr-defined]
         self._facts_bytes = _NUMBER_BYTES * _NUM_NUMBERS + num_parameters
         # By the address of their memory; and those of all ranks, by rank.
         self._known_facts: dict[int, _Facts] = {}
@@ -188,17 +195,18 @@ class DeferredBucket(Bucket):
         # Whether the last backward's barrier is over, from which on other ranks read this buffer;
         # and the group's num_shared at that time.
         self._has_met, self._met_at, self._has_noted = False, 0, False
-        self._waits = False  # whether this backward's barrier is still to come
         self._number = 0  # of such barriers
         with _lock:
             self._of_group = _by_group.setdefault(group, weakref.WeakSet())
             self._of_group.add(self)
-        self.group = group
+        self.group = cast(SharedMemoryGroup, group)
         self.pending = bytearray(len(named))
         self._factor: torch.Tensor | None = None  # of gradient clipping, for all means
         self._shares: list[torch.Tensor] = []  # the buffers of all ranks, by rank
-        # By positions and own buffer: the buffers of all ranks, and views of these positions.
-        self._kept_parts: dict[tuple[int, int, int], tuple[_Tensors, _Tensors]] = {}
+        # By the addresses of all ranks' buffers, views of them by their first and last position;
+        # and those of the current buffers.
+        self._kept_parts: dict[tuple[int, ...], _Parts] = {}
+        self._parts: _Parts = {}
         # The memory of this backward, and that of the one before if there are two. Other ranks may
         # read the buffers for a while after this bucket is gone.
         self._memories = [self._memory_in(self._buffer)]
@@ -339,12 +347,11 @@ class DeferredBucket(Bucket):
         op = dist.ReduceOp.AVG if self._is_averaged else dist.ReduceOp.SUM
         stop = start + target.numel()
         with _InferenceMode(True):
-            key = start, stop, id(self._buffer)
-            shares, parts = self._kept_parts.get(key, ((), ())) if is_often else ((), ())
-            if not shares or not all(map(operator.is_, shares, self._shares)):
+            parts = self._parts.get((start, stop))
+            if parts is None:
                 parts = [share[start:stop] for share in self._shares]
                 if is_often:
-                    self._kept_parts[key] = self._shares, parts
+                    self._parts[start, stop] = parts
             reduction_for(op, target.dtype).into(target, parts)
             if self._factor is not None:
                 target.mul_(self._factor)
@@ -400,26 +407,55 @@ class DeferredBucket(Bucket):
 
     def reset(self) -> None:
         """Drop the state of a backward, which is over."""
+        self.leave()
         super().reset()
         self._held, self._is_open = {}, False
+
+    def undo_copies(self) -> None:
+        """Undo the scaling of gradients by a backward that has failed."""
+        self.leave()
+        super().undo_copies()
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Leave the gradients: :meth:`wait` is the barrier after which all ranks may read them."""
         self.is_launched, self._is_averaged, self._waits = True, average, True
+        self._generation = self.group.generation
 
     def wait(self, group: dist.ProcessGroup) -> None:
         """Wait until all ranks have left their gradients."""
         if not self._waits:
             return
+        self._sum_old(self.group)
+        try:
+            self._shares = share(group, self._buffer)
+        except CollectiveFailed:
+            self._waits = False
+            raise
         self._waits = False
-        self._sum_old(group)
-        self._shares = share(group, self._buffer)
-        self._facts = [*map(self._facts_behind, self._shares)]
-        self._has_met, self._has_noted = True, False
+        self._has_met, self._has_noted, self._met_at = True, False, self.group.num_shared
         self._number += 1
-        self._met_at = group.num_shared  # type: ignore[attr-defined]
+        if len(self._known_facts) > len(self._shares) * _MOST_COMBINATIONS:
+            self._known_facts = {}
+        self._facts = [*map(self._facts_behind, self._shares)]
         if not self._shares:
             self._send(group)
+        if len(self._kept_parts) > _MOST_COMBINATIONS:
+            self._kept_parts = {}
+        addresses = tuple(share.data_ptr() for share in self._shares)
+        self._parts = self._kept_parts.setdefault(addresses, {})
+
+    def leave(self) -> None:
+        """Let the other ranks pass the barrier, although an error keeps this one from it.
+
+        Not after a mismatch, after which no rank comes to it. See Note [Mismatches] in
+        comm/work.py. Shown by test_an_error_in_one_model_keeps_no_rank_waiting_in_another_one.
+        """
+        waits, self._waits = self._waits, False
+        if waits and self.group.generation is self._generation:
+            self._has_met, self._has_noted, self._met_at = True, False, self.group.num_shared
+            self._number += 1
+            self._note_read()
+            self.group.start_share(self._buffer)
 
     def _send(self, group: dist.ProcessGroup) -> None:
         """Reduce the gradients, and gather the facts: a rank lacks shared memory."""
@@ -430,7 +466,7 @@ class DeferredBucket(Bucket):
         self._facts = [_Facts.in_memory(part, self._facts_bytes) for part in parts]
         self._shares = [self._buffer]
 
-    def _sum_old(self, group: Any) -> None:
+    def _sum_old(self, group: SharedMemoryGroup) -> None:
         """Sum gradients that another rank will not keep for long.
 
         Another rank may have dropped its part of a bucket, and keeps that memory for the next

@@ -24,9 +24,9 @@ from lockstep.grad.bucket import (
     Bucket,
     assign_buckets,
     gradient_dtype,
-    no_grad,
     num_facts,
     rows_of,
+    without_autograd,
 )
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.deferred import DeferredBucket
@@ -181,13 +181,13 @@ class Reducer(GradientOrder):
             start = buckets[-1].stop if buckets else 0
             named = [self.named[index] for index in group]
             accumulated = memoryview(self._accumulated)[start : start + len(group)]
-            num_told = len(self.named) if number == len(groups) else 0
+            tells_of = len(self.named) if number == len(groups) else 0
             if number <= len(groups) - len(runs):
                 bucket = Bucket(
                     named,
                     accumulated,
                     start=start,
-                    tail_size=num_facts(num_told) if num_told else 0,
+                    tail_size=num_facts(tells_of) if tells_of else 0,
                     buffers_from=memory_from,
                     is_hooked=self.comm_hook is not None,
                     like=self.named[0][1],
@@ -195,7 +195,7 @@ class Reducer(GradientOrder):
             elif deferred:  # as it was
                 bucket = deferred.pop(0)
             else:
-                bucket = DeferredBucket(named, accumulated, start, num_told, self.process_group)
+                bucket = DeferredBucket(named, accumulated, start, tells_of, self.process_group)
             buckets.append(bucket)
         self._buckets = buckets
         self._bucket_at = [bucket for bucket in buckets for _ in bucket.parameter_names]
@@ -338,7 +338,7 @@ class Reducer(GradientOrder):
             before = self._buckets[max(0, self._next_launch - 1)]
             if self._buckets[self._next_launch].num_missing or not before.is_hook_done():
                 return False
-            with no_grad():
+            with without_autograd():
                 self._launch()
         # Sparse gradients come between the other buckets and the last one.
         return self._next_launch >= last and not self._sparse
@@ -397,7 +397,7 @@ class Reducer(GradientOrder):
         """
         error = None
         try:
-            with no_grad():
+            with without_autograd():
                 self.launch_all_but_last()
                 self.launch_last()
                 Bucket.wait_for_all(self._buckets, self.process_group)

@@ -101,10 +101,6 @@ def is_compiled_backward() -> bool:
     return is_running and _current_autograd_node() is None
 
 
-# The functions of torch of the same name, which start a backward.
-_STARTS = {torch.Tensor.backward.__code__, torch.autograd.backward.__code__}
-
-
 def outermost_running_node() -> BackwardCFunction | None:
     """Return the outermost node whose ``backward()`` runs the current backward, if there is one.
 
@@ -114,7 +110,7 @@ def outermost_running_node() -> BackwardCFunction | None:
     node, frame = None, sys._getframe().f_back
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "backward" and code.co_argcount and code not in _STARTS:
+        if code.co_name == "backward" and code.co_argcount:
             first = frame.f_locals.get(code.co_varnames[0])
             if isinstance(first, BackwardCFunction):
                 node = first

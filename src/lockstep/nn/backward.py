@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 
 from lockstep.comm import Step, any_rank, join_state_of, uncompiled
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, PeerLost
-from lockstep.grad import Phase, no_grad
+from lockstep.grad import Phase, without_autograd
 from lockstep.nn.autograd import is_compiled_backward, outermost_running_node
 from lockstep.nn.engine import Engine, Options
 from lockstep.torch_private import _current_graph_task_id, _execution_engine
@@ -355,7 +355,7 @@ class BackwardSync:
         """Drop the backward, which is over or has failed."""
         backward, self._backward = self._backward, None
         if backward is not None:
-            for engine in {*backward.engines, *backward.late}:
+            for engine in dict.fromkeys([*backward.engines, *backward.late]):
                 engine.end_backward()
             if backward.generation is not self._generation:
                 self._forget(backward)
@@ -392,6 +392,8 @@ class BackwardSync:
             self._failed.engines, self._failed.num_continued = failed, len(failed)
             self._backward, self._failed = self._failed, None
             self._finish()
+        elif self._backward is None:
+            self._failed = None
 
     def refresh(self, engine: Engine) -> None:
         """Let ``engine`` continue with the parameters that its module has now."""
@@ -415,7 +417,7 @@ class BackwardSync:
         """Reduce all gradients of the backward; return its engines, and a failure elsewhere."""
         backward = self._backward or _Backward()
         try:
-            with no_grad():
+            with without_autograd():
                 for engine in backward.engines:
                     engine.flush_pending()
                 self._announce(Step.END, backward.engines)
@@ -487,7 +489,7 @@ def all_engines() -> list[Engine]:
 
 def engines_with(parameters: Collection[torch.Tensor]) -> list[Engine]:
     """Return the engines that reduce gradients of any of ``parameters``."""
-    return [one for one in all_engines() if any(id(p) in one.reducer.ids for p in parameters)]
+    return [one for one in all_engines() if not one.reducer.ids.isdisjoint(map(id, parameters))]
 
 
 def finish_failed(group: dist.ProcessGroup) -> None:

@@ -77,7 +77,7 @@ class FlatParameters:
         self._pointers = [view.data_ptr() for view in self._views]
         self._order = self.in_order()
         self._followed: weakref.ref[DeferredBucket] | None = None
-        self._means = self._memory.new_empty(0)
+        self._means: torch.Tensor | None = None
         self.take_back()
         self.begin_update()
         self.publish(())
@@ -93,12 +93,9 @@ class FlatParameters:
         return zero_buffer(self.group, numel, dtype, first.device)
 
     def memory_for_means(self, numel: int) -> torch.Tensor:
-        """Return memory for the gradients of one shard, of ``numel`` elements, the same each time.
-
-        What was returned before stays as long as a shard uses it.
-        """
-        if len(self._means) < numel:
-            self._means = self._memory.new_empty(numel)
+        """Return memory for the gradients of a shard, of ``numel`` elements; the same for all."""
+        if self._means is None:  # pages that no shard reaches take no memory
+            self._means = self._memory.new_empty(self._layout.block)
         return self._means[:numel]
 
     def views_of(self, memory: torch.Tensor) -> list[torch.Tensor]:

@@ -248,7 +248,8 @@ class ReplicaProcesses:
         for worker in self.workers:
             worker.versions = worker.versions_of(state)
             try:
-                errors.append(self.receive(worker))
+                self.receive(worker)
+                errors.append(None)
             except Exception as error:
                 if self._is_ended:
                     raise
