@@ -1,0 +1,107 @@
+"""Barriers of deferred gradients when one rank meets with an error, or lacks memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.errors import ParameterChanged
+from lockstep.grad import deferred
+from tests.ranks import run_ranks
+
+BACKENDS = pytest.mark.parametrize("backend", ["threads", "shm"])
+
+
+class Scaled(nn.Module):
+    """The sum of a parameter times the input, so that its gradient is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4096))
+        self.bias = nn.Parameter(torch.zeros(64))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return (self.weight.sum() + self.bias.sum()) * factor
+
+
+def scaled(group: dist.ProcessGroup) -> tuple[Scaled, torch.optim.Optimizer]:
+    model = lockstep.parallelize(Scaled(), process_group=group)
+    return model, lockstep.shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+@BACKENDS
+def test_one_rank_may_lack_shared_memory_for_its_second_buffer(backend, monkeypatch) -> None:
+    def zero_buffer(group, numel, dtype, device, original=deferred.zero_buffer):
+        if group.rank() and is_full.is_set():
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return original(group, numel, dtype, device)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, optimizer = scaled(group)
+        total = 0.0
+        for step in range(8):
+            if step == 2:
+                is_full.set()
+            model((1 + step) * (1.0 if rank == 0 else 10.0)).backward()
+            optimizer.step()
+            total -= (1 + step) * 11 / 2
+            assert torch.equal(model.weight, torch.full((4096,), total)), step
+            if rank == 0 and step:
+                time.sleep(0.1)  # so that rank 1 needs a second buffer
+            optimizer.zero_grad()
+
+    is_full = threading.Event()
+    monkeypatch.setattr(deferred, "zero_buffer", zero_buffer)
+    run_ranks(2, body, backend=backend)
+
+
+def test_an_error_in_one_model_keeps_no_rank_waiting_in_another_one() -> None:
+    is_through = threading.Event()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        (first, one), (second, other) = scaled(group), scaled(group)
+        for _ in range(3):
+            (first(1.0) + second(1.0)).backward()
+            one.zero_grad()
+            other.zero_grad()
+        if rank:
+            (first(1.0) + second(1.0)).backward()
+            is_through.set()
+            return
+        first._parameters["bias"] = nn.Parameter(torch.zeros(64))
+        with pytest.raises(ParameterChanged):
+            (first(1.0) + second(1.0)).backward()
+        assert is_through.wait(60)
+
+    run_ranks(2, body)
+
+
+def test_an_error_before_the_barrier_of_a_backward_leaves_the_ranks_in_step(monkeypatch) -> None:
+    def share(group, tensor, original=deferred.share):
+        if group.rank() == 0 and fails.is_set():
+            fails.clear()
+            raise ValueError("on this rank alone")
+        return original(group, tensor)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, optimizer = scaled(group)
+        for step in range(6):
+            group.meet("before the backward")
+            if rank == 0 and step in (1, 4):
+                fails.set()
+                with pytest.raises(ValueError, match="alone"):
+                    model(10.0**step).backward()
+            else:
+                model(10.0**step * (1 + rank)).backward()
+                assert torch.equal(model.weight.grad, torch.full((4096,), 1.5 * 10.0**step))
+            optimizer.zero_grad()
+
+    fails = threading.Event()
+    monkeypatch.setattr(deferred, "share", share)
+    run_ranks(2, body)
