@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,7 +36,11 @@ Program = Callable[[nn.Module, Callable[[Optimizer], Optimizer], int], object]
 
 
 def check_same_bits(
-    program: Program, kind: type[nn.Module] = Digits, size: int = 2, backend: str = "threads"
+    program: Program,
+    kind: type[nn.Module] = Digits,
+    size: int = 2,
+    backend: str = "threads",
+    **options: bool,
 ) -> None:
     """Fail unless the program leaves the same parameters and returns the same if it is sharded."""
     torch.manual_seed(0)
@@ -43,7 +48,7 @@ def check_same_bits(
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         results = []
-        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+        for shard in (lambda optimizer: optimizer), partial(lockstep.shard_optimizer, **options):
             model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
             results.append((program(model, shard, rank), model))
         (expected, plain), (found, sharded) = results
@@ -343,6 +348,31 @@ def test_three_ranks_have_the_same_bits(program: Program) -> None:
 
 def test_gloo_has_the_same_bits() -> None:
     check_same_bits(with_groups, backend="gloo")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_has_the_same_bits_if_it_overlaps(program: Program, monkeypatch: Any) -> None:
+    monkeypatch.setattr("lockstep.optim.sharding._CAP_BYTES", 20_000)
+    check_same_bits(program, backend="gloo", overlap=True)
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_replicas_of_each_rank_have_the_same_bits(workers: Any, size: int) -> None:
+    def program(model: nn.Module, shard: Any, rank: int) -> list[float]:
+        optimizer = shard(adamw(model.parameters()))
+        replicas = lockstep.DataParallel(model, ["cpu", "cpu"], workers=workers)
+        outputs = []
+        for step in range(4):
+            x = torch.randn(5, *Digits.sample, generator=torch.Generator().manual_seed(rank + step))
+            loss = replicas(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outputs.append(loss.item())
+        return outputs
+
+    check_same_bits(program, size=size, backend="shm")
 
 
 def test_state_whose_elements_are_not_in_order_is_told_as_it_is() -> None:

@@ -7,6 +7,7 @@ from .any_group import all_gather_in_place as all_gather_in_place
 from .any_group import any_rank as any_rank
 from .any_group import broadcast_tensors as broadcast_tensors
 from .any_group import can_average as can_average
+from .any_group import can_overlap as can_overlap
 from .any_group import can_share as can_share
 from .any_group import check_same_facts as check_same_facts
 from .any_group import device_of_facts as device_of_facts
@@ -16,7 +17,9 @@ from .any_group import meet as meet
 from .any_group import one_copy as one_copy
 from .any_group import ranks_with_one_copy as ranks_with_one_copy
 from .any_group import share as share
+from .any_group import start_all_gather_in_place as start_all_gather_in_place
 from .any_group import start_all_reduce as start_all_reduce
+from .any_group import start_reduce_scatter as start_reduce_scatter
 from .any_group import sum_rows as sum_rows
 from .any_group import waited_seconds as waited_seconds
 from .any_group import zero_buffer as zero_buffer
@@ -27,6 +30,7 @@ from .backends import THREADS as THREADS
 from .backends import register_backends as register_backends
 from .collectives import Collectives as Collectives
 from .collectives import reduction_for as reduction_for
+from .dynamo import has_compiled as has_compiled
 from .dynamo import uncompiled as uncompiled
 from .failures import Deadline as Deadline
 from .failures import explained as explained

@@ -112,9 +112,28 @@ def start_all_reduce(
     return Pending(group, "all_reduce", start, tensor.nbytes)
 
 
+def start_reduce_scatter(group: ProcessGroup, memory: Tensor) -> Pending:
+    """Start summing the ranks' ``memory``, of equal parts, and return at once.
+
+    Every rank must call it. After the ``wait()`` of the return value, part ``r`` on rank ``r`` is
+    the sum; all other parts are undefined.
+    """
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(ReduceOp.SUM)
+    memory = torch.view_as_real(memory) if memory.is_complex() else memory
+    own = memory.view(group.size(), -1)[group.rank()]
+    start = partial(group._reduce_scatter_base, own, memory.view(-1), options)
+    return Pending(group, "reduce_scatter", start, memory.nbytes)
+
+
 def can_share(group: ProcessGroup, device: torch.device) -> bool:
     """Whether the ranks of ``group`` reach each other's memory, of tensors on ``device``."""
     return isinstance(getattr(group, "transport", None), Transport) and device.type == "cpu"
+
+
+def can_overlap(group: ProcessGroup) -> bool:
+    """Whether collectives of ``group`` go on while the program computes: they are other code's."""
+    return group.size() > 1 and not isinstance(group, SharedMemoryGroup)
 
 
 def share(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
@@ -197,14 +216,20 @@ def all_gather(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
     return gathered
 
 
-def all_gather_in_place(group: ProcessGroup, memory: Tensor) -> None:
-    """Copy each rank's part of ``memory``, which has equal ones in rank order, to all ranks.
+def start_all_gather_in_place(group: ProcessGroup, memory: Tensor) -> Pending:
+    """Start copying each rank's part of ``memory``, of equal ones in rank order, to all ranks.
 
-    All ranks must call it; it blocks, or on a GPU the current stream does.
+    Every rank must call it; it returns at once.
     """
+    memory = torch.view_as_real(memory) if memory.is_complex() else memory
     parts = list(memory.view(group.size(), -1))
     own = parts[group.rank()]
-    Pending(group, "all_gather", partial(group.allgather, [parts], [own]), own.nbytes).wait()
+    return Pending(group, "all_gather", partial(group.allgather, [parts], [own]), own.nbytes)
+
+
+def all_gather_in_place(group: ProcessGroup, memory: Tensor) -> None:
+    """Do the same, and block until it is done; on a GPU, the current stream does."""
+    start_all_gather_in_place(group, memory).wait()
 
 
 def all_gather_bytes(group: ProcessGroup, payload: bytes, device: torch.device) -> Sequence[bytes]:

@@ -7,6 +7,7 @@ be traced: they wait for other ranks, and ask for autograd's state.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
@@ -32,6 +33,13 @@ def uncompiled(target: _T) -> _T:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return target
+
+
+def has_compiled() -> bool:
+    """Whether the program has called torch.compile(); True too if torch doesn't tell."""
+    # The backends of all calls. Optimizers import the module too, and leave None there.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and any(getattr(dynamo, "cached_backends", {0: True}).values())
 
 
 def _functions_of(target: Callable[..., Any]) -> list[FunctionType]:

@@ -1,29 +1,32 @@
 """Gradients: how they are assigned to buckets, and how buckets are reduced over the ranks."""
 
-from lockstep.grad.bucket import MIB, assign_buckets, gradient_dtype, without_autograd
+from lockstep.grad.bucket import MIB, aligned, assign_buckets, gradient_dtype, without_autograd
 from lockstep.grad.comm_hook import CommHook, GradBucket, view_like
-from lockstep.grad.deferred import (
-    ALIGNMENT,
-    DeferredBucket,
+from lockstep.grad.deferred import DeferredBucket
+from lockstep.grad.describe import BucketFacts, describe_buckets
+from lockstep.grad.order import Phase
+from lockstep.grad.pending import (
     DeferredParameter,
+    PendingBucket,
     bucket_of,
     lacks_gradient,
     pending_bucket_of,
 )
-from lockstep.grad.describe import BucketFacts, describe_buckets
-from lockstep.grad.order import Phase
 from lockstep.grad.reducer import Reducer
+from lockstep.grad.scattered import ScatteredBucket
 
 __all__ = [
-    "ALIGNMENT",
     "MIB",
     "BucketFacts",
     "CommHook",
     "DeferredBucket",
     "DeferredParameter",
     "GradBucket",
+    "PendingBucket",
     "Phase",
     "Reducer",
+    "ScatteredBucket",
+    "aligned",
     "assign_buckets",
     "bucket_of",
     "describe_buckets",

@@ -36,6 +36,9 @@ _CHUNK_NUMEL = 128 * 1024
 AWAITED, UNUSED, READY = 0, 1, 2
 # These are: on how many ranks the backward has failed, and the sum of the numbers of these ranks.
 _NUM_FAILURE_FACTS = 2
+# Parameters and pending gradients begin at multiples of this number of elements: at whole cache
+# lines.
+ALIGNMENT = 64
 # To be mapped over gradients without a call in Python for each.
 _layout_of = operator.attrgetter("layout")
 # The gradient that autograd accumulates to; a DeferredParameter has a property of this name.
@@ -97,6 +100,11 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return parameter.dtype if dtype is None else dtype
 
 
+def aligned(numel: int) -> int:
+    """Return the number of elements that a tensor of ``numel`` elements takes if it is aligned."""
+    return -(-max(numel, 1) // ALIGNMENT) * ALIGNMENT
+
+
 def without_autograd() -> AbstractContextManager[object]:
     """Return ``torch.no_grad()``, or nothing where autograd is disabled, as in most backwards."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
@@ -144,10 +152,10 @@ class Bucket:
         is_hooked: Whether a communication hook reduces the gradients. Facts have memory of their
             own then, since the hook may resize the buffer.
         like: A parameter from which a bucket without parameters takes dtype and device.
-        alignment: Each gradient begins at a multiple of this number of elements.
+        is_aligned: Whether each gradient begins at a multiple of ALIGNMENT elements.
     """
 
-    # Whether ranks leave gradients to be summed on demand, and send no sums: a DeferredBucket.
+    # Whether ranks leave gradients to be summed on demand, and send no sums: a PendingBucket.
     is_deferred = False
 
     def __init__(
@@ -160,7 +168,7 @@ class Bucket:
         buffers_from: dist.ProcessGroup | None = None,
         is_hooked: bool = False,
         like: torch.Tensor | None = None,
-        alignment: int = 1,
+        is_aligned: bool = False,
     ) -> None:
         self.parameter_names = [name for name, _ in named]
         self.accumulated, self.is_hooked = accumulated, is_hooked
@@ -168,8 +176,8 @@ class Bucket:
         self.start, self.stop = start, start + len(named)
         self.parameters = [parameter for _, parameter in named]
         sizes = [p.numel() for p in self.parameters]
-        if alignment > 1:
-            sizes = [-(-max(size, 1) // alignment) * alignment for size in sizes]
+        if is_aligned:
+            sizes = [*map(aligned, sizes)]
         numel = self.numel = sum(sizes)  # with the padding
         self._is_large = numel >= _LARGE_NUMEL * len(sizes)
         # The least number of gradients that copy_ready() copies at once.

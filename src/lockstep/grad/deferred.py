@@ -25,7 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,15 +38,13 @@ from lockstep.comm import (
     reduction_for,
     share,
     start_all_reduce,
-    uncompiled,
     zero_buffer,
 )
 from lockstep.errors import CollectiveFailed
-from lockstep.grad.bucket import Bucket, gradient_dtype, gradient_of, set_gradient
+from lockstep.grad.bucket import gradient_dtype, gradient_of, set_gradient
+from lockstep.grad.pending import PendingBucket
 from lockstep.torch_private import _InferenceMode
 
-# Parameters and gradients begin at multiples of this number of elements: at whole cache lines.
-ALIGNMENT = 64
 # Behind its gradients a bucket has two numbers of 8 bytes and, in the last bucket, a byte for each
 # parameter: whether the gradient has grown on this rank. The first number is that of the last
 # backward whose gradients this rank has read; the second is 0 or, if its backward has failed, the
@@ -60,71 +58,6 @@ _PATIENCE_SECONDS, _PAUSE_SECONDS = 0.05, 50e-6
 _KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
 # The most combinations of the ranks' buffers of which views are kept.
 _MOST_COMBINATIONS = 8
-
-
-class DeferredParameter(nn.Parameter):
-    """A parameter whose gradient is summed over the ranks when the program first reads it.
-
-    Its copies, unpickled ones included, are plain parameters.
-    """
-
-    _deferred: tuple[weakref.ref[DeferredBucket], int] | None
-
-    @property
-    @uncompiled
-    def grad(self) -> torch.Tensor | None:
-        """The gradient: after a backward that reduces gradients, the mean over the ranks."""
-        found = bucket_of(self)
-        return gradient_of(self) if found is None else found[0].read(found[1])
-
-    @grad.setter
-    @uncompiled
-    def grad(self, gradient: torch.Tensor | None) -> None:
-        set_gradient(self, gradient)
-        if (found := bucket_of(self)) is not None:
-            found[0].drop_at(found[1])
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        """As that of a plain parameter."""
-        return repr(nn.Parameter(self.data, self.requires_grad))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a plain parameter."""
-        if id(self) not in memo:
-            data = self.data.clone(memory_format=torch.preserve_format)
-            memo[id(self)] = nn.Parameter(data, self.requires_grad)
-        return memo[id(self)]  # type: ignore[no-any-return]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain parameter."""
-        deferred = vars(self).pop("_deferred", None)
-        try:
-            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        finally:
-            if deferred is not None:
-                self._deferred = deferred
-
-
-def bucket_of(parameter: torch.Tensor) -> tuple[DeferredBucket, int] | None:
-    """Return the bucket with the deferred gradient of ``parameter``, and the position in it."""
-    reference, position = getattr(parameter, "_deferred", None) or (None, 0)
-    bucket = None if reference is None else reference()
-    return None if bucket is None else (bucket, position)
-
-
-def pending_bucket_of(parameter: torch.Tensor) -> tuple[DeferredBucket, int] | None:
-    """Return the same as long as the gradient is pending; None if it is in ``parameter.grad``."""
-    found = bucket_of(parameter)
-    return found if found is not None and found[0].pending[found[1]] else None
-
-
-def lacks_gradient(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter.grad`` is None, without reading it, which would sum it."""
-    return gradient_of(parameter) is None and pending_bucket_of(parameter) is None
 
 
 # By first and last position, each rank's elements.
@@ -157,22 +90,23 @@ _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[Deferred
 )
 
 
-class DeferredBucket(Bucket):
+class DeferredBucket(PendingBucket):
     """A bucket of deferred gradients, in a group whose ranks can read each other's memory.
 
-    A gradient is pending until this rank has summed it; meanwhile autograd sees none on its
-    parameter. It is summed before the program reads it, and before autograd adds to it.
+    A gradient is pending until this rank has summed it. It is summed before the program reads it,
+    and before autograd adds to it.
     """
 
-    is_deferred = True
+    carries_facts = True
+    group: SharedMemoryGroup
 
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
         accumulated: memoryview,
         start: int,
-        num_parameters: int,  # of the reducer if it is the last bucket, and else 0
         group: dist.ProcessGroup,
+        num_parameters: int = 0,
     ) -> None:
         # Whether this backward's barrier is still to come, in the group's generation.
         self._waits, self._generation = False, group.generation  # type: ignore[attr-defined]
@@ -180,14 +114,8 @@ class DeferredBucket(Bucket):
         # By the address of their memory; and those of all ranks, by rank.
         self._known_facts: dict[int, _Facts] = {}
         self._facts: list[_Facts] = []
-        super().__init__(
-            named,
-            accumulated,
-            start=start,
-            tail_size=facts_numel(num_parameters, gradient_dtype(named[0][1]).itemsize),
-            buffers_from=group,
-            alignment=ALIGNMENT,
-        )
+        tail_size = facts_numel(num_parameters, gradient_dtype(named[0][1]).itemsize)
+        super().__init__(named, accumulated, start, group, tail_size=tail_size)
         # Gradients that the program has read, by position; and those of them that were there before
         # this backward, or were read during it: such a gradient stays the same tensor.
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -199,8 +127,6 @@ class DeferredBucket(Bucket):
         with _lock:
             self._of_group = _by_group.setdefault(group, weakref.WeakSet())
             self._of_group.add(self)
-        self.group = cast(SharedMemoryGroup, group)
-        self.pending = bytearray(len(named))
         self._factor: torch.Tensor | None = None  # of gradient clipping, for all means
         self._shares: list[torch.Tensor] = []  # the buffers of all ranks, by rank
         # By the addresses of all ranks' buffers, views of them by their first and last position;
@@ -212,22 +138,10 @@ class DeferredBucket(Bucket):
         self._memories = [self._memory_in(self._buffer)]
         self._buffers = [self._buffer]
         weakref.finalize(self, group.keep, self._buffers).atexit = False  # type: ignore[attr-defined]
-        reference = weakref.ref(self)
-        for position, parameter in enumerate(self.parameters):
-            parameter._deferred = reference, position  # type: ignore[attr-defined]
-
-    def has_layout(self, parameters: Sequence[torch.Tensor], offsets: Sequence[int]) -> bool:
-        """Whether it has exactly these parameters, with gradients at these ``offsets``."""
-        are_same = [*map(id, parameters)] == [*map(id, self.parameters)]
-        return are_same and [*offsets] == self.offsets[:-1]
 
     def gradients_of_ranks(self) -> list[torch.Tensor]:
         """Return each rank's gradients of the last backward, by rank."""
         return [share[: self.numel] for share in self._shares]
-
-    def are_all_pending(self) -> bool:
-        """Whether this rank has neither summed nor dropped any gradient of the last backward."""
-        return 0 not in self.pending
 
     def begin(self) -> None:
         """Prepare for a backward: find a buffer that no other rank reads any more."""
@@ -336,14 +250,7 @@ class DeferredBucket(Bucket):
         self._note_read()
 
     def sum_into(self, target: torch.Tensor, start: int, *, is_often: bool = False) -> None:
-        """Write means over the ranks to ``target``, of one dimension: from element ``start`` on.
-
-        Args:
-            target: For the means.
-            start: The position of the first one.
-            is_often: Whether the same elements are summed in most steps. Then views of them are
-                kept: a function of torch whose code has left the core's caches takes 10 us.
-        """
+        """Write means over the ranks to ``target``, of one dimension: from element ``start`` on."""
         op = dist.ReduceOp.AVG if self._is_averaged else dist.ReduceOp.SUM
         stop = start + target.numel()
         with _InferenceMode(True):
@@ -356,11 +263,11 @@ class DeferredBucket(Bucket):
             if self._factor is not None:
                 target.mul_(self._factor)
 
-    def new_sum(self, start: int, stop: int) -> torch.Tensor:
-        """Return the means over the ranks of the elements from ``start`` to ``stop``."""
-        total = self._buffer.new_empty(stop - start)
-        self.sum_into(total, start)
-        return total
+    def own_range(self) -> tuple[int, int]:
+        """Return the first element that this rank sums for all, and the one after its last."""
+        size = -(-self.numel // self.group.size())
+        first = self.group.rank() * size
+        return first, min(first + size, self.numel)
 
     def scale_means(self, factor: torch.Tensor) -> None:
         """Multiply all means, of which none is computed yet, by ``factor``."""

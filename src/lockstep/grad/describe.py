@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lockstep.grad.bucket import gradient_dtype, num_facts
-from lockstep.grad.deferred import ALIGNMENT, DeferredBucket, facts_numel
+from lockstep.grad.bucket import aligned, gradient_dtype, num_facts
+from lockstep.grad.deferred import DeferredBucket, facts_numel
 from lockstep.grad.reducer import Reducer
 
 
@@ -26,24 +26,23 @@ def describe_buckets(reducer: Reducer) -> list[BucketFacts]:
                 bucket.parameter_names,
                 bucket.gradients.nbytes,
                 bucket.num_bytes,
-                isinstance(bucket, DeferredBucket),
+                bucket.is_deferred,
             )
             for bucket in reducer._buckets
         ]
-    groups, runs = reducer.assignment(reducer._order)
+    assignment = reducer.assignment(reducer._order)
     found = []
-    for number, group in enumerate(groups, 1):
+    for number, (group, kind) in enumerate(assignment, 1):
         named = [reducer.named[index] for index in group]
         parameters = [parameter for _, parameter in named or reducer.named[:1]]
-        is_deferred = number > len(groups) - len(runs)
-        unit = ALIGNMENT if is_deferred else 1
-        numel = sum(-(-max(p.numel(), unit > 1) // unit) * unit for _, p in named)
         itemsize = gradient_dtype(parameters[0]).itemsize
-        is_last = number == len(groups)
-        if is_deferred:
-            numel += facts_numel(len(reducer.named) if is_last else 0, itemsize)
-        elif is_last:
-            numel += num_facts(len(reducer.named))
-        own = sum(p.numel() for _, p in named) * itemsize
-        found.append(BucketFacts([name for name, _ in named], own, numel * itemsize, is_deferred))
+        num_parameters = len(reducer.named) if number == len(assignment) else 0
+        sizes = [parameter.numel() for _, parameter in named]
+        numel = sum(map(aligned, sizes)) if kind else sum(sizes)
+        if kind is DeferredBucket:
+            numel += facts_numel(num_parameters, itemsize)
+        elif num_parameters:
+            numel += num_facts(num_parameters)
+        names, own = [name for name, _ in named], sum(sizes) * itemsize
+        found.append(BucketFacts(names, own, numel * itemsize, kind is not None))
     return found

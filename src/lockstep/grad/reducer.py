@@ -29,9 +29,9 @@ from lockstep.grad.bucket import (
     without_autograd,
 )
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
-from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
 from lockstep.grad.order import GradientOrder, Phase
+from lockstep.grad.pending import Assigned, PendingBucket, with_runs
 
 
 class Reducer(GradientOrder):
@@ -87,8 +87,8 @@ class Reducer(GradientOrder):
         # Empty until the first backward: a copied model that is never trained needs no buckets.
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
-        # The indices of parameters with deferred gradients, which have a bucket for each run.
-        self._runs: list[list[int]] = []
+        # The indices of parameters whose gradients stay pending, which have buckets of their own.
+        self._runs: list[Assigned] = []
         self.is_rearranged = self._gets_gradients_twice = False
         self.reset()
 
@@ -97,10 +97,10 @@ class Reducer(GradientOrder):
         """The names of each bucket's parameters, in launch order, from the first backward on."""
         return [bucket.parameter_names for bucket in self._buckets]
 
-    def defer(self, runs: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Give each run of parameters, of one dtype and device, a bucket of deferred gradients."""
+    def defer(self, runs: Sequence[tuple[Sequence[torch.Tensor], type[PendingBucket]]]) -> None:
+        """Give each run of parameters, of one dtype and device, a bucket of pending gradients."""
         index = {id(parameter): index for index, (_, parameter) in enumerate(self.named)}
-        self._runs = [[index[id(parameter)] for parameter in run] for run in runs]
+        self._runs = [Assigned([index[id(p)] for p in run], kind) for run, kind in runs]
         self.sum_pending()
         self._buckets = []  # they are made when the next backward begins
 
@@ -171,39 +171,41 @@ class Reducer(GradientOrder):
         """Make buckets for gradients that become ready in ``order``; if it raises, none."""
         # The old ones are dropped before: they are as large as all gradients, and memory is short.
         self.sum_pending()
-        deferred = [bucket for bucket in self._buckets if isinstance(bucket, DeferredBucket)]
+        kept = [bucket for bucket in self._buckets if isinstance(bucket, PendingBucket)]
         self._buckets, self._bucket_at, self._skipped = [], [], set()
-        groups, runs = self.assignment(order)
-        self._rearrange(itertools.chain(*groups))
+        assignment = self.assignment(order)
+        self._rearrange(itertools.chain(*(one.indices for one in assignment)))
         memory_from = self.process_group if self._is_kept and not self.comm_hook else None
         buckets: list[Bucket] = []
-        for number, group in enumerate(groups, 1):
+        for number, (group, kind) in enumerate(assignment, 1):
             start = buckets[-1].stop if buckets else 0
             named = [self.named[index] for index in group]
             accumulated = memoryview(self._accumulated)[start : start + len(group)]
-            tells_of = len(self.named) if number == len(groups) else 0
-            if number <= len(groups) - len(runs):
+            num_told = len(self.named) if number == len(assignment) else 0
+            if kind is None:
                 bucket = Bucket(
                     named,
                     accumulated,
                     start=start,
-                    tail_size=num_facts(tells_of) if tells_of else 0,
+                    tail_size=num_facts(num_told) if num_told else 0,
                     buffers_from=memory_from,
                     is_hooked=self.comm_hook is not None,
                     like=self.named[0][1],
                 )
-            elif deferred:  # as it was
-                bucket = deferred.pop(0)
             else:
-                bucket = DeferredBucket(named, accumulated, start, tells_of, self.process_group)
+                facts = accumulated, start, self.process_group, num_told
+                bucket = kept.pop(0) if kept else kind(named, *facts)  # as it was, if it was
             buckets.append(bucket)
         self._buckets = buckets
         self._bucket_at = [bucket for bucket in buckets for _ in bucket.parameter_names]
 
-    def assignment(self, order: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the indices in each bucket, and those of the last ones, which are deferred."""
+    def assignment(self, order: Sequence[int]) -> list[Assigned]:
+        """Return the buckets to make for gradients that become ready in ``order``."""
         runs = [] if self.comm_hook else self._runs
-        apart = {*itertools.chain(*runs), *self._order[self._sparse.start :]}
+        apart = {
+            *itertools.chain(*(run.indices for run in runs)),
+            *self._order[self._sparse.start :],
+        }
         parameters = [parameter for _, parameter in self.named]
         groups = assign_buckets(
             [p.numel() * gradient_dtype(p).itemsize for p in parameters],
@@ -212,8 +214,7 @@ class Reducer(GradientOrder):
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
         )
-        # Without any gradients, a bucket for the facts alone.
-        return [*groups, *runs] or [[]], runs
+        return with_runs(groups, runs)
 
     def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
         """Don't wait for the gradients of ``parameters``, which this backward won't compute."""

@@ -21,7 +21,14 @@ from torch.optim import Optimizer
 
 from lockstep.comm import any_rank, broadcast_tensors, can_share, uncompiled
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
-from lockstep.grad import MIB, DeferredParameter, Reducer, gradient_dtype
+from lockstep.grad import (
+    MIB,
+    DeferredBucket,
+    DeferredParameter,
+    PendingBucket,
+    Reducer,
+    gradient_dtype,
+)
 from lockstep.nn import autograd
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
 from lockstep.nn.verify import check_same_model
@@ -91,8 +98,8 @@ class Engine:
         self._pending = _Pending()
         self._hooks: list[tuple[autograd.GradientHooks, autograd.Hook]] = []
         self._nodes: list[object] = []
-        # Runs of parameters with deferred gradients, in the order of sharded optimizers' memories.
-        self._deferred: list[list[nn.Parameter]] = []
+        # Runs of parameters with pending gradients, in the order of sharded optimizers' memories.
+        self._deferred: list[tuple[list[nn.Parameter], type[PendingBucket]]] = []
         self._find_buffers(module)
         self._take(module)
 
@@ -137,27 +144,35 @@ class Engine:
         if autograd.may_be_distributed():
             self.refuse_distributed_autograd()
 
-    def defer(self, run: Sequence[nn.Parameter]) -> None:
-        """Defer the gradients of those parameters of ``run`` that this engine has.
+    def defer(self, run: Sequence[nn.Parameter], kind: type[PendingBucket]) -> None:
+        """Let gradients stay pending of those parameters of ``run`` that this engine has.
 
         A run is in the order of a sharded optimizer's memory. Every rank must call it.
         """
         own = {*map(id, run)}
-        before = ([p for p in other if id(p) not in own] for other in self._deferred)
-        self._deferred = [*filter(None, before), [*run]]
+        before = (([p for p in other if id(p) not in own], its) for other, its in self._deferred)
+        self._deferred = [*(pair for pair in before if pair[0]), ([*run], kind)]
         self._defer()
 
     def _defer(self) -> None:
-        if not all(can_share(self.process_group, device) for device in self.devices):
-            return
+        can_defer = all(can_share(self.process_group, device) for device in self.devices)
         # Not parameters of the program's own classes, which would lose their methods.
-        kinds = nn.Parameter, DeferredParameter
-        trained = {id(parameter) for parameter in self.parameters if type(parameter) in kinds}
+        trained = {
+            id(p)
+            for p in self.parameters
+            if type(p) is nn.Parameter or isinstance(p, DeferredParameter)
+        }
         trained -= {*map(id, self.reducer.sparse_parameters)}
-        runs = [[p for p in run if id(p) in trained] for run in self._deferred]
-        for parameter in chain(*runs):
-            parameter.__class__ = DeferredParameter
-        self.reducer.defer([*filter(None, runs)])
+        runs = []
+        for run, kind in self._deferred:
+            own = [p for p in run if id(p) in trained]
+            if own and (can_defer or kind is not DeferredBucket):
+                runs.append((own, kind))
+        for parameter in chain(*(own for own, _ in runs)):
+            if not isinstance(parameter, DeferredParameter):
+                parameter.__class__ = DeferredParameter
+        if runs:
+            self.reducer.defer(runs)
 
     def refuse_distributed_autograd(self) -> None:
         """Let backwards of ``torch.distributed.autograd`` raise, as they don't call the hooks."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as _torchs
 
-from lockstep.comm import join_state_of, start_all_reduce, uncompiled
-from lockstep.grad import DeferredBucket, bucket_of
+from lockstep.comm import device_of_facts, join_state_of, start_all_reduce, uncompiled
+from lockstep.grad import PendingBucket, bucket_of
 from lockstep.nn import finish_failed
 
 # The number of elements whose norm is taken at once: after their sum they are in a core's cache.
@@ -94,18 +94,16 @@ def clip_grad_norm_(
     return total
 
 
-def _norm(bucket: DeferredBucket, power: float, *, is_whole: bool) -> Tensor | None:
+def _norm(bucket: PendingBucket, power: float, *, is_whole: bool) -> Tensor | None:
     """Return the norm of all gradients of ``bucket``, of which each rank sums a part.
 
     It is None on every rank if, on any rank, ``is_whole`` is false or a gradient is summed already.
     """
     group, is_summed = bucket.group, is_whole and bucket.are_all_pending()
-    own = torch.zeros(2, dtype=torch.float64, device="cpu")
+    own = torch.zeros(2, dtype=torch.float64, device=device_of_facts(group))
     own[1] = not is_summed
-    size = -(-bucket.numel // group.size())
-    first = group.rank() * size
-    last = min(first + size, bucket.numel) if is_summed else first
-    for start in range(first, last, _NUMEL):
+    first, last = bucket.own_range()
+    for start in range(first, last if is_summed else first, _NUMEL):
         part = bucket.new_sum(start, min(start + _NUMEL, last))
         norm = torch.linalg.vector_norm(part, power).double()
         own[0] = torch.maximum(own[0], norm) if power == math.inf else own[0] + norm**power

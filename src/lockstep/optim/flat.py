@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -17,9 +17,18 @@ from lockstep.comm import (
     meet,
     one_copy,
     ranks_with_one_copy,
+    start_all_gather_in_place,
     zero_buffer,
 )
-from lockstep.grad import DeferredBucket, pending_bucket_of, view_like
+from lockstep.errors import CollectiveFailed
+from lockstep.grad import (
+    DeferredBucket,
+    PendingBucket,
+    ScatteredBucket,
+    pending_bucket_of,
+    view_like,
+)
+from lockstep.optim.arriving import Arrival
 from lockstep.optim.layout import Layout, Piece, cut_evenly, keep_whole, pieces_of
 
 _NOTE_BYTES = 8
@@ -47,16 +56,24 @@ class FlatParameters:
         is_first: Whether the first of all ranks is in ``group``.
         parameters: The parameters, which are views of the memory from now on.
         keeps_whole: Whether each parameter has one owner; otherwise blocks are cut anywhere.
+        bucket_kind: The class of buckets in which gradients stay pending.
         pieces: The elements that this rank owns, in the order of the memory.
     """
 
     def __init__(
-        self, ranks: dist.ProcessGroup, parameters: Sequence[nn.Parameter], *, keeps_whole: bool
+        self,
+        ranks: dist.ProcessGroup,
+        parameters: Sequence[nn.Parameter],
+        *,
+        keeps_whole: bool,
+        overlaps: bool = False,
     ) -> None:
         self.ranks, self.parameters = ranks, list(parameters)
         group, self.is_first = ranks_with_one_copy(ranks, parameters[0].device)
         self.group = group
-        self.keeps_whole = keeps_whole
+        self.keeps_whole, self._overlaps = keeps_whole, False
+        self.bucket_kind: type[PendingBucket]
+        self.bucket_kind = ScatteredBucket if overlaps and not keeps_whole else DeferredBucket
         numels = [parameter.numel() for parameter in parameters]
         self._layout: Layout = (keep_whole if keeps_whole else cut_evenly)(numels, group.size())
         self.pieces = pieces_of(self._layout, numels, group.rank())
@@ -76,11 +93,13 @@ class FlatParameters:
         self._views = self.views_of(self._memory)
         self._pointers = [view.data_ptr() for view in self._views]
         self._order = self.in_order()
-        self._followed: weakref.ref[DeferredBucket] | None = None
+        self._followed: weakref.ref[PendingBucket] | None = None
         self._means: torch.Tensor | None = None
+        self._arrival: Arrival | None = None
         self.take_back()
         self.begin_update()
         self.publish(())
+        self._overlaps = overlaps
 
     def in_order(self) -> list[nn.Parameter]:
         """Return the parameters in the order of the memory."""
@@ -120,24 +139,34 @@ class FlatParameters:
             return view_like(self._updated, self._layout.offsets[index], self.parameters[index])
         return self.part(self._updated, pieces)
 
-    def deferred_bucket(self) -> DeferredBucket | None:
+    def deferred_bucket(self) -> PendingBucket | None:
         """Return the bucket of all gradients, if they are pending, in the parameters' layout."""
         found = pending_bucket_of(self._order[0])
         if found is None:
             return None
         bucket, _ = found
         if self._followed is None or bucket is not self._followed():
-            offsets = sorted(self._layout.offsets)
-            if not bucket.has_layout(self._order, offsets):
+            if not self._is_layout_of(bucket):
                 return None
             self._followed = weakref.ref(bucket)
         return bucket if bucket.are_all_pending() else None
+
+    def sum_if_laid_out_otherwise(self) -> None:
+        """Gather scattered gradients in buckets of another layout. Every rank must call it."""
+        for bucket, _ in filter(None, map(pending_bucket_of, self.parameters)):
+            if isinstance(bucket, ScatteredBucket) and not self._is_layout_of(bucket):
+                bucket.sum_pending()
+
+    def _is_layout_of(self, bucket: PendingBucket) -> bool:
+        return bucket.has_layout(self._order, sorted(self._layout.offsets))
 
     def take_back(self) -> bool:
         """Move parameters back whose data the program has replaced (``p.data = ...``).
 
         Returns False if a parameter has got another shape, dtype or device.
         """
+        if self._arrival is not None:
+            self._arrival.wait()
         if [*map(torch.Tensor.data_ptr, self.parameters)] == self._pointers:
             return True
         if [*map(_kind, self.parameters)] != self._kinds:
@@ -165,19 +194,27 @@ class FlatParameters:
             if own.start < own.stop:
                 self._copy.shared[own] = self._copy.private[own]
 
-    def publish(self, updated: Sequence[nn.Parameter]) -> None:
+    def publish(
+        self,
+        updated: Sequence[nn.Parameter],
+        note_error: Callable[[CollectiveFailed], None] = lambda error: None,
+    ) -> None:
         """Make the updated blocks of all ranks visible to each rank.
 
-        Every rank must call it, with the parameters that have been updated; it blocks.
+        Every rank must call it, with the parameters that have been updated. It blocks, unless the
+        parameters overlap: then whatever reads one does. See :class:`Arrival`.
         """
-        if self._copy is None:
-            all_gather_in_place(self.group, self._memory)
-        else:
+        if self._copy is not None:
             self._notes[self.group.rank()] = 2 * self._num_updates + 2
             meet(self.group, "end of an update")
             self._copy.drop(self._changed)
+        elif not self._overlaps:
+            all_gather_in_place(self.group, self._memory)
         self._num_updates += 1
         torch.autograd.graph.increment_version(updated)
+        if self._overlaps:
+            pending = start_all_gather_in_place(self.group, self._memory)
+            self._arrival = Arrival(pending, self.parameters, note_error)
 
     def progress(self) -> set[Progress]:
         """Return how far the ranks are in an update that has failed on this rank."""

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lockstep.grad import ALIGNMENT
+from lockstep.grad import aligned
 
 
 class Layout(NamedTuple):
@@ -26,8 +26,8 @@ class Piece(NamedTuple):
 
 def cut_evenly(numels: Sequence[int], num_ranks: int) -> Layout:
     """Lay parameters side by side in their order, and cut the memory into equal blocks."""
-    ends = [0, *itertools.accumulate(map(_aligned, numels))]
-    return Layout(tuple(ends[:-1]), _aligned(-(-ends[-1] // num_ranks)))
+    ends = [0, *itertools.accumulate(map(aligned, numels))]
+    return Layout(tuple(ends[:-1]), aligned(-(-ends[-1] // num_ranks)))
 
 
 def keep_whole(numels: Sequence[int], num_ranks: int) -> Layout:
@@ -41,13 +41,13 @@ def keep_whole(numels: Sequence[int], num_ranks: int) -> Layout:
     owners, loads = [0] * len(numels), [0] * num_ranks
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
         owners[index] = loads.index(min(loads))
-        loads[owners[index]] += _aligned(numels[index])
+        loads[owners[index]] += aligned(numels[index])
     block = max(loads)
     ends = [rank * block for rank in range(num_ranks)]
     offsets = []
     for owner, numel in zip(owners, numels, strict=True):
         offsets.append(ends[owner])
-        ends[owner] += _aligned(numel)
+        ends[owner] += aligned(numel)
     return Layout(tuple(offsets), block)
 
 
@@ -60,8 +60,3 @@ def pieces_of(layout: Layout, numels: Sequence[int], rank: int) -> list[Piece]:
         if start < stop or (not numel and first <= offset < last):
             pieces.append(Piece(index, start, stop))
     return sorted(pieces, key=lambda piece: layout.offsets[piece.parameter])
-
-
-def _aligned(numel: int) -> int:
-    # As gradients are in their bucket, so that both have the same layout.
-    return -(-max(numel, 1) // ALIGNMENT) * ALIGNMENT

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.grad import DeferredBucket, pending_bucket_of
+from lockstep.grad import PendingBucket, ScatteredBucket, pending_bucket_of
 from lockstep.optim.flat import FlatParameters, elements_of
 from lockstep.optim.layout import Piece
 
@@ -84,15 +84,19 @@ class Shard:
             self.tensor.copy_(self.values if values is None else values)
             self._has_stepped = values is not None
 
-    def take_from(self, bucket: DeferredBucket) -> None:
+    def take_from(self, bucket: PendingBucket) -> None:
         """Set its gradient to the mean of its elements of ``bucket``, which has the same layout.
 
-        The gradient is in memory of which the next shard's may take the place.
+        The next shard's may take its place in memory.
         """
         if self._means is None:
             self._means = self.flat.memory_for_means(self.values.numel())
         bucket.sum_into(self._means, self._start, is_often=True)
         self._use(self._means)
+
+    def take_mean(self, bucket: ScatteredBucket) -> None:
+        """Set its gradient to its elements of ``bucket``, which has the same layout."""
+        self._use(bucket.means(self._start, self._start + self.values.numel()))
 
     def take_gradient(self) -> None:
         """Set its gradient to those of its parameters, all of which have one."""
@@ -155,7 +159,7 @@ class Part(NamedTuple):
     """What a rank updates of a group: tensors with gradients, and shards with pending gradients."""
 
     summed: list[torch.Tensor]
-    unsummed: list[tuple[Shard, DeferredBucket]]
+    unsummed: list[tuple[Shard, PendingBucket]]
 
 
 class GroupsByShard(list[dict[str, Any]]):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from lockstep.arguments import check_type, refusal
+from lockstep.arguments import check_flag, check_type, refusal
 from lockstep.comm import SingleRankGroup
 from lockstep.errors import AlreadyParallel, ModelError
 from lockstep.nn import groups_of, is_parallel
@@ -22,7 +22,7 @@ _ALONE = SingleRankGroup()
 
 
 def shard_optimizer(
-    optimizer: OptimizerT, *, master_dtype: torch.dtype | None = None
+    optimizer: OptimizerT, *, master_dtype: torch.dtype | None = None, overlap: bool = False
 ) -> OptimizerT:
     """Divide the work and the state of ``optimizer`` among the ranks, in place.
 
@@ -72,6 +72,13 @@ def shard_optimizer(
             as ``torch.float32`` for parameters in bfloat16. Each rank has these values for its
             part, and the parameters are rounded from them. In a state dict they are each
             parameter's ``"master"``. By default, the parameters' own dtype.
+        overlap: For process groups of other libraries, such as NCCL and Gloo: whether ranks send
+            each gradient to the rank that updates it alone, while the backward runs, and updated
+            parameters while the program goes on. That sends two thirds of the bytes. Code that
+            reads a parameter through torch waits for it; what holds its address must not read it
+            before that, such as a CUDA graph. To read ``parameter.grad`` after a backward is a
+            collective then, so that every rank has to. With other than element-wise optimizers,
+            only parameters are sent that way. On lockstep's own groups it changes nothing.
 
     Returns:
         ``optimizer`` itself.
@@ -86,6 +93,7 @@ def shard_optimizer(
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models" (2020), stage 1.
     """
+    check_flag("overlap", overlap)
     check_type("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     if master_dtype is not None and not (
         isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point
@@ -107,7 +115,7 @@ def shard_optimizer(
             "and their updates can't be shared. Call lockstep.parallelize(model) before."
         )
     if any(group is not None for group in groups_of(parameters)):
-        Sharding(optimizer, groups_of, master_dtype=master_dtype)
+        Sharding(optimizer, groups_of, master_dtype=master_dtype, overlaps=overlap)
     elif master_dtype is not None:
         Sharding(optimizer, _alone, master_dtype=master_dtype)
     return optimizer

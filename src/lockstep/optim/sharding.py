@@ -21,12 +21,13 @@ from lockstep.comm import (
     add_update,
     all_gather_bytes,
     broadcast_tensors,
+    can_overlap,
     have_same,
     join_state_of,
     uncompiled,
 )
 from lockstep.errors import CollectiveFailed, ModelError, ModelMismatch
-from lockstep.grad import lacks_gradient
+from lockstep.grad import MIB, ScatteredBucket, assign_buckets, lacks_gradient
 from lockstep.nn import defer_gradients, finish_failed
 from lockstep.optim.flat import FlatParameters, Progress, with_memory_of_others
 from lockstep.optim.shard import GroupsByShard, Part, Shard, make_shards
@@ -55,6 +56,8 @@ _ELEMENTWISE = {
     torch.optim.Rprop,
     torch.optim.SGD,
 }
+# The size from which parameters that overlap have another memory.
+_CAP_BYTES = 25 * MIB
 # The key in ``optimizer.state`` of the object that represents divided state.
 _DIVIDED = "divided among the ranks"
 _PROGRESS = {
@@ -76,7 +79,8 @@ class Sharding:
     arithmetic is that of its own class. Afterwards the ranks publish the values they have updated.
 
     With ``is_joinable``, the optimizer is in torch's Join context itself, which lets ranks without
-    data take its steps.
+    data take its steps. With ``overlaps``, ranks that can't read each other's memory send gradients
+    to their owners alone while the backward runs, and parameters while the program goes on.
     """
 
     def __init__(
@@ -86,9 +90,10 @@ class Sharding:
         *,
         is_joinable: bool = False,
         master_dtype: torch.dtype | None = None,
+        overlaps: bool = False,
     ) -> None:
         self._optimizer, self._groups_of, self._is_joinable = optimizer, groups_of, is_joinable
-        self._master_dtype = master_dtype
+        self._master_dtype, self._overlaps = master_dtype, overlaps
         self._own_step = optimizer.step
         self._flats: list[FlatParameters] = []
         self._shards: list[Shard] = []
@@ -138,12 +143,14 @@ class Sharding:
         shards: list[Shard] = []
         for (ranks, *_), own in together.items():
             finish_failed(ranks)
-            numbers = [number[parameter] for parameter in own]
-            self._check_same(ranks, own, numbers)
-            flats.append(FlatParameters(ranks, own, keeps_whole=keeps_whole))
-            shards += make_shards(flats[-1], numbers, self._master_dtype)
+            self._check_same(ranks, own, [number[parameter] for parameter in own])
+            overlaps = self._overlaps and can_overlap(ranks)
+            for part in _parts_of(own) if overlaps and not keeps_whole else [own]:
+                flat = FlatParameters(ranks, part, keeps_whole=keeps_whole, overlaps=overlaps)
+                flats.append(flat)
+                shards += make_shards(flat, [number[p] for p in part], self._master_dtype)
         for flat in flats:
-            defer_gradients(flat.in_order())
+            defer_gradients(flat.in_order(), flat.bucket_kind)
             if flat.ranks not in self._numbers:
                 self._numbers[flat.ranks] = add_update(flat.ranks, self.follow)
         self._local = [[p for p in group["params"] if p in local] for group in groups]
@@ -252,9 +259,14 @@ class Sharding:
         bucket = None if flat.keeps_whole else flat.deferred_bucket()
         if bucket is not None:
             for shard in shards:
-                parts[shard.group].unsummed.append((shard, bucket))
+                if isinstance(bucket, ScatteredBucket):
+                    shard.take_mean(bucket)
+                    parts[shard.group].summed.append(shard.tensor)
+                else:
+                    parts[shard.group].unsummed.append((shard, bucket))
             self._updated[flat] = flat.parameters
             return shards
+        flat.sum_if_laid_out_otherwise()
         lacks = [*map(lacks_gradient, flat.parameters)]
         self._updated[flat] = [*compress(flat.parameters, map(operator.not_, lacks))]
         if any(lacks):
@@ -277,8 +289,8 @@ class Sharding:
         state: Any = self._optimizer.state
         state[_DIVIDED] = Divided()
         try:
-            for flat in self._flats:
-                flat.publish(self._updated.pop(flat))
+            for flat in reversed(self._flats):  # as the next forward needs them
+                flat.publish(self._updated.pop(flat), self._tell_progress)
         except CollectiveFailed as error:
             self._tell_progress(error)
             raise
@@ -417,6 +429,13 @@ class Sharding:
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
         state = self._optimizer.state
         self._set_state({parameters.get(key, key): value for key, value in state.items()})
+
+
+def _parts_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Divide parameters, in the order in which gradients become ready, as buckets are."""
+    sizes, order = [parameter.nbytes for parameter in parameters], range(len(parameters))
+    parts = assign_buckets(sizes, [None] * len(sizes), order, cap_bytes=_CAP_BYTES)
+    return [[parameters[index] for index in part] for part in parts]
 
 
 def _once(loss: Any, kind: str) -> Callable[[], Any]:

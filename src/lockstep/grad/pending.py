@@ -1,0 +1,182 @@
+"""Pending gradients: reduced so far that a rank can get at them when the program reads them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm import uncompiled
+from lockstep.grad.bucket import Bucket, gradient_of, set_gradient
+
+
+class DeferredParameter(nn.Parameter):
+    """A parameter whose gradient is summed over the ranks when the program first reads it.
+
+    Its copies, unpickled ones included, are plain parameters.
+    """
+
+    _deferred: tuple[weakref.ref[PendingBucket], int] | None
+
+    @property
+    @uncompiled
+    def grad(self) -> torch.Tensor | None:
+        """The gradient: after a backward that reduces gradients, the mean over the ranks."""
+        found = bucket_of(self)
+        return gradient_of(self) if found is None else found[0].read(found[1])
+
+    @grad.setter
+    @uncompiled
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        set_gradient(self, gradient)
+        if (found := bucket_of(self)) is not None:
+            found[0].drop_at(found[1])
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        """As that of a plain parameter."""
+        return repr(nn.Parameter(self.data, self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a plain parameter."""
+        if id(self) not in memo:
+            data = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(data, self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain parameter."""
+        deferred = vars(self).pop("_deferred", None)
+        try:
+            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        finally:
+            if deferred is not None:
+                self._deferred = deferred
+
+
+def bucket_of(parameter: torch.Tensor) -> tuple[PendingBucket, int] | None:
+    """Return the bucket with the deferred gradient of ``parameter``, and the position in it."""
+    reference, position = getattr(parameter, "_deferred", None) or (None, 0)
+    bucket = None if reference is None else reference()
+    return None if bucket is None else (bucket, position)
+
+
+def pending_bucket_of(parameter: torch.Tensor) -> tuple[PendingBucket, int] | None:
+    """Return the same as long as the gradient is pending; None if it is in ``parameter.grad``."""
+    found = bucket_of(parameter)
+    return found if found is not None and found[0].pending[found[1]] else None
+
+
+def lacks_gradient(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter.grad`` is None, without reading it, which would sum it."""
+    return gradient_of(parameter) is None and pending_bucket_of(parameter) is None
+
+
+class PendingBucket(Bucket):
+    """A bucket whose gradients are pending after a backward, until the program reads or drops them.
+
+    Meanwhile autograd sees no gradient on their parameters. Its layout is that of a sharded
+    optimizer's memory.
+
+    Attributes:
+        group: The ranks.
+        pending: For each position, 1 if the gradient is pending.
+    """
+
+    is_deferred = True
+    # Whether the facts can follow the gradients; otherwise they are behind those of other buckets.
+    carries_facts = False
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        accumulated: memoryview,
+        start: int,
+        group: dist.ProcessGroup,
+        num_parameters: int = 0,  # of the reducer if it is the last bucket
+        *,
+        tail_size: int = 0,
+    ) -> None:
+        super().__init__(
+            named,
+            accumulated,
+            start=start,
+            tail_size=tail_size,
+            buffers_from=group,
+            is_aligned=True,
+        )
+        self.group, self.pending = group, bytearray(len(named))
+        reference = weakref.ref(self)
+        for position, parameter in enumerate(self.parameters):
+            parameter._deferred = reference, position  # type: ignore[attr-defined]
+
+    def has_layout(self, parameters: Sequence[torch.Tensor], offsets: Sequence[int]) -> bool:
+        """Whether it has exactly these parameters, with gradients at these ``offsets``."""
+        are_same = [*map(id, parameters)] == [*map(id, self.parameters)]
+        return are_same and [*offsets] == self.offsets[:-1]
+
+    def are_all_pending(self) -> bool:
+        """Whether this rank has neither read nor dropped any gradient of the last backward."""
+        return 0 not in self.pending
+
+    def read(self, position: int) -> torch.Tensor | None:
+        """Return the gradient at ``position``, which the program may keep and change."""
+        raise NotImplementedError
+
+    def drop_at(self, position: int) -> None:
+        """Drop the pending gradient at ``position``: the program has set ``parameter.grad``."""
+        self.pending[position] = 0
+
+    def drop_pending(self) -> None:
+        """Drop the gradients, all of which are pending: the parameters have none that is summed."""
+        self.pending[:] = bytes(len(self.pending))
+
+    def sum_into(self, target: torch.Tensor, start: int, *, is_often: bool = False) -> None:
+        """Write means over the ranks to ``target``, of one dimension: from element ``start`` on.
+
+        Args:
+            target: For the means.
+            start: The position of the first one.
+            is_often: Whether the same elements are summed in most steps. Then views of them are
+                kept: a function of torch whose code has left the core's caches takes 10 us.
+        """
+        raise NotImplementedError
+
+    def own_range(self) -> tuple[int, int]:
+        """Return the first element that this rank sums for all, and the one after its last."""
+        raise NotImplementedError
+
+    def new_sum(self, start: int, stop: int) -> torch.Tensor:
+        """Return the means over the ranks of the elements from ``start`` to ``stop``."""
+        total = self._buffer.new_empty(stop - start)
+        self.sum_into(total, start)
+        return total
+
+    def scale_means(self, factor: torch.Tensor) -> None:
+        """Multiply all means, of which none has been read yet, by ``factor``."""
+        raise NotImplementedError
+
+
+class Assigned(NamedTuple):
+    """A bucket to be made."""
+
+    indices: Sequence[int]  # of its parameters
+    kind: type[PendingBucket] | None  # the class of a bucket whose gradients stay pending
+
+
+def with_runs(groups: Sequence[Sequence[int]], runs: Sequence[Assigned]) -> list[Assigned]:
+    """Return the buckets of ``groups`` and of pending ``runs`` in the order of their launch.
+
+    The last one can carry facts; it may be there for the facts alone.
+    """
+    last = [run for run in runs if run.kind is not None and run.kind.carries_facts]
+    first = [run for run in runs if run not in last]
+    others = [Assigned(group, None) for group in groups]
+    return [*first, *(others if others or last else [Assigned([], None)]), *last]

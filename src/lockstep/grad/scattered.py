@@ -1,0 +1,101 @@
+"""Scattered gradients: each rank gets the means of those that it updates, and no others.
+
+Buckets are reduced by a reduce-scatter, while the backward computes other gradients. That sends
+half of what an all-reduce sends. The means of all ranks are gathered when the program reads one of
+them, which every rank must do then.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm import all_gather_in_place, start_reduce_scatter
+from lockstep.grad.bucket import aligned, gradient_of, set_gradient
+from lockstep.grad.pending import PendingBucket
+
+
+class ScatteredBucket(PendingBucket):
+    """A bucket of which each rank of ``group`` gets the means of an equal part of the elements.
+
+    A gradient is pending until the means of all ranks have been gathered. From then on gradients
+    are views of the buffer, as in other buckets.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        accumulated: memoryview,
+        start: int,
+        group: dist.ProcessGroup,
+        num_parameters: int = 0,
+    ) -> None:
+        numel = sum(aligned(parameter.numel()) for _, parameter in named)
+        self._block = aligned(-(-numel // group.size()))
+        tail_size = self._block * group.size() - numel
+        super().__init__(named, accumulated, start, group, tail_size=tail_size)
+
+    def own_range(self) -> tuple[int, int]:
+        """Return the first element whose mean this rank has, and the one after its last."""
+        first = self.group.rank() * self._block
+        return min(first, self.numel), min(first + self._block, self.numel)
+
+    def begin(self) -> None:
+        """Prepare for a backward, which adds to gradients that are there."""
+        self.sum_pending()
+
+    def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
+        """Start the reduce-scatter of the gradients."""
+        self.is_launched = True
+        self._work = start_reduce_scatter(group, self._buffer)
+
+    def finish(self) -> None:
+        """Make the gradients pending: all ranks' backwards have succeeded."""
+        for position in itertools.compress(range(len(self.pending)), self.accumulated):
+            self.use_as_grad(position)
+
+    def use_as_grad(self, position: int) -> None:
+        """Make the gradient of a parameter that any rank used pending."""
+        set_gradient(self.parameters[position], None)
+        self.pending[position] = 1
+
+    def read(self, position: int) -> torch.Tensor | None:
+        """Return the gradient at ``position``, which the program may keep and change.
+
+        If it is pending, every rank must call it; it blocks.
+        """
+        if self.pending[position]:
+            self.sum_pending()
+        return gradient_of(self.parameters[position])
+
+    def sum_pending(self) -> None:
+        """Gather the means of all ranks, and make those that are pending the gradients."""
+        if 1 not in self.pending:
+            return
+        with torch.no_grad():
+            all_gather_in_place(self.group, self._buffer)
+            for position in itertools.compress(range(len(self.pending)), self.pending[:]):
+                # In a hook of the parameter, autograd has added the next gradient already.
+                more = gradient_of(self.parameters[position])
+                if more is not None:
+                    self._views[position].add_(more)
+                self._use_views(position, position + 1)
+        self.drop_pending()
+
+    def sum_into(self, target: torch.Tensor, start: int, *, is_often: bool = False) -> None:
+        """Copy means to ``target``, of one dimension: from element ``start`` of this rank's on."""
+        target.copy_(self.means(start, start + target.numel()))
+
+    def means(self, start: int, stop: int) -> torch.Tensor:
+        """Return the means of the elements from ``start`` to ``stop``, all of them this rank's."""
+        return self._buffer[start:stop]
+
+    new_sum = means
+
+    def scale_means(self, factor: torch.Tensor) -> None:
+        """Multiply all means, of which none has been read yet, by ``factor``."""
+        self.means(*self.own_range()).mul_(factor)
