@@ -1,11 +1,12 @@
 """Training steps and memory with sharded optimizers: ours, torch's, and no communication.
 
-    lockstep run -n 2 -m benchmarks.optimizers [--rounds 15] [--json FILE]
+    lockstep run -n 2 -m benchmarks.optimizers [--rounds 15] [--json FILE] [--gloo]
     python -m benchmarks.optimizers --memory 4
 
 Milliseconds a step, for SGD with momentum, AdamW, and AdamW with ``fused=True`` on all sides, as in
 ``benchmarks.steps``: the contenders take turns, and the time of a round is that of the slowest
-rank. torch's DDP, with and without its ZeroRedundancyOptimizer, and FSDP2 are over Gloo.
+rank. torch's DDP, with and without its ZeroRedundancyOptimizer, and FSDP2 are over Gloo; with
+``--gloo`` ours too, with and without ``overlap=True``.
 
 ``--memory 4``: what all ranks together hold for a model with AdamW after some steps, in MB, beyond
 what they held before: the sum of their proportional set sizes, in which a page that several
@@ -43,6 +44,7 @@ from benchmarks.steps import Wrap, measure, ratios, trained_as
 
 BARE, OURS, SHARDED = "no communication", "parallelize", "shard_optimizer"
 DDP, ZERO, FSDP2 = "DDP", "DDP + ZeRO", "FSDP2"
+OVERLAPPED = "shard_optimizer, overlap"
 NUM_STEPS = 5
 
 
@@ -65,18 +67,23 @@ KINDS = {
 }
 
 
-def contenders(
-    kind: Kind, gloo: dist.ProcessGroup, plain: dist.ProcessGroup | None = None
-) -> dict[str, Wrap]:
-    """The contenders; ``plain`` are the ranks of the unsharded model, by default all.
-
-    In a group of their own, its backwards aren't asked whether they reach the sharded one too, and
-    the other way round: as in a program with one model.
-    """
+def contenders(kind: Kind, gloo: dist.ProcessGroup, *, over_gloo: bool = False) -> dict[str, Wrap]:
+    """The contenders. Every rank must call it, as it creates process groups."""
     make = kind.make
+    # Each model has a group of its own: else backwards are asked whether they reach the others too.
+    alone, apart, beside = (
+        functools.partial(lockstep.parallelize, process_group=dist.new_group(backend=backend))
+        for backend in ("gloo" if over_gloo else "shm",) * 3
+    )
+
+    def shard(model: nn.Module, *, overlap: bool = False) -> Optimizer:
+        return lockstep.shard_optimizer(make(model), overlap=overlap)
+
     ddp = functools.partial(
         nn.parallel.DistributedDataParallel, process_group=gloo, gradient_as_bucket_view=True
     )
+
+    overlap = functools.partial(shard, overlap=True)
 
     def zero(model: nn.Module) -> Optimizer:
         return ZeroRedundancyOptimizer(model.parameters(), kind.cls, gloo, **kind.options)
@@ -87,24 +94,28 @@ def contenders(
 
     return {
         BARE: trained_as(lambda model: model, make),
-        OURS: trained_as(functools.partial(lockstep.parallelize, process_group=plain), make),
-        SHARDED: trained_as(lockstep.parallelize, lambda m: lockstep.shard_optimizer(make(m))),
+        OURS: trained_as(alone, make),
+        SHARDED: trained_as(apart, shard),
+        **({OVERLAPPED: trained_as(beside, overlap)} if over_gloo else {}),
         DDP: trained_as(ddp, make),
         ZERO: trained_as(ddp, zero),
         FSDP2: trained_as(fsdp2, make),
     }
 
 
-def time_steps(world: lockstep.World, rounds: int, json_file: Path | None) -> None:
-    gloo, plain = dist.new_group(backend="gloo"), dist.new_group(backend="shm")
+def time_steps(
+    world: lockstep.World, rounds: int, json_file: Path | None, *, over_gloo: bool
+) -> None:
+    gloo = dist.new_group(backend="gloo")
     found = {}
     for title, kind in KINDS.items():
-        wraps = contenders(kind, gloo, plain)
+        wraps = contenders(kind, gloo, over_gloo=over_gloo)
+        ours = [name for name in (OURS, SHARDED, OVERLAPPED) if name in wraps]
         table = Table(
             "model",
             *wraps,
-            *(f"{name} / none" for name in (OURS, SHARDED)),
-            *(f"{name} / sharded" for name in (ZERO, FSDP2)),
+            *(f"{name} / none" for name in ours),
+            *(f"{name} / {ours[-1]}" for name in (ZERO, FSDP2)),
             title=f"{title}: ms a step, {world.world_size} ranks, median (quartiles) of {rounds}",
         )
         for workload in WORKLOADS:
@@ -113,8 +124,8 @@ def time_steps(world: lockstep.World, rounds: int, json_file: Path | None) -> No
             table.add_row(
                 workload.name,
                 *(spread(values, 2) for values in times.values()),
-                *(spread(ratios(times[name], times[BARE]), 3) for name in (OURS, SHARDED)),
-                *(spread(ratios(times[name], times[SHARDED]), 3) for name in (ZERO, FSDP2)),
+                *(spread(ratios(times[name], times[BARE]), 3) for name in ours),
+                *(spread(ratios(times[name], times[ours[-1]]), 3) for name in (ZERO, FSDP2)),
             )
         if world.rank == 0:
             Console(width=220).print(table)
@@ -192,6 +203,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write every round's figures to this file")
+    parser.add_argument("--gloo", action="store_true", help="measure all over Gloo")
     parser.add_argument("--memory", type=int, metavar="RANKS", help="compare memory instead")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -200,7 +212,7 @@ def main() -> None:
     elif args.memory:
         compare_memory(args.memory)
     else:
-        time_steps(lockstep.init(), args.rounds, args.json)
+        time_steps(lockstep.init(), args.rounds, args.json, over_gloo=args.gloo)
 
 
 if __name__ == "__main__":
