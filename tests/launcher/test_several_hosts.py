@@ -246,6 +246,7 @@ def host_of_the_store(store: DictStore, num_hosts: int) -> Host:
     host: Any = Host.__new__(Host)
     host._meeting = Meeting(num_hosts, 0, "x", 1, "lockstep", 60)
     host._number, host._num_hosts, host._store, host._held = 0, num_hosts, store, store
+    host._num_answers = 0
     return host
 
 
@@ -254,7 +255,7 @@ def test_host_of_the_store_lets_others_read_the_failure_if_one_is_gone(
 ) -> None:
     monkeypatch.setattr(hosts, "_SETTLE_SECONDS", 0.2)
     monkeypatch.setattr(hosts, "_LEAVE_SECONDS", 2.0)
-    store = DictStore(done=1)  # host 1 is, and host 2 is gone
+    store = DictStore({"done/1": ""})  # and host 2 is gone
     host = host_of_the_store(store, 3)
     leaving = threading.Timer(0.5, store.add, ("left", 1))
     leaving.start()
@@ -269,9 +270,69 @@ def test_waiting_for_other_hosts_to_leave_can_be_interrupted(
 ) -> None:
     monkeypatch.setattr(hosts, "_LEAVE_SECONDS", 20.0)
     began = time.monotonic()
-    store = DictStore(done=1)
+    store = DictStore({"done/1": ""})
     host_of_the_store(store, 2).settle(Outcome(0), lambda: time.monotonic() > began + 0.5)
     assert time.monotonic() - began < 10.0
+
+
+def test_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a host that the network has lost: no connection is closed."""
+    monkeypatch.setattr(hosts, "_LOST_SECONDS", 0.5)
+    ends = threading.Event()
+
+    class SilentStore(DictStore):
+        def check(self, keys: list[str]) -> bool:
+            ends.wait(60)
+            raise RuntimeError("the connection is closed")
+
+    began = time.monotonic()
+    outcome = host_of_the_store(SilentStore(left=1), 2).settle(Outcome(0), lambda: False)
+    ends.set()
+    assert outcome.exit_status == 1
+    assert outcome.message == "the host that keeps the store, at x:1, is gone."
+    assert time.monotonic() - began < 30
+
+
+def impatient(directory: Path) -> dict[str, str]:
+    """The environment of hosts that take another for lost after two seconds."""
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text(
+        "from lockstep.launcher import hosts\nhosts._LOST_SECONDS = 2.0\n"
+    )
+    path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path}
+
+
+LAST_RANK_GOES_ON = """
+    import os, time
+    print("ready", flush=True)
+    if os.environ["RANK"] == "1":
+        time.sleep(SECONDS)
+    """
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_host_that_vanishes_is_not_waited_for_and_named(
+    bench: Bench, tmp_path: Path, number: signal.Signals
+) -> None:
+    text = LAST_RANK_GOES_ON.replace("SECONDS", "1000")
+    runs = start_hosts(bench, text, ranks=(1, 1), env=impatient(tmp_path / "site"))
+    assert runs[1].stdout is not None
+    assert "ready" in runs[1].stdout.readline()
+    runs[1].send_signal(number)
+    _, err = runs[0].communicate(timeout=60)
+    assert runs[0].returncode == 1, err
+    assert f"lockstep: host 1 ({socket.gethostname()}) is lost" in err
+    assert "Traceback" not in err
+    runs[1].kill()
+    assert until(lambda: not bench.processes())
+
+
+def test_host_that_lives_is_waited_for(bench: Bench, tmp_path: Path) -> None:
+    text = LAST_RANK_GOES_ON.replace("SECONDS", "6")
+    for run in start_hosts(bench, text, ranks=(1, 1), env=impatient(tmp_path / "site")):
+        _, err = run.communicate(timeout=60)
+        assert run.returncode == 0, err
 
 
 def test_hosts_without_numbers_get_all_of_them(bench: Bench) -> None:

@@ -3,7 +3,8 @@
 Supervisors of several hosts meet at a TCPStore, which the host at the endpoint holds open. There
 each gets a number and reads the number of ranks on every host; later each writes the failure of
 its ranks, or that they are done. So a failure ends the ranks of all hosts, even if they don't
-communicate, and every host reports the same first failure. Nothing that is read from the store is
+communicate, and every host reports the same first failure. A thread of each counts up a number of
+its own there; a host whose number stands still is lost. Nothing that is read from the store is
 executed. Anyone who reaches the endpoint can write to the store, as with torchrun: the endpoint
 belongs in a network that its users trust.
 """
@@ -42,6 +43,8 @@ _LEAVE_SECONDS = 3.0  # for other hosts to read the outcome
 _HASTY_LEAVE_SECONDS = 1.0  # the same, if this host is interrupted
 _SETTLE_SECONDS = 6.0  # longer than the ranks of another host take to be ended
 _POLL_SECONDS = 0.05
+_LOST_SECONDS = 60.0  # longer than a machine stands still
+_LOOK_SECONDS = 1.0  # between two looks at whether the other hosts live
 
 
 class Host:
@@ -61,6 +64,7 @@ class Host:
 
     def __init__(self, job: Job) -> None:
         self.notice: int | None = None
+        self._num_answers = 0  # of the store, while this host waits for others
         self._meeting = job.meeting
         self._number, self._num_hosts = 0, 1
         if job.meeting is None:
@@ -99,6 +103,7 @@ class Host:
         self._store = dist.PrefixStore("lockstep", _connect(meeting, deadline))
         try:
             self._number = self._take_number(meeting)
+            self._store.set(f"name/{self._number}", socket.gethostname())
             self._store.set(f"size/{self._number}", str(size))
             sizes = self._wait_for_sizes(meeting, deadline)
         except (RuntimeError, ValueError) as error:
@@ -150,9 +155,10 @@ class Host:
         return [check_num_ranks(self._store.get(f"size/{host}").decode()) for host in hosts]
 
     def _listen(self) -> None:
-        """Wait until another host has failed."""
+        """Wait until another host has failed, and show the others that this one lives."""
         with contextlib.suppress(RuntimeError):  # the store has ended, and so has its host
             while not self._store.check(["failed"]):
+                self._store.add(f"alive/{self._number}", 1)
                 time.sleep(_LISTEN_SECONDS)
         os.write(self._notifier, b".")
 
@@ -160,22 +166,44 @@ class Host:
         """The outcome of the run: that of the rank that failed first on any host.
 
         ``outcome`` is that of this host's ranks. ``interrupted()`` tells whether this host has to
-        end without waiting for the others. If the store ends meanwhile, its host has failed.
+        end without waiting for the others. If the store ends meanwhile, or doesn't answer, its host
+        has failed; so has any other host that gives no sign of life.
         """
         if self._meeting is None:
             return outcome
+        agreed = list[Outcome]()
+
+        def agree() -> None:
+            with contextlib.suppress(RuntimeError):  # the store has ended
+                agreed.append(self._agree(outcome, interrupted))
+
+        # In a thread, as a request to a store that the network has lost isn't answered for many
+        # minutes. Shown by test_store_that_does_not_answer_is_not_waited_for.
+        thread, silence = threading.Thread(target=agree, daemon=True), _Silence()
+        thread.start()
+        while thread.is_alive():
+            thread.join(_POLL_SECONDS)
+            patience = _LEAVE_SECONDS if interrupted() else _LOST_SECONDS
+            if silence.seconds(self._num_answers) > patience:
+                break
+        if agreed or outcome.exit_status:
+            return agreed[0] if agreed else outcome
+        where = self._meeting.endpoint
+        return Outcome(1, message=f"the host that keeps the store, at {where}, is gone.")
+
+    def _agree(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
         failures = [outcome] if outcome.exit_status else []
-        try:
-            self._tell(outcome)
-            self._wait_for_others(interrupted)
-            for host in set(range(self._num_hosts)) - {self._number}:
-                if self._store.check([f"failure/{host}"]):
-                    told = self._store.get(f"failure/{host}").decode(errors="replace")
-                    failures.append(_outcome_of_peer(told))
-        except RuntimeError:
-            where = self._meeting.endpoint
-            gone = Outcome(1, message=f"the host that keeps the store, at {where}, is gone.")
-            return outcome if outcome.exit_status else gone
+        if outcome.exit_status:
+            was_ended = f"the launcher of host {self._number} was ended."
+            self._tell(outcome, was_ended if outcome.rank is None else outcome.message)
+        self._store.set(f"done/{self._number}", "")
+        if (lost := self._wait_for_others(interrupted)) is not None:
+            self._tell(lost, lost.message)
+            failures.append(lost)
+        for host in set(range(self._num_hosts)) - {self._number}:
+            if self._store.check([f"failure/{host}"]):
+                told = self._store.get(f"failure/{host}").decode(errors="replace")
+                failures.append(_outcome_of_peer(told))
         with contextlib.suppress(RuntimeError):  # the store's host has waited long enough
             self._store.add("left", 1)
             if self._held is not None:
@@ -190,26 +218,63 @@ class Host:
         while self._store.add("left", 0) < self._num_hosts and (
             hasty.left() or (patient.left() and not interrupted())
         ):
+            self._num_answers += 1
             time.sleep(_POLL_SECONDS)
 
-    def _tell(self, outcome: Outcome) -> None:
-        if outcome.exit_status:
-            was_ended = f"the launcher of host {self._number} was ended."
-            message = was_ended if outcome.rank is None else outcome.message
-            told = outcome.exit_status, outcome.at_seconds, outcome.lost_a_peer, outcome.rank
-            self._store.set(f"failure/{self._number}", json.dumps([*told, message]))
-            self._store.set("failed", "")
-        self._store.add("done", 1)
+    def _tell(self, failure: Outcome, message: str | None) -> None:
+        told = failure.exit_status, failure.at_seconds, failure.lost_a_peer, failure.rank
+        self._store.set(f"failure/{self._number}", json.dumps([*told, message]))
+        self._store.set("failed", "")
 
-    def _wait_for_others(self, interrupted: Callable[[], bool]) -> None:
-        """Wait until all hosts are done, or some seconds after a failure."""
-        deadline = Deadline(math.inf)  # they may run for days, but not after a failure
-        while (
-            self._store.add("done", 0) < self._num_hosts and not interrupted() and deadline.left()
-        ):
+    def _wait_for_others(self, interrupted: Callable[[], bool]) -> Outcome | None:
+        """Wait until all hosts are done, or some seconds after a failure.
+
+        Return the failure of a host that is lost: those that live may run for days.
+        """
+        done = {host: f"done/{host}" for host in range(self._num_hosts)}
+        silences = {host: _Silence() for host in done}
+        deadline, next_look = Deadline(math.inf), Deadline(_LOOK_SECONDS)
+        while not self._store.check([*done.values()]) and not interrupted() and deadline.left():
             if deadline.left() == math.inf and self._store.check(["failed"]):
                 deadline = Deadline(_SETTLE_SECONDS)
+            elif deadline.left() == math.inf and not next_look.left():
+                next_look = Deadline(_LOOK_SECONDS)
+                for host, silence in silences.items():
+                    sign = self._store.add(f"alive/{host}", 0)
+                    is_lost = silence.seconds(sign) > _LOST_SECONDS
+                    if is_lost and not self._store.check([done[host]]):
+                        return self._loss_of(host)
+            self._num_answers += 1
             time.sleep(_POLL_SECONDS)
+        return None
+
+    def _loss_of(self, host: int) -> Outcome:
+        name = self._store.get(f"name/{host}").decode(errors="replace")
+        return Outcome(
+            1,
+            message=f"host {host} ({name}) is lost: its ranks weren't done when it fell silent, "
+            f"{_LOST_SECONDS:.0f} seconds ago. See whether its launcher was killed or suspended, "
+            "the machine restarted, or the network cut; then start the run anew on all hosts.",
+            at_seconds=time.time(),
+        )
+
+
+class _Silence:
+    """How long a number hasn't changed that somebody else counts up.
+
+    Time in which this process was suspended, and saw nothing, doesn't count.
+    """
+
+    def __init__(self) -> None:
+        self._number, self._looked_at, self._seconds = -1, time.monotonic(), 0.0
+
+    def seconds(self, number: int) -> float:
+        now = time.monotonic()
+        self._seconds += min(now - self._looked_at, 2 * _LOOK_SECONDS)
+        if number != self._number:
+            self._seconds = 0.0
+        self._number, self._looked_at = number, now
+        return self._seconds
 
 
 def _outcome_of_peer(text: str) -> Outcome:
