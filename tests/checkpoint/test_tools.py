@@ -37,6 +37,17 @@ def test_show_prints_what_is_there_and_refuses_damage(tmp_path, monkeypatch, cap
     assert "rank-0.bin isn't as it was written" in capsys.readouterr().err
 
 
+class SafetensorError(Exception):
+    """As that of safetensors, which isn't an OSError."""
+
+
+def stand_in_for_safetensors(monkeypatch: pytest.MonkeyPatch, save_file: object) -> None:
+    for name in ("safetensors", "safetensors.torch"):
+        module = ModuleType(name)
+        vars(module).update(save_file=save_file, SafetensorError=SafetensorError)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
 def test_export_hands_the_tensors_to_safetensors(tmp_path, monkeypatch) -> None:
     model = nn.Linear(3, 2)
     lockstep.save(tmp_path, net=model, epoch=1)
@@ -45,11 +56,8 @@ def test_export_hands_the_tensors_to_safetensors(tmp_path, monkeypatch) -> None:
         command(monkeypatch, "export", tmp_path, "file", "--thing", "net")
     with pytest.raises(MissingExtra, match="safetensors"):
         lockstep.checkpoint.export(str(tmp_path), "file")
-    calls = []
-    stand_in = ModuleType("safetensors.torch")
-    stand_in.save_file = lambda *args, metadata: calls.append(args)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "safetensors", ModuleType("safetensors"))
-    monkeypatch.setitem(sys.modules, "safetensors.torch", stand_in)
+    calls: list[tuple[dict[str, torch.Tensor], str]] = []
+    stand_in_for_safetensors(monkeypatch, lambda *args, metadata: calls.append(args))
     command(monkeypatch, "export", tmp_path, "file", "--thing", "net")
     ((found, name),) = calls
     assert name == "file"
@@ -59,6 +67,25 @@ def test_export_hands_the_tensors_to_safetensors(tmp_path, monkeypatch) -> None:
         lockstep.checkpoint.export(str(tmp_path), "file")
     with pytest.raises(CheckpointMismatch, match="no tensors"):
         lockstep.checkpoint.export(str(tmp_path), "file", "epoch")
+
+
+@pytest.mark.parametrize("error", [SafetensorError, OSError])
+def test_export_refuses_a_file_that_cannot_be_written(
+    tmp_path, monkeypatch, capsys, error: type[Exception]
+) -> None:
+    path = lockstep.save(tmp_path, model=nn.Linear(3, 2))
+
+    def save_file(found: object, to: str, metadata: object) -> None:
+        raise error("No such file or directory (os error 2)")
+
+    stand_in_for_safetensors(monkeypatch, save_file)
+    with pytest.raises(SystemExit) as exit_:
+        command(monkeypatch, "export", tmp_path, "/nowhere/x.safetensors")
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err
+    assert "/nowhere/x.safetensors can't be written: No such file or directory" in said
+    assert f"room for 32 bytes. {path} is as it was" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

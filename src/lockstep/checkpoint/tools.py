@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from lockstep.checkpoint.folder import Manifest, newest
 from lockstep.checkpoint.tree import decode
-from lockstep.errors import CheckpointMismatch, MissingExtra
+from lockstep.errors import CheckpointMismatch, MissingExtra, SaveFailed
 
 
 class DcpReader(StorageReader):
@@ -106,8 +106,14 @@ def show(checkpoint: str) -> None:
 
 
 def export(checkpoint: str, to: str, thing: str = "model") -> None:
-    """Write the tensors of one thing to a file of safetensors."""
+    """Write the tensors of one thing to a file of safetensors.
+
+    Raises:
+        MissingExtra: If safetensors isn't installed.
+        CheckpointError: If there is no such thing to read, or the file can't be written.
+    """
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
         raise MissingExtra(
@@ -125,4 +131,11 @@ def export(checkpoint: str, to: str, thing: str = "model") -> None:
     found = {str(k): v.contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
     if not found:
         raise CheckpointMismatch(f"{thing!r} in {manifest.folder} has no tensors by name.")
-    save_file(found, to, metadata={"format": "pt"})
+    try:
+        save_file(found, to, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        num_bytes = sum(tensor.nbytes for tensor in found.values())
+        raise SaveFailed(
+            f"{to} can't be written: {error}. Name a file in a folder that is there and that you "
+            f"may write to, with room for {num_bytes:,} bytes. {manifest.folder} is as it was."
+        ) from error
