@@ -176,8 +176,8 @@ _servers: list[ForkServer] = []  # one, once it is needed
 @contextmanager
 def forked() -> Iterator[None]:
     """Let interpreters that are started meanwhile be forks, where this is possible."""
-    # Elsewhere orphans aren't adopted, or fork_exec has other arguments.
-    if sys.platform != "linux" or sys.version_info[:2] != (3, 11):
+    # In other versions fork_exec has other arguments.
+    if sys.version_info[:2] != (3, 11):
         yield
         return
     if not _servers:

@@ -28,7 +28,7 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 120
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_LOOPBACK = "lo"
 
 
 def gloo_group(

@@ -201,13 +201,10 @@ class RunStatus:
     def create(cls, program: str, num_ranks: int) -> RunStatus:
         """Make the pages, in memory that is shared with the processes that this one forks."""
         size = _PAGE_BYTES + num_ranks * _RANK_BYTES
-        if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create(_MEMORY_NAME)
-            os.ftruncate(descriptor, size)
-            memory = mmap.mmap(descriptor, size)  # has a descriptor of its own, which stays open
-            os.close(descriptor)
-        else:
-            memory = mmap.mmap(-1, size)
+        descriptor = os.memfd_create(_MEMORY_NAME)
+        os.ftruncate(descriptor, size)
+        memory = mmap.mmap(descriptor, size)  # has a descriptor of its own, which stays open
+        os.close(descriptor)
         facts = {"version": _VERSION, "pid": os.getpid(), "program": program[:500], "at": now()}
         data = json.dumps(facts).encode()[: _PAGE_BYTES - 1] + b"\0"
         memory[: len(data)] = data

@@ -15,7 +15,7 @@ import pytest
 from lockstep.bench import command
 from lockstep.bench.command import measure_with_mpi
 from lockstep.bench.measuring import Plan
-from lockstep.errors import BackendUnavailable, SharedMemoryFull
+from lockstep.errors import SharedMemoryFull
 
 pytestmark = pytest.mark.forks
 
@@ -76,12 +76,6 @@ def test_bench_refuses_what_makes_no_sense(options: list[str], said: str) -> Non
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_bench_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(BackendUnavailable, match="needs Linux, and this is darwin"):
-        command.collectives(["2"], "1KiB", "1", ["all_reduce"], "mpiexec", None)
 
 
 def test_sizes_without_room_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,7 +340,6 @@ def test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on() -> None:
         team.leave()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_cannot_use_the_group() -> None:
     team = ThreadTransport(ThreadTransportState(2), 0)

@@ -169,7 +169,6 @@ def test_a_callback_knows_its_rank() -> None:
     assert lockstep.launch(body, 3, ranks="threads") == [0, 1, 2]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_what_another_rank_was_doing() -> None:
     has_come, is_held, has_forked = (threading.Event() for _ in range(3))

@@ -98,8 +98,8 @@ def test_each_trap_is_named(changes: dict[str, Any], is_wrong: bool, words: str)
 
 def test_it_says_what_init_chooses() -> None:
     assert doctor.choice_of(MACHINE, 2)[2:4] == ("cpu", "shm")
-    choice = doctor.choice_of(MACHINE._replace(backends={"shm": "it needs Linux"}), 2)
-    assert (choice.backend, choice.reason) == ("gloo", "shm can't be used: it needs Linux")
+    choice = doctor.choice_of(MACHINE._replace(backends={"shm": "no room"}), 2)
+    assert (choice.backend, choice.reason) == ("gloo", "shm can't be used: no room")
     choice = doctor.choice_of(MACHINE._replace(gpus=TWO_GPUS), 2)
     assert (choice.device, choice.backend) == ("cuda", "cpu:gloo,cuda:nccl")
     choice = doctor.choice_of(MACHINE._replace(gpus=TWO_GPUS), 3)

@@ -44,7 +44,7 @@ from lockstep.bench.measuring import (
     take_turns,
 )
 from lockstep.comm import check_room
-from lockstep.errors import BackendUnavailable, BadLaunch, SharedMemoryFull
+from lockstep.errors import BadLaunch, SharedMemoryFull
 from lockstep.launcher import check_num_ranks, launch, num_cores, whole_number
 
 # A rank has a shared tensor, an ordinary one, and what a library allocates for itself.
@@ -86,15 +86,9 @@ def collectives(
     """Measure, and print tables; with ``json_to``, a file's name or ``"-"``, write JSON.
 
     Raises:
-        BackendUnavailable: If there is no shm here.
         BadLaunch: If an option makes no sense.
         RankFailed: If a rank fails.
     """
-    if sys.platform != "linux":
-        raise BackendUnavailable(
-            f"The process group 'shm' needs Linux, and this is {sys.platform}: there is nothing "
-            "to compare."
-        )
     counts = tuple(dict.fromkeys(map(check_num_ranks, ranks or ["2", "4"])))
     if 1 in counts:
         raise BadLaunch("--ranks is 1, but it takes 2 or more to have something to send.")

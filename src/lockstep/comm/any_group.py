@@ -260,7 +260,7 @@ def zero_buffer(
             return buffer.zero_()
         except SharedMemoryFull as error:
             _log.warning("Gradients are copied to be reduced, which takes longer. %s", error)
-    if device.type == "cpu" and numel and hasattr(mmap, "MAP_ANONYMOUS"):
+    if device.type == "cpu" and numel:
         # A long-lived block fragments malloc's heap. See "Memory" in benchmarks/RESULTS.md.
         with contextlib.suppress(OSError):
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

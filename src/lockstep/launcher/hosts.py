@@ -17,7 +17,6 @@ import json
 import math
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -90,9 +89,7 @@ class Host:
         self._held: dist.TCPStore | None = _open_store(listener)
         # Any user of this host can write to a store on loopback, which is for programs that
         # expect one there. lockstep.init() uses a nameless file, open in this process alone.
-        path = None
-        if sys.platform == "linux":
-            path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
+        path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
         run_id = uuid.uuid4().hex
         return Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path)
 

@@ -57,7 +57,7 @@ def fork() -> int:
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Have the kernel, if it is Linux, send this process ``number`` when its parent ends."""
+    """Have the kernel send this process ``number`` when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:  # it ended before the request
         os._exit(128 + number)
@@ -82,7 +82,7 @@ def flush_standard_streams() -> None:
 
 def send_signal(target: int, number: int) -> None:
     """Send ``number`` to a process or, if ``target`` is negative, to a process group."""
-    # macOS answers PermissionError for a group of zombies.
+    # PermissionError: it runs as another user by now.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(target, number)
 
@@ -93,8 +93,7 @@ def adopt_orphans() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def children() -> list[int]:

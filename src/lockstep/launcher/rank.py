@@ -114,12 +114,11 @@ def _report_to(status: RankStatus, rank: int) -> None:
             status.count_step()
 
     register_optimizer_step_post_hook(after_step)
-    if hasattr(os, "memfd_create"):
-        stacks = os.memfd_create("lockstep-stacks")
-        # Each dump is appended, so that a reader may empty the file before it asks for one.
-        fcntl.fcntl(stacks, fcntl.F_SETFL, os.O_APPEND)
-        faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
-        status.show_stacks_in(stacks)
+    stacks = os.memfd_create("lockstep-stacks")
+    # Each dump is appended, so that a reader may empty the file before it asks for one.
+    fcntl.fcntl(stacks, fcntl.F_SETFL, os.O_APPEND)
+    faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
+    status.show_stacks_in(stacks)
     status.begin(rank)
     spans.status = status
 

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO, TypeVar
@@ -53,11 +52,6 @@ def run_job(job: Job) -> NoReturn:
     Raises:
         LaunchError: If the interpreter can't be started.
     """
-    if not hasattr(os, "fork"):
-        raise LaunchError(
-            f"Ranks are made by fork, which {sys.platform} doesn't have. Use Linux, or start the "
-            "script with torchrun, under which it runs unchanged."
-        )
     fill_standard_descriptors()
     descriptor, command, environment = _prepare(job)
     os.set_inheritable(descriptor, True)
@@ -71,11 +65,7 @@ def _prepare(job: Job) -> tuple[int, list[str], dict[str, str]]:
     """A nameless file that holds ``job``, and the command and environment of its supervisor."""
     flush_standard_streams()
     # A file rather than a pipe: it takes any size before a reader exists.
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("lockstep-job")
-    else:
-        with tempfile.TemporaryFile() as temporary:
-            descriptor = os.dup(temporary.fileno())
+    descriptor = os.memfd_create("lockstep-job")
     with open(descriptor, "wb", closefd=False) as file:
         pickle.dump(job, file)
         file.seek(0)

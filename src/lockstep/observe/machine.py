@@ -6,7 +6,6 @@ import os
 import platform
 import resource
 import socket
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -162,8 +161,6 @@ def _backends() -> dict[str, str]:
 
 
 def _why_not_shm() -> str:
-    if sys.platform != "linux":
-        return "it needs Linux"
     try:
         segment, _ = Segment.create(1 << 16)
     except (LockstepError, OSError) as error:

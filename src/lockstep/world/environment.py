@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from lockstep.errors import InitError
 RUN_ID = "LOCKSTEP_RUN_ID"
 # "PORT:PATH": ranks told to use the store at this port use the store in this file instead.
 STORE = "LOCKSTEP_STORE"
-_LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+_LOOPBACK_INTERFACE = "lo"
 
 # SLURM gives no port. Ports below those that Linux gives out at random (32768 and up) are free
 # of everything but long-lived services.

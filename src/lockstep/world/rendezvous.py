@@ -9,11 +9,11 @@ write all of the store, so nothing that is read from it is ever executed.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import socket
 import struct
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -55,7 +55,7 @@ def meet(place: Placement, timeout: timedelta) -> dist.Store:
         if place.master not in _held_open:
             _held_open[place.master] = _open_store(place, *place.master, timeout)
         return _held_open[place.master]
-    if place.on_one_host and sys.platform == "linux":
+    if place.on_one_host:
         return _meet_by_name(place, timeout)
     if place.starter in (Starter.OPEN_MPI, Starter.MPICH):
         return _meet_through_mpi(place, timeout)
@@ -225,10 +225,6 @@ def interface_towards(host: str) -> str | None:
     Gloo would listen at the address of this host's own name, which on many a machine is
     127.0.0.1, where no other host can reach it. Shown by test_two_hosts_of_a_network.
     """
-    if sys.platform != "linux":
-        return None
-    import fcntl
-
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # of a datagram socket: finds a route, and sends nothing
         own_address = socket.inet_aton(probe.getsockname()[0])

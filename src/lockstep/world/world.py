@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -116,8 +115,8 @@ def init(
     Args:
         backend: A backend of torch.distributed, such as ``"gloo"``, ``"nccl"`` or
             ``"shm"``. By default NCCL for GPUs, with Gloo for the CPU; without GPUs, memory that
-            the ranks of a host share (under Linux; Gloo elsewhere). Should that fail, all ranks
-            go on with Gloo, and a warning says why.
+            the ranks of a host share. Should that fail, all ranks go on with Gloo, and a warning
+            says why.
         device: Where this rank computes. By default ``cuda:local_rank`` where the host has a
             GPU for each of its ranks, else the CPU.
         timeout: How long to wait for the other ranks, here and in each collective; 10 minutes
@@ -213,11 +212,9 @@ def choose_device(
 def choose_backend(device: torch.device) -> str:
     """NCCL for tensors on a GPU and Gloo for those on the CPU, which every model has some of.
 
-    Without GPUs, ranks of one host share memory where the system lets them: on Linux.
+    Without GPUs, ranks of one host share memory.
     """
-    if device.type == "cuda":
-        return NCCL_AND_GLOO
-    return SHM if sys.platform == "linux" else GLOO
+    return NCCL_AND_GLOO if device.type == "cuda" else SHM
 
 
 def _usable_device(place: Placement, local: tuple[int, int], wanted: _Wanted) -> torch.device:
@@ -331,22 +328,21 @@ def _create_group(
     if wanted.backend is not None:
         return create(wanted.backend, store)
     backend = choose_backend(device)
-    if backend != GLOO:
-        trouble = ""
-        try:
-            create(backend, dist.PrefixStore("first", store))
-        except BackendUnavailable as error:
-            trouble = f"on rank {place.rank}: {error}"
-        # All ranks use the backend or none does: a rank that alone went on with Gloo would wait
-        # there for ever. So all ranks look at the same list of errors.
-        notes = roll_call(dist.PrefixStore("went", store), place, wanted.timeout, note=trouble)
-        if not any(notes):
-            return None
-        if place.rank == 0:
-            first = next(filter(None, notes))
-            _log.warning("%s can't be used, going on with Gloo. It said, %s", backend, first)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    trouble = ""
+    try:
+        create(backend, dist.PrefixStore("first", store))
+    except BackendUnavailable as error:
+        trouble = f"on rank {place.rank}: {error}"
+    # All ranks use the backend or none does: a rank that alone went on with Gloo would wait
+    # there for ever. So all ranks look at the same list of errors.
+    notes = roll_call(dist.PrefixStore("went", store), place, wanted.timeout, note=trouble)
+    if not any(notes):
+        return None
+    if place.rank == 0:
+        first = next(filter(None, notes))
+        _log.warning("%s can't be used, going on with Gloo. It said, %s", backend, first)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return create(GLOO, dist.PrefixStore("gloo", store))
 
 

@@ -226,11 +226,10 @@ def main(
     index = _fork_processes(caller, numbers)
     connection = socket.socket(fileno=numbers[index])
     home, device = torch.device(devices[0]), torch.device(devices[index])
-    if hasattr(os, "SCHED_BATCH"):
-        # Otherwise the first process to receive a message preempts the caller, which has not yet
-        # sent the others theirs.
-        with contextlib.suppress(OSError):  # where the scheduler's policy may not be changed
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    # Otherwise the first process to receive a message preempts the caller, which has not yet sent
+    # the others theirs.
+    with contextlib.suppress(OSError):  # where the scheduler's policy may not be changed
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(num_threads)
     torch.manual_seed((seed + index) % 2**63)
     # numpy 1 makes its global generator when it is imported. Python seeds its own after a fork.
