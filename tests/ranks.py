@@ -10,7 +10,6 @@ once more for each rank, and its lines are sockets.
 from __future__ import annotations
 
 import faulthandler
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
