@@ -348,6 +348,40 @@ def test_nothing_is_changed_if_one_thing_refuses_its_state(tmp_path) -> None:
     run_ranks(2, body)
 
 
+class Halves:
+    """Takes the first half of a state, and refuses the second if it is too large."""
+
+    def __init__(self, first: int, second: int, limit: int) -> None:
+        self.first, self.second, self.limit = first, second, limit
+
+    def state_dict(self) -> dict[str, int]:
+        return {"first": self.first, "second": self.second}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["first"]
+        if state["second"] > self.limit:
+            raise ValueError(f"{state['second']} is too large")
+        self.second = state["second"]
+
+
+def test_a_thing_that_refuses_its_state_halfway_is_restored_too(tmp_path) -> None:
+    lockstep.save(tmp_path, a=Halves(1, 2, 9), b=Halves(3, 4, 9), c=Halves(5, 6, 9))
+    things = {"a": Halves(0, 0, 9), "b": Halves(0, 0, 3), "c": Halves(0, 0, 9)}
+    with pytest.raises(ValueError, match="4 is too large"):
+        lockstep.load(tmp_path, **things)
+    assert [thing.state_dict() for thing in things.values()] == [{"first": 0, "second": 0}] * 3
+
+
+def test_a_thing_that_cannot_be_restored_is_named_and_the_others_are(tmp_path) -> None:
+    lockstep.save(tmp_path, a=Halves(1, 2, 9), b=Halves(3, 4, 9), c=Halves(5, 6, 9))
+    things = {"a": Halves(0, 8, 3), "b": Halves(0, 0, 9), "c": Halves(0, 0, 3)}
+    with pytest.raises(ValueError, match="6 is too large") as refused:
+        lockstep.load(tmp_path, **things)
+    told = "\n".join(refused.value.__notes__)
+    assert "'a' couldn't be restored: ValueError('8 is too large'). Make it anew." in told
+    assert things["b"].state_dict() == things["c"].state_dict() == {"first": 0, "second": 0}
+
+
 def test_a_manifest_that_means_harm_is_refused(tmp_path) -> None:
     path = lockstep.save(tmp_path, value=torch.zeros(100), words=["a"])
     manifest = path / "manifest.json"

@@ -113,15 +113,18 @@ def _load_or_restore(
     try:
         before = {name: deepcopy(thing.state_dict()) for name, thing in things.items()}
         for name, action in actions.items():
+            changed.append(name)  # even if it raises, which it may do halfway
             action()
-            changed.append(name)
     except Exception as error:
         failure = error
     try:
         ranks.gather(failure)
-    except BaseException:
+    except BaseException as error:
         for name in changed:
-            things[name].load_state_dict(before[name])
+            try:
+                things[name].load_state_dict(before[name])
+            except Exception as refusal:  # the others are restored all the same
+                error.add_note(f"{name!r} couldn't be restored: {refusal!r}. Make it anew.")
         raise
 
 
