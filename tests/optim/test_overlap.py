@@ -231,6 +231,60 @@ def test_clipping_with_ours_reads_no_gradient(monkeypatch: pytest.MonkeyPatch) -
     run_ranks(2, body, backend="gloo")
 
 
+@pytest.mark.parametrize("clips", ["not", "with torch's", "with ours"])
+def test_ranks_may_have_loops_of_different_lengths(clips: str) -> None:
+    torch.manual_seed(0)
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        results = []
+        for overlap in False, True:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = lockstep.shard_optimizer(adamw(model.parameters()), overlap=overlap)
+            next(losses(model, rank, 1)).backward()  # pending when the loop begins
+            with lockstep.join(model):
+                for loss in losses(model, rank, 2 + 2 * rank, 1):
+                    optimizer.zero_grad()
+                    loss.backward()
+                    if clips == "with torch's":
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                    elif clips == "with ours":
+                        lockstep.clip_grad_norm_(model.parameters(), 0.01)
+                    optimizer.step()
+            optimizer.zero_grad()
+            next(losses(model, rank, 1, 9)).backward()
+            optimizer.step()
+            results.append(model)
+        for mine, its in zip(*(model.parameters() for model in results), strict=True):
+            assert torch.equal(mine, its)
+
+    run_ranks(2, body, backend="gloo")
+
+
+def test_a_frozen_parameter_leaves_another_layout_to_gradients() -> None:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
+    first[1].weight.requires_grad_(False)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        results = []
+        for options in {}, {"overlap": True}:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = adamw(model.parameters())
+            if options:
+                lockstep.shard_optimizer(optimizer, **options)
+            for step in range(3):
+                x = torch.randn(4, 30, generator=torch.Generator().manual_seed(2 * step + rank))
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(model)
+        for mine, its in zip(*(model.parameters() for model in results), strict=True):
+            assert torch.equal(mine, its)
+
+    run_ranks(2, body, backend="gloo")
+
+
 def test_a_failed_backward_is_an_error_on_the_other_rank_and_loses_nothing() -> None:
     first = Digits()
 

@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import all_gather_in_place, start_reduce_scatter
+from lockstep.comm import (
+    all_gather_in_place,
+    join_state_of,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from lockstep.grad.bucket import aligned, gradient_of, set_gradient
 from lockstep.grad.pending import PendingBucket
 
@@ -38,6 +43,7 @@ class ScatteredBucket(PendingBucket):
         self._block = aligned(-(-numel // group.size()))
         tail_size = self._block * group.size() - numel
         super().__init__(named, accumulated, start, group, tail_size=tail_size)
+        self._is_scattered = True  # by the last launch
 
     def own_range(self) -> tuple[int, int]:
         """Return the first element whose mean this rank has, and the one after its last."""
@@ -49,17 +55,27 @@ class ScatteredBucket(PendingBucket):
         self.sum_pending()
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
-        """Start the reduce-scatter of the gradients."""
-        self.is_launched = True
-        self._work = start_reduce_scatter(group, self._buffer)
+        """Start the reduce-scatter of the gradients.
+
+        In join() it is an all-reduce: ranks without data don't know when others read gradients.
+        Shown by test_ranks_may_have_loops_of_different_lengths.
+        """
+        self.is_launched, self._is_scattered = True, join_state_of(group) is None
+        start = start_reduce_scatter if self._is_scattered else start_all_reduce
+        self._work = start(group, self._buffer)
 
     def finish(self) -> None:
         """Make the gradients pending: all ranks' backwards have succeeded."""
+        if not self._is_scattered:
+            return
         for position in itertools.compress(range(len(self.pending)), self.accumulated):
             self.use_as_grad(position)
 
     def use_as_grad(self, position: int) -> None:
         """Make the gradient of a parameter that any rank used pending."""
+        if not self._is_scattered:
+            super().use_as_grad(position)
+            return
         set_gradient(self.parameters[position], None)
         self.pending[position] = 1
 
@@ -87,7 +103,7 @@ class ScatteredBucket(PendingBucket):
         self.drop_pending()
 
     def sum_into(self, target: torch.Tensor, start: int, *, is_often: bool = False) -> None:
-        """Copy means to ``target``, of one dimension: from element ``start`` of this rank's on."""
+        """Copy means to ``target``, of one dimension: from element ``start`` on, this rank's."""
         target.copy_(self.means(start, start + target.numel()))
 
     def means(self, start: int, stop: int) -> torch.Tensor:

@@ -100,6 +100,7 @@ class Engine:
         self._nodes: list[object] = []
         # Runs of parameters with pending gradients, in the order of sharded optimizers' memories.
         self._deferred: list[tuple[list[nn.Parameter], type[PendingBucket]]] = []
+        self._has_runs = False
         self._find_buffers(module)
         self._take(module)
 
@@ -171,8 +172,9 @@ class Engine:
         for parameter in chain(*(own for own, _ in runs)):
             if not isinstance(parameter, DeferredParameter):
                 parameter.__class__ = DeferredParameter
-        if runs:
+        if runs or self._has_runs:
             self.reducer.defer(runs)
+        self._has_runs = bool(runs)
 
     def refuse_distributed_autograd(self) -> None:
         """Let backwards of ``torch.distributed.autograd`` raise, as they don't call the hooks."""

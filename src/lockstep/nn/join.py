@@ -69,6 +69,8 @@ class UnevenLoop(JoinState):
                 "in a loop that ends at different times nobody could take part in the reductions "
                 "of some. Give the ranks loops of one length."
             )
+        for engine in engines:  # on all ranks, of which only those with data may read them later
+            engine.reducer.sum_pending()
         self._members += engines
         self.models.append(engines)
 

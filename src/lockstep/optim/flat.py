@@ -95,7 +95,6 @@ class FlatParameters:
         self._order = self.in_order()
         self._followed: weakref.ref[PendingBucket] | None = None
         self._means: torch.Tensor | None = None
-        self._arrival: Arrival | None = None
         self.take_back()
         self.begin_update()
         self.publish(())
@@ -163,10 +162,9 @@ class FlatParameters:
     def take_back(self) -> bool:
         """Move parameters back whose data the program has replaced (``p.data = ...``).
 
-        Returns False if a parameter has got another shape, dtype or device.
+        It waits until parameters have arrived, as it reads their addresses. Returns False if a
+        parameter has got another shape, dtype or device.
         """
-        if self._arrival is not None:
-            self._arrival.wait()
         if [*map(torch.Tensor.data_ptr, self.parameters)] == self._pointers:
             return True
         if [*map(_kind, self.parameters)] != self._kinds:
@@ -214,7 +212,7 @@ class FlatParameters:
         torch.autograd.graph.increment_version(updated)
         if self._overlaps:
             pending = start_all_gather_in_place(self.group, self._memory)
-            self._arrival = Arrival(pending, self.parameters, note_error)
+            Arrival(pending, self.parameters, note_error)
 
     def progress(self) -> set[Progress]:
         """Return how far the ranks are in an update that has failed on this rank."""

@@ -74,11 +74,13 @@ def shard_optimizer(
             parameter's ``"master"``. By default, the parameters' own dtype.
         overlap: For process groups of other libraries, such as NCCL and Gloo: whether ranks send
             each gradient to the rank that updates it alone, while the backward runs, and updated
-            parameters while the program goes on. That sends two thirds of the bytes. Code that
-            reads a parameter through torch waits for it; what holds its address must not read it
-            before that, such as a CUDA graph. To read ``parameter.grad`` after a backward is a
-            collective then, so that every rank has to. With other than element-wise optimizers,
-            only parameters are sent that way. On lockstep's own groups it changes nothing.
+            parameters while the program goes on. That sends two thirds of the bytes. Any
+            function or module of torch that is called with a parameter waits for it. But
+            transforms of ``torch.func``, TorchScript, CUDA graphs, and ``torch.tensor(parameter)``
+            don't: call ``parameter.data_ptr()`` before. To read ``parameter.grad`` after a backward
+            is a collective then, so that every rank has to. With other than element-wise
+            optimizers, only parameters are sent that way. On lockstep's own groups it changes
+            nothing.
 
     Returns:
         ``optimizer`` itself.
