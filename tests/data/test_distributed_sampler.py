@@ -347,3 +347,15 @@ def test_orders_are_not_drawn_while_a_loader_reads_from_the_same_generators() ->
         assert drawing.is_alive()
     drawing.join(10)
     assert not drawing.is_alive()
+
+
+def test_generators_are_left_as_they_were() -> None:
+    own = torch.Generator().manual_seed(3)
+    sampler = lockstep.DistributedSampler(
+        RandomSampler(range(20), generator=own), num_replicas=2, rank=0
+    )
+    before = random.getstate(), torch.get_rng_state(), own.get_state()
+    assert len([*sampler]) == 10
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert torch.equal(own.get_state(), before[2])
