@@ -231,6 +231,11 @@ def running() -> Iterator[RunStatus]:
             yield found
 
 
+def stat_fields(pid: int) -> list[str]:
+    """Return fields 3 and up of /proc/PID/stat: state, parent, ...; 2 may hold any characters."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+
+
 def files_in_memory(name: str) -> Iterator[tuple[int, str]]:
     """Yield the open files in memory whose names begin with ``name``: process id and path."""
     for process in Path("/proc").glob("[0-9]*"):

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import pickle
+import resource
 import signal
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lockstep.launcher.failures import Failure, Told, failure_outcome, first_failure, signal_name
-from lockstep.launcher.processes import Escalation, after_failure, after_signal
+from lockstep.launcher.processes import (
+    Escalation,
+    after_failure,
+    after_signal,
+    ending_signal,
+    fork,
+)
 from lockstep.launcher.rank import LENGTH_BYTES
 from lockstep.launcher.supervisor import RankProcess
 
@@ -170,3 +180,27 @@ def test_escalation_after_ctrl_c_lets_ranks_see_it_first() -> None:
     actions = after_signal(signal.SIGINT, grace_seconds=3.0)
     assert [number for number, _ in actions] == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
     assert sum(seconds for _, seconds in actions[:-1]) == 3.0
+
+
+def test_a_rank_that_still_writes_its_core_is_not_asked_to_end() -> None:
+    """A zombie stands for it, of which the kernel tells the same."""
+    pid = fork()
+    if pid == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGSEGV)
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    try:
+        process = replace(rank_process(1), pid=pid, connection=ours)
+        process.note_ending()
+        (failure,) = failures_of([process])
+        assert failure.signal == signal.SIGSEGV
+        assert ending_signal(os.getpid()) == 0
+    finally:
+        ours.close()
+        os.waitpid(pid, 0)
+    assert ending_signal(pid) == 0

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from lockstep.status import stat_fields
+
 # Name of an environment variable that every process of a run inherits. If the supervisor was
 # killed, the guardian finds by it the processes that have left their rank's process group.
 MARK = "LOCKSTEP_SUPERVISOR"
@@ -29,6 +31,7 @@ _POLL_SECONDS = 0.02
 _GOODBYE = b"."
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_FLAGS_FIELD, _EXIT_CODE_FIELD, _PF_SIGNALED = 6, 49, 0x400
 
 
 def exit_code_of_child(pid: int) -> int | None:
@@ -41,6 +44,18 @@ def exit_code_of_child(pid: int) -> int | None:
     if info is None:
         return None
     return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def ending_signal(pid: int) -> int:
+    """The signal by which the kernel is ending a child, a zombie included; 0 if there is none.
+
+    Source: ``proc_pid_stat(5)``, and ``PF_SIGNALED`` of the kernel's ``sched.h``.
+    """
+    with contextlib.suppress(OSError):  # it is gone
+        fields = stat_fields(pid)
+        if int(fields[_FLAGS_FIELD]) & _PF_SIGNALED:
+            return int(fields[_EXIT_CODE_FIELD]) & 0x7F
+    return 0
 
 
 def reap(pid: int, *, wait: bool = True) -> None:
@@ -134,10 +149,9 @@ def _running_processes() -> Iterator[tuple[int, int, int]]:
     """Id, parent and process group of all processes of the host but this one and zombies."""
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended
-            # After the command, which may hold any character: state, parent, process group.
-            fields = (directory / "stat").read_bytes().rpartition(b")")[2].split()
-            if fields[0] not in (b"Z", b"X") and int(directory.name) != os.getpid():
-                yield int(directory.name), int(fields[1]), int(fields[2])
+            state, parent, group, *_ = stat_fields(pid := int(directory.name))
+            if state not in ("Z", "X") and pid != os.getpid():
+                yield pid, int(parent), int(group)
 
 
 class Guardian:

@@ -163,6 +163,16 @@ class RankProcess:
             self.read_report()
             self.end(code, now)
 
+    def note_ending(self) -> None:
+        """Note a crash of the rank before the kernel is through with it: a core takes long."""
+        if not self.is_running or self.asked:
+            return
+        number = processes.ending_signal(self.pid)
+        if number and number not in processes.ENDING_SIGNALS:  # those the launcher gets as well
+            self.read_report()
+            own = Failure(self.rank, time.monotonic(), 128 + number, signal=number)
+            self.failure = self.failure or own
+
     def end(self, code: int, at_seconds: float) -> None:
         """Note the rank's exit code, or minus the number of the signal that ended it."""
         self.is_running = False
@@ -321,6 +331,7 @@ class _Watch:
 
     def _send(self, number: int) -> None:
         for rank in self._ranks:
+            rank.note_ending()
             # A rank that has reported a failure is running its exit handlers: let it.
             is_failing = rank.failure is not None
             if rank.is_running and not (is_failing and number == signal.SIGTERM):

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from lockstep.errors import BadLaunch
 from lockstep.launcher import is_users_file, state_in_words
-from lockstep.status import STACKS_SIGNAL, RankState, RunStatus, in_time, now, running
+from lockstep.status import STACKS_SIGNAL, RankState, RunStatus, in_time, now, running, stat_fields
 
 _DUMP_SECONDS, _POLL_SECONDS = 2.0, 0.02
 # A rank that has waited for this time counts as stuck, unless others have made steps meanwhile.
@@ -124,10 +124,10 @@ def _observe(run: RunStatus) -> list[Observed]:
 
 def _process_state(pid: int) -> str:
     try:
-        letter = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+        letter = stat_fields(pid)[0]
     except OSError:
         return "gone"
-    return {b"Z": "gone", b"X": "gone", b"T": "stopped", b"t": "stopped"}.get(letter, "running")
+    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "running")
 
 
 def _dump(rank: RankState) -> str:

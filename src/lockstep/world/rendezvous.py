@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lockstep.comm import Deadline
 from lockstep.errors import InitError, RendezvousFailed
-from lockstep.status import files_in_memory
+from lockstep.status import files_in_memory, stat_fields
 from lockstep.world.environment import Placement, Starter
 
 _RETRY_SECONDS = 0.05
@@ -194,14 +194,9 @@ def _launching_process() -> str:
     """
     ancestor = os.getppid()
     while ancestor > 1 and Path(f"/proc/{ancestor}/comm").read_text().strip() not in _MPI_DAEMONS:
-        ancestor = int(_stat_fields(ancestor)[1])
+        ancestor = int(stat_fields(ancestor)[1])
     pid = ancestor if ancestor > 1 else os.getppid()
-    return f"{pid}-{_stat_fields(pid)[19]}"
-
-
-def _stat_fields(pid: int) -> list[str]:
-    """Fields 3 and up of /proc/PID/stat: state, parent, ...; 2 may hold spaces and brackets."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return f"{pid}-{stat_fields(pid)[19]}"
 
 
 def _meet_through_mpi(place: Placement, timeout: timedelta) -> dist.TCPStore:
