@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -205,7 +207,14 @@ def test_augmentations_are_the_same_at_any_number_of_ranks_and_workers(start: st
     was_running = tracker._fd is not None  # for semaphores of others, such as joblib
     try:
         in_workers = run_ranks(1, lambda rank, group: body(rank, group, 2))[0]
-    finally:  # Python keeps them for the next workers
+    finally:
+        # The semaphores of a queue to a worker are there until the thread that feeds it has ended,
+        # which takes long on a busy machine. The tracker would remove them first, and fail.
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "QueueFeederThread":
+                thread.join(60)
+        # Python keeps these two for the next workers.
         multiprocessing.forkserver._forkserver._stop()
         if not was_running:
             tracker._stop()
