@@ -316,8 +316,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
     )
     collectives.option(
-        "--sizes SIZES",
-        "Sizes of the tensor, as in 1KiB,16MiB; by default from 1KiB to 256MiB.",
+        "--sizes SIZES", "Sizes of the tensor, as in 1KiB,16MiB; by default from 1KiB to 256MiB."
     )
     collectives.option("--rounds R", "How many turns each one has; by default 15.")
     collectives.option(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 # The program's own code, its end, and names of spans (lockstep.spans.NAMES) that tell of others.
 STATES = ("program", "data", "launch", "wait", "save", "end")
 # Makes a rank write the stacks of its threads. Programs use SIGUSR1 and SIGUSR2 for themselves.
-STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 2
+STACKS_SIGNAL = signal.SIGRTMAX - 2
 _MEMORY_NAME = "lockstep-status"
 _VERSION = 1
 # Each rank has two pages of 4 KiB: numbers and the detail of its state, and what it logs. Before

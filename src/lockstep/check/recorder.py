@@ -196,8 +196,7 @@ class Recorder:
             if not batches:
                 if self._ranks[0].has(path):
                     return
-                self._end.is_cut_short = True  # the ranks had ended before they got this one
-                raise _Finished
+                raise _Finished  # the ranks had ended before they got this one
             torch.set_rng_state(batches[0].random_state)
             self._random = _random_state()
             values = [batch.value for batch in batches]

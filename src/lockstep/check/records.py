@@ -68,7 +68,6 @@ class End:
 
     num_steps: int = 0
     notes: list[str] = field(default_factory=list)
-    is_cut_short: bool = False  # whether it wanted batches that the ranks had not got
 
 
 class Records:
@@ -102,7 +101,8 @@ class Records:
     def rows(self) -> dict[str, list[tuple[list[int], bool]]]:
         """For each pass over a loader, each batch's hashes of rows, and whether it is padded."""
         found: dict[str, list[tuple[list[int], bool]]] = {}
-        for path in sorted(self._folder.glob("batch-*-*-*"), key=_in_order):
+        paths = self._folder.glob("batch-*-*-*")
+        for path in sorted(paths, key=lambda path: [*map(int, path.name.split("-")[1:])]):
             if (batch := self.load(path.name)) is not None:
                 found.setdefault(path.name.rpartition("-")[0], []).append((batch.rows, batch.pads))
         return found
@@ -111,10 +111,6 @@ class Records:
         """How the run ended; None if it has not."""
         found: End | None = self.load("end")
         return found
-
-
-def _in_order(path: Path) -> list[int]:
-    return [int(number) for number in path.name.split("-")[1:]]
 
 
 def hashes_of_rows(value: object) -> list[int]:

@@ -19,17 +19,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lockstep import arguments, errors
 
-__all__ = [
-    "DataPartitioner",
-    "Partition",
-    "SizedDataset",
-    "batch_share",
-    "batch_slice",
-    "cuts",
-    "epoch_shares",
-    "partition",
-]
-
 _T_co = TypeVar("_T_co", covariant=True)
 
 # The largest accepted difference of the sum of fractions from 1. Ten float32 of 0.1 are off by

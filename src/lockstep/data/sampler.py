@@ -21,8 +21,6 @@ from lockstep.data.random_state import exclusive
 from lockstep.errors import CollectiveMismatch
 from lockstep.world import group_or_all
 
-__all__ = ["DistributedSampler"]
-
 Mode = Literal["pad", "drop", "exact"]
 
 _T_co = TypeVar("_T_co", covariant=True)

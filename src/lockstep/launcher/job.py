@@ -144,8 +144,7 @@ def check_num_ranks(value: object) -> int:
 
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def check_num_threads(value: object, num_ranks: int) -> int:

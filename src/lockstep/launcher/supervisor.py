@@ -264,12 +264,7 @@ class _Watch:
     """
 
     def __init__(
-        self,
-        job: Job,
-        host: Host,
-        ranks: list[RankProcess],
-        spare: set[int],
-        live: Live | None,
+        self, job: Job, host: Host, ranks: list[RankProcess], spare: set[int], live: Live | None
     ) -> None:
         self.signals = processes.SignalPipe()
         self._job, self._host, self._ranks, self._spare = job, host, ranks, spare

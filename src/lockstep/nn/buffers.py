@@ -16,13 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.arguments import check_flag, check_type
-from lockstep.comm import (
-    Pending,
-    TensorBroadcast,
-    join_state_of,
-    start_all_reduce,
-    without_repeats,
-)
+from lockstep.comm import Pending, TensorBroadcast, join_state_of, start_all_reduce, without_repeats
 
 _log = logging.getLogger(__name__)
 

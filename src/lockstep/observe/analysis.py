@@ -78,15 +78,15 @@ def shares(ranks: Sequence[RankSpans]) -> list[list[Share]]:
     Raises:
         TraceError: If there is no such step.
     """
-    by_rank = [_by_step(found) for found in ranks]
+    by_rank = [*map(by_step, ranks)]
     steps = sorted(set.intersection(*(set(found) for found in by_rank)))
     if not steps:
         raise TraceError("The trace has no optimizer step that all ranks have finished.")
-    buckets_by_rank = [*map(_buckets_by_step, ranks)]
+    buckets_by_rank = [*map(buckets_by_step, ranks)]
     found = []
     for step in steps:
         spans = [of_rank[step] for of_rank in by_rank]
-        last = _last_to_come([each.rank for each in ranks], [_waits(own[1]) for own in spans])
+        last = _last_to_come([each.rank for each in ranks], [waits_among(own[1]) for own in spans])
         found.append(
             [
                 _share(each.rank, step, own, last, _hidden(buckets[step], own[1]))
@@ -96,33 +96,35 @@ def shares(ranks: Sequence[RankSpans]) -> list[list[Share]]:
     return found
 
 
-def _buckets_by_step(found: RankSpans) -> dict[int, list[Bucket]]:
-    by_step: dict[int, list[Bucket]] = defaultdict(list)
+def buckets_by_step(found: RankSpans) -> dict[int, list[Bucket]]:
+    """Return the buckets of each step; none for a step without."""
+    grouped: dict[int, list[Bucket]] = defaultdict(list)
     for bucket in found.buckets:
-        by_step[bucket.step].append(bucket)
-    return by_step
+        grouped[bucket.step].append(bucket)
+    return grouped
 
 
 _Step = tuple[int, list[Span], int]
 
 
-def _by_step(found: RankSpans) -> dict[int, _Step]:
-    """For each finished step its start, the spans of the program's thread, and its end."""
+def by_step(found: RankSpans) -> dict[int, _Step]:
+    """For each finished step its start, the sorted spans of the program's thread, and its end."""
     spans = sorted((s for s in found.spans if s.thread == 0), key=lambda s: (s.start, -s.stop))
-    by_step: dict[int, list[Span]] = defaultdict(list)
+    grouped: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
-        by_step[span.step].append(span)
+        grouped[span.step].append(span)
     ends = {span.step: span.stop for span in spans if span.name == "optimizer"}
     finished: dict[int, _Step] = {}
     for step, end in ends.items():
         # Before the first step there is all that begins the program.
-        first = min(span.start for span in by_step[step] if span.name != "wait" or step - 1 in ends)
+        first = min(span.start for span in grouped[step] if span.name != "wait" or step - 1 in ends)
         start = ends.get(step - 1, first)
-        finished[step] = start, [s for s in by_step[step] if start <= s.start < end], end
+        finished[step] = start, [s for s in grouped[step] if start <= s.start < end], end
     return finished
 
 
-def _waits(spans: Iterable[Span]) -> list[Span]:
+def waits_among(spans: Iterable[Span]) -> list[Span]:
+    """Return the waits for other ranks."""
     return [span for span in spans if span.name == "wait"]
 
 
@@ -146,7 +148,7 @@ def _share(rank: int, step: int, own: _Step, last: Sequence[tuple[int, int]], hi
             phases[phase] += end - begin
     waits_for: Counter[int] = Counter()
     transfer = 0
-    for index, span in enumerate(_waits(spans)):
+    for index, span in enumerate(waits_among(spans)):
         waited = 0
         if last:
             rank_of_last, came = last[index]
@@ -186,7 +188,7 @@ def pieces(start: int, spans: Iterable[Span], stop: int) -> list[tuple[int, int,
 def _hidden(buckets: Iterable[Bucket], spans: Sequence[Span]) -> int:
     """How long buckets were under way while the program didn't wait."""
     under_way = _union((bucket.launched, bucket.done) for bucket in buckets)
-    waits = _union((span.start, span.stop) for span in _waits(spans))
+    waits = _union((span.start, span.stop) for span in waits_among(spans))
     both = sum(
         max(0, min(stop, end) - max(start, begin))
         for start, stop in under_way
@@ -274,7 +276,9 @@ _ADVICE = {
 
 def in_words(found: Summary) -> str:
     """Return what holds the run back, and what to do, in a paragraph."""
-    speed = f"A step takes {_in_ms(found.seconds_per_step)}."
+    seconds = found.seconds_per_step
+    taken = f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+    speed = f"A step takes {taken}."
     if found.late is not None:
         late = found.late
         return (
@@ -325,7 +329,3 @@ _IN = {
     "save": "saving",
     "other": "something else",
 }
-
-
-def _in_ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"

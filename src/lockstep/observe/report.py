@@ -14,15 +14,7 @@ from lockstep.observe.analysis import PHASES, Share, Summary, in_words, shares, 
 from lockstep.observe.network import parse_network
 from lockstep.observe.page import page
 from lockstep.observe.predict import predict
-from lockstep.observe.sections import (
-    Rate,
-    global_batch,
-    memory,
-    rate,
-    scaling,
-    throughput,
-    waiting,
-)
+from lockstep.observe.sections import Rate, global_batch, memory, rate, scaling, throughput, waiting
 from lockstep.observe.trace_files import complete, read_folder
 
 _COLUMNS = ("rank", *PHASES, "waiting", "transfer", "whole step")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from lockstep.observe.analysis import Share, pieces
-from lockstep.observe.trace_files import RankSpans, Span
+from lockstep.observe.analysis import Share, buckets_by_step, by_step, pieces, waits_among
+from lockstep.observe.trace_files import Bucket, RankSpans, Span
 
 _MAX_STEPS = 64  # more would change the result little
 # What a rank does less of with a smaller part of the global batch.
@@ -107,29 +106,20 @@ def rank_steps(
     chosen = steps[:: -(-len(steps) // _MAX_STEPS)]
     by_rank = []
     for index, found in enumerate(ranks):
-        shares = {together[index].step: together[index] for together in chosen}
-        spans: dict[int, list[Span]] = defaultdict(list)
-        for span in found.spans:
-            share = shares.get(span.step)
-            if span.thread == 0 and share and share.start <= span.start < share.stop:
-                spans[span.step].append(span)
-        buckets: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for bucket in found.buckets:
-            if bucket.step in shares:
-                buckets[bucket.step].append((bucket.done, bucket.launched))
-        by_rank.append([_rank_step(shares[s], spans[s], buckets[s]) for s in shares])
+        own, buckets = by_step(found), buckets_by_step(found)
+        shares = [together[index] for together in chosen]
+        by_rank.append([_rank_step(s, own[s.step][1], buckets[s.step]) for s in shares])
     return [[*together] for together in zip(*by_rank, strict=True)]
 
 
-def _rank_step(share: Share, spans: list[Span], buckets: list[tuple[int, int]]) -> RankStep:
-    spans.sort(key=lambda span: (span.start, -span.stop))
-    waits = [span for span in spans if span.name == "wait"]
+def _rank_step(share: Share, spans: list[Span], buckets: list[Bucket]) -> RankStep:
+    waits = waits_among(spans)
     stops = [wait.stop for wait in waits]
     launches: dict[int, int] = {}  # by the index of the wait for a bucket
-    for done, launched in sorted(buckets):
-        index = bisect_right(stops, done) - 1
-        if index >= 0 and waits[index].start >= launched:
-            launches[index] = launched
+    for bucket in sorted(buckets, key=lambda bucket: (bucket.done, bucket.launched)):
+        index = bisect_right(stops, bucket.done) - 1
+        if index >= 0 and waits[index].start >= bucket.launched:
+            launches[index] = bucket.launched
     return RankStep(
         share,
         spans,

@@ -199,13 +199,12 @@ def merge(folder: Path) -> Path | None:
     return folder / "trace.json"
 
 
-def complete(folder: Path) -> Path | None:
+def complete(folder: Path) -> None:
     """Make ``trace.json`` if ranks that were killed have left the folder without."""
-    if (folder / "trace.json").exists():
-        return folder / "trace.json"
-    for path in folder.glob("rank-*.spans"):
-        write_json(folder, int(path.stem.removeprefix("rank-")))
-    return merge(folder)
+    if not (folder / "trace.json").exists():
+        for path in folder.glob("rank-*.spans"):
+            write_json(folder, int(path.stem.removeprefix("rank-")))
+        merge(folder)
 
 
 def _array(lines: Iterator[str]) -> Iterator[str]:

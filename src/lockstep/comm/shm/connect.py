@@ -25,13 +25,7 @@ import torch.distributed as dist
 
 from lockstep.comm.failures import Deadline, named
 from lockstep.comm.shm.barrier import wait_for
-from lockstep.comm.shm.memory import (
-    Segment,
-    map_memory,
-    receive_message,
-    send_message,
-    shut_down,
-)
+from lockstep.comm.shm.memory import Segment, map_memory, receive_message, send_message, shut_down
 from lockstep.errors import RendezvousFailed
 
 _SECRET_BYTES = 32
