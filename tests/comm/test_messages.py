@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import end_this_rank, messages
 from lockstep.comm.shm import mailbox
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, SharedMemoryFull
 from tests.comm.groups import (
@@ -214,6 +215,67 @@ def test_a_rank_may_send_to_itself(backend: str) -> None:
         assert_same_bits(received, tensor)
 
     run_on(backend, 2, body)
+
+
+@over_ours
+def test_a_message_to_itself_wakes_the_rank_that_waits_for_it(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "LOOK_SECONDS", 2.0 * TIMEOUT_SECONDS)
+
+    def body(group: dist.ProcessGroup) -> None:
+        received = torch.zeros(SMALL)
+        work = group.recv([received], group.rank(), 0)
+        sent = threading.Timer(0.1, lambda: group.send([torch.ones(SMALL)], group.rank(), 0))
+        sent.start()
+        work.wait()
+        assert_all_are(1, received)
+        sent.join()
+
+    run_on(backend, 2, body, seconds=2.0 * TIMEOUT_SECONDS)
+
+
+@over_ours
+@pytest.mark.parametrize("how", ["has aborted the group", "is gone"])
+def test_from_anyone_nothing_is_awaited_once_a_rank_is_lost(backend: str, how: str) -> None:
+    is_told = threading.Event()
+
+    def body(group: Any) -> None:
+        if group.rank() == 0:
+            if how == "is gone":  # without a word
+                end_this_rank() if backend == "threads" else group.transport.close()
+            else:
+                group.abort()
+        elif group.rank() == 1:
+            assert is_told.wait(TIMEOUT_SECONDS)  # it is there, and sends nothing
+        else:
+            try:
+                with pytest.raises(PeerLost, match=f"Rank 0 {how}"):
+                    group.recv_anysource([torch.zeros(SMALL)], 0).wait()
+            finally:
+                is_told.set()
+
+    run_on(backend, 3, body)
+
+
+@over_ours
+def test_from_anyone_the_rest_is_awaited_after_a_rank_has_left(backend: str) -> None:
+    has_left = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        tensor = torch.ones(SMALL)
+        if group.rank() == 0:
+            group.shutdown()
+            has_left.set()
+        elif group.rank() == 1:
+            assert has_left.wait(TIMEOUT_SECONDS)
+            time.sleep(0.1)  # rank 2 waits, and knows of it
+            group.send([tensor], 2, 0).wait()
+        else:
+            group.recv_anysource([tensor.zero_()], 0).wait()
+            assert_all_are(1, tensor)
+
+    run_on(backend, 3, body)
 
 
 @over_ours

@@ -44,8 +44,7 @@ class ThreadTransportState:
     """
 
     def __init__(self, size: int, members: Sequence[int] | None = None) -> None:
-        self.size = size
-        self.members = list(members or range(size))
+        self.size, self.members = size, list(members or range(size))
         self.slots: dict[int, Tensor] = {}
         # By receiver, the messages that no receive has taken, also before its mailbox is there.
         self.unclaimed: defaultdict[int, list[Message]] = defaultdict(list)
@@ -56,6 +55,7 @@ class ThreadTransportState:
         # The ranks that take no further part, each with an error for all to raise, or with what
         # follows its name in errors. The later ranks may have ended because of the first.
         self.gone: dict[int, str | Failure] = {}
+        self.has_left: dict[int, bool] = {}  # of each of these, whether in good order
         # The exchange in progress; a new object for each, so that a rank in the next exchange
         # doesn't disturb one that hasn't woken from the last.
         self._arrivals: Arrivals = {}
@@ -142,6 +142,7 @@ class ThreadTransportState:
         """Take ``rank`` for gone; ``how`` is the error that all raise, or words for theirs."""
         with changed:
             self.gone.setdefault(rank, how)
+            self.has_left.setdefault(rank, how is _LEFT)
             changed.notify_all()
 
     def loss(self, peer: int, rank: int, waited_in: str, operation: str) -> PeerLost:
@@ -159,10 +160,9 @@ class ThreadMailbox(Mailbox):
 
     def __init__(self, state: ThreadTransportState, rank: int) -> None:
         super().__init__(rank, state.members)
-        self._changed, self._ended = changed, state.gone
-        self._unclaimed = state.unclaimed[rank]
+        self._changed, self._ended = changed, state.has_left
+        self._state, self._unclaimed = state, state.unclaimed[rank]
         self._is_polled = True  # no thread polls: each change is notified of
-        self._state = state
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> None:
         """Send a flat tensor; it is copied, and may be written to again."""
