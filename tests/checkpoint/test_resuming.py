@@ -163,3 +163,22 @@ def test_generators_and_values_of_the_program_are_restored(tmp_path) -> None:
     assert lockstep.save(tmp_path, keep=2, step=3).name == "000003"
     assert lockstep.load(tmp_path / "000002", step=0) == {"step": 2}
     assert lockstep.load(tmp_path, step=0) == {"step": 3}
+
+
+class Following(torch.optim.SGD):
+    """Begins with averages of the parameters, as they are when its state is loaded."""
+
+    averages: tuple[torch.Tensor, ...] = ()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        each = (parameter for group in self.param_groups for parameter in group["params"])
+        self.averages = tuple(parameter.detach().clone() for parameter in each)
+
+
+def test_an_optimizer_that_is_loaded_finds_the_loaded_parameters(tmp_path) -> None:
+    saved, model = nn.Linear(2, 1), nn.Linear(2, 1)
+    lockstep.save(tmp_path, following=Following(saved.parameters()), model=saved)
+    optimizer = Following(model.parameters())
+    lockstep.load(tmp_path, following=optimizer, model=model)
+    assert same(optimizer.averages, (saved.weight.detach(), saved.bias.detach()))

@@ -157,6 +157,22 @@ def test_a_lost_store_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch
     assert run_hosts([[0, 1], [2, 3]], body, seconds=20) == [None, (0,), (0,), (0,)]
 
 
+@pytest.mark.parametrize("numel", [7, 100_000])
+def test_a_factor_multiplies_each_ranks_values_once(
+    hosts: Sequence[Sequence[int]], numel: int
+) -> None:
+    size, op = sum(map(len, hosts)), dist._make_nccl_premul_sum(0.5)
+
+    def body(rank: int, group: SharedMemoryGroup) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        tensor = torch.full((numel,), 2.0**rank)
+        group.allreduce([tensor], options).wait()
+        assert (tensor == (2.0**size - 1) / 2).all()
+
+    run_hosts(hosts, body)
+
+
 def test_every_collective_gives_what_one_host_gives(hosts: Sequence[Sequence[int]]) -> None:
     size = sum(map(len, hosts))
 

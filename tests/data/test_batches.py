@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.data import batch_share, batch_slice, epoch_shares
@@ -35,6 +35,7 @@ def test_batch_share_of_no_such_rank_is_a_split_error(rank: int, world_size: int
 
 
 @given(world_sizes, st.integers(0, 100), st.integers(0, 5000))
+@example(world_size=4, more=1, num_samples=14)  # a sample for each rank in the last batch
 def test_epoch_shares_give_every_rank_as_many_batches(
     world_size: int, more: int, num_samples: int
 ) -> None:

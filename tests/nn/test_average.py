@@ -93,6 +93,18 @@ def test_another_model_on_one_rank_is_named() -> None:
     run_ranks(2, body)
 
 
+def test_a_model_is_compared_with_those_of_each_group() -> None:
+    def body(world: lockstep.World) -> None:
+        pair = dist.new_group([0, 1])
+        model = nn.Linear(2 if world.rank == 2 else 1, 1)
+        if world.rank < 2:
+            lockstep.average_gradients(model, process_group=pair)
+        with pytest.raises(errors.ModelMismatch, match="on rank 2"):
+            lockstep.average_gradients(model)
+
+    lockstep.launch(body, 3, ranks="threads")
+
+
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"not a torch\.nn\.Module"):
         lockstep.average_gradients([torch.ones(1)])

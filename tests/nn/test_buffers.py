@@ -306,6 +306,22 @@ def test_a_buffer_that_is_held_later_is_told_of(caplog: pytest.LogCaptureFixture
     assert "The buffer 'held' has not been kept alike on all ranks in the last 10" in said[0]
 
 
+def test_a_buffer_that_is_held_now_and_then_is_not_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Holding(held=torch.zeros(4)), process_group=group)
+        for _ in range(3):
+            view = model.held[:2]
+            for _ in range(6):
+                model(torch.ones(1, 2)).sum().backward()
+            del view
+            model(torch.ones(1, 2)).sum().backward()
+
+    run_ranks(2, body)
+    assert not [r for r in caplog.records if "has not been kept alike" in r.getMessage()]
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("how", ["scripted", "traced"])

@@ -261,6 +261,25 @@ def test_a_gradient_left_in_a_loop_stays_with_the_rank_that_left_it() -> None:
     assert launch(body) == [1, 1]  # of rank 0's first step; half of 2 of rank 1's second
 
 
+def test_gradients_that_were_reduced_with_those_of_others_are_gone_after_the_loop() -> None:
+    def body(world: lockstep.World) -> list[float | None]:
+        model = OurDDP(nn.Linear(1, 1, bias=False))
+        (weight,) = model.parameters()
+        left: list[float | None] = []
+        for is_reduced in (True, False):
+            weight.grad = None
+            with model.join():
+                with model.no_sync():
+                    model(torch.full((1, 1), 1.0 + world.rank)).sum().backward()
+                if is_reduced and world.rank == 1:
+                    model(torch.full((1, 1), 3.0)).sum().backward()
+            left.append(None if weight.grad is None else weight.grad.item())
+        return left
+
+    # Rank 1 has reduced them first, to the mean of 1 and 2 + 3; then each rank keeps its own.
+    assert launch(body) == [[None, 1], [3, 2]]
+
+
 def test_different_branches_in_a_joined_loop() -> None:
     lengths, branches = (1, 3, 4), [[0], [1, 1, 2], [None, 0, None, 1]]
 
@@ -301,13 +320,14 @@ def test_a_communication_hook_in_a_joined_loop() -> None:
 @WRAPPERS
 def test_the_first_rank_that_is_through_may_end_the_loop_for_all(wrap: type[nn.Module]) -> None:
     lengths = (2, 5)
+    said = "Rank 0 has exhausted" if wrap is OurDDP else "exhausted"
 
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrap(net(), find_unused_parameters=True)
         own = batches(lengths)[world.rank]
         optimizer, steps = sgd(model), 0
         with (  # noqa: PT012
-            pytest.raises(RuntimeError, match="exhausted"),
+            pytest.raises(RuntimeError, match=said),
             model.join(throw_on_early_termination=True),
         ):
             for batch in own:
