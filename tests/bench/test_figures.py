@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import pytest
 from rich.console import Console
@@ -21,11 +22,13 @@ from lockstep.bench.measuring import (
     OPERATIONS,
     Case,
     Part,
+    Ranks,
     Report,
     SmallCall,
     Summary,
     format_size,
     summarize,
+    take_turns,
 )
 from lockstep.errors import BadLaunch
 
@@ -63,6 +66,16 @@ def test_operations_are_known_and_each_once() -> None:
 def test_summarize_gives_median_and_quartiles() -> None:
     assert summarize([5.0]) == Summary(5.0, 5.0, 5.0)
     assert summarize([1.0, 2.0, 3.0, 4.0, 100.0]) == Summary(3.0, 2.0, 4.0)
+
+
+def test_each_contender_is_the_first_of_a_round_in_turn() -> None:
+    calls: list[str] = []
+    ranks = Ranks(0, 1, lambda: calls.append("|"), lambda seconds: seconds)
+    contenders = {name: (str, partial(calls.append, name)) for name in "abc"}
+    found = take_turns(ranks, contenders, 4, rounds=3)
+    assert {name: len(seconds) for name, seconds in found.items()} == {"a": 3, "b": 3, "c": 3}
+    turns = [turn[0] for turn in "".join(calls).split("|")[1:]]  # of one contender each
+    assert "".join(turns[-9:]) == "abcbcacab"
 
 
 def test_ratio_is_formed_in_each_round_by_itself() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.check.causes import Facts, Parting, likely_cause
-from lockstep.check.records import Backward, Step
+from lockstep.check.causes import Facts, Parting, finding, likely_cause
+from lockstep.check.records import ALONE, ROUNDED, Backward, End, Records, Step
 from tests.check.planted import BODY, MISTAKES, program
 from tests.test_examples import EXAMPLES
 
@@ -246,6 +246,27 @@ def cause(one: Step, other: Step, alone: Step | None = None, name: str = "w", **
     known = {"pads": False, "repeated": 0, "num_rows": 8} | facts
     parting = Parting(name, 1.0, 0.0, rank)
     return likely_cause(Facts(parting, [one, other], alone or one, **known)).cause  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_even"),
+    [
+        ([[2, 2], [2, 2]], True),
+        ([[3, 2], [1, 2]], False),
+        ([[2, 3], [2, 1]], False),
+    ],
+    ids=["even", "uneven at first", "uneven at last"],
+)
+def test_samples_are_even_if_they_are_in_each_step(
+    tmp_path: Path, counts: list[list[int]], is_even: bool
+) -> None:
+    runs = [Records(str(tmp_path), name) for name in ("rank-0", "rank-1", ALONE, ROUNDED)]
+    for number, run in enumerate(runs):
+        for index, count in enumerate(counts[number] if number < 2 else [4, 4], start=1):
+            run.save(f"step-{index}", step(backwards=[Backward(0.0, count, number)]))
+        run.save("end", End(2))
+    found = finding(runs[:2], *runs[2:])
+    assert (found.num_steps, found.cause, found.is_even) == (2, None, is_even)
 
 
 def test_causes_of_differences_between_ranks() -> None:

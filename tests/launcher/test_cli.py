@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import cli, launcher
+from lockstep.errors import LaunchError
 from lockstep.launcher.job import Job, Meeting, Program
 
 
@@ -162,6 +163,23 @@ def test_help_teaches(
     (shown,) = texts
     for words in taught:
         assert words in shown
+
+
+def test_notes_of_an_error_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Job) -> None:
+        error = LaunchError("It can't be started.")
+        error.add_note("It was in the midst of something.")
+        raise error
+
+    monkeypatch.setattr(launcher, "run_job", fail)
+    monkeypatch.setattr(sys, "argv", ["lockstep", "run", __file__])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    told = "lockstep: It can't be started.\nIt was in the midst of something.\n"
+    assert capsys.readouterr().err.startswith(told)
 
 
 @pytest.mark.parametrize("path", [[], ["run"], ["demo"], ["bench"], ["bench", "collectives"]])

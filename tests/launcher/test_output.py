@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -214,6 +215,14 @@ def test_run_puts_both_streams_of_a_terminal_on_lines_of_their_own(bench: Bench)
     shown = os.read(ours, 4096)
     os.close(ours)
     assert shown == b"[rank 0] 10%\r\r\n[rank 1] warning\r\n"
+
+
+def test_logs_of_an_earlier_run_are_replaced(tmp_path: Path) -> None:
+    for words in (b"of the first run\n", b"second\n"):
+        for log in output.open_log_files(str(tmp_path), range(1)).values():
+            os.write(log, words)
+            os.close(log)
+    assert (tmp_path / "rank-0.log").read_bytes() == b"second\n"
 
 
 def test_run_log_dir_that_cannot_be_made_is_named(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -263,6 +264,16 @@ def test_host_of_the_store_lets_others_read_the_failure_if_one_is_gone(
     assert host.settle(failure, lambda: False) == failure
     assert store["left"] == 2
     leaving.join()
+
+
+def test_a_launcher_that_was_ended_hides_no_rank_that_failed() -> None:
+    """Its end has no time, and one may end it because the ranks of another host have failed."""
+    ended = [143, 0.0, False, None, "the launcher of host 1 was ended."]
+    failed = [7, time.time(), False, 4, "rank 4 of 6 failed first: exit code 7."]
+    told = {f"failure/{host}": json.dumps(it).encode() for host, it in ((1, ended), (2, failed))}
+    store = DictStore(told, **{"done/1": "", "done/2": "", "left": 2})
+    outcome = host_of_the_store(store, 3).settle(Outcome(0), lambda: False)
+    assert (outcome.rank, outcome.exit_status) == (4, 7)
 
 
 def test_waiting_for_other_hosts_to_leave_can_be_interrupted(

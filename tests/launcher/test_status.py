@@ -178,6 +178,9 @@ def test_pages_hold_what_a_rank_writes() -> None:
     assert (state.pid, state.rank, state.state) == (os.getpid(), 5, "wait")
     assert state.detail == ("all_reduce" * 20)[:64]
     assert (state.logged_step, state.values) == (5, {"lr": 0.1})
+    rank.log(6, 10, {"loss": 0.25})
+    rank.log(7, 10, {"loss": 0.125, "accuracy": 0.75})
+    assert rank.read().values == {"lr": 0.1, "loss": 0.125, "accuracy": 0.75}
     assert state.waited > 0
     rank.leave(inner)
     assert (rank.read().state, rank.read().waited) == ("save", rank.read().waited)

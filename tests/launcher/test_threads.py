@@ -228,7 +228,7 @@ def test_rank_that_returns_early_is_lost_to_the_others() -> None:
         launch(train, ranks="threads")
 
 
-@pytest.mark.parametrize(("value", "code"), [(0, 1), (3, 3), ("words", 1), (None, 1)])
+@pytest.mark.parametrize(("value", "code"), [(0, 1), (3, 3), ("words", 1), (None, 1), (256, 1)])
 def test_exit_is_a_failure(value: object, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     def leave(world: World) -> None:
         sys.exit(value)  # type: ignore[arg-type]

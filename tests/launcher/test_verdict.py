@@ -140,6 +140,16 @@ def test_message_shows_what_a_crash_left() -> None:
     assert message.rstrip().endswith('File "train.py", line 1 in <module>')
 
 
+def test_message_shows_the_end_of_what_a_rank_wrote() -> None:
+    process = ended(0, 1.0, 7)
+    for number in range(5000):
+        process.keep_last_words(f"line {number}\n".encode())
+    message = failure_outcome(failures_of([process]), 1).message
+    assert message is not None
+    assert message.endswith("\nline 4998\nline 4999")
+    assert "line 0\n" not in message
+
+
 def test_a_report_that_comes_with_another_is_read() -> None:
     connection, of_rank = socket.socketpair()
     with connection, of_rank:

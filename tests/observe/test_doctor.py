@@ -115,6 +115,31 @@ def test_ranks_that_do_not_meet_are_wrong(monkeypatch: pytest.MonkeyPatch, capsy
     assert "not meet: Rank 1 failed." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("changes", "words", "code"),
+    [
+        ({}, "Nothing is wrong.", 0),
+        ({"num_host_cores": 9}, "note This process may use 8 of 9 cores.", 0),
+        ({"num_files": 9}, "wrong A process may have 9 files open", 1),
+    ],
+    ids=["nothing", "a note", "a wrong"],
+)
+def test_the_exit_code_is_1_if_something_is_wrong(
+    changes: dict[str, Any],
+    words: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(doctor, "look", lambda _: MACHINE._replace(**changes))
+    monkeypatch.setattr(doctor, "try_ranks", lambda _: TRIAL)
+    monkeypatch.setattr(sys, "argv", ["lockstep", "doctor"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == code
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
 def test_this_machine_is_described_as_it_is() -> None:
     machine = look({**os.environ, "NCCL_DEBUG": "INFO", "RANK": "3", "WORLD_SIZE": "2"})
     assert machine.num_cores == len(os.sched_getaffinity(0))

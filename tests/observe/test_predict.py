@@ -31,6 +31,7 @@ def test_an_all_reduce_takes_a_ring_or_a_tree() -> None:
     assert NETWORK.all_reduce_seconds(20 * MB, 4) == pytest.approx(6 * (0.001 + 0.005))
     assert NETWORK.all_reduce_seconds(20 * MB, 1024) == pytest.approx(20 * (0.001 + 0.020))
     assert NETWORK.all_reduce_seconds(0, 1024) == pytest.approx(20 * 0.001)
+    assert NETWORK.all_reduce_seconds(0, 9) == pytest.approx(8 * 0.001)  # one more level than 8
     assert NETWORK.all_reduce_seconds(20 * MB, 1) == 0
 
 

@@ -210,6 +210,16 @@ def test_every_nanosecond_is_counted_once(waits: list[list[int]]) -> None:
             assert all(value >= 0 for value in share.own.values())
 
 
+def test_the_first_of_several_steps_does_not_count() -> None:
+    # It takes 51 ms, in which nearly nothing is sent, and the others 10 ms.
+    comes, leaves = [49, 55, 65, 75], [50, 60, 70, 80]
+    ranks = [rank_of(rank, comes, leaves) for rank in range(2)]
+    found = summary(ranks, shares(ranks))
+    assert found.num_steps == 4
+    assert found.spread == (0.01, 0.01)
+    assert found.transfer == 0.5
+
+
 def words_of(**changes: Any) -> str:
     ranks = [rank_of(0, [5, 15], [10, 20]), rank_of(1, [5, 15], [10, 20])]
     found = summary(ranks, shares(ranks))
