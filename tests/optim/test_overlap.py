@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import io
@@ -56,6 +57,10 @@ def made(group: dist.ProcessGroup, first: nn.Module, make: Any = adamw) -> tuple
     return model, lockstep.shard_optimizer(make(model.parameters()), overlap=True)
 
 
+class Several(list):
+    """A list of a class of the program's."""
+
+
 def pickled(model: nn.Module) -> list[torch.Tensor]:
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
@@ -75,6 +80,7 @@ READS: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
     "numbers": lambda model: [torch.tensor(p.tolist()) for p in model.parameters()],
     "arrays": lambda model: [torch.tensor(p.detach().numpy()) for p in model.parameters()],
     "lists": lambda model: torch._foreach_add([*model.parameters()], 0.0),
+    "lists of a class": lambda model: torch._foreach_add(Several(model.parameters()), 0.0),
     "keywords": lambda model: [torch.add(input=p, other=0) for p in model.parameters()],
     "addresses": lambda model: [
         torch.frombuffer(
@@ -226,6 +232,69 @@ def test_clipping_with_ours_reads_no_gradient(monkeypatch: pytest.MonkeyPatch) -
                 each.step()
                 each.zero_grad()
         for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, its)
+
+    run_ranks(2, body, backend="gloo")
+
+
+def test_a_norm_that_is_nan_does_not_spoil_the_next() -> None:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 3))  # with padding between gradients
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        norms: list[list[torch.Tensor]] = []
+        for overlap in False, True:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = lockstep.shard_optimizer(adamw(model.parameters()), overlap=overlap)
+            norms.append([])
+            for step in range(4):
+                x = torch.randn(4, 10, generator=torch.Generator().manual_seed(2 * step + rank))
+                x[0, 0] = torch.nan if step == 1 else 1.0
+                model(x).square().mean().backward()
+                norms[-1].append(lockstep.clip_grad_norm_(model.parameters(), 1.0))
+                if step != 1:
+                    optimizer.step()
+                optimizer.zero_grad()
+        assert [norm.isnan().item() for norm in norms[1]] == [False, True, False, False]
+        torch.testing.assert_close(*norms, equal_nan=True)
+
+    run_ranks(2, body, backend="gloo")
+
+
+@pytest.mark.parametrize("switch", ["no_sync", "require_backward_grad_sync"])
+def test_models_may_come_in_any_order_in_no_sync(switch: str) -> None:
+    torch.manual_seed(0)
+    first = [nn.Linear(30, 30), nn.Linear(30, 30)]
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        results = []
+        for options in {}, {"overlap": True}:
+            models = [
+                lockstep.DistributedDataParallel(copy.deepcopy(one), process_group=group)
+                for one in first
+            ]
+            optimizers = [adamw(model.parameters()) for model in models]
+            if options:
+                for optimizer in optimizers:
+                    lockstep.shard_optimizer(optimizer, **options)
+            for step in range(6):
+                x = torch.randn(4, 30, generator=torch.Generator().manual_seed(2 * step + rank))
+                with contextlib.ExitStack() as stack:
+                    for model in models:
+                        if (
+                            switch == "no_sync" and step % 3 == 1
+                        ):  # with gradients of the step before
+                            stack.enter_context(model.no_sync())
+                        else:
+                            model.require_backward_grad_sync = step % 3 != 1
+                    outer, inner = models if step % 3 != 1 or rank else reversed(models)
+                    outer(inner(x)).square().mean().backward()
+                if step % 3 == 2:
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            results.append([p.detach().clone() for model in models for p in model.parameters()])
+        for mine, its in zip(*results, strict=True):
             torch.testing.assert_close(mine, its)
 
     run_ranks(2, body, backend="gloo")

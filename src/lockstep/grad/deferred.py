@@ -106,7 +106,7 @@ class DeferredBucket(PendingBucket):
         accumulated: memoryview,
         start: int,
         group: dist.ProcessGroup,
-        num_parameters: int = 0,
+        num_parameters: int,
     ) -> None:
         # Whether this backward's barrier is still to come, in the group's generation.
         self._waits, self._generation = False, group.generation  # type: ignore[attr-defined]
@@ -114,8 +114,7 @@ class DeferredBucket(PendingBucket):
         # By the address of their memory; and those of all ranks, by rank.
         self._known_facts: dict[int, _Facts] = {}
         self._facts: list[_Facts] = []
-        tail_size = facts_numel(num_parameters, gradient_dtype(named[0][1]).itemsize)
-        super().__init__(named, accumulated, start, group, tail_size=tail_size)
+        super().__init__(named, accumulated, start, group, num_parameters)
         # Gradients that the program has read, by position; and those of them that were there before
         # this backward, or were read during it: such a gradient stays the same tensor.
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -138,6 +137,13 @@ class DeferredBucket(PendingBucket):
         self._memories = [self._memory_in(self._buffer)]
         self._buffers = [self._buffer]
         weakref.finalize(self, group.keep, self._buffers).atexit = False  # type: ignore[attr-defined]
+
+    @staticmethod
+    def tail_size_of(
+        parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, num_parameters: int
+    ) -> int:
+        """Return the number of elements that the facts take."""
+        return facts_numel(num_parameters, gradient_dtype(parameters[0]).itemsize)
 
     def gradients_of_ranks(self) -> list[torch.Tensor]:
         """Return each rank's gradients of the last backward, by rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +80,7 @@ def lacks_gradient(parameter: torch.Tensor) -> bool:
     return gradient_of(parameter) is None and pending_bucket_of(parameter) is None
 
 
-class PendingBucket(Bucket):
+class PendingBucket(Bucket, ABC):
     """A bucket whose gradients are pending after a backward, until the program reads or drops them.
 
     Meanwhile autograd sees no gradient on their parameters. Its layout is that of a sharded
@@ -100,15 +101,13 @@ class PendingBucket(Bucket):
         accumulated: memoryview,
         start: int,
         group: dist.ProcessGroup,
-        num_parameters: int = 0,  # of the reducer if it is the last bucket
-        *,
-        tail_size: int = 0,
+        num_parameters: int,  # of the reducer if it is the last bucket; otherwise 0
     ) -> None:
         super().__init__(
             named,
             accumulated,
             start=start,
-            tail_size=tail_size,
+            tail_size=self.tail_size_of([p for _, p in named], group, num_parameters),
             buffers_from=group,
             is_aligned=True,
         )
@@ -116,6 +115,13 @@ class PendingBucket(Bucket):
         reference = weakref.ref(self)
         for position, parameter in enumerate(self.parameters):
             parameter._deferred = reference, position  # type: ignore[attr-defined]
+
+    @staticmethod
+    @abstractmethod
+    def tail_size_of(
+        parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, num_parameters: int
+    ) -> int:
+        """Return the number of elements of the buffer behind the gradients of ``parameters``."""
 
     def has_layout(self, parameters: Sequence[torch.Tensor], offsets: Sequence[int]) -> bool:
         """Whether it has exactly these parameters, with gradients at these ``offsets``."""
@@ -126,9 +132,9 @@ class PendingBucket(Bucket):
         """Whether this rank has neither read nor dropped any gradient of the last backward."""
         return 0 not in self.pending
 
+    @abstractmethod
     def read(self, position: int) -> torch.Tensor | None:
         """Return the gradient at ``position``, which the program may keep and change."""
-        raise NotImplementedError
 
     def drop_at(self, position: int) -> None:
         """Drop the pending gradient at ``position``: the program has set ``parameter.grad``."""
@@ -138,6 +144,7 @@ class PendingBucket(Bucket):
         """Drop the gradients, all of which are pending: the parameters have none that is summed."""
         self.pending[:] = bytes(len(self.pending))
 
+    @abstractmethod
     def sum_into(self, target: torch.Tensor, start: int, *, is_often: bool = False) -> None:
         """Write means over the ranks to ``target``, of one dimension: from element ``start`` on.
 
@@ -147,11 +154,10 @@ class PendingBucket(Bucket):
             is_often: Whether the same elements are summed in most steps. Then views of them are
                 kept: a function of torch whose code has left the core's caches takes 10 us.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def own_range(self) -> tuple[int, int]:
         """Return the first element that this rank sums for all, and the one after its last."""
-        raise NotImplementedError
 
     def new_sum(self, start: int, stop: int) -> torch.Tensor:
         """Return the means over the ranks of the elements from ``start`` to ``stop``."""
@@ -159,9 +165,9 @@ class PendingBucket(Bucket):
         self.sum_into(total, start)
         return total
 
+    @abstractmethod
     def scale_means(self, factor: torch.Tensor) -> None:
         """Multiply all means, of which none has been read yet, by ``factor``."""
-        raise NotImplementedError
 
 
 class Assigned(NamedTuple):

@@ -31,24 +31,21 @@ class ScatteredBucket(PendingBucket):
     are views of the buffer, as in other buckets.
     """
 
-    def __init__(
-        self,
-        named: Sequence[tuple[str, nn.Parameter]],
-        accumulated: memoryview,
-        start: int,
-        group: dist.ProcessGroup,
-        num_parameters: int = 0,
-    ) -> None:
-        numel = sum(aligned(parameter.numel()) for _, parameter in named)
-        self._block = aligned(-(-numel // group.size()))
-        tail_size = self._block * group.size() - numel
-        super().__init__(named, accumulated, start, group, tail_size=tail_size)
-        self._is_scattered = True  # by the last launch
+    _is_scattered = True  # by the last launch
+
+    @staticmethod
+    def tail_size_of(
+        parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, num_parameters: int
+    ) -> int:
+        """Return the number of elements that make each rank's part equally large."""
+        numel = sum(aligned(parameter.numel()) for parameter in parameters)
+        return group.size() * aligned(-(-numel // group.size())) - numel
 
     def own_range(self) -> tuple[int, int]:
         """Return the first element whose mean this rank has, and the one after its last."""
-        first = self.group.rank() * self._block
-        return min(first, self.numel), min(first + self._block, self.numel)
+        size = len(self._buffer) // self.group.size()
+        first = self.group.rank() * size
+        return min(first, self.numel), min(first + size, self.numel)
 
     def begin(self) -> None:
         """Prepare for a backward, which adds to gradients that are there."""
@@ -113,5 +110,12 @@ class ScatteredBucket(PendingBucket):
     new_sum = means
 
     def scale_means(self, factor: torch.Tensor) -> None:
-        """Multiply all means, of which none has been read yet, by ``factor``."""
-        self.means(*self.own_range()).mul_(factor)
+        """Multiply all means, of which none has been read yet, by ``factor``.
+
+        Not the padding between them, which must stay 0, and would become NaN with the factor.
+        """
+        first, last = self.own_range()
+        for offset, view in zip(self.offsets, self._views, strict=False):
+            start, stop = max(first, offset), min(last, offset + view.numel())
+            if start < stop:
+                self.means(start, stop).mul_(factor)

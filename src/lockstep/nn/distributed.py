@@ -272,7 +272,10 @@ class DistributedDataParallel(
     def require_backward_grad_sync(self, value: bool) -> None:
         check_flag("require_backward_grad_sync", value)
         for engine in self._engines:
-            engine.is_syncing = value
+            if value:
+                engine.is_syncing = True
+            else:
+                engine.stop_syncing()
 
     # Trainers set it. No forward of ours exchanges buffers.
     require_forward_param_sync = True

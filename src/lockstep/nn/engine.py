@@ -213,6 +213,16 @@ class Engine:
                 for parameter in self.reducer.reduced:
                     autograd.hooks_of(parameter).call_others(parameter)
 
+    def stop_syncing(self) -> None:
+        """Let backwards accumulate gradients on each rank. Every rank must call it.
+
+        They add to gradients of the last backward, which ranks therefore gather now: a backward
+        may be of one rank alone. Shown by test_models_may_come_in_any_order_in_no_sync.
+        """
+        if self.is_syncing:
+            self.reducer.sum_pending()
+        self.is_syncing = False
+
     def keep_gradient(self, parameter: torch.Tensor) -> None:
         """Handle a gradient that is ready, and is not to be reduced in this backward."""
         self.reducer.mark_accumulated(parameter)

@@ -71,7 +71,7 @@ class ParallelState:
         """Let backwards in this context accumulate gradients on each rank without a reduction."""
         before = {engine: engine.is_syncing for engine in self.engines}
         for engine in before:
-            engine.is_syncing = False
+            engine.stop_syncing()
         try:
             yield
         finally:

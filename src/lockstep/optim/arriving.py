@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import getattr_static
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.comm import Pending, has_compiled, uncompiled
 from lockstep.errors import CollectiveFailed
 from lockstep.grad import DeferredParameter
-from lockstep.torch_private import DisableTorchFunctionSubclass, tree_leaves
+from lockstep.torch_private import DisableTorchFunctionSubclass
 
 # Functions of torch that need no values: properties, and methods.
 _PROPERTIES = """
@@ -116,12 +116,28 @@ class ArrivingParameter(DeferredParameter):
         if function in _WITHOUT_VALUES:
             with DisableTorchFunctionSubclass():
                 return function(*args, **arguments)
-        for leaf in tree_leaves((args, arguments)):
-            if isinstance(leaf, ArrivingParameter):
-                leaf._arrival.wait()
+        for arrival in _arrivals_among((args, arguments)):
+            arrival.wait()
         return function(*args, **arguments)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain parameter."""
         self._arrival.wait()
         return self.__reduce_ex__(protocol)  # of the class that it has now
+
+
+def _arrivals_among(value: object) -> Iterator[Arrival]:
+    """Yield the arrivals of parameters in ``value``, in lists and the like of any class.
+
+    torch looks for parameters there too, and calls ``__torch_function__`` until none is arriving.
+    """
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _arrivals_among(each)
+    elif isinstance(value, dict):
+        yield from _arrivals_among([*value.values()])
+    elif isinstance(value, ArrivingParameter):
+        # Another thread may have waited meanwhile.
+        arrival: Arrival | None = vars(value).get("_arrival")
+        if arrival is not None:
+            yield arrival

@@ -111,4 +111,5 @@ def _norm(bucket: PendingBucket, power: float, *, is_whole: bool) -> Tensor | No
     start_all_reduce(group, own, op).wait()
     if own[1]:
         return None
-    return own[0] if power == math.inf else own[0] ** (1 / power)
+    norm = own[0] if power == math.inf else own[0] ** (1 / power)
+    return norm.to(bucket.parameters[0].device)

@@ -74,13 +74,20 @@ def shard_optimizer(
             parameter's ``"master"``. By default, the parameters' own dtype.
         overlap: For process groups of other libraries, such as NCCL and Gloo: whether ranks send
             each gradient to the rank that updates it alone, while the backward runs, and updated
-            parameters while the program goes on. That sends two thirds of the bytes. Any
-            function or module of torch that is called with a parameter waits for it. But
-            transforms of ``torch.func``, TorchScript, CUDA graphs, and ``torch.tensor(parameter)``
-            don't: call ``parameter.data_ptr()`` before. To read ``parameter.grad`` after a backward
-            is a collective then, so that every rank has to. With other than element-wise
-            optimizers, only parameters are sent that way. On lockstep's own groups it changes
-            nothing.
+            parameters while the program goes on. That sends two thirds of the bytes. With other
+            than element-wise optimizers, only parameters are sent that way. It has a price:
+
+            - A function of torch that is called with a parameter waits for its update. What doesn't
+              get the parameter by such a call reads the value of before: ``parameter.data`` and
+              state dicts that were kept over the step, C++ extensions, transforms of
+              ``torch.func``, TorchScript, CUDA graphs, and constructors such as
+              ``torch.tensor(parameter)``. Call ``parameter.data_ptr()`` before.
+            - To read ``parameter.grad`` between backward and step is a collective, and so is to
+              enter :func:`no_sync` before gradients are dropped: every rank has to. So use the
+              optimizer's ``zero_grad()``; the model's reads all gradients.
+            - The model has to live until the step.
+
+            On lockstep's own groups it changes nothing.
 
     Returns:
         ``optimizer`` itself.
