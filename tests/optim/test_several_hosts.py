@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import lockstep
+from lockstep.checkpoint import ShardedState
 from lockstep.comm.hosts import HostsCollectives, Network
 from tests.comm.test_hosts import run_hosts
 from tests.nn.models import Digits
@@ -54,6 +56,36 @@ def test_a_checkpoint_of_several_hosts_is_loaded_on_one_rank(
         for index, own in state["state"].items():
             for name, value in own.items():
                 assert torch.equal(value, loaded[index][name])
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 1], [2]]])
+def test_parts_of_several_hosts_are_one_checkpoint(hosts: list[list[int]]) -> None:
+    """What torch.distributed.checkpoint plans: it refuses chunks that overlap or leave a gap."""
+    torch.manual_seed(0)
+    first: nn.Module = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> tuple[Any, Any]:
+        _, optimizer = train(group, first, OPTIMIZERS["AdamW"], sharded=True)
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({"optimizer": ShardedState(optimizer).state_dict()}, None, not rank)
+        local = planner.create_local_plan()
+        return optimizer.state_dict(), (local, [*map(planner.resolve_data, local.items)])
+
+    answers = run_hosts(hosts, body)
+    states, plans = zip(*answers, strict=True)
+    planner = DefaultSavePlanner()
+    _, metadata = planner.create_global_plan([local for local, _ in plans])
+    chunks = {
+        (item.index.fqn, item.index.offset): value
+        for local, values in plans
+        for item, value in zip(local.items, values, strict=True)
+    }
+    for index, own in states[0]["state"].items():
+        for name, value in own.items():
+            key = f"optimizer.state.{index}.{name}"
+            for chunk in metadata.state_dict_metadata[key].chunks:
+                place = tuple(map(lambda o, s: slice(o, o + s), chunk.offsets, chunk.sizes))
+                assert torch.equal(value[place], chunks[key, chunk.offsets])
 
 
 def test_hosts_of_equally_many_ranks_send_each_other_gradients_alone(

@@ -52,7 +52,7 @@ def encode(name: str, thing: Any, shared: Collector, own: Collector) -> dict[str
         shared: Collects what all ranks have.
         own: Collects what this rank alone has.
     """
-    kind, thing = kind_of(thing), _unwrapped(thing)
+    kind, thing = kind_of(thing), unwrapped(thing)
     value, divided = thing, dict[str, Any]()
     if kind == "module":
         names = _plain_names(thing)
@@ -109,7 +109,7 @@ def prepare(
         raise CheckpointMismatch(
             f"There is no {name!r} in {manifest.folder}, which has {known}. Load what is there."
         )
-    kind, thing = kind_of(thing), _unwrapped(thing)
+    kind, thing = kind_of(thing), unwrapped(thing)
     saved_kind, tree = manifest.parse(lambda: (things[name]["kind"], things[name]["tree"]))
     if kind not in ("value", saved_kind):
         raise CheckpointMismatch(
@@ -270,11 +270,11 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def names_of(things: Mapping[str, Any]) -> dict[int, str]:
     """Return by id() how parameters are named in the modules among ``things``."""
-    modules = {n: _unwrapped(t) for n, t in things.items() if isinstance(t, nn.Module)}
+    modules = {n: unwrapped(t) for n, t in things.items() if isinstance(t, nn.Module)}
     return {id(p): f"{n}.{k}" for n, m in modules.items() for k, p in m.named_parameters()}
 
 
-def _unwrapped(thing: Any) -> Any:
+def unwrapped(thing: Any) -> Any:
     """Return the module or optimizer itself that is in a wrapper."""
     while isinstance(thing, nn.Module):
         inner = getattr(thing, "_orig_mod", None)  # of torch.compile

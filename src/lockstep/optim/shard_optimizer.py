@@ -61,7 +61,9 @@ def shard_optimizer(
     Every rank must call it, with the same optimizer, and from then on its ``step()``,
     ``state_dict()`` and ``load_state_dict()``, which block. ``state_dict()`` returns the ordinary
     state dict, of all parameters, on every rank; with ``rank0_only=True`` only rank 0's has the
-    state. ``load_state_dict()`` takes ordinary ones, saved by any number of ranks. A closure is
+    state. ``load_state_dict()`` takes ordinary ones, saved by any number of ranks.
+    :func:`lockstep.save`, and torch.distributed.checkpoint with
+    :class:`lockstep.checkpoint.ShardedState`, save each rank's part where it is. A closure is
     called once, before the step. Gradients have to be the mean over the ranks: a step after
     :func:`no_sync`, with each rank's own gradients, would mix them.
 

@@ -30,7 +30,8 @@ from lockstep.errors import CollectiveFailed, ModelError, ModelMismatch
 from lockstep.grad import MIB, ScatteredBucket, assign_buckets, lacks_gradient
 from lockstep.nn import defer_gradients, finish_failed
 from lockstep.optim.flat import FlatParameters, Progress, with_memory_of_others
-from lockstep.optim.shard import GroupsByShard, Part, Shard, make_shards
+from lockstep.optim.partial import state_to_come
+from lockstep.optim.shard import MASTER, GroupsByShard, Part, Shard, make_shards
 from lockstep.optim.state import (
     Divided,
     State,
@@ -388,14 +389,33 @@ class Sharding:
             whole = {}
         return self._as_state_dict(whole)
 
-    def own_state_dict(self) -> tuple[dict[str, Any], list[StatePart]]:
+    def own_state_dict(
+        self, *, on_all_hosts: bool = False
+    ) -> tuple[dict[str, Any], list[StatePart]]:
         """Return the state dict without divided state, and this rank's part of the divided state.
 
-        Every rank must call it.
+        Every rank must call it. If each host has all state, ranks of other hosts than the first
+        have no part, unless ``on_all_hosts``.
         """
         self._prepare()
-        parts = [*parts_of_state(self._shards, self._optimizer.state)]
+        shards = [shard for shard in self._shards if on_all_hosts or shard.flat.is_first]
+        parts = [*parts_of_state(shards, self._optimizer.state)]
         return self._as_state_dict(self._local_state()), parts
+
+    def parts_to_come(self) -> list[StatePart]:
+        """Return what a step would make of state that this rank's part doesn't have yet.
+
+        The values say nothing. Call it after :meth:`own_state_dict`.
+        """
+        made: dict[Any, State] = {}
+        for shard in self._shards:
+            parameters = [shard.flat.parameters[piece.parameter] for piece in shard.pieces]
+            is_trained = any(parameter.requires_grad for parameter in parameters)
+            if is_trained and shard.state_in(self._optimizer.state) is None:
+                made[shard.tensor] = state_to_come(self._optimizer, shard.group, shard.tensor)
+                if shard.has_master:
+                    made[shard.tensor][MASTER] = torch.empty_like(shard.tensor)
+        return [*parts_of_state(self._shards, made)]
 
     def owned(self) -> dict[torch.Tensor, tuple[int, int]]:
         """Return for each divided parameter the range of elements that this rank updates.
@@ -427,8 +447,12 @@ class Sharding:
         self._prepare()
         with stand_ins(self._optimizer, self._master_dtype) as parameters:
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
-        state = self._optimizer.state
+        state: Any = self._optimizer.state
         self._set_state({parameters.get(key, key): value for key, value in state.items()})
+        # A state dict in parts may have none of this rank's parameters, and yet some of others'.
+        for ranks in self._numbers:
+            if any(self._gather(ranks, len(state))):
+                state[_DIVIDED] = Divided()
 
 
 def _parts_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

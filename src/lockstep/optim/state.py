@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm import all_gather_bytes, all_gather_in_place, bytes_of
 from lockstep.optim.flat import FlatParameters, elements_of
+from lockstep.optim.partial import elements_from
 from lockstep.optim.shard import MASTER, Shard, is_by_element, update_dtype
 
 State = dict[str, Any]
@@ -43,11 +44,9 @@ class StatePart(NamedTuple):
     once: dict[str, Any]  # all other state, such as the number of steps
 
 
-def parts_of_state(shards: Sequence[Shard], state: Mapping[Any, State]) -> Iterator[StatePart]:
-    """Yield this rank's part of the state, by shard and parameter; on the first host alone."""
+def parts_of_state(shards: Iterable[Shard], state: Mapping[Any, State]) -> Iterator[StatePart]:
+    """Yield this rank's part of the state, by shard and parameter."""
     for shard in shards:
-        if not shard.flat.is_first:
-            continue
         own = shard.state_in(state) or {}
         by_element = {
             name: elements_of(value, shard.tensor)
@@ -163,13 +162,12 @@ def put_state(
             if name in own:
                 continue
             own[name] = torch.zeros_like(part.tensor, dtype=value.dtype)
-            if flat.keeps_whole:
-                own[name].copy_(value)
-                continue
+            target = elements_of(own[name], part.tensor)
             for piece in part.pieces:
+                place = slice(None) if flat.keeps_whole else part.place_of(piece)
                 parameter = parameters[piece.parameter]
-                source = elements_of(whole[parameter][name], parameter)
-                own[name][part.place_of(piece)].copy_(source[piece.start : piece.stop])
+                source = whole[parameter][name], parameter, piece.start, piece.stop
+                target[place].copy_(elements_from(*source))
         part.put_master(own.pop(MASTER, None))
         state[part.tensor] = own
     return parts

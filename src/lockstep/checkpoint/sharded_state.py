@@ -1,0 +1,219 @@
+"""``ShardedState``: an optimizer for ``torch.distributed.checkpoint``, without gathering."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.optim import Optimizer
+
+from lockstep.arguments import check_type
+from lockstep.checkpoint.things import parameters_of, unwrapped
+from lockstep.checkpoint.tree import Header, flat_elements, from_flat, header_of
+from lockstep.errors import CheckpointMismatch
+from lockstep.optim import PartialTensor, StatePart, sharding_of, state_to_come
+
+
+class ShardedState:
+    """The state of an optimizer, of which each rank saves and loads its own part. ::
+
+        state = {"model": model, "optimizer": ShardedState(optimizer), "epoch": epoch}
+        torch.distributed.checkpoint.save(state, checkpoint_id="run")
+        ...
+        torch.distributed.checkpoint.load(state, checkpoint_id="run")
+
+    Without it, ``{"optimizer": optimizer}`` gathers all state on each rank. The checkpoint is the
+    same in both cases: either loads into an optimizer that is sharded or not, at any number of
+    ranks. :func:`lockstep.save` does the same without torch's planners.
+
+    A parameter that had no state yet when the checkpoint was saved, as it had no gradient, is
+    missing there, which is an error, unless ``load`` is told by
+    ``planner=DefaultLoadPlanner(allow_partial_load=True)``: then it keeps the state that it has.
+
+    Args:
+        optimizer: Any optimizer, whether sharded or not.
+
+    Raises:
+        TypeError: If it isn't an optimizer.
+
+    Source: ``torch.distributed.checkpoint.stateful.Stateful``, whose methods it has.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        check_type("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+        self._optimizer: Optimizer = unwrapped(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict, with this rank's part of the state. Every rank must call it.
+
+        It has no copies. Parameters are numbered as in any state dict, but by strings.
+        """
+        parameters, sharding = parameters_of(self._optimizer), sharding_of(self._optimizer)
+        if sharding is None:
+            state, parts = self._optimizer.state_dict(), list[StatePart]()
+            to_come = list[StatePart]()
+        else:
+            state, parts = sharding.own_state_dict(on_all_hosts=True)
+            to_come = sharding.parts_to_come()
+        index_of = {parameter: index for index, parameter in enumerate(parameters)}
+        found: dict[str, dict[str, Any]] = {}
+        for index, own in state["state"].items():
+            found[str(index)] = {name: _entry(value) for name, value in own.items()}
+        for each, is_to_come in [*((p, False) for p in parts), *((p, True) for p in to_come)]:
+            own = found.setdefault(str(index_of[each.parameter]), {})
+            own |= {name: _entry(value, is_to_come) for name, value in each.once.items()}
+            for name, elements in each.by_element.items():
+                if name in own:
+                    own[name].ranges.append((each.start, elements))
+                else:
+                    own[name] = _part(each.parameter, each.start, elements, is_to_come)
+        divided = set() if sharding is None else sharding.owned().keys()
+        for number, group in enumerate(self._optimizer.param_groups):
+            for parameter in group["params"]:
+                index = str(index_of[parameter])
+                if index not in found and parameter not in divided and parameter.requires_grad:
+                    made = state_to_come(self._optimizer, number, parameter)
+                    found[index] = {name: _entry(value, True) for name, value in made.items()}
+        return {"state": found, "param_groups": state["param_groups"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` has returned and has been filled. Every rank must call it.
+
+        Raises:
+            CheckpointMismatch: If a parameter has got a part of its state only.
+        """
+        state: dict[int, dict[str, Any]] = {}
+        for index, own in state_dict["state"].items():
+            there = {name: value for name, value in own.items() if not _is_missing(value)}
+            if 0 < len(there) < len(own):
+                lacking = ", ".join(sorted(own.keys() - there.keys()))
+                raise CheckpointMismatch(
+                    f"Parameter {index} of this {type(self._optimizer).__name__} has got no "
+                    f"{lacking}, and {', '.join(sorted(there))}. Make the optimizer that was saved."
+                )
+            if there:
+                state[int(index)] = {name: _loaded(value) for name, value in there.items()}
+        self._optimizer.load_state_dict(
+            {"state": state, "param_groups": state_dict["param_groups"]}
+        )
+
+
+class _Missing:
+    """Represents state that isn't a tensor and isn't there yet."""
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """Return nothing, so that it isn't saved."""
+        return []
+
+
+class _Part(PartialTensor):
+    """A tensor of which torch.distributed.checkpoint saves and loads the elements of this rank.
+
+    What it saves are boxes of consecutive elements. Loading goes to memory of its own, so that the
+    optimizer stays as it is if that fails.
+    """
+
+    is_to_come = False  # whether it isn't there yet, so that it isn't saved
+    is_filled = False  # whether it is being loaded, or has been
+    order: tuple[int, ...]  # its dimensions, from the one with the largest stride on
+    boxes: dict[torch.Size, torch.Tensor]  # by the index of the first element; in their shapes
+
+    def make_boxes(self) -> None:
+        """Divide the elements into :attr:`boxes`, which are views."""
+        shape = [self.shape[dim] for dim in self.order]
+        inverse = [self.order.index(dim) for dim in range(self.dim())]
+        self.boxes = {}
+        for first, own in self.ranges:
+            at = 0
+            for offsets, sizes in boxes_of(shape, first, first + len(own)):
+                numel = math.prod(sizes)
+                box = own[at : at + numel].view(sizes).permute(inverse)
+                self.boxes[torch.Size([offsets[dim] for dim in inverse])] = box
+                at += numel
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """Describe what this rank saves."""
+        if self.is_to_come:
+            return []
+        self.make_boxes()
+        return [
+            WriteItem(
+                MetadataIndex(fqn, offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(offsets, box.shape),
+                    TensorProperties.create_from_tensor(box),
+                    self.shape,
+                ),
+            )
+            for offsets, box in self.boxes.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Describe what this rank loads."""
+        if not self.is_to_come:
+            self.ranges = [(start, torch.empty_like(own)) for start, own in self.ranges]
+        self.is_filled = True
+        self.make_boxes()
+        return [ChunkStorageMetadata(offsets, box.shape) for offsets, box in self.boxes.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the elements of a box, to be read or written."""
+        assert index.offset is not None
+        return self.boxes[index.offset]
+
+
+def boxes_of(
+    shape: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the offsets and sizes of the boxes of which a range of elements consists, in order."""
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = (start // row, -(-stop // row)) if row else (0, shape[0])
+    if start == first * row and stop == last * row:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    elif last - first == 1:
+        for offsets, sizes in boxes_of(shape[1:], start - first * row, stop - first * row):
+            yield (first, *offsets), (1, *sizes)
+    else:
+        cuts = start, -(-start // row) * row, stop // row * row, stop
+        for begin, end in pairwise(cuts):
+            if begin < end:
+                yield from boxes_of(shape, begin, end)
+
+
+def _part(like: torch.Tensor, start: int, elements: torch.Tensor, is_to_come: bool) -> _Part:
+    part = _Part(like, [(start, elements)])
+    part.is_to_come, part.order = is_to_come, header_of(like).order
+    return part
+
+
+def _entry(value: Any, is_to_come: bool = False) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _part(value, 0, flat_elements(value), is_to_come)
+    return _Missing() if is_to_come else value
+
+
+def _is_missing(value: object) -> bool:
+    if isinstance(value, _Part):
+        return value.is_to_come and not value.is_filled
+    return isinstance(value, _Missing)
+
+
+def _loaded(value: Any) -> Any:
+    """Return a whole tensor if this rank has all of its elements."""
+    if isinstance(value, _Part) and sum(len(own) for _, own in value.ranges) == value.numel():
+        header = Header(str(value.dtype), tuple(value.shape), value.order)
+        return from_flat(value.elements(0, value.numel()), header)
+    return value

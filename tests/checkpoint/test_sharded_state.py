@@ -1,0 +1,339 @@
+"""torch.distributed.checkpoint saves and loads each rank's part of an optimizer's state."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.optim import Optimizer
+
+import lockstep
+from lockstep.checkpoint import ShardedState
+from lockstep.checkpoint.sharded_state import boxes_of
+from lockstep.errors import CheckpointMismatch
+from tests.checkpoint.test_round_trips import same, states_of, train, trained
+from tests.nn.models import Digits, Unused
+from tests.optim.test_shard_optimizer import OPTIMIZERS
+from tests.processes import Processes, processes
+
+PARTIAL = DefaultLoadPlanner(allow_partial_load=True)
+
+
+class Strided(nn.Module):
+    """Parameters of several memory orders, and one that is a number."""
+
+    sample = (3, 5, 5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.last = nn.Linear(36, 7)
+        self.last.weight.data = self.last.weight.data.t().contiguous().t()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).flatten(1)) * self.scale
+
+
+class Empty(Strided):
+    """One parameter has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.none.sum()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    with processes(3) as started:
+        yield started
+
+
+def made(
+    kind: type[nn.Module], name: str, *, sharded: bool, steps: int, **options: Any
+) -> tuple[nn.Module, Optimizer]:
+    return trained(
+        dist.group.WORLD, kind, OPTIMIZERS[name], sharded=sharded, steps=steps, **options
+    )
+
+
+def folder_of(folder: str, *case: object) -> str:
+    return os.path.join(folder, "-".join(map(str, case)))
+
+
+def check_saved(folder: str, cases: list[Any], options: dict[str, Any]) -> None:
+    """Save a checkpoint for each case, and beside it the ordinary state."""
+    for kind, name, sharded in cases:
+        model, optimizer = made(kind, name, sharded=sharded, steps=3, **options)
+        path = folder_of(folder, kind.__name__, name, sharded)
+        state = {"model": model, "optimizer": ShardedState(optimizer), "step": 3}
+        dcp.save(state, checkpoint_id=path)
+        states = states_of(model, optimizer)
+        if dist.get_rank() == 0:
+            torch.save(states, os.path.join(path, "states.pt"))
+
+
+def check_loaded(folder: str, cases: list[Any], steps: list[int], options: dict[str, Any]) -> None:
+    """Load each case's checkpoint into sharded and other optimizers that took some steps before."""
+    for kind, name, saved in cases:
+        path = folder_of(folder, kind.__name__, name, saved)
+        expected = torch.load(os.path.join(path, "states.pt"), weights_only=False)
+        for sharded, before in itertools.product([False, True], steps):
+            like, its = made(kind, name, sharded=sharded, steps=0, **options)
+            like.load_state_dict(expected[0])
+            its.load_state_dict(copy.deepcopy(expected[1]))
+            model, optimizer = made(kind, name, sharded=sharded, steps=before, **options)
+            state = {"model": model, "optimizer": ShardedState(optimizer), "step": 0}
+            dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+            assert state["step"] == 3
+            case = kind.__name__, name, saved, sharded, before
+            assert same(states_of(model, optimizer), expected), case
+            train(dist.group.WORLD, like, its, range(3, 5))
+            train(dist.group.WORLD, model, optimizer, range(3, 5))
+            assert same(states_of(model, optimizer), states_of(like, its)), case
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (2, 2), (3, 2), (1, 3)])
+def test_state_is_loaded_at_any_number_of_ranks(ranks, tmp_path, first, second) -> None:
+    kinds, names = [Digits, Strided], ["AdamW", "momentum", "Adafactor"]
+    cases = [*itertools.product(kinds, names, [True, False]), (Empty, "AdamW", True)]
+    ranks.run(check_saved, "shm", first, str(tmp_path), cases, {})
+    ranks.run(check_loaded, "shm", second, str(tmp_path), cases, [0, 2], {})
+
+
+def test_state_of_any_optimizer_is_loaded_in_one_that_has_none(ranks, tmp_path) -> None:
+    cases = [(Strided, name, True) for name in OPTIMIZERS]
+    ranks.run(check_saved, "gloo", 3, str(tmp_path), cases, {})
+    ranks.run(check_loaded, "gloo", 2, str(tmp_path), cases, [0], {})
+
+
+def test_master_values_are_saved_too(ranks, tmp_path) -> None:
+    cases = [(Digits, name, True) for name in ("AdamW", "SGD")]
+    options = {"dtype": torch.bfloat16, "master": torch.float32}
+    ranks.run(check_saved, "shm", 2, str(tmp_path), cases, options)
+    ranks.run(check_masters, "shm", 3, str(tmp_path), cases, options)
+
+
+def check_masters(folder: str, cases: list[Any], options: Any) -> None:
+    for kind, name, saved in cases:
+        path = folder_of(folder, kind.__name__, name, saved)
+        expected = torch.load(os.path.join(path, "states.pt"), weights_only=False)
+        assert all("master" in own for own in expected[1]["state"].values())
+        model, optimizer = made(kind, name, sharded=True, steps=0, **options)
+        dcp.load({"model": model, "optimizer": ShardedState(optimizer)}, checkpoint_id=path)
+        assert same(states_of(model, optimizer), expected)
+
+
+def check_sizes(folder: str) -> tuple[int, int]:
+    _, optimizer = made(Digits, "AdamW", sharded=True, steps=3)
+    dcp.save({"optimizer": ShardedState(optimizer)}, checkpoint_id=folder)
+    parts = ShardedState(optimizer).state_dict()["state"].values()
+    values = [value for own in parts for value in own.values() if value.dim()]
+    here = {flat.untyped_storage().data_ptr() for value in values for _, flat in value.ranges}
+    live = {
+        value.untyped_storage().data_ptr()
+        for own in optimizer.state.values()
+        for value in own.values()
+    }
+    assert here <= live  # no copies
+    return sum(len(flat) for value in values for _, flat in value.ranges), dist.get_rank()
+
+
+def test_each_rank_saves_its_part_without_copies(ranks, tmp_path) -> None:
+    total = 2 * sum(parameter.numel() for parameter in Digits().parameters())
+    counts = [count for count, _ in ranks.run(check_sizes, "shm", 3, str(tmp_path))]
+    assert sum(counts) == total
+    assert max(counts) < total / 2
+    sizes = [path.stat().st_size for path in Path(tmp_path).glob("*.distcp")]
+    assert len(sizes) == 3
+    assert max(sizes) < sum(sizes) / 2
+
+
+def check_as_gathered(folder: str) -> None:
+    model, optimizer = made(Digits, "AdamW", sharded=True, steps=3)
+    dcp.save({"optimizer": optimizer}, checkpoint_id=folder)  # which gathers
+    _, other = made(Digits, "AdamW", sharded=True, steps=0)
+    dcp.load({"optimizer": ShardedState(other)}, checkpoint_id=folder)
+    assert same(states_of(model, other)[1], states_of(model, optimizer)[1])
+    dcp.save({"optimizer": ShardedState(optimizer)}, checkpoint_id=folder + "-parts")
+    model, plain = made(Digits, "AdamW", sharded=False, steps=1)
+    dcp.load({"optimizer": plain}, checkpoint_id=folder + "-parts")
+    assert same(states_of(model, plain)[1], states_of(model, optimizer)[1])
+
+
+def test_the_checkpoint_is_that_of_an_ordinary_state_dict(ranks, tmp_path) -> None:
+    ranks.run(check_as_gathered, "shm", 2, str(tmp_path / "whole"))
+
+
+def check_unused(folder: str) -> None:
+    model, optimizer = made(Unused, "AdamW", sharded=True, steps=3)
+    dcp.save({"optimizer": ShardedState(optimizer)}, checkpoint_id=folder)
+    before = copy.deepcopy(states_of(model, optimizer))
+    _, other = made(Unused, "AdamW", sharded=True, steps=0)
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
+        dcp.load({"optimizer": ShardedState(other)}, checkpoint_id=folder)
+    assert not other.state
+    dcp.load({"optimizer": ShardedState(other)}, checkpoint_id=folder, planner=PARTIAL)
+    assert same(states_of(model, other), before)
+    # What isn't in the checkpoint stays.
+    empty = {"optimizer": ShardedState(made(Unused, "AdamW", sharded=True, steps=0)[1])}
+    dcp.save(empty, checkpoint_id=folder + "-empty")
+    dcp.load({"optimizer": ShardedState(other)}, checkpoint_id=folder + "-empty", planner=PARTIAL)
+    assert same(states_of(model, other), before)
+
+
+def test_parameters_without_state_need_a_partial_load(ranks, tmp_path) -> None:
+    ranks.run(check_unused, "shm", 2, str(tmp_path / "run"))
+
+
+def check_failures(folder: str) -> None:
+    _, optimizer = made(Digits, "momentum", sharded=True, steps=3)
+    dcp.save({"optimizer": ShardedState(optimizer)}, checkpoint_id=folder)
+    model, other = made(Digits, "AdamW", sharded=True, steps=2)
+    before = copy.deepcopy(states_of(model, other))
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
+        dcp.load({"optimizer": ShardedState(other)}, checkpoint_id=folder)
+    assert same(states_of(model, other), before)
+    _, nadam = made(Digits, "NAdam", sharded=True, steps=3)
+    dcp.save({"optimizer": ShardedState(nadam)}, checkpoint_id=folder + "-nadam")
+    _, amsgrad = made(Digits, "amsgrad", sharded=True, steps=0)
+    with pytest.raises(CheckpointMismatch, match=r"has got no max_exp_avg_sq, and exp_avg, "):
+        dcp.load(
+            {"optimizer": ShardedState(amsgrad)}, checkpoint_id=folder + "-nadam", planner=PARTIAL
+        )
+    assert not amsgrad.state
+    # A file that ends early, after other parts have been read.
+    dist.barrier()
+    path = os.path.join(folder, f"__{dist.get_rank()}_0.distcp")
+    os.truncate(path, os.path.getsize(path) // 2)
+    dist.barrier()
+    before = copy.deepcopy(states_of(model, optimizer))
+    train(dist.group.WORLD, model, other, range(2))
+    _, third = made(Digits, "momentum", sharded=True, steps=1)
+    before = copy.deepcopy(states_of(model, third))
+    with pytest.raises(dcp.api.CheckpointException):
+        dcp.load({"optimizer": ShardedState(third)}, checkpoint_id=folder)
+    assert same(states_of(model, third), before)
+
+
+def test_a_load_that_fails_leaves_the_optimizer_as_it_was(ranks, tmp_path) -> None:
+    ranks.run(check_failures, "shm", 2, str(tmp_path / "run"))
+
+
+class Counting(torch.optim.SGD):
+    """Its state has numbers and None; its step calls that of its base class."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    own = self.state[parameter]
+                    own["count"] = own.get("count", 0) + 1
+                    own["nothing"] = None
+        return super().step(closure)
+
+
+def check_numbers(folder: str) -> None:
+    def optimizer_of(steps: int) -> tuple[nn.Module, Optimizer]:
+        make = lambda p: Counting(p, lr=0.1, momentum=0.9)  # noqa: E731
+        return trained(dist.group.WORLD, Digits, make, sharded=True, steps=steps)
+
+    model, optimizer = optimizer_of(3)
+    dcp.save({"optimizer": ShardedState(optimizer)}, checkpoint_id=folder)
+    other_model, other = optimizer_of(0)
+    steps = []
+    other.register_step_post_hook(lambda *_: steps.append(1))
+    dcp.load({"optimizer": ShardedState(other)}, checkpoint_id=folder)
+    assert not steps
+    found = states_of(other_model, other)[1]
+    assert same(found, states_of(model, optimizer)[1])
+    assert {own["count"] for own in found["state"].values()} == {3}
+
+
+def test_state_that_is_not_a_tensor_is_saved_too(ranks, tmp_path) -> None:
+    ranks.run(check_numbers, "shm", 2, str(tmp_path))
+
+
+def check_async(folder: str) -> None:
+    model, optimizer = made(Strided, "AdamW", sharded=True, steps=3)
+    before = copy.deepcopy(states_of(model, optimizer))
+    saving = dcp.async_save(
+        {"optimizer": ShardedState(optimizer)}, checkpoint_id=folder, process_group=dist.new_group()
+    )
+    train(dist.group.WORLD, model, optimizer, range(3, 5))
+    saving.result()
+    _, other = made(Strided, "AdamW", sharded=True, steps=0)
+    dcp.load({"optimizer": ShardedState(other)}, checkpoint_id=folder)
+    assert same(states_of(model, other)[1], before[1])
+
+
+def test_a_save_in_the_background_has_the_state_of_its_call(ranks, tmp_path) -> None:
+    ranks.run(check_async, "gloo", 2, str(tmp_path))
+
+
+def check_zero(folder: str) -> None:
+    torch.manual_seed(0)
+    model = lockstep.parallelize(Digits())
+    zero = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    train(dist.group.WORLD, model, zero, range(3))
+    dcp.save({"optimizer": ShardedState(zero)}, checkpoint_id=folder)
+    _, other = made(Digits, "AdamW", sharded=True, steps=0)
+    dcp.load({"optimizer": ShardedState(other)}, checkpoint_id=folder)
+    zero.consolidate_state_dict(0)
+    if dist.get_rank() == 0:
+        expected = zero.state_dict()["state"]
+    found = other.state_dict()["state"]
+    if dist.get_rank() == 0:
+        assert all(same(found[index], expected[index]) for index in expected)
+
+
+def test_a_zero_redundancy_optimizer_is_saved_too(ranks, tmp_path) -> None:
+    ranks.run(check_zero, "shm", 2, str(tmp_path))
+
+
+def test_something_else_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"(?s)optimizer is .*, not a torch\.optim\.Optimizer"):
+        ShardedState(Digits())
+
+
+def check_computing() -> None:
+    _, optimizer = made(Digits, "AdamW", sharded=True, steps=1)
+    parts = ShardedState(optimizer).state_dict()["state"].values()
+    part = next(own["exp_avg"] for own in parts)
+    with pytest.raises(TypeError, match=r"has only some elements. Let every rank call"):
+        part.sum()
+    assert repr(part).startswith("PartialTensor(shape=[")
+
+
+def test_a_part_is_not_computed_with(ranks) -> None:
+    ranks.run(check_computing, "shm", 2)
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.data())
+def test_boxes_are_the_elements_of_a_range(shape, data) -> None:
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel - 1))
+    stop = data.draw(st.integers(start + 1, numel))
+    whole = torch.arange(numel).view(shape)
+    found = []
+    for offsets, sizes in boxes_of(shape, start, stop):
+        place = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+        found += whole[place].flatten().tolist()
+    assert found == [*range(start, stop)]
+    assert len([*boxes_of(shape, start, stop)]) <= max(2 * len(shape) - 1, 1)
