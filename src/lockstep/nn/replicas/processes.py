@@ -23,6 +23,7 @@ from torch import nn
 
 from lockstep.comm import Deadline, shut_down
 from lockstep.errors import ReplicaLost
+from lockstep.grad import DeferredParameter
 from lockstep.nn.replicas.channel import (
     Channel,
     Error,
@@ -34,7 +35,12 @@ from lockstep.nn.replicas.channel import (
 )
 from lockstep.nn.replicas.group import Replica, num_replicas, this_replica
 from lockstep.nn.replicas.local_replica import Arguments, Ends, Gradients
-from lockstep.nn.replicas.module_copy import ModuleSnapshot, ModuleState, version_of
+from lockstep.nn.replicas.module_copy import (
+    ModuleSnapshot,
+    ModuleState,
+    linked_embeddings_in,
+    version_of,
+)
 from lockstep.nn.replicas.nested import tensors_in
 from lockstep.nn.replicas.worker_main import GRACE_SECONDS, POLL_SECONDS, Call
 from lockstep.nn.replicas.worker_threads import Modes, raise_first
@@ -191,7 +197,7 @@ class ReplicaProcesses:
     """The processes of all replicas but the first, on ``devices[1:]``.
 
     They are not forks of the caller, and end with this object or with the program. Parameters on
-    the CPU are moved to shared memory.
+    the CPU are moved to shared memory, or copied there if a sharded optimizer has their memory.
     """
 
     def __init__(self, devices: Sequence[torch.device], timeout: float) -> None:
@@ -199,6 +205,8 @@ class ReplicaProcesses:
         self._timeout = timeout
         self._numbers = itertools.count()
         self._snapshot = _NOTHING
+        # Parameters that aren't in shared memory themselves, and their copies there.
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._lost: BaseException | None = None
         self._is_ended = False
         self.workers = _start_processes(devices)
@@ -219,8 +227,12 @@ class ReplicaProcesses:
             )
 
     def update(self, module: nn.Module, state: ModuleState) -> None:
-        """Send the module if anything but the values of its tensors has changed."""
+        """Send the module if anything but the values of its tensors has changed.
+
+        Parameters stay where a sharded optimizer keeps them, and are copied from there.
+        """
         if self._snapshot.is_current(state):
+            self._copy_parameters()
             return
         parameters = state.parameters
         gradients = [shared_like(parameters) for _ in self.workers]
@@ -236,11 +248,16 @@ class ReplicaProcesses:
                 f"{type(module).__name__} can't be sent to other processes: {error}. Use "
                 "workers='threads', or leave out what can't be pickled."
             ) from error
-        self._snapshot = _NOTHING  # until all processes have it
-        with torch.no_grad():
-            for parameter, place in zip(parameters, places, strict=True):
-                if isinstance(place, SharedTensor):
-                    parameter.data = place.here.copy_(parameter)
+        self._snapshot, self._copied = _NOTHING, []  # until all processes have it
+        linked = linked_embeddings_in(state.parts)  # written by replicas, too
+        for parameter, place in zip(parameters, places, strict=True):
+            if not isinstance(place, SharedTensor):
+                continue
+            if isinstance(parameter, DeferredParameter) and id(parameter) not in linked:
+                self._copied.append((parameter, place.here))
+            else:
+                parameter.data = place.here.copy_(parameter.detach())
+        self._copy_parameters()
         for worker, own, message in zip(self.workers, gradients, messages, strict=True):
             worker.gradients = [place.here for place in own]
             self.send(worker, message, max(self._timeout, _START_SECONDS))
@@ -256,6 +273,11 @@ class ReplicaProcesses:
                 errors.append(error)
         raise_first(errors, self.devices)
         self._snapshot = ModuleSnapshot(state)
+
+    def _copy_parameters(self) -> None:
+        # All of them: torch counts no writes to parameter.data.
+        for parameter, copy in self._copied:
+            copy.copy_(parameter.detach())
 
     def call(
         self, state: ModuleState, method: str, arguments: Sequence[Arguments], returns_buffers: bool
