@@ -229,6 +229,23 @@ def test_ranks_may_leave_the_loop_at_different_times() -> None:
     run_ranks(3, body)
 
 
+class Matrices(nn.Module):
+    """Parameters such as Muon takes."""
+
+    sample = (7,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(n, n - 1, bias=False) for n in (7, 6, 5)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_an_optimizer_that_orthogonalizes_matrices_gets_them_whole() -> None:
+    compare_bits(lambda p: torch.optim.Muon(p, lr=0.1), Matrices, 3)
+
+
 def test_ranks_with_other_optimizers_are_told() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)
