@@ -213,6 +213,7 @@ PUBLIC_NAMES = {
     "average_gradients",
     "clip_grad_norm_",
     "data_parallel",
+    "checkpoint",
     "errors",
     "explain",
     "gather",

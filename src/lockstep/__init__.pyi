@@ -1,3 +1,4 @@
+from . import checkpoint as checkpoint
 from . import errors as errors
 from .checkpoint import load as load
 from .checkpoint import save as save
