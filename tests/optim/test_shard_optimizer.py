@@ -279,15 +279,43 @@ def test_an_optimizer_is_sharded_once() -> None:
         with pytest.raises(AlreadyParallel, match="sharded already"):
             lockstep.shard_optimizer(optimizer)
 
+    run_ranks(1, body)
     run_ranks(2, body)
 
 
-def test_on_one_rank_nothing_changes() -> None:
+def test_on_one_rank_the_state_dict_alone_changes() -> None:
     model = lockstep.parallelize(nn.Linear(2, 2))
     optimizer = adamw(model.parameters())
     before = dict(vars(optimizer))
     assert lockstep.shard_optimizer(optimizer) is optimizer
-    assert vars(optimizer) == before
+    assert vars(optimizer).keys() - before.keys() == {"state_dict"}
+    assert all(vars(optimizer)[name] is value for name, value in before.items())
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_rank0_only_is_an_option_of_every_sharded_optimizer(size: int, sparse: bool) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Embedding(3, 2, sparse=sparse), process_group=group)
+        kind: Any = torch.optim.SparseAdam if sparse else torch.optim.Adam
+        optimizer = lockstep.shard_optimizer(kind(model.parameters()))
+        model(torch.arange(3)).sum().backward()
+        optimizer.step()
+        state, whole = optimizer.state_dict(rank0_only=True), optimizer.state_dict()
+        assert whole["state"]
+        if rank == 0:
+            torch.testing.assert_close(state, whole)
+
+    run_ranks(size, body)
+
+
+def test_on_one_rank_a_sharded_optimizer_is_copied() -> None:
+    model = lockstep.parallelize(nn.Linear(2, 2))
+    optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
+    torch.testing.assert_close(copied.state_dict(), optimizer.state_dict())
 
 
 def test_an_error_in_a_step_leaves_the_groups_as_they_were() -> None:

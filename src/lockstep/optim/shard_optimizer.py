@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,7 +30,7 @@ def shard_optimizer(
     It stays the same object of the same class, with the same parameter groups, and its steps have
     the same result. But each rank updates only a part of the parameters, and holds the state of
     this part alone. So ``step()`` does less work, and the state of an Adam takes 1/N of the memory.
-    On one rank it changes nothing. ::
+    On one rank it divides nothing. ::
 
         model = lockstep.parallelize(model)
         optimizer = lockstep.shard_optimizer(torch.optim.AdamW(model.parameters()))
@@ -111,7 +112,8 @@ def shard_optimizer(
     ):
         raise TypeError(refusal("master_dtype", master_dtype, "a dtype such as torch.float32"))
     kind = type(optimizer).__name__
-    if sharding_of(optimizer) is not None:
+    is_sharded = getattr(optimizer.state_dict, "__func__", None) is _undivided_state_dict
+    if is_sharded or sharding_of(optimizer) is not None:
         raise AlreadyParallel(f"This {kind} is sharded already. Go on with it as it is.")
     if isinstance(optimizer, LBFGS):
         raise ModelError(
@@ -129,7 +131,14 @@ def shard_optimizer(
         Sharding(optimizer, groups_of, master_dtype=master_dtype, overlaps=overlap)
     elif master_dtype is not None:
         Sharding(optimizer, _alone, master_dtype=master_dtype)
+    else:
+        vars(optimizer).update(state_dict=MethodType(_undivided_state_dict, optimizer))
     return optimizer
+
+
+def _undivided_state_dict(optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+    """Return the state dict, with the option that it has where it is divided among ranks."""
+    return type(optimizer).state_dict(optimizer)
 
 
 def _alone(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | None]:
