@@ -67,12 +67,13 @@ def test_a_weight_that_is_no_number_of_samples_is_refused(weight: float) -> None
         lockstep.average_gradients(nn.Linear(1, 1), weight=weight)
 
 
-def test_no_samples_anywhere_is_refused_on_every_rank() -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_samples_anywhere_is_refused_on_every_rank(size: int) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         with pytest.raises(ValueError, match="Every rank gave a weight of 0"):
             lockstep.average_gradients(nn.Linear(1, 1), weight=0, process_group=group)
 
-    run_ranks(2, body)
+    run_ranks(size, body)
 
 
 def test_a_rank_of_weight_0_counts_for_nothing_even_if_it_has_nan() -> None:

@@ -225,7 +225,7 @@ def average_gradients(
 
     For models that are not parallel: call it after ``backward()`` and before the optimizer's step.
     A rank without a gradient of a parameter counts as zero; if no rank has one, the parameter stays
-    without. Every rank must call it; it blocks until all have. On one rank it does nothing.
+    without. Every rank must call it; it blocks until all have. On one rank it changes nothing.
 
     Args:
         module: The model, the same on every rank.
@@ -247,6 +247,7 @@ def average_gradients(
     own = 1.0 if weight is None else as_finite_number("weight", weight, wanted, at_least=0)
     group = _group_of_several(process_group)
     if group is None:
+        _check_total(own)
         return
     finish_failed(group)
     if _compared.get(module) is not group:
@@ -261,8 +262,7 @@ def average_gradients(
     weights = torch.tensor([own], dtype=torch.float64, device=named[0][1].device)
     start_all_reduce(group, weights).wait()
     total = weights.item()
-    if total == 0:
-        raise ValueError("Every rank gave a weight of 0, so there is nothing to average.")
+    _check_total(total)
     parameters = [parameter for _, parameter in named]
     sparse = sparse_indices(module, parameters)
     reducer = Reducer(named, group, cap_bytes=_CAP_BYTES, sparse=sparse, is_kept=False)
@@ -271,6 +271,11 @@ def average_gradients(
     reducer.begin()
     reducer.scale = own / total
     reducer.finish()
+
+
+def _check_total(weight: float) -> None:
+    if weight == 0:
+        raise ValueError("Every rank gave a weight of 0, so there is nothing to average.")
 
 
 def _group_of_several(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
