@@ -243,23 +243,25 @@ def test_attributes_are_those_of_torchs() -> None:
     launch(body)
 
 
-def test_require_backward_grad_sync_is_what_no_sync_sets() -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_require_backward_grad_sync_is_what_no_sync_sets(size: int) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model, alone = OurDDP(net(), process_group=group), net()
-        x = parts(2)[rank]
+        x = parts(size)[rank]
         with model.no_sync():
             assert not model.require_backward_grad_sync
         assert model.require_backward_grad_sync
         model.require_backward_grad_sync = False
+        assert not model.require_backward_grad_sync
         model(x).square().mean().backward()
         alone(x).square().mean().backward()
         assert_same(gradients_of(model), [p.grad for p in alone.parameters()])
         model.require_backward_grad_sync = True
         model.zero_grad()
         model(x).square().mean().backward()
-        assert_same(gradients_of(model), mean_gradients(net(), parts(2)))
+        assert_same(gradients_of(model), mean_gradients(net(), parts(size)))
 
-    run_ranks(2, body)
+    run_ranks(size, body)
 
 
 @pytest.mark.parametrize("more", [0, 1], ids=["same size", "other size"])

@@ -266,11 +266,13 @@ class DistributedDataParallel(
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether backwards reduce gradients."""
-        return all(engine.is_syncing for engine in self._engines)
+        state = state_of(self)
+        return state.is_syncing and all(engine.is_syncing for engine in state.engines)
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         check_flag("require_backward_grad_sync", value)
+        state_of(self).is_syncing = value
         for engine in self._engines:
             if value:
                 engine.is_syncing = True

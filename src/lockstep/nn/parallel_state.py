@@ -48,6 +48,8 @@ class ParallelState:
         # The engines of parallel modules in it, and its own if it has other parameters than those.
         # None of them on a rank that is alone.
         self.engines = list(engines)
+        # Whether backwards reduce gradients, or would if there were other ranks.
+        self.is_syncing = True
         # Its trained parameters, except for those that other parallel modules had before.
         self.parameters = WeakIdKeyDictionary()
         # The number of open accumulate() contexts. When it is 0, the next micro-batch is the last.
@@ -72,9 +74,11 @@ class ParallelState:
         before = {engine: engine.is_syncing for engine in self.engines}
         for engine in before:
             engine.stop_syncing()
+        would_sync, self.is_syncing = self.is_syncing, False
         try:
             yield
         finally:
+            self.is_syncing = would_sync
             for engine, was_syncing in before.items():
                 engine.is_syncing = was_syncing
 
