@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import lockstep
 from tests.counts import pairs
 from tests.processes import Processes, processes
+from tests.same import assert_same
 
 OurDDP = lockstep.DistributedDataParallel
 # What makes a model's reduction another one; given the wrapper and the group.
@@ -354,3 +355,49 @@ def check_zero(shard_buckets: bool) -> None:
 @pytest.mark.parametrize("shard_buckets", [False, True])
 def test_torchs_hook_of_a_sharded_optimizer(ranks: Processes, shard_buckets: bool) -> None:
     ranks.run(check_zero, "shm", 2, shard_buckets)
+
+
+def after_some_steps(register: Register) -> list[torch.Tensor]:
+    """Train with a hook on one rank; return the parameters."""
+    model = OurDDP(net(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
+    register(model, lockstep.init().process_group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        batch = torch.randn(4, FEATURES, generator=generator, dtype=torch.float64)
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+ALONE = EXACT | LOSSY | STEPPING | POWER_SGD | GLOO_ONLY
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("name", [name for name in ALONE if "local SGD" not in name])
+def test_hooks_are_called_without_a_process_group_as_in_one_of_one_rank(name: str) -> None:
+    alone = after_some_steps(ALONE[name])
+    assert not dist.is_initialized()
+    (in_a_group,) = lockstep.launch(
+        lambda world: after_some_steps(ALONE[name]), nprocs=1, ranks="threads"
+    )
+    assert_same(alone, in_a_group, 1e-6)  # Adam divides by gradients that are rounding errors
+
+
+def test_a_hook_without_a_process_group_may_call_init_and_collectives() -> None:
+    def sum_by_hand(state, bucket):
+        world = lockstep.init()
+        assert (dist.get_rank(), dist.get_world_size()) == (world.rank, world.world_size)
+        gathered = [torch.empty_like(bucket.buffer())]
+        dist.all_gather(gathered, bucket.buffer())
+        dist.broadcast(gathered[0], 0)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(gathered[0])
+        return future
+
+    def no_hook(model: nn.Module, group: dist.ProcessGroup) -> None: ...
+
+    world = lockstep.init()
+    assert_same(after_some_steps(hook(sum_by_hand)), after_some_steps(no_hook))
+    assert lockstep.init() is world

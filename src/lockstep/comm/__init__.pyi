@@ -10,6 +10,7 @@ from .any_group import can_average as can_average
 from .any_group import can_overlap as can_overlap
 from .any_group import can_share as can_share
 from .any_group import check_same_facts as check_same_facts
+from .any_group import default_group as default_group
 from .any_group import device_of_facts as device_of_facts
 from .any_group import differing_facts as differing_facts
 from .any_group import have_same as have_same

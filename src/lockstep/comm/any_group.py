@@ -14,7 +14,7 @@ import mmap
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -392,16 +392,46 @@ class SingleRankGroup:
 
     def allreduce(self, tensors: Sequence[Tensor], options: object = None) -> _Done:
         """Leave ``tensors`` as they are."""
-        return _Done()
+        return _Done(tensors)
 
     broadcast = allreduce
 
-    def allgather(self, gathered: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> _Done:
+    def allgather(
+        self,
+        gathered: Sequence[Sequence[Tensor]],
+        tensors: Sequence[Tensor],
+        options: object = None,
+    ) -> _Done:
         """Copy the tensor."""
         gathered[0][0].copy_(tensors[0])
-        return _Done()
+        return _Done(gathered[0])
 
 
 class _Done:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [*tensors]
+
     def wait(self) -> bool:
         return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        devices = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
+        future = torch.futures.Future[list[Tensor]](devices=[*devices])
+        future.set_result(self._tensors)
+        return future
+
+
+@contextlib.contextmanager
+def default_group() -> Iterator[None]:
+    """Let torch.distributed have a default group: of this rank alone, if it has none.
+
+    For functions of the program that call collectives, such as communication hooks.
+    """
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        dist.group.WORLD = SingleRankGroup()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if is_alone:
+            dist.group.WORLD = None

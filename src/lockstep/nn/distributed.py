@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.futures import Future
 
 from lockstep.arguments import Device, check_flag, check_module, check_type, only_device, refusal
-from lockstep.comm import SingleRankGroup, broadcast_tensors, mean_divisor
+from lockstep.comm import SingleRankGroup, broadcast_tensors, default_group, mean_divisor
 from lockstep.grad import MIB, CommHook, GradBucket, describe_buckets
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
@@ -313,6 +313,8 @@ class DistributedDataParallel(
         if not self._engines:  # the rank is alone, but the hook must be called
             group: Any = self.process_group or SingleRankGroup()
             self._engines.append(backward_sync_of(group).new_engine(self.module, self._options))
+        if self.process_group is None:
+            hook = default_group()(hook)
         for engine in self._engines:
             if engine.reducer.comm_hook is not None:
                 raise RuntimeError(

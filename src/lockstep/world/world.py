@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from lockstep.arguments import as_device, check_process_group, check_type
-from lockstep.comm import SHM, THREADS, rank_context, register_backends
+from lockstep.comm import SHM, THREADS, SingleRankGroup, rank_context, register_backends
 from lockstep.errors import BackendUnavailable, ContradictoryInit, InitError, SharedMemoryFull
 from lockstep.torch_private import _get_default_store
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
@@ -163,7 +163,10 @@ def _world(place: Placement, device: torch.device, local: tuple[int, int] = (0, 
 
 
 def _default_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_initialized() else None
+    group = dist.group.WORLD if dist.is_initialized() else None
+    # A rank that is alone has it while a communication hook runs, in which init() may be called.
+    is_stand_in = isinstance(cast(object, group), SingleRankGroup)
+    return None if is_stand_in else group
 
 
 def group_or_all(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
