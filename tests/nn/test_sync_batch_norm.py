@@ -114,16 +114,18 @@ def test_channels_last_stays_channels_last() -> None:
     assert run_ranks(2, body) == [True, True]
 
 
+@pytest.mark.parametrize("converts", [False, True], ids=["inputs", "the module too"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_normalised_in_float32(dtype: torch.dtype) -> None:
+def test_half_precision_is_normalised_in_float32(dtype: torch.dtype, converts: bool) -> None:
     (parts,) = batches((4, 4), [3, 5], count=1)
 
     def body(rank: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        norm = SyncBatchNorm(CHANNELS, process_group=group)
+        norm = SyncBatchNorm(CHANNELS, process_group=group, dtype=dtype if converts else None)
         part = parts[rank].to(dtype).requires_grad_()
         output = norm(part)
         (output.float().square() * part.float().sigmoid()).sum().backward()
         assert output.dtype == part.grad.dtype == dtype
+        assert norm.weight.grad.dtype == norm.running_var.dtype == norm.weight.dtype
         return output.detach(), part.grad
 
     whole = torch.cat(parts).to(dtype).float().requires_grad_()

@@ -273,8 +273,10 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
+        ctx.eps, ctx.group, ctx.dtype = eps, group, None if weight is None else weight.dtype
+        if ctx.dtype == input.dtype:  # half precision too, whose statistics are in float32
+            weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
         ctx.save_for_backward(input, weight, mean, variance, count)
-        ctx.eps, ctx.group = eps, group
         if not input.numel():
             return torch.empty_like(input)
         return F.batch_norm(input, mean, variance, weight, bias, training=False, eps=eps)
@@ -306,8 +308,8 @@ class _Normalize(torch.autograd.Function):
             wide = input.to(slope.dtype)
             line = torch.addcmul(offset.view(per_channel), slope.view(per_channel), wide)
             d_input.sub_(line.to(d_input.dtype))
-        d_weight = d_weight.to(weight.dtype) if needs[1] else None
-        d_bias = d_bias.to(weight.dtype) if needs[2] else None
+        d_weight = d_weight.to(ctx.dtype) if needs[1] else None
+        d_bias = d_bias.to(ctx.dtype) if needs[2] else None
         return d_input if needs[0] else None, d_weight, d_bias, *[None] * 5
 
 
