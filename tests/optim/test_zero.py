@@ -130,6 +130,28 @@ def test_its_state_is_collected_on_one_rank_and_loaded_by_all() -> None:
     run_ranks(2, body)
 
 
+def test_ranks_may_leave_the_loop_at_different_times() -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        models = []
+        for make in (
+            lambda p: torch.optim.AdamW(p, lr=0.01),
+            lambda p: lockstep.ZeroRedundancyOptimizer(p, torch.optim.AdamW, group, lr=0.01),
+        ):
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = make(model.parameters())
+            with lockstep.join(model):
+                for loss in losses(model, rank, 2 + rank):
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            models.append(model)
+        assert_equal(*models)
+
+    run_ranks(2, body)
+
+
 def test_bad_arguments_are_told() -> None:
     parameters = [nn.Parameter(torch.ones(2))]
     with pytest.raises(TypeError, match="optimizer_class is"):

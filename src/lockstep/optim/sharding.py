@@ -315,7 +315,7 @@ class Sharding:
     def _announce(self, ranks: dist.ProcessGroup, number: int) -> None:
         """In join(), let ranks without data take the step too."""
         state = join_state_of(ranks)
-        if state is None or self._is_joinable:
+        if state is None or (self._is_joinable and not state.follows_updates):
             return
         if not state.follows_updates:
             raise ModelError(
