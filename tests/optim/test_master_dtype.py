@@ -102,6 +102,21 @@ def test_a_process_alone_has_them_too(kind: str) -> None:
     check_against_hand(first_model(), kind, None)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_of_later_have_them_too(size: int) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Sequential(nn.Linear(2, 2)).bfloat16(), process_group=group)
+        model.append(nn.Linear(2, 2).bfloat16())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        lockstep.shard_optimizer(optimizer, master_dtype=torch.float32)
+        model(torch.ones(1, 2).bfloat16()).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+        assert [state[index]["master"].dtype for index in range(4)] == [torch.float32] * 4
+
+    run_ranks(size, body)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_from_a_state_dict_at_another_number_of_ranks(kind: str) -> None:
     first, saved, ends = first_model(), list[Any](), list[list[torch.Tensor]]()

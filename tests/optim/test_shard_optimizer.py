@@ -262,6 +262,35 @@ def test_an_lbfgs_is_refused() -> None:
         lockstep.shard_optimizer(torch.optim.LBFGS(model.parameters()))
 
 
+@pytest.mark.parametrize("backend", ["threads", "shm"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_of_later_alone_are_divided(size: int, backend: str) -> None:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        models = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            model[2] = nn.Linear(4, 3)  # other values on each rank
+            model[0].requires_grad_(False)
+            with torch.no_grad():
+                model[2].weight.fill_(rank + 1)
+                model[2].bias.fill_(rank + 1)
+            optimizer = shard(adamw(model[2].parameters()))
+            for step in range(3):
+                x = torch.randn(2, 7, generator=torch.Generator().manual_seed(rank + 10 * step))
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert len(optimizer.state_dict()["state"]) == 2
+            models.append(model)
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    run_ranks(size, body, backend=backend)
+
+
 def test_a_model_that_is_not_parallel_is_told() -> None:
     with pytest.raises(ModelError, match="Call lockstep"):
         lockstep.shard_optimizer(adamw(nn.Linear(2, 2).parameters()))

@@ -41,7 +41,7 @@ from lockstep.check.records import (
 )
 from lockstep.check.switches import Switches, rounded
 from lockstep.data import bytes_of
-from lockstep.nn import is_parallel
+from lockstep.nn import are_parallel
 from lockstep.torch_private import tree_leaves, tree_map_only
 
 NO_SAVES = "lockstep.save() writes nothing during a check"
@@ -300,7 +300,7 @@ class Recorder:
             changed=self._changed,
             batch_norms=self._models.batch_norms(),
             draws=self._draws,
-            is_parallel=any(isinstance(p, nn.Parameter) and is_parallel(p) for p in trained)
+            is_parallel=any(are_parallel(p for p in trained if isinstance(p, nn.Parameter)))
             or self._models.has_wrapper(),
             eps=max([self._eps, *map(_eps_of, trained)]),
         )

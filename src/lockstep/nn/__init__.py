@@ -4,10 +4,11 @@ from lockstep.nn.backward import finish_failed
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.mean import average_gradients, mean
 from lockstep.nn.parallel_state import (
+    are_parallel,
     defer_gradients,
     groups_of,
-    is_parallel,
     parallel_modules,
+    refresh_engines_of,
     state_of,
 )
 from lockstep.nn.parallelize import accumulate, join, no_sync, parallelize, sync_buffers
@@ -27,19 +28,20 @@ __all__ = [
     "DistributedDataParallel",
     "SyncBatchNorm",
     "accumulate",
+    "are_parallel",
     "average_gradients",
     "data_parallel",
     "defer_gradients",
     "finish_failed",
     "gather",
     "groups_of",
-    "is_parallel",
     "join",
     "mean",
     "no_sync",
     "parallel_apply",
     "parallel_modules",
     "parallelize",
+    "refresh_engines_of",
     "replicate",
     "scatter",
     "scatter_kwargs",

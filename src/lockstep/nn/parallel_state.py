@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ class ParallelState:
         self.engines = list(engines)
         # Whether backwards reduce gradients, or would if there were other ranks.
         self.is_syncing = True
+        self.is_released = False  # whether the module is a plain one again
         # Its trained parameters, except for those that other parallel modules had before.
         self.parameters = WeakIdKeyDictionary()
         # The number of open accumulate() contexts. When it is 0, the next micro-batch is the last.
@@ -199,9 +200,22 @@ def defer_gradients(parameters: Sequence[nn.Parameter], kind: type[PendingBucket
         engine.defer(parameters, kind)
 
 
-def is_parallel(parameter: nn.Parameter) -> bool:
-    """Whether ``parameter`` is trained as a part of a parallel module, on one rank too."""
-    return any(parameter in state.parameters for state in _all_states())
+def refresh_engines_of(parameters: Iterable[nn.Parameter]) -> None:
+    """Give those of ``parameters`` that are new in their modules rank 0's values.
+
+    The next forward would do so. Every rank must call it.
+    """
+    own = {*map(id, parameters)}
+    for engine in all_engines():
+        if not own.isdisjoint(map(id, engine.everything_that_follows())):
+            backward_sync_of(engine.process_group).refresh(engine)
+
+
+def are_parallel(parameters: Iterable[nn.Parameter]) -> list[bool]:
+    """Return for each parameter whether a parallel module has it now, on one rank too."""
+    modules = [state.module() for state in _all_states() if not state.is_released]
+    own = {id(p) for module in modules if module is not None for p in module.parameters()}
+    return [id(parameter) in own for parameter in parameters]
 
 
 def attach(
@@ -268,6 +282,7 @@ def release(wrapper: nn.Module) -> None:
         finish_failed(engine.process_group)
     _replace(list(state.engines), ())
     state.parameters.clear()
+    state.is_released = True
 
 
 def _replace(engines: Collection[Engine], replacements: Sequence[Engine]) -> None:

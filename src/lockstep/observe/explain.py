@@ -27,7 +27,7 @@ from lockstep.grad import DeferredParameter, describe_buckets
 from lockstep.nn import (
     DataParallel,
     SyncBatchNorm,
-    is_parallel,
+    are_parallel,
     parallel_modules,
     scatter,
     state_of,
@@ -239,7 +239,7 @@ def _of_plain(model: nn.Module) -> dict[str, Any]:
         f"{type(model).__name__}, {_count(model)}, isn't parallel: each rank would train its own."
     )
     facts["overlap"] = "Nothing is sent. lockstep.parallelize(model) keeps it in step."
-    if any(is_parallel(parameter) for parameter in model.parameters()):
+    if any(are_parallel(model.parameters())):
         facts["overlap"] = "Parts of it, or a model around it, are parallel: explain that one."
     return facts
 

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from lockstep.arguments import check_flag, check_type, refusal
 from lockstep.comm import SingleRankGroup
 from lockstep.errors import AlreadyParallel, ModelError
-from lockstep.nn import groups_of, is_parallel
+from lockstep.nn import are_parallel, groups_of
 from lockstep.optim.sharding import Sharding
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -122,7 +122,7 @@ def shard_optimizer(
             "on every rank."
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(map(is_parallel, parameters)):
+    if not any(are_parallel(parameters)):
         raise ModelError(
             f"No parameter of this {kind} is a parallel module's, so the ranks' gradients differ "
             "and their updates can't be shared. Call lockstep.parallelize(model) before."
@@ -142,7 +142,7 @@ def _undivided_state_dict(optimizer: Optimizer, *, rank0_only: bool = False) -> 
 
 
 def _alone(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | None]:
-    return [cast(Any, _ALONE) if is_parallel(parameter) else None for parameter in parameters]
+    return [cast(Any, _ALONE) if is_parallel else None for is_parallel in are_parallel(parameters)]
 
 
 def sharding_of(optimizer: Optimizer) -> Sharding | None:

@@ -28,7 +28,7 @@ from lockstep.comm import (
 )
 from lockstep.errors import CollectiveFailed, ModelError, ModelMismatch
 from lockstep.grad import MIB, ScatteredBucket, assign_buckets, lacks_gradient
-from lockstep.nn import defer_gradients, finish_failed
+from lockstep.nn import defer_gradients, finish_failed, refresh_engines_of
 from lockstep.optim.flat import FlatParameters, Progress, with_memory_of_others
 from lockstep.optim.partial import state_to_come
 from lockstep.optim.shard import MASTER, GroupsByShard, Part, Shard, make_shards
@@ -109,6 +109,7 @@ class Sharding:
         self._depth = 0
         # By process group, the number by which ranks announce a step in lockstep.join().
         self._numbers: dict[dist.ProcessGroup, int] = {}
+        refresh_engines_of(p for group in optimizer.param_groups for p in group["params"])
         self._arrange(optimizer.state)
         self._before = optimizer.register_step_pre_hook(self._begin_step)
         self._after = optimizer.register_step_post_hook(self._end_step)
