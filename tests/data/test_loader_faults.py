@@ -219,10 +219,15 @@ def test_an_iterable_dataset_in_ranks_that_are_threads() -> None:
         assert sorted(itertools.chain(*run_ranks(4, body))) == list(range(24))
 
 
-def test_a_loader_can_be_copied_after_an_epoch() -> None:
-    loader = lockstep.DataLoader(Numbers(10), 4, seed=1)
-    list(loader)
-    assert all_of(copy.deepcopy(loader)) == list(range(10))
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loader_can_be_copied_after_an_epoch(size: int) -> None:
+    def body(rank: int, group: dist.ProcessGroup | None) -> list[int]:
+        loader = lockstep.DataLoader(Numbers(10), 4, seed=1, shares="auto", process_group=group)
+        list(loader)
+        return all_of(copy.deepcopy(loader))
+
+    assert body(0, None) == list(range(10))
+    assert sorted(itertools.chain(*run_ranks(size, body))) == list(range(10))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -133,6 +134,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._run = 0
         self._reader: Any = None
         self._loader: torch.utils.data.DataLoader[Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy for the same ranks."""
+        memo[id(self._group)] = self._group
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def _check_arguments(self) -> None:
         if self.batch_size is not None and self.batch_size < self._num_ranks:
