@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lockstep
 from lockstep.checkpoint import ShardedState
 from lockstep.checkpoint.sharded_state import boxes_of
 from lockstep.errors import CheckpointMismatch
+from lockstep.optim import PartialTensor
 from tests.checkpoint.test_round_trips import same, states_of, train, trained
 from tests.nn.models import Digits, Unused
 from tests.optim.test_shard_optimizer import OPTIMIZERS
@@ -39,8 +41,8 @@ class Strided(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        self.last = nn.Linear(36, 7)
+        self.first = nn.Conv2d(3, 4, (3, 2)).to(memory_format=torch.channels_last)
+        self.last = nn.Linear(48, 7)
         self.last.weight.data = self.last.weight.data.t().contiguous().t()
         self.scale = nn.Parameter(torch.tensor(1.5))
 
@@ -202,6 +204,87 @@ def test_parameters_without_state_need_a_partial_load(ranks, tmp_path) -> None:
     ranks.run(check_unused, "shm", 2, str(tmp_path / "run"))
 
 
+def check_frozen(folder: str) -> None:
+    def frozen(steps: int) -> tuple[nn.Module, Optimizer]:
+        model, optimizer = made(Digits, "AdamW", sharded=True, steps=0)
+        [*model.parameters()][1].requires_grad_(False)
+        train(dist.group.WORLD, model, optimizer, range(steps))
+        return model, optimizer
+
+    model, optimizer = frozen(3)
+    before = states_of(model, optimizer)[1]
+    assert 1 not in before["state"]
+    dcp.save({"optimizer": ShardedState(optimizer)}, checkpoint_id=folder)
+    model, optimizer = frozen(0)
+    dcp.load({"optimizer": ShardedState(optimizer)}, checkpoint_id=folder)
+    assert same(states_of(model, optimizer)[1], before)
+
+
+def test_frozen_parameters_need_no_partial_load(ranks, tmp_path) -> None:
+    ranks.run(check_frozen, "shm", 2, str(tmp_path))
+
+
+def check_without_masters(folder: str) -> None:
+    options = {"sharded": True, "dtype": torch.bfloat16}
+    model, optimizer = made(Digits, "AdamW", steps=3, **options)
+    before = {"model": model, "optimizer": ShardedState(optimizer)}
+    dcp.save(before, checkpoint_id=folder)
+    for steps in (0, 2):
+        other, its = made(Digits, "AdamW", steps=steps, master=torch.float32, **options)
+        state = {"model": other, "optimizer": ShardedState(its)}
+        dcp.load(state, checkpoint_id=folder, planner=PARTIAL)
+        found = its.state_dict()["state"]
+        assert not any("master" in own for own in found.values())
+        for index, own in optimizer.state_dict()["state"].items():
+            assert torch.equal(found[index]["exp_avg"], own["exp_avg"].float())
+
+
+def test_master_values_may_be_missing(ranks, tmp_path) -> None:
+    ranks.run(check_without_masters, "shm", 2, str(tmp_path))
+
+
+def test_options_that_are_tensors_stay_as_they_are_until_all_is_loaded() -> None:
+    rate = torch.tensor(0.5)
+    state = ShardedState(torch.optim.Adam([torch.zeros(2)], lr=rate)).state_dict()
+    assert torch.equal(state["param_groups"][0]["lr"], rate)
+    assert state["param_groups"][0]["lr"] is not rate
+
+
+def test_state_to_come_is_that_of_the_parameter_s_group() -> None:
+    first, last = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    groups = [{"params": [first]}, {"params": [last], "momentum": 0.9}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    calls = []
+    hook = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    state = ShardedState(optimizer).state_dict()["state"]
+    hook.remove()
+    assert [*state["0"]] == []
+    assert [*state["1"]] == ["momentum_buffer"]
+    assert not calls
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_optimizers_of_sparse_gradients_are_loaded(tmp_path) -> None:
+    table = nn.Embedding(4, 3, sparse=True)
+    optimizer, other = (torch.optim.SparseAdam(table.parameters()) for _ in range(2))
+    table(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    dcp.save({"optimizer": ShardedState(optimizer)}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"optimizer": ShardedState(other)}, checkpoint_id=tmp_path, no_dist=True)
+    assert same(other.state_dict(), optimizer.state_dict())
+    # Momentum is sparse here.
+    sgd = torch.optim.SGD(table.parameters(), momentum=0.9)
+    sgd.step()
+    with pytest.raises(TypeError, match=r"state.0.momentum_buffer.*only dense tensors"):
+        ShardedState(sgd).state_dict()
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    optimizer = torch.optim.LBFGS([torch.zeros(2, requires_grad=True)])
+    with pytest.raises(TypeError, match=r"(?s)LBFGS\.step\(\) can't .* the optimizer itself"):
+        ShardedState(optimizer).state_dict()
+
+
 def check_failures(folder: str) -> None:
     _, optimizer = made(Digits, "momentum", sharded=True, steps=3)
     dcp.save({"optimizer": ShardedState(optimizer)}, checkpoint_id=folder)
@@ -213,11 +296,19 @@ def check_failures(folder: str) -> None:
     _, nadam = made(Digits, "NAdam", sharded=True, steps=3)
     dcp.save({"optimizer": ShardedState(nadam)}, checkpoint_id=folder + "-nadam")
     _, amsgrad = made(Digits, "amsgrad", sharded=True, steps=0)
-    with pytest.raises(CheckpointMismatch, match=r"has got no max_exp_avg_sq, and exp_avg, "):
+    with pytest.raises(CheckpointMismatch, match=r"exp_avg, .*, and no max_exp_avg_sq"):
         dcp.load(
             {"optimizer": ShardedState(amsgrad)}, checkpoint_id=folder + "-nadam", planner=PARTIAL
         )
     assert not amsgrad.state
+    # State that is there isn't mixed with that of the checkpoint.
+    other_model, amsgrad = made(Digits, "amsgrad", sharded=True, steps=1)
+    before = copy.deepcopy(states_of(other_model, amsgrad))
+    with pytest.raises(CheckpointMismatch, match=r"exp_avg, .*, and no max_exp_avg_sq"):
+        dcp.load(
+            {"optimizer": ShardedState(amsgrad)}, checkpoint_id=folder + "-nadam", planner=PARTIAL
+        )
+    assert same(states_of(other_model, amsgrad), before)
     # A file that ends early, after other parts have been read.
     dist.barrier()
     path = os.path.join(folder, f"__{dist.get_rank()}_0.distcp")
@@ -325,11 +416,11 @@ def test_a_part_is_not_computed_with(ranks) -> None:
     ranks.run(check_computing, "shm", 2)
 
 
-@given(st.lists(st.integers(1, 4), max_size=4), st.data())
+@given(st.lists(st.integers(0, 4), max_size=4), st.data())
 def test_boxes_are_the_elements_of_a_range(shape, data) -> None:
     numel = math.prod(shape)
-    start = data.draw(st.integers(0, numel - 1))
-    stop = data.draw(st.integers(start + 1, numel))
+    start = data.draw(st.integers(0, max(numel - 1, 0)))
+    stop = data.draw(st.integers(min(start + 1, numel), numel))
     whole = torch.arange(numel).view(shape)
     found = []
     for offsets, sizes in boxes_of(shape, start, stop):
@@ -337,3 +428,11 @@ def test_boxes_are_the_elements_of_a_range(shape, data) -> None:
         found += whole[place].flatten().tolist()
     assert found == [*range(start, stop)]
     assert len([*boxes_of(shape, start, stop)]) <= max(2 * len(shape) - 1, 1)
+    assert [*boxes_of(shape, 0, numel)] == [((0,) * len(shape), tuple(shape))]
+
+
+def test_elements_are_found_in_several_ranges() -> None:
+    part = PartialTensor(torch.empty(9), [(2, torch.arange(2, 5)), (5, torch.arange(5, 8))])
+    assert part.elements(3, 7).tolist() == [3, 4, 5, 6]
+    assert part.elements(2, 4).tolist() == [2, 3]
+    assert part.elements(6, 6).tolist() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch.optim import Optimizer
 
 from lockstep.arguments import check_type
 from lockstep.checkpoint.things import parameters_of, unwrapped
-from lockstep.checkpoint.tree import Header, flat_elements, from_flat, header_of
+from lockstep.checkpoint.tree import Header, check_tensor, flat_elements, from_flat, header_of
 from lockstep.errors import CheckpointMismatch
-from lockstep.optim import PartialTensor, StatePart, sharding_of, state_to_come
+from lockstep.optim import MASTER, PartialTensor, StatePart, sharding_of, state_to_come
 
 
 class ShardedState:
@@ -55,7 +56,11 @@ class ShardedState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, with this rank's part of the state. Every rank must call it.
 
-        It has no copies. Parameters are numbered as in any state dict, but by strings.
+        It has no copies of state. Parameters are numbered as in any state dict, but by strings.
+
+        Raises:
+            TypeError: If state is a sparse tensor, or if a parameter has no state yet and the
+                optimizer takes no step without a closure.
         """
         parameters, sharding = parameters_of(self._optimizer), sharding_of(self._optimizer)
         if sharding is None:
@@ -67,6 +72,9 @@ class ShardedState:
         index_of = {parameter: index for index, parameter in enumerate(parameters)}
         found: dict[str, dict[str, Any]] = {}
         for index, own in state["state"].items():
+            for name, value in own.items():
+                if isinstance(value, torch.Tensor):
+                    check_tensor(value, f"state.{index}.{name}")
             found[str(index)] = {name: _entry(value) for name, value in own.items()}
         for each, is_to_come in [*((p, False) for p in parts), *((p, True) for p in to_come)]:
             own = found.setdefault(str(index_of[each.parameter]), {})
@@ -83,7 +91,8 @@ class ShardedState:
                 if index not in found and parameter not in divided and parameter.requires_grad:
                     made = state_to_come(self._optimizer, number, parameter)
                     found[index] = {name: _entry(value, True) for name, value in made.items()}
-        return {"state": found, "param_groups": state["param_groups"]}
+        # Options that are tensors are loaded in place.
+        return {"state": found, "param_groups": deepcopy(state["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` has returned and has been filled. Every rank must call it.
@@ -93,12 +102,17 @@ class ShardedState:
         """
         state: dict[int, dict[str, Any]] = {}
         for index, own in state_dict["state"].items():
-            there = {name: value for name, value in own.items() if not _is_missing(value)}
-            if 0 < len(there) < len(own):
-                lacking = ", ".join(sorted(own.keys() - there.keys()))
+            is_loaded = any(isinstance(value, _Part) and value.is_filled for value in own.values())
+            there = {
+                name: value for name, value in own.items() if not _is_missing(value, is_loaded)
+            }
+            # Where no master values were saved, those of the parameters are.
+            lacking = own.keys() - there.keys() - {MASTER}
+            if there and lacking:
                 raise CheckpointMismatch(
-                    f"Parameter {index} of this {type(self._optimizer).__name__} has got no "
-                    f"{lacking}, and {', '.join(sorted(there))}. Make the optimizer that was saved."
+                    f"The checkpoint has {', '.join(sorted(there))} of parameter {index} of this "
+                    f"{type(self._optimizer).__name__}, and no {', '.join(sorted(lacking))}. Make "
+                    "the optimizer that was saved."
                 )
             if there:
                 state[int(index)] = {name: _loaded(value) for name, value in there.items()}
@@ -205,9 +219,10 @@ def _entry(value: Any, is_to_come: bool = False) -> Any:
     return _Missing() if is_to_come else value
 
 
-def _is_missing(value: object) -> bool:
+def _is_missing(value: object, is_loaded: bool) -> bool:
+    """Whether there is no value, or one from before a load of the parameter's other state."""
     if isinstance(value, _Part):
-        return value.is_to_come and not value.is_filled
+        return (value.is_to_come or is_loaded) and not value.is_filled
     return isinstance(value, _Missing)
 
 

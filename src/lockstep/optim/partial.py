@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from lockstep.optim.flat import elements_of
 
@@ -85,16 +85,26 @@ def state_to_come(optimizer: Optimizer, group: int, tensor: torch.Tensor) -> dic
 
     A shallow copy of the optimizer takes a step with a copy of ``tensor`` alone, without hooks. So
     the values say nothing; names, shapes, dtypes and devices do.
+
+    Raises:
+        TypeError: If that step fails, as it does with an optimizer that needs a closure.
     """
     trial: Any = object.__new__(type(optimizer))
     vars(trial).update(vars(optimizer))
-    vars(trial).pop("step", None)  # of a sharded optimizer, or of a learning rate scheduler
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = {}, {}
     copy = tensor.detach().clone()
-    copy.grad = torch.zeros_like(copy)
+    gradient = torch.zeros_like(copy)
+    copy.grad = gradient.to_sparse(1) if isinstance(optimizer, SparseAdam) else gradient
     groups = enumerate(optimizer.param_groups)
     trial.param_groups = [{**own, "params": [copy] if i == group else []} for i, own in groups]
     trial.state = defaultdict(dict)
-    with torch.no_grad():
-        inspect.unwrap(type(optimizer).step)(trial)
+    try:
+        with torch.no_grad():
+            inspect.unwrap(type(optimizer).step)(trial)
+    except Exception as error:
+        raise TypeError(
+            f"{type(optimizer).__name__}.step() can't be called without a closure and with "
+            f"gradients of zeros ({error}), so that the names and shapes of state that isn't there "
+            "yet aren't known. Save and load the optimizer itself, by its state_dict()."
+        ) from error
     return dict(trial.state[copy])

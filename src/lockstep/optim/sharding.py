@@ -416,7 +416,8 @@ class Sharding:
                 made[shard.tensor] = state_to_come(self._optimizer, shard.group, shard.tensor)
                 if shard.has_master:
                     made[shard.tensor][MASTER] = torch.empty_like(shard.tensor)
-        return [*parts_of_state(self._shards, made)]
+        parts = parts_of_state(self._shards, made)
+        return [part for part in parts if part.parameter.requires_grad]
 
     def owned(self) -> dict[torch.Tensor, tuple[int, int]]:
         """Return for each divided parameter the range of elements that this rank updates.
