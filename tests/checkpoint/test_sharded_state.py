@@ -35,14 +35,14 @@ PARTIAL = DefaultLoadPlanner(allow_partial_load=True)
 
 
 class Strided(nn.Module):
-    """Parameters of several memory orders, and one that is a number."""
+    """Parameters of several memory orders, which are cut in all dimensions, and a number."""
 
     sample = (3, 5, 5)
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, 4, (3, 2)).to(memory_format=torch.channels_last)
-        self.last = nn.Linear(48, 7)
+        self.first = nn.Conv2d(3, 16, (3, 2)).to(memory_format=torch.channels_last)
+        self.last = nn.Linear(192, 3)
         self.last.weight.data = self.last.weight.data.t().contiguous().t()
         self.scale = nn.Parameter(torch.tensor(1.5))
 

@@ -39,6 +39,8 @@ class ShardedState:
     A parameter that had no state yet when the checkpoint was saved, as it had no gradient, is
     missing there, which is an error, unless ``load`` is told by
     ``planner=DefaultLoadPlanner(allow_partial_load=True)``: then it keeps the state that it has.
+    The same holds for master values that weren't saved; the parameters' values take their place.
+    Freeze parameters after loading: a frozen one gets no state if it has none yet.
 
     Args:
         optimizer: Any optimizer, whether sharded or not.
