@@ -204,6 +204,29 @@ def test_parameters_without_state_need_a_partial_load(ranks, tmp_path) -> None:
     ranks.run(check_unused, "shm", 2, str(tmp_path / "run"))
 
 
+class Single(nn.Linear):
+    """One element, which one rank has."""
+
+    sample = (1,)
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, bias=False)
+
+
+def check_single(folder: str) -> None:
+    _, optimizer = made(Single, "AdamW", sharded=True, steps=1)
+    dcp.save({"optimizer": ShardedState(optimizer)}, checkpoint_id=folder)
+    _, other = made(Single, "AdamW", sharded=True, steps=0)
+    dcp.load({"optimizer": ShardedState(other)}, checkpoint_id=folder)
+    assert other.state
+    with pytest.raises(TypeError, match="divided among the ranks"):
+        copy.deepcopy(other)
+
+
+def test_no_rank_s_optimizer_seems_empty_after_a_load(ranks, tmp_path) -> None:
+    ranks.run(check_single, "shm", 2, str(tmp_path))
+
+
 def check_frozen(folder: str) -> None:
     def frozen(steps: int) -> tuple[nn.Module, Optimizer]:
         model, optimizer = made(Digits, "AdamW", sharded=True, steps=0)
