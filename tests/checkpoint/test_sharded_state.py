@@ -346,6 +346,19 @@ def check_failures(folder: str) -> None:
     assert same(states_of(model, third), before)
 
 
+def check_failure_of_one_rank() -> None:
+    _, optimizer = made(Digits, "AdamW", sharded=True, steps=1)
+    state = ShardedState(optimizer).state_dict()
+    if dist.get_rank() == 1:
+        next(iter(state["state"].values()))["exp_avg"].is_filled = True  # and nothing else
+    with pytest.raises(CheckpointMismatch, match=r"has exp_avg of parameter \d of this AdamW"):
+        ShardedState(optimizer).load_state_dict(state)
+
+
+def test_all_ranks_are_told_what_one_rank_lacks(ranks) -> None:
+    ranks.run(check_failure_of_one_rank, "shm", 2)
+
+
 def test_a_load_that_fails_leaves_the_optimizer_as_it_was(ranks, tmp_path) -> None:
     ranks.run(check_failures, "shm", 2, str(tmp_path / "run"))
 
@@ -373,6 +386,10 @@ def check_numbers(folder: str) -> None:
     other_model, other = optimizer_of(0)
     steps = []
     other.register_step_post_hook(lambda *_: steps.append(1))
+    dcp.save({"optimizer": ShardedState(other)}, checkpoint_id=folder + "-empty")
+    empty = {"optimizer": ShardedState(other)}
+    dcp.load(empty, checkpoint_id=folder + "-empty", planner=PARTIAL)
+    assert not other.state
     dcp.load({"optimizer": ShardedState(other)}, checkpoint_id=folder)
     assert not steps
     found = states_of(other_model, other)[1]

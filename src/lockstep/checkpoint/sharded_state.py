@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.optim import Optimizer
 
 from lockstep.arguments import check_type
+from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.things import parameters_of, unwrapped
 from lockstep.checkpoint.tree import Header, check_tensor, flat_elements, from_flat, header_of
 from lockstep.errors import CheckpointMismatch
@@ -102,33 +103,35 @@ class ShardedState:
         Raises:
             CheckpointMismatch: If a parameter has got a part of its state only.
         """
-        state: dict[int, dict[str, Any]] = {}
-        for index, own in state_dict["state"].items():
-            is_loaded = any(isinstance(value, _Part) and value.is_filled for value in own.values())
-            there = {
-                name: value for name, value in own.items() if not _is_missing(value, is_loaded)
-            }
-            # Where no master values were saved, those of the parameters are.
-            lacking = own.keys() - there.keys() - {MASTER}
-            if there and lacking:
-                raise CheckpointMismatch(
-                    f"The checkpoint has {', '.join(sorted(there))} of parameter {index} of this "
-                    f"{type(self._optimizer).__name__}, and no {', '.join(sorted(lacking))}. Make "
-                    "the optimizer that was saved."
-                )
-            if there:
-                state[int(index)] = {name: _loaded(value) for name, value in there.items()}
+        failure, state = None, {}
+        try:
+            for index, own in state_dict["state"].items():
+                if there := self._loaded_of(index, own):
+                    state[int(index)] = {name: _loaded(value) for name, value in there.items()}
+        except CheckpointMismatch as error:
+            failure = error
+        sharding = sharding_of(self._optimizer)
+        for group in () if sharding is None else sharding.groups:
+            Ranks(group).gather(failure)
+        if failure is not None:
+            raise failure
         self._optimizer.load_state_dict(
             {"state": state, "param_groups": state_dict["param_groups"]}
         )
 
-
-class _Missing:
-    """Represents state that isn't a tensor and isn't there yet."""
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Return nothing, so that it isn't saved."""
-        return []
+    def _loaded_of(self, index: str, own: dict[str, Any]) -> dict[str, Any]:
+        """Return those entries of a parameter that have been loaded, or were there and stay."""
+        is_loaded = any(isinstance(value, _Part) and value.is_filled for value in own.values())
+        there = {name: value for name, value in own.items() if not _is_missing(value, is_loaded)}
+        # Where no master values were saved, those of the parameters are.
+        lacking = own.keys() - there.keys() - {MASTER}
+        if there and lacking:
+            raise CheckpointMismatch(
+                f"The checkpoint has {', '.join(sorted(there))} of parameter {index} of this "
+                f"{type(self._optimizer).__name__}, and no {', '.join(sorted(lacking))}. Make "
+                "the optimizer that was saved."
+            )
+        return there
 
 
 class _Part(PartialTensor):
@@ -216,16 +219,18 @@ def _part(like: torch.Tensor, start: int, elements: torch.Tensor, is_to_come: bo
 
 
 def _entry(value: Any, is_to_come: bool = False) -> Any:
+    if is_to_come and not isinstance(value, torch.Tensor):
+        value = torch.empty(())  # in whose place a number or the like will be put
     if isinstance(value, torch.Tensor):
         return _part(value, 0, flat_elements(value), is_to_come)
-    return _Missing() if is_to_come else value
+    return value
 
 
 def _is_missing(value: object, is_loaded: bool) -> bool:
     """Whether there is no value, or one from before a load of the parameter's other state."""
-    if isinstance(value, _Part):
-        return (value.is_to_come or is_loaded) and not value.is_filled
-    return isinstance(value, _Missing)
+    if not isinstance(value, _Part) or value.is_filled:
+        return False
+    return value.is_to_come or is_loaded
 
 
 def _loaded(value: Any) -> Any:

@@ -403,6 +403,11 @@ class Sharding:
         parts = [*parts_of_state(shards, self._optimizer.state)]
         return self._as_state_dict(self._local_state()), parts
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups among whose ranks it divides steps."""
+        return [*self._numbers]
+
     def parts_to_come(self) -> list[StatePart]:
         """Return what a step would make of state that this rank's part doesn't have yet.
 
