@@ -87,6 +87,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
     "torch.Tensor": {
         "_make_subclass": "a parameter of an embedding that replicas look up together",
+        "_make_wrapper_subclass": "tensors of which a rank has only some elements",
         "_post_accumulate_grad_hooks": "whether others have hooks on a new gradient",
         "_use_count": "whether a graph needs a buffer that is to be overwritten, or a parameter",
         "_version": "whether a tensor was written to since the replicas were told its values",
@@ -97,6 +98,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_load_from_state_dict": "loads state dicts without the wrapper's prefix",
         "_modules": "children by name",
         "_parameters": "parameters by name, which are replaced in replicas",
+    },
+    "torch.ops.aten": {
+        "_to_copy": "converts such a tensor: torch does so as it loads an optimizer's state",
     },
     "torch._dynamo.eval_frame.OptimizedModule": {
         "_orig_mod": "the module that was compiled, whose keys a checkpoint has",
