@@ -277,8 +277,9 @@ def _look_up(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         scale_rows = partial(torch.embedding_renorm_, *arguments)
         # Before any replica reads a row or saves the weight for its backward.
         scale_rows() if replica is None else _once_per_device(replica, weight.device, scale_rows)
-    if given["scale_grad_by_freq"]:
-        weight = _DividedByCounts.apply(weight, counts)  # type: ignore[no-untyped-call]
+    if given["scale_grad_by_freq"] and weight.requires_grad and torch.is_grad_enabled():
+        weight = weight.view_as(weight)
+        weight.register_hook(lambda gradient: gradient / counts.clamp(min=1).unsqueeze(1))
     given |= {"weight": weight, "max_norm": None, "scale_grad_by_freq": False}
     return func(*call.args, **call.kwargs)
 
@@ -293,17 +294,3 @@ def _once_per_device(replica: Replica, device: torch.device, do: Callable[[], ob
             do()
     finally:
         replica.add_up(torch.zeros(0))
-
-
-class _DividedByCounts(torch.autograd.Function):
-    """The weight; the gradient of each row is divided by the number of its lookups."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(counts)
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (counts,) = ctx.saved_tensors
-        return gradient / counts.clamp(min=1).unsqueeze(1), None

@@ -37,9 +37,18 @@ from lockstep.nn.replicas.module_copy import ModuleState, check_home
 from lockstep.nn.replicas.nested import map_tensors, tensors_in
 from lockstep.nn.replicas.processes import RemoteCall, ReplicaProcesses
 from lockstep.nn.replicas.worker_threads import WorkerThreads, nothing, raise_first
-from lockstep.torch_private import _foreach_add_, _get_current_graph_task_keep_graph
+from lockstep.torch_private import (
+    DelayedError,
+    _foreach_add_,
+    _get_current_graph_task_keep_graph,
+)
 
 Task = Callable[[], object]
+
+_NOT_TWICE = (
+    "A gradient that came out of replicas in processes is to be differentiated again, which those "
+    "in threads alone can: lockstep.DataParallel(..., workers='threads')."
+)
 
 
 class Replicas:
@@ -213,10 +222,11 @@ class _Call:
         """Run :meth:`backward` with ``create_graph``, so that the gradients have a backward."""
         if self.processes is not None:
             gradients = self.backward(d_outputs, keep_graph=keep_graph)
-            # With these as inputs, autograd reaches the Function that raises. Shown by
+            # With the sources as inputs, autograd reaches the node that raises. Shown by
             # test_a_second_derivative_of_processes_says_what_can_be_used_instead.
-            sources = (*self.parameters, *self.inputs, *d_outputs)
-            return [*_NotTwice.apply(len(gradients), *gradients, *sources)]  # type: ignore[no-untyped-call]
+            tensors = [*gradients, *self.parameters, *self.inputs, *d_outputs]
+            raising = DelayedError(_NOT_TWICE, len(tensors))
+            return [*raising(*tensors)[: len(gradients)]]
         calls = [
             call.derivative(own)
             for call, own in zip(self.calls, self._split(d_outputs), strict=True)
@@ -308,18 +318,3 @@ class _Replicas(torch.autograd.Function):
             gradients = run(d_outputs, keep_graph=keep_graph)
         wanted = ctx.needs_input_grad[1:]
         return None, *(g if needs else None for g, needs in zip(gradients, wanted, strict=True))
-
-
-class _NotTwice(torch.autograd.Function):
-    """Gradients from processes, as outputs of a Function whose backward raises an error."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
-        return tuple(None if t is None else t.detach() for t in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor | None) -> None:
-        raise RuntimeError(
-            "A gradient that came out of replicas in processes is to be differentiated again, "
-            "which those in threads alone can: lockstep.DataParallel(..., workers='threads')."
-        )
