@@ -107,6 +107,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch._dynamo.eval_frame.OptimizedModule": {
         "_orig_mod": "the module that was compiled, whose keys a checkpoint has",
     },
+    "torch.compile": {
+        "_torchdynamo_orig_callable": "the function that was compiled, such as an optimizer's step",
+    },
     "torch.optim.Optimizer": {
         "_optimizer_step_post_hooks": "put in order: that of a sharded optimizer comes first",
         "_optimizer_step_pre_hooks": "the same; it comes last",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.clients.forks import Forks
 from tests.clients.toy import Kind, Net, assert_same, dataset, loader, parameters_of
 
 
-def train(kind: Kind, **options: Any) -> Any:
+def train(kind: Kind, *, is_sharded: bool = False, **options: Any) -> Any:
     """Two micro-batches a step, clipped."""
     import accelerate
     from accelerate.utils import extract_model_from_parallel
@@ -39,6 +40,8 @@ def train(kind: Kind, **options: Any) -> Any:
         model, optimizer = lockstep.parallelize(net), accelerator.prepare(optimizer)
     else:
         model, optimizer = accelerator.prepare(net, optimizer)
+    if is_sharded:
+        optimizer = lockstep.shard_optimizer(optimizer)
     for x, y in batches:
         with accelerator.accumulate(model):
             accelerator.backward(F.cross_entropy(model(x), y))
@@ -46,6 +49,9 @@ def train(kind: Kind, **options: Any) -> Any:
                 accelerator.clip_grad_norm_(model.parameters(), 0.3)
             optimizer.step()
             optimizer.zero_grad()
+    state = copy.deepcopy(optimizer.state_dict())
+    assert len(state["state"]) == len([*net.parameters()])
+    optimizer.load_state_dict(state)
     # Several forwards before their backwards, of which the last is reduced.
     (x, y), (more_x, more_y) = list(batches)[:2]
     with accelerator.no_sync(model):
@@ -71,6 +77,11 @@ def alone(forks: Forks) -> Any:
 @pytest.mark.parametrize("kind", ["torch", "wrapper", "in place"])
 def test_accelerate_gives_what_one_process_gives(forks: Forks, alone: Any, kind: Kind) -> None:
     assert_same(forks.run(train, 2, kind), alone)
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "in place"])
+def test_a_sharded_optimizer_gives_the_same(forks: Forks, alone: Any, kind: Kind) -> None:
+    assert_same(forks.run(train, 2, kind, is_sharded=True), alone)
 
 
 def test_a_compiled_model_gives_what_one_process_gives(forks: Forks, alone: Any) -> None:

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import lockstep
 from tests.clients.forks import Forks
 from tests.clients.toy import Net, assert_same, dataset, loader, parameters_of, place
 
 
-def train(name: str) -> Any:
+def train(name: str, *, is_sharded: bool = False) -> Any:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
 
@@ -27,6 +28,8 @@ def train(name: str) -> Any:
     fabric.launch()
     net = Net()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    if is_sharded:
+        lockstep.shard_optimizer(optimizer)
     batches = fabric.setup_dataloaders(loader(dataset()), use_distributed_sampler=False)
     for step, (x, y) in enumerate(batches):
         is_adding = step % 2 == 0
@@ -38,6 +41,7 @@ def train(name: str) -> Any:
             optimizer.zero_grad()
     if name == "lockstep":
         assert dist.get_backend() == "shm"
+    assert len(optimizer.state_dict()["state"]) == len([*net.parameters()])
     assert list(model.state_dict()) == list(net.state_dict())
     mean = fabric.all_reduce(F.cross_entropy(model(x), y), reduce_op="mean")
     return parameters_of(net), mean.detach()
@@ -51,3 +55,7 @@ def alone(forks: Forks) -> Any:
 @pytest.mark.parametrize("strategy", ["torch", "lockstep"])
 def test_fabric_gives_what_one_process_gives(forks: Forks, alone: Any, strategy: str) -> None:
     assert_same(forks.run(train, 2, strategy), alone)
+
+
+def test_a_sharded_optimizer_gives_the_same(forks: Forks, alone: Any) -> None:
+    assert_same(forks.run(train, 2, "lockstep", is_sharded=True), alone)

@@ -309,6 +309,41 @@ def of_two_dtypes(model: nn.Module, shard: Any, rank: int) -> None:
     train(model, shard(adamw(model.parameters())), rank)
 
 
+def with_data_tied_later(model: nn.Module, shard: Any, rank: int) -> None:
+    optimizer = shard(adamw(model.parameters()))
+    train(model, optimizer, rank)
+    model.conv1.bias.data = model.fc2.bias.data
+    train(model, optimizer, rank, first=3)
+    assert torch.equal(model.conv1.bias, model.fc2.bias)
+
+
+class Prepared(Optimizer):
+    """A trainer's wrapper: its step is that of the optimizer in it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+
+def in_a_trainers_wrapper(model: nn.Module, shard: Any, rank: int) -> list[float]:
+    prepared = Prepared(adamw(model.parameters()))
+    optimizer = shard(prepared)
+    assert optimizer is prepared
+    train(model, optimizer, rank)
+    state = optimizer.state_dict()["state"]
+    return [state[index]["exp_avg"].sum().item() for index in range(len(state))]
+
+
 PROGRAMS = [
     plainly,
     with_a_scheduler_made_before,
@@ -333,6 +368,8 @@ PROGRAMS = [
     with_parameters_of_its_own,
     in_channels_last,
     of_two_dtypes,
+    with_data_tied_later,
+    in_a_trainers_wrapper,
 ]
 
 
@@ -355,6 +392,18 @@ def test_gloo_has_the_same_bits() -> None:
 def test_a_program_has_the_same_bits_if_it_overlaps(program: Program, monkeypatch: Any) -> None:
     monkeypatch.setattr("lockstep.optim.sharding._CAP_BYTES", 20_000)
     check_same_bits(program, backend="gloo", overlap=True)
+
+
+def test_a_step_that_was_compiled_before_has_the_same_bits() -> None:
+    """Those of one that isn't compiled: compiled code would compute others."""
+
+    def program(model: nn.Module, shard: Any, rank: int) -> None:
+        optimizer = adamw(model.parameters())
+        if shard.__class__ is partial:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+        train(model, shard(optimizer), rank)
+
+    check_same_bits(program)
 
 
 @pytest.mark.parametrize("workers", ["threads", "processes"])

@@ -159,14 +159,18 @@ class FlatParameters:
     def _is_layout_of(self, bucket: PendingBucket) -> bool:
         return bucket.has_layout(self._order, sorted(self._layout.offsets))
 
-    def take_back(self) -> bool:
-        """Move parameters back whose data the program has replaced (``p.data = ...``).
+    def has_moved(self) -> bool:
+        """Whether the program has replaced the data of a parameter (``p.data = ...``).
 
-        It waits until parameters have arrived, as it reads their addresses. Returns False if a
-        parameter has got another shape, dtype or device.
+        It waits until parameters have arrived, as it reads their addresses.
         """
-        if [*map(torch.Tensor.data_ptr, self.parameters)] == self._pointers:
-            return True
+        return [*map(torch.Tensor.data_ptr, self.parameters)] != self._pointers
+
+    def take_back(self) -> bool:
+        """Move parameters back whose data the program has replaced.
+
+        Returns False if a parameter has got another shape, dtype or device.
+        """
         if [*map(_kind, self.parameters)] != self._kinds:
             return False
         for parameter, view in zip(self.parameters, self._views, strict=True):

@@ -41,7 +41,8 @@ def shard_optimizer(
     that update them. Each rank sums only the gradients that it needs; the others are summed when
     the program reads ``parameter.grad``, which is the mean over the ranks as before, and may be
     changed. For that, parameters become instances of a subclass of ``nn.Parameter``; copies and
-    unpickled ones are plain parameters. :func:`lockstep.clip_grad_norm_` clips gradients without
+    unpickled ones are plain parameters, and ``nn.Parameter(parameter)``, which torch refuses, is
+    ``nn.Parameter(parameter.detach())``. :func:`lockstep.clip_grad_norm_` clips gradients without
     summing all of them on each rank, and the optimizer's ``zero_grad()`` drops them unread, while
     the model's reads them first. ``torch.compile`` with ``fullgraph=True`` can't read them.
     On other process groups, ranks send each other the parameters they have updated; but hosts with
@@ -70,7 +71,8 @@ def shard_optimizer(
 
     Args:
         optimizer: An optimizer whose parameters are those of modules that were given to
-            :func:`parallelize`, or are in a wrapper.
+            :func:`parallelize`, or are in a wrapper; or what a trainer's ``prepare()`` or
+            ``setup()`` made of it, with it as ``.optimizer``.
         master_dtype: The dtype of the values that are updated, and of the optimizer's state, such
             as ``torch.float32`` for parameters in bfloat16. Each rank has these values for its
             part, and the parameters are rounded from them. In a state dict they are each
@@ -111,6 +113,7 @@ def shard_optimizer(
         isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point
     ):
         raise TypeError(refusal("master_dtype", master_dtype, "a dtype such as torch.float32"))
+    given, optimizer = optimizer, cast(OptimizerT, _unwrapped(optimizer))
     kind = type(optimizer).__name__
     is_sharded = getattr(optimizer.state_dict, "__func__", None) is _undivided_state_dict
     if is_sharded or sharding_of(optimizer) is not None:
@@ -133,7 +136,7 @@ def shard_optimizer(
         Sharding(optimizer, _alone, master_dtype=master_dtype)
     else:
         vars(optimizer).update(state_dict=MethodType(_undivided_state_dict, optimizer))
-    return optimizer
+    return given
 
 
 def _undivided_state_dict(optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -145,7 +148,14 @@ def _alone(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | None]
     return [cast(Any, _ALONE) if is_parallel else None for is_parallel in are_parallel(parameters)]
 
 
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer whose ``step()`` that of ``optimizer``, a trainer's wrapper, calls."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 def sharding_of(optimizer: Optimizer) -> Sharding | None:
     """Return the Sharding of ``optimizer``, if it is sharded."""
-    owner: object = getattr(optimizer.state_dict, "__self__", None)
+    owner: object = getattr(_unwrapped(optimizer).state_dict, "__self__", None)
     return owner if isinstance(owner, Sharding) else None

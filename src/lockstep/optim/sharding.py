@@ -95,7 +95,9 @@ class Sharding:
     ) -> None:
         self._optimizer, self._groups_of, self._is_joinable = optimizer, groups_of, is_joinable
         self._master_dtype, self._overlaps = master_dtype, overlaps
-        self._own_step = optimizer.step
+        # Not the code that torch.compile() made of it, which takes no list of another class.
+        own_step: Any = optimizer.step
+        self._own_step = getattr(own_step, "_torchdynamo_orig_callable", own_step)
         self._flats: list[FlatParameters] = []
         self._shards: list[Shard] = []
         # For each flat memory, the parameters that this step updates.
@@ -208,7 +210,10 @@ class Sharding:
 
     def _refresh(self) -> None:
         """Divide the parameters anew if the program has changed them."""
-        if not self._has_all() or not all([*map(FlatParameters.take_back, self._flats)]):
+        moved = [flat for flat in self._flats if flat.has_moved()]
+        tied = with_memory_of_others([*chain(*self._parameters)]) if moved else set()
+        can_stay = tied.isdisjoint(chain(*(flat.parameters for flat in moved)))
+        if not (self._has_all() and can_stay and all([*map(FlatParameters.take_back, moved)])):
             self._arrange(self._whole_state())
 
     def _step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
