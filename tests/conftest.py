@@ -54,6 +54,22 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("long")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[object]:
+    """Leave torch's modules and the tests themselves to no collection of garbage.
+
+    One takes half a second with these million objects, and there are hundreds: each test that finds
+    something left behind collects, and tests of what is freed do.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the other of ``make test`` and ``make test-long`` runs."""
     wanted = _is_longer if config.getoption("long") else _is_not_long
@@ -148,8 +164,10 @@ def _environment() -> dict[str, str]:
 def _settle(now: Callable[[], set], before: set, seconds: float) -> set:
     """What there is more than before, once things that are just ending have had time to."""
     deadline = time.monotonic() + seconds
-    while (more := now() - before) and time.monotonic() < deadline:
+    while more := now() - before:
         gc.collect()  # an exception's traceback may hold a rank's process group
+        if not (more := now() - before) or time.monotonic() > deadline:
+            break
         time.sleep(0.02)
     return more
 
