@@ -27,6 +27,7 @@ from lockstep.checkpoint.sharded_state import boxes_of
 from lockstep.errors import CheckpointMismatch
 from lockstep.optim import PartialTensor
 from tests.checkpoint.test_round_trips import same, states_of, train, trained
+from tests.counts import some
 from tests.nn.models import Digits, Unused
 from tests.optim.test_shard_optimizer import OPTIMIZERS
 from tests.processes import Processes, processes
@@ -111,7 +112,8 @@ def check_loaded(folder: str, cases: list[Any], steps: list[int], options: dict[
             assert same(states_of(model, optimizer), states_of(like, its)), case
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (2, 2), (3, 2), (1, 3)])
+@pytest.mark.shortened
+@pytest.mark.parametrize(("first", "second"), some([(3, 2), (1, 3), (2, 2), (2, 1)], 0))
 def test_state_is_loaded_at_any_number_of_ranks(ranks, tmp_path, first, second) -> None:
     kinds, names = [Digits, Strided], ["AdamW", "momentum", "Adafactor"]
     cases = [*itertools.product(kinds, names, [True, False]), (Empty, "AdamW", True)]

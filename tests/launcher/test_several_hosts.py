@@ -322,7 +322,9 @@ LAST_RANK_GOES_ON = """
     """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGSTOP]
+)
 def test_host_that_vanishes_is_not_waited_for_and_named(
     bench: Bench, tmp_path: Path, number: signal.Signals
 ) -> None:

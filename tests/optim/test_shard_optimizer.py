@@ -22,6 +22,7 @@ from lockstep.errors import (
     ModelMismatch,
     PeerLost,
 )
+from tests.counts import pairs
 from tests.nn.models import Digits, Layers, Shared, Unused, Wide
 from tests.optim.test_sharded_programs import adamw, losses
 from tests.optim.test_sharded_programs import train as train_steps
@@ -104,9 +105,7 @@ def compare_bits(make: Any, kind: type[nn.Module], size: int) -> None:
     run_ranks(size, body)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pairs("name, kind, size", OPTIMIZERS, MODELS, [1, 2, 3])
 def test_parameters_and_state_have_the_bits_of_an_unsharded_optimizer(name, kind, size) -> None:
     compare_bits(OPTIMIZERS[name], kind, size)
 

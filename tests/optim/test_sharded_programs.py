@@ -406,8 +406,15 @@ def test_a_step_that_was_compiled_before_has_the_same_bits() -> None:
     check_same_bits(program)
 
 
-@pytest.mark.parametrize("workers", ["threads", "processes"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "size"),
+    [
+        ("threads", 2),
+        ("processes", 1),
+        pytest.param("threads", 1, marks=pytest.mark.long),
+        pytest.param("processes", 2, marks=pytest.mark.long),
+    ],
+)
 def test_replicas_of_each_rank_have_the_same_bits(
     workers: Any, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
