@@ -406,15 +406,9 @@ def test_a_step_that_was_compiled_before_has_the_same_bits() -> None:
     check_same_bits(program)
 
 
-@pytest.mark.parametrize(
-    ("workers", "size"),
-    [
-        ("threads", 2),
-        ("processes", 1),
-        pytest.param("threads", 1, marks=pytest.mark.long),
-        pytest.param("processes", 2, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.forks
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+@pytest.mark.parametrize("size", [1, 2])
 def test_replicas_of_each_rank_have_the_same_bits(
     workers: Any, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,6 +455,7 @@ class Scaled(nn.Module):
         return self.linear(self.embedding((10 * x).long()))
 
 
+@pytest.mark.forks
 def test_rows_that_replicas_scale_have_the_same_bits() -> None:
     def program(model: nn.Module, shard: Any, rank: int) -> list[float]:
         optimizer = shard(adamw(model.parameters()))

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.nn.replicas import DataParallel
 from lockstep.nn.replicas.replicas import add_up
 
+pytestmark = pytest.mark.forks
+
 # Between them the order of a sum shows in its bits.
 VALUES = (1.0, 1e8, -1e8)
 IN_ORDER = (torch.tensor(VALUES[0]) + VALUES[1] + VALUES[2]).item()
