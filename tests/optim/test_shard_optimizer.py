@@ -290,6 +290,48 @@ def test_parameters_of_later_alone_are_divided(size: int, backend: str) -> None:
     run_ranks(size, body, backend=backend)
 
 
+class Lookahead(Optimizer):
+    """As timm's: every second step it goes half the way back to where it was."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self._base, self.param_groups = base, base.param_groups
+        self._slow = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+        self._count = 0
+
+    def step(self, closure: Any = None) -> None:
+        self._base.step(closure)
+        self._count += 1
+        if self._count % 2 == 0:
+            fast = [p for group in self.param_groups for p in group["params"]]
+            with torch.no_grad():
+                for slow, parameter in zip(self._slow, fast, strict=True):
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+def test_an_optimizer_around_another_is_refused_and_may_have_a_sharded_one() -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        ends = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = Lookahead(shard(adamw(model.parameters())))
+            with pytest.raises(
+                ModelError, match=r"in it, AdamW \('_base'\), which takes the steps"
+            ):
+                lockstep.shard_optimizer(optimizer)
+            for step in range(5):
+                x = torch.rand(3, *first.sample, generator=torch.Generator().manual_seed(step))
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(model)
+        assert all(map(torch.equal, *(model.parameters() for model in ends)))
+
+    run_ranks(2, body, backend="shm")
+
+
 def test_a_model_that_is_not_parallel_is_told() -> None:
     with pytest.raises(ModelError, match="Call lockstep"):
         lockstep.shard_optimizer(adamw(nn.Linear(2, 2).parameters()))

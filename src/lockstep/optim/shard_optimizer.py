@@ -98,8 +98,9 @@ def shard_optimizer(
         ``optimizer`` itself.
 
     Raises:
-        ModelError: If no parallel module has any of its parameters, or if it is an LBFGS, whose
-            update of each parameter depends on all others.
+        ModelError: If no parallel module has any of its parameters; if it is an LBFGS, whose
+            update of each parameter depends on all others; or if it has another optimizer in it,
+            as timm's Lookahead does: shard that one.
         ModelMismatch: If the ranks' optimizers differ.
         AlreadyParallel: If it is sharded already.
         TypeError: If it isn't an optimizer, or ``master_dtype`` no floating-point dtype.
@@ -124,6 +125,12 @@ def shard_optimizer(
             "divided among ranks. Use it as it is: with a parallel model, it takes the same steps "
             "on every rank."
         )
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, Optimizer):
+            raise ModelError(
+                f"{kind} has an optimizer in it, {type(inner).__name__} ({name!r}), which takes "
+                f"the steps. Shard that one, and then make the {kind} of it."
+            )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(are_parallel(parameters)):
         raise ModelError(
