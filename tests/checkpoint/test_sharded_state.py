@@ -28,38 +28,11 @@ from lockstep.errors import CheckpointMismatch
 from lockstep.optim import PartialTensor
 from tests.checkpoint.test_round_trips import same, states_of, train, trained
 from tests.counts import some
-from tests.nn.models import Digits, Unused
+from tests.nn.models import Digits, Empty, Strided, Unused
 from tests.optim.test_shard_optimizer import OPTIMIZERS
 from tests.processes import Processes, processes
 
 PARTIAL = DefaultLoadPlanner(allow_partial_load=True)
-
-
-class Strided(nn.Module):
-    """Parameters of several memory orders, which are cut in all dimensions, and a number."""
-
-    sample = (3, 5, 5)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 16, (3, 2)).to(memory_format=torch.channels_last)
-        self.last = nn.Linear(192, 3)
-        self.last.weight.data = self.last.weight.data.t().contiguous().t()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x).flatten(1)) * self.scale
-
-
-class Empty(Strided):
-    """One parameter has no elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.none = nn.Parameter(torch.empty(0, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.none.sum()
 
 
 @pytest.fixture(scope="module")
@@ -438,6 +411,45 @@ def check_zero(folder: str) -> None:
 
 def test_a_zero_redundancy_optimizer_is_saved_too(ranks, tmp_path) -> None:
     ranks.run(check_zero, "shm", 2, str(tmp_path))
+
+
+class Prepared(Optimizer):
+    """A trainer's wrapper, whose groups and state are those of the optimizer in it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(
+        lambda self: self.optimizer.param_groups,
+        lambda self, groups: setattr(self.optimizer, "param_groups", groups),
+    )
+    state = property(
+        lambda self: self.optimizer.state,
+        lambda self, state: setattr(self.optimizer, "state", state),
+    )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_trainers_wrapper_is_saved_as_the_optimizer_in_it(tmp_path) -> None:
+    model, optimizer = trained(None, Digits, OPTIMIZERS["AdamW"], steps=3)
+    state = {"optimizer": ShardedState(Prepared(optimizer))}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    other, fresh = trained(None, Digits, OPTIMIZERS["AdamW"], steps=0)
+    groups = fresh.param_groups
+    state = {"optimizer": ShardedState(Prepared(fresh))}
+    assert fresh.param_groups is groups
+    assert not fresh.state
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert same(states_of(other, fresh)[1], states_of(model, optimizer)[1])
 
 
 def test_something_else_is_refused() -> None:

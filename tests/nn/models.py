@@ -149,3 +149,30 @@ def build(name: str) -> nn.Module:
         return MODELS[name]()
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class Strided(nn.Module):
+    """Parameters of several memory orders, which are cut in all dimensions, and a number."""
+
+    sample = (3, 5, 5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, (3, 2)).to(memory_format=torch.channels_last)
+        self.last = nn.Linear(192, 3)
+        self.last.weight.data = self.last.weight.data.t().contiguous().t()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).flatten(1)) * self.scale
+
+
+class Empty(Strided):
+    """One parameter has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.none.sum()

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
-from lockstep.nn.replicas.channel import shared_like
 from lockstep.optim.state import _decoded, _encoded
 from tests.nn.models import Digits
 from tests.ranks import run_ranks
@@ -317,6 +316,32 @@ def with_data_tied_later(model: nn.Module, shard: Any, rank: int) -> None:
     assert torch.equal(model.conv1.bias, model.fc2.bias)
 
 
+class Two(nn.Module):
+    """Two parameters of one shape."""
+
+    sample = (4,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def with_all_tied_later(model: nn.Module, shard: Any, rank: int) -> None:
+    optimizer = shard(adamw(model.parameters()))
+    train(model, optimizer, rank)
+    model.last.weight.data = model.first.weight.data
+    train(model, optimizer, rank, first=3)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, rank, first=6)
+
+
+def test_no_parameter_may_be_left_to_divide() -> None:
+    check_same_bits(with_all_tied_later, Two)
+
+
 class Prepared(Optimizer):
     """A trainer's wrapper: its step is that of the optimizer in it."""
 
@@ -404,73 +429,6 @@ def test_a_step_that_was_compiled_before_has_the_same_bits() -> None:
         train(model, shard(optimizer), rank)
 
     check_same_bits(program)
-
-
-@pytest.mark.forks
-@pytest.mark.parametrize("workers", ["threads", "processes"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_replicas_of_each_rank_have_the_same_bits(
-    workers: Any, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Processes get the module once: parameters stay where they are, and their values are sent."""
-    sent = []
-
-    def noting(tensors: Any) -> Any:
-        sent.append(tensors)
-        return shared_like(tensors)
-
-    monkeypatch.setattr("lockstep.nn.replicas.processes.shared_like", noting)
-
-    def program(model: nn.Module, shard: Any, rank: int) -> list[float]:
-        optimizer = shard(adamw(model.parameters()))
-        replicas = lockstep.DataParallel(model, ["cpu", "cpu"], workers=workers)
-        outputs = []
-        for step in range(4):
-            x = torch.randn(5, *Digits.sample, generator=torch.Generator().manual_seed(rank + step))
-            loss = replicas(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            for parameter in model.parameters():
-                parameter.data.mul_(0.9)  # torch counts no such write
-            outputs.append(loss.item())
-        return outputs
-
-    check_same_bits(program, size=size, backend="shm")
-    num_modules = 2 * size  # one that is sharded, and one that isn't, on each rank
-    assert len(sent) == (2 * num_modules if workers == "processes" else 0)
-
-
-class Scaled(nn.Module):
-    """An embedding whose rows are scaled in place when they are looked up."""
-
-    sample = (3,)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10, 4, max_norm=0.5)
-        self.linear = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.embedding((10 * x).long()))
-
-
-@pytest.mark.forks
-def test_rows_that_replicas_scale_have_the_same_bits() -> None:
-    def program(model: nn.Module, shard: Any, rank: int) -> list[float]:
-        optimizer = shard(adamw(model.parameters()))
-        replicas = lockstep.DataParallel(model, ["cpu", "cpu"], workers="processes")
-        outputs = []
-        for step in range(3):
-            x = torch.rand(5, *model.sample, generator=torch.Generator().manual_seed(step))
-            loss = replicas(x).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            outputs.append(loss.item())
-        return outputs
-
-    check_same_bits(program, Scaled, size=1, backend="shm")
 
 
 def test_state_whose_elements_are_not_in_order_is_told_as_it_is() -> None:

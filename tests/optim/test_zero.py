@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 import lockstep
 from tests.nn.models import Digits
@@ -25,6 +27,13 @@ def zero(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> Any:
     return lockstep.ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, process_group=group, **options
     )
+
+
+def plain_and_zero(group: dist.ProcessGroup) -> list[Callable[[Any], Optimizer]]:
+    return [
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+        lambda p: lockstep.ZeroRedundancyOptimizer(p, torch.optim.AdamW, group, lr=0.01),
+    ]
 
 
 def train(model: nn.Module, optimizer: Any, rank: int, first: int = 0) -> None:
@@ -61,10 +70,7 @@ def test_it_takes_steps_of_torchs_own_ddp() -> None:
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         models = []
-        for make in (
-            lambda p: torch.optim.AdamW(p, lr=0.01),
-            lambda p: lockstep.ZeroRedundancyOptimizer(p, torch.optim.AdamW, group, lr=0.01),
-        ):
+        for make in plain_and_zero(group):
             model = nn.parallel.DistributedDataParallel(copy.deepcopy(first), process_group=group)
             model.sample = first.sample
             train(model, make(model.parameters()), rank)
@@ -79,10 +85,7 @@ def test_its_options_are_those_of_its_groups() -> None:
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         models = []
-        for make in (
-            lambda p: torch.optim.AdamW(p, lr=0.01),
-            lambda p: lockstep.ZeroRedundancyOptimizer(p, torch.optim.AdamW, group, lr=0.01),
-        ):
+        for make in plain_and_zero(group):
             model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
             weight, *others = model.parameters()
             optimizer = make([weight])
@@ -135,10 +138,7 @@ def test_ranks_may_leave_the_loop_at_different_times() -> None:
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         models = []
-        for make in (
-            lambda p: torch.optim.AdamW(p, lr=0.01),
-            lambda p: lockstep.ZeroRedundancyOptimizer(p, torch.optim.AdamW, group, lr=0.01),
-        ):
+        for make in plain_and_zero(group):
             model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
             optimizer = make(model.parameters())
             with lockstep.join(model):

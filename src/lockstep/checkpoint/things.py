@@ -15,7 +15,7 @@ from lockstep.checkpoint.folder import Manifest
 from lockstep.checkpoint.tree import Collector, check_tensor, decode, header_of
 from lockstep.errors import CheckpointMismatch
 from lockstep.nn import DataParallel
-from lockstep.optim import sharding_of
+from lockstep.optim import inner_optimizer, sharding_of
 
 _WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel
 # What torch's schedulers add to an optimizer's groups.
@@ -283,8 +283,9 @@ def unwrapped(thing: Any) -> Any:
         if inner is None:
             return thing
         thing = inner
-    # Of a ZeroRedundancyOptimizer, whose import takes a while.
-    return thing.optim if hasattr(thing, "consolidate_state_dict") else thing
+    if hasattr(thing, "consolidate_state_dict"):
+        return thing.optim  # of a ZeroRedundancyOptimizer, whose import takes a while
+    return inner_optimizer(thing) if isinstance(thing, Optimizer) else thing
 
 
 def _plain_names(module: nn.Module) -> dict[str, str]:

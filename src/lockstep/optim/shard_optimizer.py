@@ -114,7 +114,7 @@ def shard_optimizer(
         isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point
     ):
         raise TypeError(refusal("master_dtype", master_dtype, "a dtype such as torch.float32"))
-    given, optimizer = optimizer, cast(OptimizerT, _unwrapped(optimizer))
+    given, optimizer = optimizer, cast(OptimizerT, inner_optimizer(optimizer))
     kind = type(optimizer).__name__
     is_sharded = getattr(optimizer.state_dict, "__func__", None) is _undivided_state_dict
     if is_sharded or sharding_of(optimizer) is not None:
@@ -155,7 +155,7 @@ def _alone(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | None]
     return [cast(Any, _ALONE) if is_parallel else None for is_parallel in are_parallel(parameters)]
 
 
-def _unwrapped(optimizer: Optimizer) -> Optimizer:
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer whose ``step()`` that of ``optimizer``, a trainer's wrapper, calls."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
@@ -164,5 +164,5 @@ def _unwrapped(optimizer: Optimizer) -> Optimizer:
 
 def sharding_of(optimizer: Optimizer) -> Sharding | None:
     """Return the Sharding of ``optimizer``, if it is sharded."""
-    owner: object = getattr(_unwrapped(optimizer).state_dict, "__self__", None)
+    owner: object = getattr(inner_optimizer(optimizer).state_dict, "__self__", None)
     return owner if isinstance(owner, Sharding) else None

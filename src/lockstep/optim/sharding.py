@@ -22,6 +22,7 @@ from lockstep.comm import (
     all_gather_bytes,
     broadcast_tensors,
     can_overlap,
+    device_of_facts,
     have_same,
     join_state_of,
     uncompiled,
@@ -366,8 +367,8 @@ class Sharding:
 
     def _gather(self, ranks: dist.ProcessGroup, own: Any) -> list[Any]:
         """Return each rank's value, which JSON can represent."""
-        device = self._flats[0].parameters[0].device
-        return [*map(json.loads, all_gather_bytes(ranks, json.dumps(own).encode(), device))]
+        own = json.dumps(own).encode()
+        return [*map(json.loads, all_gather_bytes(ranks, own, device_of_facts(ranks)))]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, to None by default, as torch's does."""

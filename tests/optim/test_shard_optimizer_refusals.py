@@ -1,0 +1,207 @@
+"""What can't be sharded is refused, with what to do instead, and loses nothing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import lockstep
+from lockstep.errors import (
+    AlreadyParallel,
+    CollectiveFailed,
+    ModelError,
+    ModelMismatch,
+    PeerLost,
+)
+from tests.nn.models import Digits
+from tests.optim.test_sharded_programs import adamw, losses
+from tests.optim.test_sharded_programs import train as train_steps
+from tests.ranks import run_ranks
+
+
+def test_ranks_with_other_optimizers_are_told() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        kind = torch.optim.SGD if rank else torch.optim.Adam
+        with pytest.raises(ModelMismatch, match="optimizer on every rank"):
+            lockstep.shard_optimizer(kind(model.parameters(), lr=0.1))
+
+    run_ranks(2, body)
+
+
+def test_an_lbfgs_is_refused() -> None:
+    model = lockstep.parallelize(nn.Linear(2, 2))
+    with pytest.raises(ModelError, match="LBFGS"):
+        lockstep.shard_optimizer(torch.optim.LBFGS(model.parameters()))
+
+
+class Lookahead(Optimizer):
+    """As timm's: every second step it goes half the way back to where it was."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self._base, self.param_groups = base, base.param_groups
+        self._slow = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+        self._count = 0
+
+    def step(self, closure: Any = None) -> None:
+        self._base.step(closure)
+        self._count += 1
+        if self._count % 2 == 0:
+            fast = [p for group in self.param_groups for p in group["params"]]
+            with torch.no_grad():
+                for slow, parameter in zip(self._slow, fast, strict=True):
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+def test_an_optimizer_around_another_is_refused_and_may_have_a_sharded_one() -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        ends = []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = Lookahead(shard(adamw(model.parameters())))
+            with pytest.raises(
+                ModelError, match=r"in it, AdamW \('_base'\), which takes the steps"
+            ):
+                lockstep.shard_optimizer(optimizer)
+            for step in range(5):
+                x = torch.rand(3, *first.sample, generator=torch.Generator().manual_seed(step))
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(model)
+        assert all(map(torch.equal, *(model.parameters() for model in ends)))
+
+    run_ranks(2, body, backend="shm")
+
+
+def test_a_model_that_is_not_parallel_is_told() -> None:
+    with pytest.raises(ModelError, match="Call lockstep"):
+        lockstep.shard_optimizer(adamw(nn.Linear(2, 2).parameters()))
+
+
+def test_something_else_is_refused() -> None:
+    with pytest.raises(TypeError, match="optimizer is 3"):
+        lockstep.shard_optimizer(3)  # type: ignore[type-var]
+
+
+def test_an_optimizer_is_sharded_once() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(2, 2), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        with pytest.raises(AlreadyParallel, match="sharded already"):
+            lockstep.shard_optimizer(optimizer)
+
+    run_ranks(1, body)
+    run_ranks(2, body)
+
+
+def test_an_error_in_a_step_leaves_the_groups_as_they_were() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(2, 2), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        model(torch.ones(1, 2)).sum().backward()
+        betas, optimizer.param_groups[0]["betas"] = optimizer.param_groups[0]["betas"], None
+        with pytest.raises(TypeError):
+            optimizer.step()
+        assert optimizer.param_groups[0]["params"] == [*model.parameters()]
+        optimizer.param_groups[0]["betas"] = betas
+        optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_is_lost_in_a_step_is_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(2, 2), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        model(torch.ones(1, 2)).sum().backward()
+        if rank:
+            return
+        with pytest.raises(PeerLost) as caught:
+            optimizer.step()
+        assert caught.value.ranks == (1,)
+        assert "step of AdamW" in caught.value.__notes__[-2]
+
+    run_ranks(2, body)
+
+
+def test_copies_of_a_part_of_the_state_are_refused() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        train_steps(model, optimizer, rank)
+        for make in copy.deepcopy, pickle.dumps:
+            with pytest.raises(TypeError, match="state_dict"):
+                make(optimizer)
+
+    run_ranks(2, body)
+
+
+def test_a_closure_that_is_called_twice_is_refused() -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            closure()
+            return closure()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(2, 2), process_group=group)
+        optimizer = lockstep.shard_optimizer(Twice(model.parameters()))
+
+        def closure() -> torch.Tensor:
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+            return loss
+
+        with pytest.raises(ModelError, match="several times"):
+            optimizer.step(closure)
+
+    run_ranks(2, body)
+
+
+def test_a_failed_backward_is_told_at_the_step_of_the_others() -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        loss = next(losses(model, rank, 1))
+        if rank == 1:
+            model.conv2.weight.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+        else:
+            with pytest.raises(CollectiveFailed, match="failed on rank 1"):
+                loss.backward()
+        optimizer.state_dict()
+        optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_a_group_that_differs_among_ranks_leaves_the_optimizer_as_it_was() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        first, second, *_ = model.parameters()
+        optimizer = lockstep.shard_optimizer(adamw([first]))
+        train_steps(model, optimizer, rank)
+        optimizer.add_param_group({"params": [second] if rank else [*model.parameters()][2:]})
+        next(losses(model, rank, 1)).backward()
+        before = first.detach().clone()
+        with pytest.raises(ModelMismatch):
+            optimizer.step()
+        del optimizer.param_groups[1]
+        optimizer.step()
+        assert not torch.equal(first, before)
+
+    run_ranks(2, body)
