@@ -10,6 +10,7 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
+import cloudpickle
 import pytest
 
 import lockstep
@@ -165,6 +166,22 @@ def test_packages_import_each_other_by_their_faces() -> None:
         past, listed = found.get(name, set()), set(STILL_OPEN.get(name, "").split())
         assert not past - listed, f"{name} imports past a face: {sorted(past - listed)}"
         assert not listed - past, f"take off STILL_OPEN, {name}: {sorted(listed - past)}"
+
+
+LAZY = [module for module, path in FILES.items() if path.with_suffix(".pyi").exists()]
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_no_name_of_a_lazy_package_is_that_of_a_file_in_it(package: str) -> None:
+    """The lazy loader would change the package's class, and a module of another can't be pickled.
+
+    ``launch()`` pickles packages by reference for a function that names one, ``torch.optim`` too.
+    """
+    prefix = f"{package}."
+    files = {name.removeprefix(prefix).split(".")[0] for name in FILES if name.startswith(prefix)}
+    listed = {each.name for each in imports_of(package) if each.module != package}
+    assert not files & listed
+    cloudpickle.dumps(importlib.import_module(package))
 
 
 def test_size_is_bounded() -> None:

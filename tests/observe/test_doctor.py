@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -12,12 +11,12 @@ import pytest
 
 from lockstep import cli
 from lockstep.errors import LaunchError
+from lockstep.observe import diagnosis as doctor
 from lockstep.observe.machine import Gpu, Machine, look
 from lockstep.world import Starter
 
 pytestmark = pytest.mark.forks
 
-doctor = importlib.import_module("lockstep.observe.doctor")
 GIB = 2**30
 MACHINE = Machine(
     versions={"torch": "2.14.0+cpu"},

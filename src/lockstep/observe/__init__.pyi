@@ -1,10 +1,10 @@
 from .attach import status as status
-from .doctor import doctor as doctor
-from .explain import Explanation as Explanation
-from .explain import explain as explain
+from .diagnosis import doctor as doctor
+from .explanation import Explanation as Explanation
+from .explanation import explain as explain
 from .jobs import explained as explained
 from .jobs import traced as traced
 from .logger import log as log
 from .logger import log_to as log_to
-from .report import report as report
-from .trace import trace as trace
+from .reporting import report as report
+from .tracing import trace as trace

@@ -17,13 +17,13 @@ from lockstep.launcher import Job
 def _recording(
     folder: Path, steps: tuple[int, int] | None, rank: int
 ) -> AbstractContextManager[object]:
-    from lockstep.observe.trace import recording
+    from lockstep.observe.tracing import recording
 
     return recording(folder, rank, steps)
 
 
 def _explaining(rank: int) -> AbstractContextManager[object]:
-    from lockstep.observe.explain import explaining
+    from lockstep.observe.explanation import explaining
 
     return explaining(rank)
 
