@@ -35,6 +35,28 @@ def check_module(module: object) -> None:
     check_type("module", module, nn.Module, "a torch.nn.Module")
 
 
+def divided_by_torch(value: object) -> str:
+    """What a DTensor, or torch's older ShardedTensor, is in words; "" for other values.
+
+    It looks at the names of the classes, whose import takes a while.
+    """
+    for kind in type(value).__mro__:
+        is_torchs = kind.__module__.startswith("torch.distributed")
+        if is_torchs and kind.__name__ in ("DTensor", "ShardedTensor"):
+            mesh = getattr(value, "device_mesh", None)
+            return f"a {kind.__name__}" + (f" on {mesh}" if mesh is not None else "")
+    return ""
+
+
+def check_not_divided(name: str, value: object) -> None:
+    """Raise TypeError if ``value`` is a tensor of which torch gives each rank a part."""
+    if divided := divided_by_torch(value):
+        raise TypeError(
+            f"{name} is {divided}. Give its full_tensor(), which is the same on all ranks of its "
+            "mesh, and as process_group the ranks that have other values, if there are any."
+        )
+
+
 def check_flag(name: str, value: object, wanted: str = "True or False") -> None:
     """Raise TypeError unless ``value`` equals True or False, as 1 and 0 do."""
     try:

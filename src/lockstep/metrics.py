@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.arguments import as_finite_number, refusal
+from lockstep.arguments import as_finite_number, check_not_divided, refusal
 from lockstep.comm import (
     SingleRankGroup,
     all_gather,
@@ -159,6 +159,7 @@ def _leaves_of(tree: object, op: object, device: torch.device) -> dict[str, _Lea
         if path in leaves:
             raise ValueError(f"Two values are named {path}. Give keys that print differently.")
         if isinstance(value, Tensor):
+            check_not_divided(path, value)
             has_op = not (value.is_complex() and op in ("min", "max"))
             has_op &= op in ("mean", "cat") or value.dtype is not torch.uint64
             if value.layout is not torch.strided or value.is_meta or value.is_nested or not has_op:

@@ -147,25 +147,71 @@ def test_copies_of_a_part_of_the_state_are_refused() -> None:
     run_ranks(2, body)
 
 
-def test_a_closure_that_is_called_twice_is_refused() -> None:
-    class Twice(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+class Sharpness(torch.optim.Optimizer):
+    """Sharpness-aware minimization, with an optimizer of ``base`` in it, or without."""
+
+    def __init__(self, params: Any, base: type[torch.optim.Optimizer] | None = None) -> None:
+        super().__init__(params, {"lr": 0.1})
+        if base is not None:
+            self.base_optimizer = base(self.param_groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
             closure()
-            return closure()
+        each = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            norm = sum(p.grad.square().sum() for p in each).sqrt()
+            moves = [0.05 * p.grad / norm for p in each]
+            torch._foreach_add_(each, moves)
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            torch._foreach_sub_(each, moves)
+            if hasattr(self, "base_optimizer"):
+                self.base_optimizer.step()
+            else:
+                torch._foreach_sub_(each, [0.1 * p.grad for p in each])
+        return loss
 
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        model = lockstep.parallelize(nn.Linear(2, 2), process_group=group)
-        optimizer = lockstep.shard_optimizer(Twice(model.parameters()))
 
-        def closure() -> torch.Tensor:
-            loss = model(torch.ones(1, 2)).sum()
-            loss.backward()
-            return loss
+def sharpness_steps(model: nn.Module, optimizer: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    def closure() -> torch.Tensor:
+        model.zero_grad()
+        loss = lockstep.mean(model(x).square().sum(1))
+        loss.backward()
+        return loss
 
-        with pytest.raises(ModelError, match="several times"):
-            optimizer.step(closure)
+    for _ in range(3):
+        optimizer.step(closure)
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
-    run_ranks(2, body)
+
+@pytest.mark.parametrize("base", [None, torch.optim.SGD])
+def test_what_refusals_of_closures_advise_trains_as_one_process(base: Any) -> None:
+    model = nn.Linear(2, 2).double()
+    x = torch.arange(10.0).view(5, 2).double().cos()
+    own = copy.deepcopy(model)
+    alone = sharpness_steps(own, Sharpness(own.parameters(), base), x)
+
+    def body(world: lockstep.World) -> None:
+        mine = lockstep.parallelize(copy.deepcopy(model))
+        optimizer = Sharpness(mine.parameters(), base)
+        part = x.split([3, 2])[world.rank]
+        if base is None:
+            lockstep.shard_optimizer(optimizer)
+            with pytest.raises(ModelError, match=r"several times in a step.*don't shard it"):
+                sharpness_steps(mine, optimizer, part)
+            mine.load_state_dict(model.state_dict())
+            optimizer = Sharpness(mine.parameters())
+        else:
+            advice = r"has an optimizer in it, SGD.*shard_optimizer\(optimizer.base_optimizer\)"
+            with pytest.raises(ModelError, match=advice):
+                lockstep.shard_optimizer(optimizer)
+            lockstep.shard_optimizer(optimizer.base_optimizer)
+        for found, wanted in zip(sharpness_steps(mine, optimizer, part), alone, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+    lockstep.launch(body, 2, ranks="threads")
 
 
 def test_a_failed_backward_is_told_at_the_step_of_the_others() -> None:

@@ -22,6 +22,7 @@ from lockstep.nn.replicas import (
     scatter_kwargs,
 )
 from lockstep.nn.sync_batch_norm import SyncBatchNorm
+from lockstep.nn.verify import refusal_of_divided
 
 __all__ = [
     "DataParallel",
@@ -42,6 +43,7 @@ __all__ = [
     "parallel_modules",
     "parallelize",
     "refresh_engines_of",
+    "refusal_of_divided",
     "replicate",
     "scatter",
     "scatter_kwargs",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.arguments import as_finite_number, check_module, refusal
+from lockstep.arguments import as_finite_number, check_module, check_not_divided, refusal
 from lockstep.comm import mean_divisor, start_all_reduce, sum_in_step, uncompiled
 from lockstep.errors import ModelError
 from lockstep.grad import MIB, Reducer
@@ -77,7 +77,8 @@ def mean(
         mean of no values.
 
     Raises:
-        TypeError: If ``values`` isn't a floating-point tensor, or ``weight`` isn't numbers.
+        TypeError: If ``values`` isn't a floating-point tensor, or ``weight`` isn't numbers, or one
+            of them is a DTensor.
         ValueError: If the weights can't be broadcast to the shape of ``values``, or require a
             gradient, or ``values`` is a number without a weight. On every rank, if weights of any
             rank are infinite or NaN; on a GPU, where a check would have to wait, the mean is NaN.
@@ -88,6 +89,8 @@ def mean(
             f"mean() takes a floating-point tensor of single losses, and got {kind}. Compute the "
             'loss with reduction="none".'
         )
+    check_not_divided("values", values)
+    check_not_divided("weight", weight)
     if not values.dim() and weight is None:
         raise ValueError(
             "mean() got a single number. If that is the mean of this rank's losses, the mean over "
@@ -237,6 +240,7 @@ def average_gradients(
 
     Raises:
         ModelMismatch: If the ranks' models differ, which the first call checks.
+        AlreadyParallel: If torch has divided the model (FSDP, DTensors).
         TypeError: If ``module`` isn't a module, or ``weight`` not a number.
         ValueError: If a weight is negative or not finite, or all are zero.
 

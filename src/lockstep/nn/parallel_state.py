@@ -27,7 +27,7 @@ from lockstep.nn.autograd import current_task, is_any_reached, is_backward_of_re
 from lockstep.nn.backward import all_engines, backward_sync_of, engines_with, finish_failed
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.global_hooks import unwatch, watch
-from lockstep.nn.verify import check_same_model
+from lockstep.nn.verify import check_same_model, refusal_of_divided
 from lockstep.nn.wrapper import Wrapper
 
 _log = logging.getLogger(__name__)
@@ -317,6 +317,8 @@ def _refusal(
                 f"{kind} can't be made parallel: {where} is parallel already, through torch. Pass "
                 "the bare model, once."
             )
+    if group is not None and (divided := refusal_of_divided(module, options.ignored)):
+        return divided
     trained = False
     others = [state.parameters for state in _all_states() if state not in known]
     for name, parameter in module.named_parameters():

@@ -85,7 +85,8 @@ def parallelize(
     Raises:
         ModelMismatch: If the ranks' models or options differ; it names the first difference.
         NothingToTrain: If no parameter requires a gradient.
-        AlreadyParallel: If it is parallel already, or shares parameters with a model that is.
+        AlreadyParallel: If it is parallel already, through torch too (FSDP, DTensors), or shares
+            parameters with a model that is.
         TypeError: If an argument is of a wrong type, or unknown; for arguments of torch's
             DistributedDataParallel it says what to do instead.
         ValueError: If ``bucket_cap_mb`` is no size, or a policy is none of those above.

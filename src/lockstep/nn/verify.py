@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lockstep.arguments import divided_by_torch
 from lockstep.comm import differing_facts
-from lockstep.errors import ModelError, ModelMismatch
+from lockstep.errors import AlreadyParallel, ModelError, ModelMismatch
 from lockstep.grad import gradient_dtype
 
 _REMEDIES = {
@@ -29,7 +31,8 @@ def check_same_model(
     """Raise on every rank unless all have the same model, the same options, and no refusal.
 
     The same model means the same names, shapes, dtypes, memory layouts and frozen parameters. All
-    ranks must call it; it blocks. If nothing differs, it costs one all-reduce of 64 bytes.
+    ranks must call it; it blocks. If nothing differs, it costs one all-reduce of 64 bytes. A model
+    that torch has divided among ranks is refused, on every rank.
 
     Args:
         module: The model.
@@ -41,14 +44,16 @@ def check_same_model(
     Raises:
         ModelMismatch: Naming the first difference with both sides, or another rank's refusal.
         ModelError: This rank's ``refusal``, if there was one.
+        AlreadyParallel: If torch has divided the model.
     """
+    refusal = refusal or refusal_of_divided(module, left_out)
     facts = {
         "refusal": str(refusal or ""),
-        "tensors": {k: v for k, v in _descriptions(module).items() if k not in left_out},
+        "tensors": _descriptions(module, left_out),
         "options": {name: str(value) for name, value in (options or {}).items()},
     }
-    tensors = [*module.parameters(), *module.buffers()]
-    device = tensors[0].device if tensors else torch.device("cpu")
+    tensors = (tensor for _, tensor in _kept_in_step(module, left_out))
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     by_rank = differing_facts(group, facts, device)
     if refusal is not None:
         raise refusal
@@ -72,17 +77,51 @@ def _first_difference(first: Mapping[str, str], other: Mapping[str, str], rank: 
     return f"rank {rank} registers its parameters and buffers in another order than rank 0"
 
 
-def _descriptions(module: nn.Module) -> dict[str, str]:
+def refusal_of_divided(module: nn.Module, left_out: Collection[str] = ()) -> AlreadyParallel | None:
+    """Return why lockstep can't keep ``module`` in step, if torch has divided its tensors.
+
+    FSDP2 and tensor parallelism make DTensors of them; torch's first FSDP has plain tensors, of
+    other values on each rank.
+    """
+    named = dict(_kept_in_step(module, left_out))
+    reasons = [f"{name!r} is {form}" for name, t in named.items() if (form := divided_by_torch(t))]
+    for name, part in module.named_modules():
+        is_fsdp = any(kind.__name__ == "FullyShardedDataParallel" for kind in type(part).__mro__)
+        if is_fsdp and any(one.startswith(name) for one in named):
+            where = f"its part {name!r}" if name else "it"
+            reasons.append(f"{where} is divided among ranks, as a {type(part).__name__}")
+    if not reasons:
+        return None
+    return AlreadyParallel(
+        f"lockstep can't keep this {type(module).__name__} in step: {reasons[0]}. torch does it "
+        "(fully_shard(), tensor parallelism): train it as it is. For replicas of it, give "
+        "fully_shard() a mesh with a dimension for them. lockstep.DataLoader and lockstep.mean go "
+        "with that; where ranks have the same samples, as in tensor parallelism, give both "
+        "process_group=mesh.get_group(NAME), with the dimension of the replicas."
+    )
+
+
+def _kept_in_step(
+    module: nn.Module, left_out: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if name not in left_out:
+            yield name, tensor
+
+
+def _descriptions(module: nn.Module, left_out: Collection[str]) -> dict[str, str]:
     """Describe what must be the same, as ``{"fc.weight": "a parameter (50, 320) float32"}``."""
+    buffers = {name for name, _ in module.named_buffers()}
     found = {}
-    for name, parameter in module.named_parameters():
-        kind = "a parameter" if parameter.requires_grad else "a frozen parameter"
-        found[name] = f"{kind} {_form(parameter)}"
-        dtype = parameter.dtype if is_lazy(parameter) else gradient_dtype(parameter)
-        if parameter.requires_grad and dtype != parameter.dtype:
+    for name, tensor in _kept_in_step(module, left_out):
+        found[name] = f"a buffer {_form(tensor)}"
+        if name in buffers:
+            continue
+        kind = "a parameter" if tensor.requires_grad else "a frozen parameter"
+        found[name] = f"{kind} {_form(tensor)}"
+        dtype = tensor.dtype if is_lazy(tensor) else gradient_dtype(tensor)
+        if tensor.requires_grad and dtype != tensor.dtype:
             found[name] += f" with a gradient of {_name_of(dtype)}"
-    for name, buffer in module.named_buffers():
-        found[name] = f"a buffer {_form(buffer)}"
     return found
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lockstep.arguments import divided_by_torch
 from lockstep.data import cuts
 from lockstep.errors import ModelError
 from lockstep.grad import DeferredParameter, describe_buckets
@@ -29,6 +30,7 @@ from lockstep.nn import (
     SyncBatchNorm,
     are_parallel,
     parallel_modules,
+    refusal_of_divided,
     scatter,
     state_of,
 )
@@ -232,14 +234,19 @@ def _empty(model: nn.Module, kind: str) -> dict[str, Any]:
 def _of_plain(model: nn.Module) -> dict[str, Any]:
     facts = _empty(model, "plain")
     facts["parameters"] = [
-        _fact(name, p) | {"how": "each rank's own", "bucket": None}
+        _fact(name, p) | {"how": divided_by_torch(p) or "each rank's own", "bucket": None}
         for name, p in model.named_parameters()
     ]
     facts["summary"] = (
         f"{type(model).__name__}, {_count(model)}, isn't parallel: each rank would train its own."
     )
     facts["overlap"] = "Nothing is sent. lockstep.parallelize(model) keeps it in step."
-    if any(are_parallel(model.parameters())):
+    if divided := refusal_of_divided(model):
+        facts["summary"] = (
+            f"{type(model).__name__}, {_count(model)}, is divided among ranks by torch."
+        )
+        facts["overlap"] = str(divided)
+    elif any(are_parallel(model.parameters())):
         facts["overlap"] = "Parts of it, or a model around it, are parallel: explain that one."
     return facts
 

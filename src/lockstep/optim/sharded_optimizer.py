@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from lockstep.arguments import check_flag, check_type, refusal
+from lockstep.arguments import check_flag, check_type, divided_by_torch, refusal
 from lockstep.comm import SingleRankGroup
 from lockstep.errors import AlreadyParallel, ModelError
 from lockstep.nn import are_parallel, groups_of
@@ -102,7 +102,7 @@ def shard_optimizer(
             update of each parameter depends on all others; or if it has another optimizer in it,
             as timm's Lookahead does: shard that one.
         ModelMismatch: If the ranks' optimizers differ.
-        AlreadyParallel: If it is sharded already.
+        AlreadyParallel: If it is sharded already, by torch too (DTensors).
         TypeError: If it isn't an optimizer, or ``master_dtype`` no floating-point dtype.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
@@ -129,10 +129,15 @@ def shard_optimizer(
         if isinstance(inner, Optimizer):
             raise ModelError(
                 f"{kind} has an optimizer in it, {type(inner).__name__} ({name!r}), which takes "
-                f"the steps. Shard that one, and then make the {kind} of it."
+                f"the steps. Shard that one alone: shard_optimizer(optimizer.{name})."
             )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(are_parallel(parameters)):
+        if divided := next(filter(None, map(divided_by_torch, parameters)), ""):
+            raise AlreadyParallel(
+                f"A parameter of this {kind} is {divided}, of which each rank updates its own part "
+                "already. Use it as it is."
+            )
         raise ModelError(
             f"No parameter of this {kind} is a parallel module's, so the ranks' gradients differ "
             "and their updates can't be shared. Call lockstep.parallelize(model) before."

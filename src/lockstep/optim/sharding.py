@@ -483,8 +483,8 @@ def _once(loss: Any, kind: str) -> Callable[[], Any]:
         if calls:
             raise ModelError(
                 f"{kind} calls its closure several times in a step, between changes of the "
-                "parameters, of which each rank has a part while the optimizer is sharded. Use it "
-                "as it is."
+                "parameters, of which each rank has a part while the optimizer is sharded. Make it "
+                "anew, and don't shard it: with a parallel model, every rank takes the same steps."
             )
         calls.append(None)
         return loss

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from lockstep.arguments import refusal
+from lockstep.arguments import divided_by_torch, refusal
 from lockstep.comm import global_rank
 from lockstep.optim.sharding import Sharding
 from lockstep.world import group_or_all
@@ -45,7 +45,7 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
 
     Raises:
         TypeError: If ``optimizer_class`` isn't a class of optimizers.
-        ValueError: If ``overlap_with_ddp`` is set, or a parameter is a sparse tensor.
+        ValueError: If ``overlap_with_ddp`` is set, or a parameter is a sparse tensor or a DTensor.
 
     Source: ``torch.distributed.optim.ZeroRedundancyOptimizer``.
     """
@@ -69,6 +69,11 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
         # Not torch's constructor, which makes an optimizer for a part of the parameters.
         self.optim = optimizer_class(params, **defaults)
         each = [parameter for group in self.optim.param_groups for parameter in group["params"]]
+        if divided := next(filter(None, map(divided_by_torch, each)), ""):
+            raise ValueError(
+                f"A parameter is {divided}, of which each rank updates its own part already. Use "
+                f"{optimizer_class.__name__} itself."
+            )
         if any(parameter.layout is not torch.strided for parameter in each):
             raise ValueError(
                 "A parameter is sparse, and such ones aren't divided among ranks. Give it to an "

@@ -25,6 +25,7 @@ from lockstep.nn.replicas.module_copy import check_home, replicate
 from lockstep.nn.replicas.nested import leaves, map_tensors
 from lockstep.nn.replicas.replicas import Replicas
 from lockstep.nn.replicas.scatter_gather import gather, scatter_kwargs
+from lockstep.nn.verify import refusal_of_divided
 from lockstep.nn.wrapper import Wrapper
 
 # More threads compete for the interpreter more than they compute.
@@ -120,6 +121,8 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         if buffers not in ("first", "mean"):
             raise ValueError(f"buffers is {buffers!r}, but only 'first' and 'mean' are known.")
         self.device_ids = devices_for(device_ids)
+        if len(self._devices) > 1 and (divided := refusal_of_divided(module)):
+            raise divided
         kinds = {device.type for device in self._devices}
         if workers == "processes" and not kinds <= _SHARED_BY_PROCESSES:
             raise ValueError(
