@@ -148,7 +148,7 @@ def test_what_needs_no_values_does_not_wait(late: list[Late]) -> None:
 def test_it_has_the_bits_of_an_unsharded_optimizer(
     name: str, late: list[Late], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.optim.sharding._CAP_BYTES", 20_000)
+    monkeypatch.setattr("lockstep.optim.division._CAP_BYTES", 20_000)
     torch.manual_seed(0)
     first = Digits()
 
@@ -176,7 +176,7 @@ def test_it_has_the_bits_of_an_unsharded_optimizer(
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_each_rank_gets_only_the_means_of_its_elements(size: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lockstep.optim.sharding._CAP_BYTES", 20_000)
+    monkeypatch.setattr("lockstep.optim.division._CAP_BYTES", 20_000)
     torch.manual_seed(0)
     first = Digits()
 
@@ -216,7 +216,7 @@ def test_each_rank_gets_only_the_means_of_its_elements(size: int, monkeypatch: A
 
 
 def test_clipping_with_ours_reads_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.optim.sharding._CAP_BYTES", 20_000)
+    monkeypatch.setattr("lockstep.optim.division._CAP_BYTES", 20_000)
     torch.manual_seed(0)
     first = Digits()
 

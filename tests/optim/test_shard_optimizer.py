@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
+from lockstep.errors import ModelError
 from tests.counts import pairs
 from tests.nn.models import Digits, Layers, Shared, Unused, Wide
 from tests.optim.test_sharded_programs import adamw, losses
@@ -336,7 +337,8 @@ def test_a_look_at_the_state_changes_no_state_dict() -> None:
         train_steps(model, optimizer, rank)
         before = optimizer.state_dict()
         if rank == 0:
-            assert not optimizer.state[model.fc1.weight]
+            with pytest.raises(ModelError, match=r"state of .fc1.weight. .* let every rank call"):
+                optimizer.state[model.fc1.weight]
         torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
 
     run_ranks(2, body)

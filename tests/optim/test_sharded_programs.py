@@ -415,7 +415,7 @@ def test_gloo_has_the_same_bits() -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_has_the_same_bits_if_it_overlaps(program: Program, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lockstep.optim.sharding._CAP_BYTES", 20_000)
+    monkeypatch.setattr("lockstep.optim.division._CAP_BYTES", 20_000)
     check_same_bits(program, backend="gloo", overlap=True)
 
 

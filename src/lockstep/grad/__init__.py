@@ -10,6 +10,7 @@ from lockstep.grad.pending import (
     PendingBucket,
     bucket_of,
     lacks_gradient,
+    name_of,
     pending_bucket_of,
 )
 from lockstep.grad.reducer import Reducer
@@ -32,6 +33,7 @@ __all__ = [
     "describe_buckets",
     "gradient_dtype",
     "lacks_gradient",
+    "name_of",
     "pending_bucket_of",
     "view_like",
     "without_autograd",

@@ -80,6 +80,13 @@ def lacks_gradient(parameter: torch.Tensor) -> bool:
     return gradient_of(parameter) is None and pending_bucket_of(parameter) is None
 
 
+def name_of(parameter: torch.Tensor) -> str:
+    """Return the name of ``parameter`` for an error, or its shape if it isn't known by name."""
+    if (found := bucket_of(parameter)) is not None:
+        return repr(found[0].parameter_names[found[1]])
+    return f"a parameter of shape {[*parameter.shape]}"
+
+
 class PendingBucket(Bucket, ABC):
     """A bucket whose gradients are pending after a backward, until the program reads or drops them.
 

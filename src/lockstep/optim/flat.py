@@ -100,6 +100,17 @@ class FlatParameters:
         self.publish(())
         self._overlaps = overlaps
 
+    def owners(self) -> dict[torch.Tensor, int | None]:
+        """Return the parameters whose state isn't here by parameter, and the rank that has it.
+
+        None stands for several ranks, each of which has its part's.
+        """
+        if not self.keeps_whole:
+            return dict.fromkeys(self.parameters)
+        owners = [offset // self._layout.block for offset in self._layout.offsets]
+        own = self.group.rank()
+        return {p: r for p, r in zip(self.parameters, owners, strict=True) if r != own}
+
     def in_order(self) -> list[nn.Parameter]:
         """Return the parameters in the order of the memory."""
         order = sorted(range(len(self.parameters)), key=self._layout.offsets.__getitem__)

@@ -36,6 +36,7 @@ class Shard:
         values: The elements; of one dimension unless the memory keeps parameters whole.
         tensor: The tensor that the optimizer updates: the same elements or, if ``master_dtype`` is
             finer than their dtype, a copy of them in that.
+        has_master: Whether it is such a copy.
     """
 
     def __init__(
@@ -49,29 +50,30 @@ class Shard:
         self.tensor = self.values = flat.own_part(pieces)
         self._master_dtype = master_dtype
         dtype = update_dtype(self.values.dtype, master_dtype)
-        if dtype is not self.values.dtype:
+        self.has_master = dtype is not self.values.dtype
+        if self.has_master:
             self.tensor = self.values.to(dtype)
         self._start = flat.offset_of(self.pieces[0])
         self._gradient: torch.Tensor | None = None
         self._means: torch.Tensor | None = None
         self._has_stepped = False
 
-    @property
-    def has_master(self) -> bool:
-        """Whether the optimizer updates values of a finer dtype than the parameters'."""
-        return self.tensor is not self.values
-
     def read_values(self) -> None:
         """Copy values that the program has changed since the last step to the master values."""
         if self.has_master:
-            rounded, finer = self.tensor.to(self.values.dtype), self.values.to(self.tensor.dtype)
-            self.tensor.copy_(torch.where(rounded == self.values, self.tensor, finer))
+            master = self.tensor.detach()
+            rounded, finer = master.to(self.values.dtype), self.values.to(master.dtype)
+            master.copy_(torch.where(rounded == self.values, master, finer))
 
     def write_values(self) -> None:
         """Copy the updated values to the parameters."""
         if self.has_master:
-            self.values.copy_(self.tensor)
+            self.values.copy_(self.tensor.detach())
             self._has_stepped = True
+
+    def release(self) -> None:
+        """Drop the gradient after a step, or after one that has failed."""
+        self.tensor.grad = None
 
     def state_in(self, state: Mapping[Any, dict[str, Any]]) -> dict[str, Any] | None:
         """Return its state in ``state``, with its master values; None if there is neither."""
@@ -81,7 +83,7 @@ class Shard:
     def put_master(self, values: torch.Tensor | None) -> None:
         """Set the master values to saved ``values``; by default to those of the parameters."""
         if self.has_master:
-            self.tensor.copy_(self.values if values is None else values)
+            self.tensor.detach().copy_(self.values if values is None else values)
             self._has_stepped = values is not None
 
     def take_from(self, bucket: PendingBucket) -> None:
@@ -101,9 +103,6 @@ class Shard:
     def take_gradient(self) -> None:
         """Set its gradient to those of its parameters, all of which have one."""
         parameters = [self.flat.parameters[piece.parameter] for piece in self.pieces]
-        if self.flat.keeps_whole:
-            self._use(parameters[0].grad)
-            return
         if len(self.pieces) == 1 and pending_bucket_of(parameters[0]) is None:
             _, start, stop = self.pieces[0]
             self._use(_elements(parameters[0])[start:stop])
@@ -209,13 +208,11 @@ def is_by_element(flat: FlatParameters, owner: torch.Tensor, name: str, value: o
 def make_shards(
     flat: FlatParameters, groups: Sequence[int], master_dtype: torch.dtype | None
 ) -> list[Shard]:
-    """Divide this rank's part of ``flat`` into shards; ``groups`` has each parameter's group."""
+    """Cut this rank's part of ``flat`` into shards; ``groups`` has each parameter's group."""
 
     def shard_of(pieces: Sequence[Piece]) -> Shard:
         return Shard(flat, pieces, groups[pieces[0].parameter], master_dtype)
 
-    if flat.keeps_whole:
-        return [shard_of([piece]) for piece in flat.pieces]
     shards: list[Shard] = []
     together: list[Piece] = []
     numel = 0

@@ -57,8 +57,14 @@ def shard_optimizer(
     parameter. (With ``fused=True``, torch computes elements at the end of a tensor in another way,
     so that parameters may differ in their last bit from those of an unsharded optimizer.) Any other
     optimizer updates whole parameters, about the same number of elements on each rank; its update
-    of a parameter must not depend on other parameters. ``optimizer.state`` holds this rank's part
-    of the state, by tensors of the optimizer's own.
+    of a parameter must not depend on other parameters. In a step its groups have the parameters
+    that this rank updates, the program's own objects. Its public methods that torch's optimizers
+    don't have and that use the state, such as Schedule-Free's ``eval()`` and ``train()``, are
+    divided as a step is: every rank must call them, and they block.
+
+    ``optimizer.state`` holds this rank's part of the state: by parameter, or with torch's
+    element-wise optimizers by tensors of the optimizer's own. To read other state there raises an
+    error. The state of a parameter that every rank puts there, whole, or deletes counts.
 
     Every rank must call it, with the same optimizer, and from then on its ``step()``,
     ``state_dict()`` and ``load_state_dict()``, which block. ``state_dict()`` returns the ordinary

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain, compress
 from types import MethodType
 from typing import Any
@@ -19,57 +18,26 @@ from torch.optim import Optimizer
 from lockstep.comm import (
     Step,
     add_update,
-    all_gather_bytes,
-    broadcast_tensors,
-    can_overlap,
-    device_of_facts,
-    have_same,
     join_state_of,
     uncompiled,
 )
-from lockstep.errors import CollectiveFailed, ModelError, ModelMismatch
-from lockstep.grad import MIB, ScatteredBucket, assign_buckets, lacks_gradient
-from lockstep.nn import defer_gradients, finish_failed, refresh_engines_of
-from lockstep.optim.flat import FlatParameters, Progress, with_memory_of_others
-from lockstep.optim.partial import state_to_come
-from lockstep.optim.shard import MASTER, GroupsByShard, Part, Shard, make_shards
-from lockstep.optim.state import (
-    Divided,
-    State,
-    StatePart,
-    gather_state,
-    parts_of_state,
-    put_state,
-    stand_ins,
-)
+from lockstep.errors import CollectiveFailed, ModelError
+from lockstep.grad import ScatteredBucket, lacks_gradient
+from lockstep.nn import finish_failed, refresh_engines_of
+from lockstep.optim.divided import State
+from lockstep.optim.division import Division, GroupsOf, Options
+from lockstep.optim.flat import FlatParameters, Progress
+from lockstep.optim.methods import methods_with_state
+from lockstep.optim.shard import GroupsByShard, Part, Shard
+from lockstep.optim.state import StatePart, parts_of_state, stand_ins
+from lockstep.optim.uneven import gather_json, take_gradients, take_options
 
-# Optimizers whose update of an element depends on nothing but the element's value, gradient and
-# state, on options, and on the number of steps.
-_ELEMENTWISE = {
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-}
-# The size from which parameters that overlap have another memory.
-_CAP_BYTES = 25 * MIB
-# The key in ``optimizer.state`` of the object that represents divided state.
-_DIVIDED = "divided among the ranks"
 _PROGRESS = {
     Progress.BEFORE: "they are still those of the step before.",
     Progress.IN_THE_MIDST: "some are of this step now and some of the one before. Go on from a "
     "checkpoint.",
     Progress.DONE: "they are those of this step now.",
 }
-# Returns for each parameter the ranks that keep it in step; None for one that isn't divided.
-GroupsOf = Callable[[Sequence[nn.Parameter]], Sequence[dist.ProcessGroup | None]]
 
 
 @uncompiled
@@ -94,18 +62,13 @@ class Sharding:
         master_dtype: torch.dtype | None = None,
         overlaps: bool = False,
     ) -> None:
-        self._optimizer, self._groups_of, self._is_joinable = optimizer, groups_of, is_joinable
-        self._master_dtype, self._overlaps = master_dtype, overlaps
+        self._optimizer, self._is_joinable = optimizer, is_joinable
+        self._options = Options(groups_of, master_dtype, overlaps)
         # Not the code that torch.compile() made of it, which takes no list of another class.
         own_step: Any = optimizer.step
         self._own_step = getattr(own_step, "_torchdynamo_orig_callable", own_step)
-        self._flats: list[FlatParameters] = []
-        self._shards: list[Shard] = []
         # For each flat memory, the parameters that this step updates.
         self._updated: dict[FlatParameters, Sequence[nn.Parameter]] = {}
-        # For each group, the parameters that are not divided, and all parameters.
-        self._local: list[list[nn.Parameter]] = []
-        self._parameters: list[list[nn.Parameter]] = []
         # During a step, the program's groups and their parameters; and the number of nested calls
         # of step(): a class may call that of its base class.
         self._replaced: tuple[list[dict[str, Any]], list[Any]] | None = None
@@ -126,96 +89,30 @@ class Sharding:
             state_dict=self.state_dict,
             load_state_dict=self.load_state_dict,
         )
+        for name in methods_with_state(type(optimizer)):
+            method = getattr(optimizer, name)
+            vars(optimizer)[name] = wraps(method)(partial(self._run_as_step, method))
         if type(optimizer).zero_grad is Optimizer.zero_grad:
             vars(optimizer).update(zero_grad=self.zero_grad)
 
     def _arrange(self, state: Mapping[Any, State]) -> None:
         """Divide the parameters that the optimizer has now, and their ``state``."""
-        groups = self._optimizer.param_groups
-        number = {p: index for index, group in enumerate(groups) for p in group["params"]}
-        # Within each group, in the order in which gradients become ready.
-        parameters = [*reversed(number)]
-        parameters.sort(key=number.__getitem__)
-        together: dict[Any, list[nn.Parameter]] = defaultdict(list)
-        local = with_memory_of_others(parameters)
-        for parameter, ranks in zip(parameters, self._groups_of(parameters), strict=True):
-            if ranks is None or parameter in local:
-                local.add(parameter)
-            else:
-                together[ranks, parameter.dtype, parameter.device].append(parameter)
-        keeps_whole = type(self._optimizer) not in _ELEMENTWISE
-        flats: list[FlatParameters] = []
-        shards: list[Shard] = []
-        for (ranks, *_), own in together.items():
-            finish_failed(ranks)
-            self._check_same(ranks, own, [number[parameter] for parameter in own])
-            overlaps = self._overlaps and can_overlap(ranks)
-            for part in _parts_of(own) if overlaps and not keeps_whole else [own]:
-                flat = FlatParameters(ranks, part, keeps_whole=keeps_whole, overlaps=overlaps)
-                flats.append(flat)
-                shards += make_shards(flat, [number[p] for p in part], self._master_dtype)
-        for flat in flats:
-            defer_gradients(flat.in_order(), flat.bucket_kind)
+        self._division = Division(self._optimizer, self._options)
+        for flat in self._division.flats:
             if flat.ranks not in self._numbers:
                 self._numbers[flat.ranks] = add_update(flat.ranks, self.follow)
-        self._local = [[p for p in group["params"] if p in local] for group in groups]
-        self._parameters = [[*group["params"]] for group in groups]
-        self._flats, self._shards = flats, shards
-        self._set_state(state)
-
-    def _set_state(self, state: Mapping[Any, State]) -> None:
-        """Set the optimizer's state to this rank's part of ``state``, which is by parameter."""
-        whole: dict[Any, State] = dict(state)
-        own: Any = self._optimizer.state
-        own.clear()
-        shared = {p for flat in self._flats for p in flat.parameters}
-        own.update({key: value for key, value in whole.items() if key not in shared})
-        if whole:
-            own[_DIVIDED] = Divided()
-        self._shards = [part for shard in self._shards for part in put_state(shard, whole, own)]
-
-    def _check_same(
-        self, ranks: dist.ProcessGroup, own: Sequence[nn.Parameter], numbers: Sequence[int]
-    ) -> None:
-        kind = type(self._optimizer).__name__
-        shapes = [list(parameter.shape) for parameter in own]
-        dtypes = [str(own[0].dtype), str(self._master_dtype)]
-        description = json.dumps([kind, dtypes, shapes, list(numbers)])
-        if not have_same(ranks, description.encode(), own[0].device):
-            raise ModelMismatch(
-                f"The ranks' {kind}s differ in their class, or in the order, shapes or groups of "
-                "their parameters. Make the same optimizer on every rank before it is sharded."
-            )
-
-    def _whole_state(self) -> dict[Any, State]:
-        """Return the state of all parameters. Every rank must call it; it blocks."""
-        state = self._optimizer.state
-        found: dict[Any, State] = {}
-        for flat in self._flats:
-            found |= gather_state(flat, [s for s in self._shards if s.flat is flat], state)
-        return self._local_state() | found
-
-    def _local_state(self) -> dict[Any, State]:
-        # Divided parameters are left out too: optimizer.state[parameter] makes an empty state.
-        known: set[Any] = {p for flat in self._flats for p in flat.parameters} | {_DIVIDED}
-        known |= {shard.tensor for shard in self._shards}
-        return {key: v for key, v in self._optimizer.state.items() if key not in known}
-
-    def _has_all(self) -> bool:
-        """Whether the optimizer's groups have the same parameters as when they were divided."""
-        groups = self._optimizer.param_groups
-        return len(groups) == len(self._parameters) and all(
-            len(group["params"]) == len(own) and all(map(operator.is_, group["params"], own))
-            for group, own in zip(groups, self._parameters, strict=True)
-        )
+        self._division.set_state(state)
 
     def _refresh(self) -> None:
-        """Divide the parameters anew if the program has changed them."""
-        moved = [flat for flat in self._flats if flat.has_moved()]
-        tied = with_memory_of_others([*chain(*self._parameters)]) if moved else set()
-        can_stay = tied.isdisjoint(chain(*(flat.parameters for flat in moved)))
-        if not (self._has_all() and can_stay and all([*map(FlatParameters.take_back, moved)])):
-            self._arrange(self._whole_state())
+        """Divide anew what the program has changed: the state, or the parameters."""
+        division = self._division
+        if self._optimizer.state is not division.state:
+            division.set_state(self._optimizer.state)
+        changes = division.state.take_changes()
+        stays = division.is_of(self._optimizer.param_groups) and division.take_back()
+        if changes or not stays:
+            whole = division.whole_state() | changes
+            self._arrange({key: own for key, own in whole.items() if own or key not in changes})
 
     def _step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         if closure is not None:
@@ -226,6 +123,32 @@ class Sharding:
             finish_failed(ranks)
             self._announce(ranks, number)
         return self._take_step(options)
+
+    def _run_as_step(self, method: MethodType, *args: Any, **options: Any) -> Any:
+        """Call a method that uses the optimizer's state. Every rank must call it; it blocks."""
+        if self._depth:
+            return method(*args, **options)
+        for ranks in self._numbers:
+            finish_failed(ranks)
+            if join_state_of(ranks) is not None:
+                raise ModelError(
+                    f"{method.__name__}() of a sharded {type(self._optimizer).__name__} is called "
+                    "in join(), where ranks without data don't call it. Call it outside of join()."
+                )
+        self._begin_step()
+        try:
+            result = method(*args, **options)
+            self._end_step()
+        finally:
+            self._depth = 0
+            self._put_parameters_back()
+        if result is not None and result is not self._optimizer:
+            raise ModelError(
+                f"{method.__name__}() of a sharded {type(self._optimizer).__name__} returns a "
+                f"{type(result).__name__}, made from this rank's part of the state. Call it on an "
+                "optimizer that isn't sharded."
+            )
+        return result
 
     def _take_step(self, options: dict[str, Any]) -> Any:
         # The program's hooks must see its own parameters: so ours runs last before the step, and
@@ -238,6 +161,7 @@ class Sharding:
         try:
             return self._own_step(**options)
         finally:
+            self._depth = 0
             self._put_parameters_back()
 
     def _begin_step(self, *_: object) -> None:
@@ -246,24 +170,25 @@ class Sharding:
             return  # a class's step() has called that of its base class
         self._refresh()
         groups = self._optimizer.param_groups
-        parts = [Part([*own], []) for own in self._local]
-        self._shards = [
-            shard for flat in self._flats for shard in self._take_gradients(flat, parts)
+        parts = [Part([*own], []) for own in self._division.local]
+        self._division.shards = [
+            shard for flat in self._division.flats for shard in self._take_gradients(flat, parts)
         ]
         try:
-            for flat in self._flats:
+            for flat in self._division.flats:
                 flat.begin_update()
         except CollectiveFailed as error:
             self._tell_progress(error)
             raise
-        for shard in self._shards:
+        for shard in self._division.shards:
             shard.read_values()
+        self._division.state.set_marked(False)
         self._replaced = groups, [group["params"] for group in groups]
         self._optimizer.param_groups = GroupsByShard(groups, parts)
 
     def _take_gradients(self, flat: FlatParameters, parts: list[Part]) -> list[Shard]:
         """Set the gradients of the shards of ``flat``; add the shards to ``parts``; return them."""
-        shards = [shard for shard in self._shards if shard.flat is flat]
+        shards = [shard for shard in self._division.shards if shard.flat is flat]
         bucket = None if flat.keeps_whole else flat.deferred_bucket()
         if bucket is not None:
             for shard in shards:
@@ -275,6 +200,13 @@ class Sharding:
             self._updated[flat] = flat.parameters
             return shards
         flat.sum_if_laid_out_otherwise()
+        if flat.keeps_whole:
+            for shard in shards:
+                shard.take_gradient()
+                parts[shard.group].summed.append(shard.tensor)
+            updated = [p for p in flat.parameters if p.requires_grad or not lacks_gradient(p)]
+            self._updated[flat] = updated
+            return shards
         lacks = [*map(lacks_gradient, flat.parameters)]
         self._updated[flat] = [*compress(flat.parameters, map(operator.not_, lacks))]
         if any(lacks):
@@ -290,14 +222,12 @@ class Sharding:
         self._depth -= 1
         if self._depth:
             return
-        self._put_parameters_back()
-        for shard in self._shards:
-            shard.tensor.grad = None
+        for shard in self._division.shards:
             shard.write_values()
-        state: Any = self._optimizer.state
-        state[_DIVIDED] = Divided()
+        self._put_parameters_back()
+        self._division.state.set_marked(True)
         try:
-            for flat in reversed(self._flats):  # as the next forward needs them
+            for flat in reversed(self._division.flats):  # as the next forward needs them
                 flat.publish(self._updated.pop(flat), self._tell_progress)
         except CollectiveFailed as error:
             self._tell_progress(error)
@@ -305,7 +235,7 @@ class Sharding:
 
     def _tell_progress(self, error: CollectiveFailed) -> None:
         """Note in ``error`` how far the update of the parameters is."""
-        progress = {each for flat in self._flats for each in flat.progress()}
+        progress = {each for flat in self._division.flats for each in flat.progress()}
         told = _PROGRESS[progress.pop() if len(progress) == 1 else Progress.IN_THE_MIDST]
         error.add_note(
             f"It was in a step of {type(self._optimizer).__name__}, in which the ranks update "
@@ -318,6 +248,8 @@ class Sharding:
             self._optimizer.param_groups = groups
             for group, parameters in zip(groups, replaced, strict=True):
                 group["params"] = parameters
+            for shard in self._division.shards:
+                shard.release()
 
     def _announce(self, ranks: dist.ProcessGroup, number: int) -> None:
         """In join(), let ranks without data take the step too."""
@@ -331,52 +263,27 @@ class Sharding:
                 "a lockstep.ZeroRedundancyOptimizer to the context, behind the model."
             )
         active = state.call(Step.UPDATE, number).active
-        self._take_options(ranks, active[0])
+        take_options(self._optimizer, ranks, active[0])
         if len(active) < ranks.size():
-            self._take_gradients_of(ranks, active[0])
+            take_gradients(self._parameters_of(ranks), ranks, active[0])
 
     def follow(self, ranks: dist.ProcessGroup, first: int) -> None:
         """Take a step along with ranks that still have data: with options and gradients of one."""
-        self._take_options(ranks, first)
-        self._take_gradients_of(ranks, first)
+        take_options(self._optimizer, ranks, first)
+        take_gradients(self._parameters_of(ranks), ranks, first)
         self._take_step({})
 
-    def _take_options(self, ranks: dist.ProcessGroup, first: int) -> None:
-        """Copy the options of rank ``first`` that are numbers, such as learning rates."""
-        groups = self._optimizer.param_groups
-        numbers = [
-            {name: float(v) for name, v in group.items() if _is_number(v)} for group in groups
-        ]
-        for group, own in zip(groups, self._gather(ranks, numbers)[first], strict=True):
-            for name, number in own.items():
-                if isinstance(group[name], torch.Tensor):
-                    group[name].fill_(number)
-                elif float(group[name]) != number:
-                    group[name] = type(group[name])(number)
-
-    def _take_gradients_of(self, ranks: dist.ProcessGroup, first: int) -> None:
-        """Copy the gradients of rank ``first``, whose program may have clipped them."""
-        flats = (flat for flat in self._flats if flat.ranks is ranks)
-        parameters = [parameter for flat in flats for parameter in flat.parameters]
-        lacks = self._gather(ranks, [*map(lacks_gradient, parameters)])[first]
-        for parameter, has_none in zip(parameters, lacks, strict=True):
-            if has_none or lacks_gradient(parameter):
-                parameter.grad = None if has_none else torch.empty_like(parameter)
-        gradients = [parameter.grad for parameter in parameters]
-        broadcast_tensors(ranks, [g for g in gradients if g is not None], first)
-
-    def _gather(self, ranks: dist.ProcessGroup, own: Any) -> list[Any]:
-        """Return each rank's value, which JSON can represent."""
-        own = json.dumps(own).encode()
-        return [*map(json.loads, all_gather_bytes(ranks, own, device_of_facts(ranks)))]
+    def _parameters_of(self, ranks: dist.ProcessGroup) -> list[nn.Parameter]:
+        flats = (flat for flat in self._division.flats if flat.ranks is ranks)
+        return [parameter for flat in flats for parameter in flat.parameters]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, to None by default, as torch's does."""
-        if not set_to_none or not self._has_all():
+        if not set_to_none or not self._division.is_of(self._optimizer.param_groups):
             type(self._optimizer).zero_grad(self._optimizer, set_to_none)
             return
-        others = [*chain(*self._local)]
-        for flat in self._flats:
+        others = [*chain(*self._division.local)]
+        for flat in self._division.flats:
             if (bucket := flat.deferred_bucket()) is not None:
                 bucket.drop_pending()
             else:
@@ -391,7 +298,7 @@ class Sharding:
         With ``rank0_only`` only rank 0's has the state.
         """
         self._prepare()
-        whole = self._whole_state()
+        whole = self._division.whole_state()
         if rank0_only and any(ranks.rank() for ranks in self._numbers):
             whole = {}
         return self._as_state_dict(whole)
@@ -405,9 +312,9 @@ class Sharding:
         have no part, unless ``on_all_hosts``.
         """
         self._prepare()
-        shards = [shard for shard in self._shards if on_all_hosts or shard.flat.is_first]
+        shards = [shard for shard in self._division.shards if on_all_hosts or shard.flat.is_first]
         parts = [*parts_of_state(shards, self._optimizer.state)]
-        return self._as_state_dict(self._local_state()), parts
+        return self._as_state_dict(self._division.local_state()), parts
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -419,16 +326,7 @@ class Sharding:
 
         The values say nothing. Call it after :meth:`own_state_dict`.
         """
-        made: dict[Any, State] = {}
-        for shard in self._shards:
-            parameters = [shard.flat.parameters[piece.parameter] for piece in shard.pieces]
-            is_trained = any(parameter.requires_grad for parameter in parameters)
-            if is_trained and shard.state_in(self._optimizer.state) is None:
-                made[shard.tensor] = state_to_come(self._optimizer, shard.group, shard.tensor)
-                if shard.has_master:
-                    made[shard.tensor][MASTER] = torch.empty_like(shard.tensor)
-        parts = parts_of_state(self._shards, made)
-        return [part for part in parts if part.parameter.requires_grad]
+        return self._division.parts_to_come()
 
     def owned(self) -> dict[torch.Tensor, tuple[int, int]]:
         """Return for each divided parameter the range of elements that this rank updates.
@@ -437,8 +335,8 @@ class Sharding:
         """
         self._prepare()
         owned: dict[torch.Tensor, tuple[int, int]]
-        owned = {p: (0, 0) for flat in self._flats for p in flat.parameters}
-        for flat in self._flats:
+        owned = {p: (0, 0) for flat in self._division.flats for p in flat.parameters}
+        for flat in self._division.flats:
             owned |= {flat.parameters[index]: (start, stop) for index, start, stop in flat.pieces}
         return owned
 
@@ -458,21 +356,14 @@ class Sharding:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load an ordinary state dict, and keep this rank's part. Every rank must call it."""
         self._prepare()
-        with stand_ins(self._optimizer, self._master_dtype) as parameters:
+        with stand_ins(self._optimizer, self._options.master_dtype) as parameters:
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
         state: Any = self._optimizer.state
-        self._set_state({parameters.get(key, key): value for key, value in state.items()})
+        self._division.set_state({parameters.get(key, key): value for key, value in state.items()})
         # A state dict in parts may have none of this rank's parameters, and yet some of others'.
         for ranks in self._numbers:
-            if any(self._gather(ranks, len(state))):
-                state[_DIVIDED] = Divided()
-
-
-def _parts_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Divide parameters, in the order in which gradients become ready, as buckets are."""
-    sizes, order = [parameter.nbytes for parameter in parameters], range(len(parameters))
-    parts = assign_buckets(sizes, [None] * len(sizes), order, cap_bytes=_CAP_BYTES)
-    return [[parameters[index] for index in part] for part in parts]
+            if any(gather_json(ranks, len(state))):
+                self._division.state.set_marked(True)
 
 
 def _once(loss: Any, kind: str) -> Callable[[], Any]:
@@ -490,9 +381,3 @@ def _once(loss: Any, kind: str) -> Callable[[], Any]:
         return loss
 
     return closure
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float)

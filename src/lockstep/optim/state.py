@@ -13,26 +13,10 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.comm import all_gather_bytes, all_gather_in_place, bytes_of
+from lockstep.optim.divided import State
 from lockstep.optim.flat import FlatParameters, elements_of
 from lockstep.optim.partial import elements_from
 from lockstep.optim.shard import MASTER, Shard, is_by_element, update_dtype
-
-State = dict[str, Any]
-
-
-class Divided(dict[str, Any]):
-    """Represents in ``optimizer.state`` the state that is divided among the ranks.
-
-    With it, ``optimizer.state`` is empty on all ranks or on none, and can't be copied or pickled.
-    """
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled."""
-        raise TypeError(
-            "The state of this optimizer is divided among the ranks, so that a copy or a pickle of "
-            "it on one rank would lack most of it. Let every rank call its state_dict(), and copy "
-            "or save that."
-        )
 
 
 class StatePart(NamedTuple):

@@ -1,0 +1,51 @@
+"""Steps of a sharded optimizer that a rank without data takes with the others, in join()."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.comm import all_gather_bytes, broadcast_tensors, device_of_facts
+from lockstep.grad import lacks_gradient
+
+
+def take_options(optimizer: Optimizer, ranks: dist.ProcessGroup, first: int) -> None:
+    """Copy the options of rank ``first`` that are numbers, such as learning rates."""
+    groups = optimizer.param_groups
+    numbers = [{name: float(v) for name, v in group.items() if _is_number(v)} for group in groups]
+    for group, own in zip(groups, gather_json(ranks, numbers)[first], strict=True):
+        for name, number in own.items():
+            if isinstance(group[name], torch.Tensor):
+                group[name].fill_(number)
+            elif float(group[name]) != number:
+                group[name] = type(group[name])(number)
+
+
+def take_gradients(
+    parameters: Sequence[nn.Parameter], ranks: dist.ProcessGroup, first: int
+) -> None:
+    """Copy the gradients of rank ``first``, whose program may have clipped them."""
+    lacks = gather_json(ranks, [*map(lacks_gradient, parameters)])[first]
+    for parameter, has_none in zip(parameters, lacks, strict=True):
+        if has_none or lacks_gradient(parameter):
+            parameter.grad = None if has_none else torch.empty_like(parameter)
+    gradients = [parameter.grad for parameter in parameters]
+    broadcast_tensors(ranks, [g for g in gradients if g is not None], first)
+
+
+def gather_json(ranks: dist.ProcessGroup, own: Any) -> list[Any]:
+    """Return each rank's value, which JSON can represent. Every rank must call it; it blocks."""
+    payload = json.dumps(own).encode()
+    return [*map(json.loads, all_gather_bytes(ranks, payload, device_of_facts(ranks)))]
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float)
