@@ -48,6 +48,8 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 # Arithmetic on the gradients of a bucket in one call.
 _foreach_add_ = torch._foreach_add_
 _foreach_copy_ = torch._foreach_copy_
+# How many tensors use a storage: whether the program has any of the memory of gradients.
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 # The default device, which is set in the replicas' threads too.
 DeviceContext = torch.utils._device.DeviceContext
 _get_current_function_mode_stack: Callable[[], list[Any]] = (
@@ -91,8 +93,12 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_make_subclass": "a parameter of an embedding that replicas look up together",
         "_make_wrapper_subclass": "tensors of which a rank has only some elements",
         "_post_accumulate_grad_hooks": "whether others have hooks on a new gradient",
+        "_is_view": "whether a gradient is a part of other memory of the program's",
         "_use_count": "whether a graph needs a buffer that is to be overwritten, or a parameter",
         "_version": "whether a tensor was written to since the replicas were told its values",
+    },
+    "torch.UntypedStorage": {
+        "_cdata": "the memory of gradients, whose users are counted",
     },
     "torch.nn.Module": {
         "_apply": "conversions of a wrapper's module, after which it is looked at anew",

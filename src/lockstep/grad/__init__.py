@@ -1,9 +1,11 @@
 """Gradients: how they are assigned to buckets, and how buckets are reduced over the ranks."""
 
-from lockstep.grad.bucket import MIB, aligned, assign_buckets, gradient_dtype, without_autograd
+from lockstep.grad.assign import MIB, assign_buckets
+from lockstep.grad.bucket import without_autograd
 from lockstep.grad.comm_hook import CommHook, GradBucket, view_like
 from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.describe import BucketFacts, describe_buckets
+from lockstep.grad.memory import aligned, gradient_dtype
 from lockstep.grad.order import Phase
 from lockstep.grad.pending import (
     DeferredParameter,

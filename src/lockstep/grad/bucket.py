@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,17 @@ from lockstep.comm import Pending, can_average, start_all_reduce, zero_buffer
 from lockstep.errors import ParameterChanged
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer, view_like
 from lockstep.grad.diagnostics import naming, raise_named
+from lockstep.grad.memory import (
+    Memory,
+    aligned,
+    gradient_dtype,
+    gradient_of,
+    is_any_held,
+    set_gradient,
+    which_are_held,
+)
 from lockstep.torch_private import _foreach_copy_
 
-MIB = 1024 * 1024
-# The first bucket is smaller: the sooner it is full, the sooner communication starts.
-FIRST_BUCKET_BYTES = MIB
-# If everything fits into four first buckets, don't split: another all-reduce costs more over Gloo
-# than it hides, and as much over shared memory. See "Steps" in benchmarks/RESULTS.md.
-_MIN_FIRST_BUCKETS = 4
 # From this average size on, each gradient is copied and scaled in one call. Below it, the calls
 # cost more than a second pass over the memory (2 us against 16 K elements).
 _LARGE_NUMEL = 16 * 1024
@@ -36,73 +40,10 @@ _CHUNK_NUMEL = 128 * 1024
 AWAITED, UNUSED, READY = 0, 1, 2
 # These are: on how many ranks the backward has failed, and the sum of the numbers of these ranks.
 _NUM_FAILURE_FACTS = 2
-# Parameters and pending gradients begin at multiples of this number of elements: at whole cache
-# lines.
-ALIGNMENT = 64
 # To be mapped over gradients without a call in Python for each.
 _layout_of = operator.attrgetter("layout")
-# The gradient that autograd accumulates to; a DeferredParameter has a property of this name.
-_slot: Any = torch.Tensor.grad
-gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _slot.__get__
-set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _slot.__set__
 _pointer_of = torch.Tensor.data_ptr
 _NOTHING = nullcontext()
-
-
-def assign_buckets(
-    num_bytes: Sequence[int],
-    kinds: Sequence[Hashable],
-    order: Sequence[int],
-    *,
-    cap_bytes: int,
-    first_cap_bytes: int = FIRST_BUCKET_BYTES,
-) -> list[list[int]]:
-    """Divide gradients into buckets, in the order in which they become ready.
-
-    A bucket holds gradients of one kind (say, one dtype and device), and is full with the gradient
-    that takes it to its cap: waiting for one that fits would delay those that are ready.
-    Buckets are sorted by when their last gradient is ready: they launch in index order, and an
-    unfilled bucket holds up all later ones.
-
-    Args:
-        num_bytes: The size of each gradient.
-        kinds: The kind of each gradient; only equal kinds share a bucket.
-        order: The indices of all gradients, in the order in which they become ready.
-        cap_bytes: The size from which a bucket is full.
-        first_cap_bytes: The same for the first bucket, unless that is a large part of all
-            gradients.
-
-    Returns:
-        The indices of each bucket's gradients. Every index is in exactly one bucket.
-    """
-    if sum(num_bytes[index] for index in order) < _MIN_FIRST_BUCKETS * first_cap_bytes:
-        first_cap_bytes = cap_bytes
-    full: list[list[int]] = []
-    filling: dict[Hashable, list[int]] = {}
-    filled_bytes: dict[Hashable, int] = {}
-    for index in order:
-        kind, size = kinds[index], num_bytes[index]
-        if kind not in filling:
-            filling[kind], filled_bytes[kind] = [], 0
-        filling[kind].append(index)
-        filled_bytes[kind] += size
-        if filled_bytes[kind] >= (cap_bytes if full else min(first_cap_bytes, cap_bytes)):
-            full.append(filling.pop(kind))
-    position = {index: number for number, index in enumerate(order)}
-    return sorted(full + list(filling.values()), key=lambda bucket: position[bucket[-1]])
-
-
-def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradient: its own, unless it has a ``grad_dtype``."""
-    dtype: torch.dtype | None = (
-        getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
-    )
-    return parameter.dtype if dtype is None else dtype
-
-
-def aligned(numel: int) -> int:
-    """Return the number of elements that a tensor of ``numel`` elements takes if it is aligned."""
-    return -(-max(numel, 1) // ALIGNMENT) * ALIGNMENT
 
 
 def without_autograd() -> AbstractContextManager[object]:
@@ -125,22 +66,12 @@ def rows_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach()
 
 
-class Memory(NamedTuple):
-    """A buffer with the gradients of a bucket and, behind them, the facts."""
-
-    buffer: torch.Tensor
-    gradients: torch.Tensor  # of one dimension
-    tail: torch.Tensor  # the facts; elsewhere if a communication hook takes the buffer
-    views: list[torch.Tensor]  # of the gradients, each in the shape of its parameter
-    pointers: list[int]  # the addresses of the views when they were made
-
-
 class Bucket:
     """The gradients of some parameters, side by side in one buffer.
 
     Between two backwards, ``parameter.grad`` of every reduced gradient IS its view of the buffer:
     nothing is copied back, and if the next backward finds it there still, autograd adds to it in
-    place.
+    place. See Note [Gradients that the program holds].
 
     Args:
         named: The parameters with their names; of one dtype, and on one device. There may be none.
@@ -189,15 +120,18 @@ class Bucket:
         # Whether the group averages the gradients, instead of this rank scaling them: for small
         # gradients scaling takes another pass over the memory.
         self.averages = False
-        if buffers_from is None:
-            buffer = torch.zeros(size, dtype=dtype, device=device)
-        else:
+        self._new_buffer = partial(torch.zeros, size, dtype=dtype, device=device)
+        if buffers_from is not None:
             # A half or a quarter of a number is exact.
             is_exact = buffers_from.size().bit_count() == 1
             scales = self._is_large and is_exact
             self.averages = not scales and can_average(buffers_from, device)
-            buffer = zero_buffer(buffers_from, size, dtype, device)
-        self._use(self._memory_in(buffer))
+            self._new_buffer = partial(zero_buffer, buffers_from, size, dtype, device)
+        self._use(self._memory_in(self._new_buffer()))
+        # The memory before, which the program held then; and gradients of the program's own in
+        # this backward, by position, which are to have the means.
+        self._former: Memory | None = None
+        self._given: dict[int, torch.Tensor]
         self.reset()
 
     def _memory_in(self, buffer: torch.Tensor) -> Memory:
@@ -211,11 +145,12 @@ class Bucket:
             view_like(buffer, offset, parameter)
             for offset, parameter in zip(self.offsets, self.parameters, strict=False)
         ]
-        return Memory(buffer, gradients, tail, views, [view.data_ptr() for view in views])
+        return Memory.of(buffer, gradients, tail, views)
 
     def _use(self, memory: Memory) -> None:
         """Leave the gradients of the next backward in ``memory``."""
-        self._buffer, self._gradients, self.tail, self._views, self._pointers = memory
+        self._memory = memory
+        self._buffer, self._gradients, self.tail, self._views, self._pointers, *_ = memory
 
     @property
     def gradients(self) -> torch.Tensor:
@@ -223,7 +158,39 @@ class Bucket:
         return self._gradients[: self.numel]
 
     def begin(self) -> None:
-        """A backward begins."""
+        """A backward begins: leave the memory of the last gradients to the program if it has any.
+
+        See Note [Gradients that the program holds].
+        """
+        former, self._former = self._former, None
+        if self._memory.is_free():
+            return  # as in most steps
+        gradients = [*map(gradient_of, self.parameters)]
+        if all(map(operator.is_, gradients, self._views)):
+            self._former = former
+            return  # as where gradients are set to zero: all are added to
+        if not self._memory.is_held(gradients):
+            return
+        kept = self._memory
+        if former is None or not former.is_free():
+            former = self._memory_in(self._new_buffer())
+        for position, (gradient, view) in enumerate(zip(gradients, self._views, strict=True)):
+            if gradient is view:
+                with without_autograd():
+                    former.views[position].copy_(view)
+                kept.views[position] = self._view_at(position)
+                view.data, former.views[position] = former.views[position], view
+        self._use(former)
+        self._former = kept
+
+    def _view_at(self, position: int) -> torch.Tensor:
+        """Return a new view of the buffer for the gradient at ``position``."""
+        return view_like(self._buffer, self.offsets[position], self._views[position])
+
+    def _leave(self, position: int) -> None:
+        """Give the gradient at ``position`` memory of its own; it stays the same tensor."""
+        view, self._views[position] = self._views[position], self._view_at(position)
+        view.data = view.clone()
 
     def sum_pending(self) -> None:
         """Sum deferred gradients that have not been summed yet, before others are added to them."""
@@ -234,6 +201,9 @@ class Bucket:
 
     def finish(self) -> None:
         """Make the reduced gradients those of the parameters: all ranks' backwards succeeded."""
+        for position, gradient in self._given.items():
+            gradient.copy_(self._views[position])
+            set_gradient(self.parameters[position], gradient)
 
     def reset(self) -> None:
         """Drop the state of a backward, which is over."""
@@ -248,6 +218,7 @@ class Bucket:
         # The number of gradients that were copied before the bucket was full, and the factor they
         # were multiplied by: 1 as long as the backward may add to them again.
         self._num_copied, self.copy_scale = 0, 1.0
+        self._given = {}
 
     def copy_ready(self, states: bytearray) -> None:
         """Copy the gradients before the first missing one, although the bucket isn't full.
@@ -316,11 +287,11 @@ class Bucket:
         self._copy(copied, len(self.parameters), scale)
 
     def fill_with(self, value: float) -> None:
-        """Fill the buffer with ``value``; gradients that are views of it are copied before."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if gradient_of(parameter) is view:
-                set_gradient(parameter, view.clone())
-            view.fill_(value)  # not the padding between gradients, which stays 0
+        """Fill the buffer with ``value``; gradients that are views of it are moved before."""
+        for position, parameter in enumerate(self.parameters):
+            if gradient_of(parameter) is self._views[position]:
+                self._leave(position)
+            self._views[position].fill_(value)  # not the padding between gradients, which stays 0
 
     def undo_copies(self) -> None:
         """Undo the scaling of gradients by a backward that has failed.
@@ -332,6 +303,8 @@ class Bucket:
         elif self.copy_scale != 1:
             self._gradients[: self.offsets[self._num_copied]].div_(self.copy_scale)
             self._num_copied = 0
+            for position, gradient in self._given.items():
+                set_gradient(self.parameters[position], gradient)
 
     def drop(self) -> None:
         """Drop the gradients of this backward, which has failed here or on another rank."""
@@ -356,10 +329,11 @@ class Bucket:
             and not any(map(operator.is_, sources, itertools.repeat(None)))
             and {*map(_layout_of, sources)} <= {torch.strided}
             and 0 not in self.accumulated[first:last].tobytes()
+            and not is_any_held(sources)
         ):
             self._use_views(first, last)  # as in most steps
         else:
-            views, sources = self._copies_of(first, last)
+            views, sources = self._copies_of(first, sources)
         if self._is_large:
             for view, source in zip(views, sources, strict=True):
                 torch.mul(source, scale, out=view)
@@ -369,28 +343,39 @@ class Bucket:
         if scale != 1:
             self._gradients[self.offsets[first] : self.offsets[last]].mul_(scale)
 
-    def _copies_of(self, first: int, last: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return views of the buffer, and the gradients to be copied to them; zero other views."""
+    def _copies_of(
+        self, first: int, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return views of the buffer, and the gradients to be copied to them; zero other views.
+
+        ``gradients`` are those from position ``first`` on.
+        """
         views, sources = [], []
-        for position in range(first, last):
-            parameter, view = self.parameters[position], self._views[position]
-            gradient, has_grown = gradient_of(parameter), self.accumulated[position]
+        are_held = which_are_held(gradients)
+        for position, gradient in enumerate(gradients, first):
+            view, has_grown = self._views[position], self.accumulated[position]
             if gradient is None:
                 # A Function's backward() returned None, or zero_grad() has dropped it since.
                 self.accumulated[position] = 0
                 view.zero_()
                 continue
-            views.append(view)
             sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
             if gradient is view and not has_grown:
-                set_gradient(parameter, view.clone())
+                self._leave(position)
             elif gradient is not view and has_grown:
+                if are_held[position - first]:
+                    self._given[position] = gradient
                 self._use_views(position, position + 1)
+            views.append(self._views[position])
         return views, sources
 
     def use_as_grad(self, position: int) -> None:
         """Set the gradient of a parameter that only other ranks used: to the mean."""
-        self._use_views(position, position + 1)
+        gradient = gradient_of(self.parameters[position])
+        if gradient is None or gradient.layout is not torch.strided:
+            self._use_views(position, position + 1)
+        else:  # autograd would have added to it in one process
+            gradient.copy_(self._views[position])
 
     def _use_views(self, first: int, last: int) -> None:
         """Make the views from position ``first`` to ``last`` the gradients.

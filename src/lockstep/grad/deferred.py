@@ -41,7 +41,7 @@ from lockstep.comm import (
     zero_buffer,
 )
 from lockstep.errors import CollectiveFailed
-from lockstep.grad.bucket import gradient_dtype, gradient_of, set_gradient
+from lockstep.grad.memory import gradient_dtype, gradient_of, set_gradient
 from lockstep.grad.pending import PendingBucket
 from lockstep.torch_private import _InferenceMode
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lockstep.grad.bucket import aligned, gradient_dtype, num_facts
+from lockstep.grad.bucket import num_facts
 from lockstep.grad.deferred import DeferredBucket, facts_numel
+from lockstep.grad.memory import aligned, gradient_dtype
 from lockstep.grad.reducer import Reducer
 
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import uncompiled
-from lockstep.grad.bucket import Bucket, gradient_of, set_gradient
+from lockstep.grad.bucket import Bucket
+from lockstep.grad.memory import gradient_of, set_gradient
 
 
 class DeferredParameter(nn.Parameter):

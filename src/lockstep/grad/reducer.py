@@ -16,20 +16,19 @@ import torch.distributed as dist
 
 from lockstep.comm import broadcast_tensors, mean_divisor, sum_rows
 from lockstep.errors import CollectiveFailed, CollectiveMismatch
+from lockstep.grad.assign import FIRST_BUCKET_BYTES, assign_buckets
 from lockstep.grad.bucket import (
     AWAITED,
-    FIRST_BUCKET_BYTES,
     READY,
     UNUSED,
     Bucket,
-    assign_buckets,
-    gradient_dtype,
     num_facts,
     rows_of,
     without_autograd,
 )
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
+from lockstep.grad.memory import gradient_dtype
 from lockstep.grad.order import GradientOrder, Phase
 from lockstep.grad.pending import Assigned, PendingBucket, with_runs
 

@@ -20,7 +20,7 @@ from lockstep.comm import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from lockstep.grad.bucket import aligned, gradient_of, set_gradient
+from lockstep.grad.memory import aligned, gradient_of, set_gradient
 from lockstep.grad.pending import PendingBucket
 
 
