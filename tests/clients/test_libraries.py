@@ -259,3 +259,34 @@ def test_tensorboard_reads_what_is_logged(tmp_path: Path) -> None:
     found = EventAccumulator(str(tmp_path))
     found.Reload()
     assert [(each.step, each.value) for each in found.Scalars("loss")] == [(0, 0), (1, 0.5), (2, 1)]
+
+
+def test_batches_of_attrs_and_of_tokenizers_are_divided_and_joined() -> None:
+    import attrs
+    from transformers import BatchEncoding
+    from transformers.modeling_outputs import CausalLMOutput
+
+    @attrs.define
+    class Rows:
+        x: Any
+        twice: Any = attrs.field(init=False)
+
+        def __attrs_post_init__(self) -> None:
+            self.twice = 2 * self.x
+
+    @attrs.frozen
+    class Frozen:
+        _x: Any
+        x = property(lambda self: self._x)
+
+    x = torch.arange(12.0).view(6, 2)
+    for whole in (Rows(x), Frozen(x), BatchEncoding({"x": x}), CausalLMOutput(logits=x)):
+        name = "logits" if isinstance(whole, CausalLMOutput) else "x"
+        parts = lockstep.scatter(whole, ["cpu"] * 3)
+        joined = lockstep.gather(parts, "cpu")
+        assert [type(part) for part in (*parts, joined)] == [type(whole)] * 4
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), x)
+        assert torch.equal(getattr(joined, name), x)
+        if isinstance(whole, Rows):
+            assert torch.equal(torch.cat([part.twice for part in parts]), 2 * x)
+            assert torch.equal(joined.twice, 2 * x)

@@ -24,6 +24,7 @@ from torch import nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 from lockstep.comm import Segment, map_segment, receive_message, send_message, shut_down
+from lockstep.nn.replicas.containers import has_itself_as_dict
 from lockstep.nn.replicas.group import is_one, mark_as_one
 
 _HEADER = struct.Struct("<QQ")  # the lengths of the two parts of the message
@@ -194,6 +195,8 @@ class Packed(cloudpickle.Pickler):  # type: ignore[misc]
         return self.segments.index(value.segment)
 
     def reducer_override(self, value: Any) -> Any:  # noqa: D102 - pickle's
+        if has_itself_as_dict(value):
+            return _empty_with_itself_as_dict, (type(value),), None, None, iter(value.items())
         if not isinstance(value, torch.Tensor):
             return super().reducer_override(value)
         if (shared := self._known.get(id(value))) is not None:
@@ -233,6 +236,12 @@ def _copied(memory: torch.Tensor, span: Span, requires_grad: bool, is_one: bool)
     if is_one:
         mark_as_one(tensor)
     return tensor.requires_grad_(requires_grad)
+
+
+def _empty_with_itself_as_dict(kind: type[dict[Any, Any]]) -> dict[Any, Any]:
+    made = kind.__new__(kind)
+    object.__setattr__(made, "__dict__", made)
+    return made
 
 
 def _as_leaf(tensor: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:

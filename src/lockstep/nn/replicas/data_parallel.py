@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep.arguments import Device
 from lockstep.comm import uncompiled
+from lockstep.nn.replicas.containers import leaves
 from lockstep.nn.replicas.devices import (
     as_device,
     as_devices,
@@ -22,7 +23,7 @@ from lockstep.nn.replicas.devices import (
 )
 from lockstep.nn.replicas.group import is_beside_processes, parallel_apply
 from lockstep.nn.replicas.module_copy import check_home, replicate
-from lockstep.nn.replicas.nested import leaves, map_tensors
+from lockstep.nn.replicas.nested import map_tensors
 from lockstep.nn.replicas.replicas import Replicas
 from lockstep.nn.replicas.scatter_gather import gather, scatter_kwargs
 from lockstep.nn.verify import refusal_of_divided
@@ -283,6 +284,8 @@ def data_parallel(
     check_kwargs(module_kwargs, "module_kwargs")
     devices = devices_for(device_ids)
     arguments = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    parts: Sequence[Any]
+    kwargs: Sequence[Any]
     parts, kwargs = scatter_kwargs(arguments, module_kwargs, devices, dim)
     if not parts:
         parts, kwargs = ((),), ({},)
@@ -293,7 +296,8 @@ def data_parallel(
         return gather([module(*parts[0], **kwargs[0])], target, dim)
     # Parts of one tensor share its version counter: autograd would take an in-place write to one
     # part for a write to all parts.
-    parts, kwargs = map_tensors(torch.clone, (parts, kwargs))
+    calls = [map_tensors(torch.clone, call) for call in zip(parts, kwargs, strict=True)]
+    parts, kwargs = [own for own, _ in calls], [named for _, named in calls]
     outputs = parallel_apply(replicate(module, used), parts, kwargs, used)
     return gather(outputs, target, dim)
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from lockstep.arguments import Device
+from lockstep.nn.replicas.containers import leaves
 from lockstep.nn.replicas.devices import as_device, check_kwargs, on_device
-from lockstep.nn.replicas.nested import leaves
 from lockstep.nn.replicas.worker_threads import WorkerThreads, is_interruption, raise_first
 
 T = TypeVar("T")

@@ -10,9 +10,19 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.arguments import Device
+from lockstep.nn.replicas.containers import (
+    Path,
+    children,
+    equal,
+    follows_its_class,
+    key_of,
+    leaves,
+    like,
+    name_of,
+    num_elements,
+)
 from lockstep.nn.replicas.devices import as_device, as_devices, as_dim, check_kwargs, move
 from lockstep.nn.replicas.group import is_one, mark_as_one, this_replica
-from lockstep.nn.replicas.nested import Path, children, leaves, like, name_of
 
 _T = TypeVar("_T")
 
@@ -47,9 +57,12 @@ def scatter(inputs: object, target_gpus: Sequence[Device], dim: int = 0) -> Sequ
 
     Args:
         inputs: A tensor, or a nesting of tensors and other objects in lists, tuples, mappings and
-            dataclasses, whose types stay. Packed sequences are divided by sequences, whatever
-            ``dim`` is. Tensors of no dimension and all other objects go to every device: lists,
-            tuples and dicts anew for each, anything else without tensors in it as it is.
+            dataclasses (those of attrs, too), whose types stay. Packed sequences are divided by
+            sequences, whatever ``dim`` is. Tensors of no dimension and all other objects go to
+            every device: lists, tuples and dicts anew for each, anything else as it is, with the
+            tensors that it may have. Tensors in attributes of containers are divided as those in
+            their items, and a tensor that is met twice is divided once. Attributes that a class
+            computes from its items, such as their number, are computed from the parts'.
         target_gpus: The devices, of any type, which may repeat. An int is the index of an
             accelerator, or -1 for the CPU.
         dim: The dimension to split, whose elements are the rows.
@@ -59,7 +72,8 @@ def scatter(inputs: object, target_gpus: Sequence[Device], dim: int = 0) -> Sequ
 
     Raises:
         IndexError: If a tensor has dimensions, but not ``dim``.
-        TypeError: If ``dim`` isn't a whole number, or an element of ``target_gpus`` isn't a device.
+        TypeError: If ``dim`` isn't a whole number, an element of ``target_gpus`` isn't a device, or
+            the class of a container doesn't let it be made again with other tensors.
         ValueError: If two tensors have different numbers of parts, or there are no devices.
 
     Source: ``torch.nn.parallel.scatter_gather.scatter``, which drops parts where tensors come in
@@ -123,11 +137,35 @@ def _scatter(
             f"For {len(cut.devices)} devices, along dim {cut.dim}, these come in different numbers "
             f"of parts: {given}. Give all equally many rows; expand() one that is the same for all."
         )
-    parts = _parts(named, counts[0] if counts else len(cut.devices), cut)
-    return cast(list[dict[str, Any]], parts)
+    count = counts[0] if counts else len(cut.devices)
+    met: _Met = {}
+    columns = [_parts(value, count, cut, met, (name,)) for name, value in named.items()]
+    return [dict(zip(named, own, strict=True)) for own in zip(*columns, strict=True)]
 
 
-def _parts(value: object, count: int, cut: _Cut) -> list[object]:
+# By id, values that have been met with what was made of them, or None while it is being made. An
+# attribute of a container may be one of its items once more, and has to stay that.
+_Met = dict[Any, tuple[object, Any]]
+
+
+def _parts(value: object, count: int, cut: _Cut, met: _Met, path: Path) -> list[object]:
+    """What each of the first ``count`` devices gets of the value at ``path``."""
+    if id(value) not in met:
+        met[id(value)] = value, None
+        met[id(value)] = value, _new_parts(value, count, cut, met, path)
+    if (parts := met[id(value)][1]) is None:
+        raise _around(value, path)
+    return cast(list[object], parts)
+
+
+def _around(value: object, path: Path) -> TypeError:
+    return TypeError(
+        f"{name_of(path)} is the {type(value).__name__} around it, so it can't be made again with "
+        "other tensors. Leave out what refers to its own container."
+    )
+
+
+def _new_parts(value: object, count: int, cut: _Cut, met: _Met, path: Path) -> list[object]:
     if _is_cuttable(value):
         return _pieces(value, cut)
     if isinstance(value, torch.Tensor):
@@ -140,8 +178,9 @@ def _parts(value: object, count: int, cut: _Cut) -> list[object]:
         or any(isinstance(leaf, (torch.Tensor, PackedSequence)) for _, leaf in leaves(value))
     ):
         return [value] * count
-    columns = [_parts(child, count, cut) for child in inside.values()]
-    return [like(value, [column[i] for column in columns]) for i in range(count)]
+    columns = [_parts(child, count, cut, met, (*path, key)) for key, child in inside.items()]
+    by_class = follows_its_class(value)
+    return [like(value, [column[i] for column in columns], by_class=by_class) for i in range(count)]
 
 
 def _pieces(leaf: torch.Tensor | PackedSequence, cut: _Cut) -> list[object]:
@@ -207,7 +246,8 @@ def gather(outputs: Sequence[_T], target_device: Device, dim: int = 0) -> _T:
 
     Raises:
         IndexError: If tensors have dimensions, but not ``dim``.
-        TypeError: If ``outputs`` isn't a list, or ``dim`` isn't a whole number.
+        TypeError: If ``outputs`` isn't a list, ``dim`` isn't a whole number, or the class of a
+            container doesn't let it be made again with other tensors.
         ValueError: If there are no outputs, or their structures differ, or the shapes of tensors
             differ in another dimension than ``dim``.
 
@@ -221,13 +261,22 @@ def gather(outputs: Sequence[_T], target_device: Device, dim: int = 0) -> _T:
     replicas: list[object] = list(outputs)
     if not replicas:
         raise ValueError("There are no outputs to gather. Give that of one replica at least.")
-    return cast(
-        _T, _gather(replicas, as_device(target_device, "target_device"), as_dim(dim), ("output",))
-    )
+    device = as_device(target_device, "target_device")
+    return cast(_T, _gather(replicas, device, as_dim(dim), ("output",), {}))
 
 
-def _gather(values: list[object], device: torch.device, dim: int, path: Path) -> object:
+def _gather(values: list[object], device: torch.device, dim: int, path: Path, met: _Met) -> object:
     """Join the replicas' values at one position."""
+    key = tuple(map(id, values))
+    if key not in met:
+        met[key] = values, None
+        met[key] = values, (_joined(values, device, dim, path, met),)
+    if met[key][1] is None:
+        raise _around(values[0], path)
+    return met[key][1][0]
+
+
+def _joined(values: list[object], device: torch.device, dim: int, path: Path, met: _Met) -> object:
     name = name_of(path)
     inside = [held for value in values if (held := children(value)) is not None]
     tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
@@ -241,18 +290,18 @@ def _gather(values: list[object], device: torch.device, dim: int, path: Path) ->
         _check_shapes([sequence.data for sequence in sequences], 0, f"{name}.data")
         return _join_packed(sequences, device)
     if not inside:
-        return values[0] if all(_equal(values[0], value) for value in values[1:]) else values
+        return values[0] if all(equal(values[0], value) for value in values[1:]) else values
     keys = [set(held) for held in inside]
     if differing := set.union(*keys) - set.intersection(*keys):
-        sizes = ", ".join(str(len(held)) for held in inside)
+        sizes = ", ".join(str(num_elements(held)) for held in inside)
         raise ValueError(
             f"Replicas give {name} of {sizes} elements, and not all have "
-            f"{', '.join(sorted(map(repr, differing)))}. Return the same ones from each."
+            f"{', '.join(sorted(map(key_of, differing)))}. Return the same ones from each."
         )
     joined = [
-        _gather([held[key] for held in inside], device, dim, (*path, key)) for key in inside[0]
+        _gather([held[key] for held in inside], device, dim, (*path, key), met) for key in inside[0]
     ]
-    return like(values[0], joined)
+    return like(values[0], joined, by_class=all(map(follows_its_class, values)))
 
 
 def _join(tensors: list[torch.Tensor], device: torch.device, dim: int, name: str) -> torch.Tensor:
@@ -296,18 +345,6 @@ def _check_shapes(tensors: list[torch.Tensor], dim: int, name: str) -> None:
             shape[dim] = 0
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{given}, but to be joined they may differ in dim {dim} alone.")
-
-
-def _equal(one: object, other: object) -> bool:
-    if one is other:
-        return True
-    try:
-        answer = one == other
-    except Exception:
-        return False
-    # NumPy's bool was renamed, hence both names. Arrays and symbolic expressions return no bool
-    # for ==, and count as different.
-    return type(answer).__name__ in ("bool", "bool_") and bool(answer)
 
 
 # Packed sequences, which are split and concatenated by sequence
