@@ -182,7 +182,7 @@ def _constructed(kind: Any, elements: dict[Any, object]) -> object:
     """An object of the class ``kind`` with these elements; None if it can't be made of them."""
     values = list(elements.values())
     with contextlib.suppress(Exception):  # it may take something else, and raise anything
-        if issubclass(kind, Mapping):
+        if issubclass(kind, Mapping) and not dataclasses.is_dataclass(kind):
             with contextlib.suppress(TypeError):
                 return kind(elements)
             return kind(**elements)
@@ -264,15 +264,19 @@ def _alike(one: Mapping[Any, object], other: Mapping[Any, object]) -> bool:
     for key, child in one.items():
         if child is other[key]:
             continue
-        mine, others = ([leaf for _, leaf in leaves(each)] for each in (child, other[key]))
+        mine, others = list(leaves(child)), list(leaves(other[key]))
+        if [path for path, _ in mine] != [path for path, _ in others]:
+            return False
         compare = _equal if isinstance(key, Attribute) else _same
-        if len(mine) != len(others) or not all(map(compare, mine, others)):
+        if not all(compare(own, its) for (_, own), (_, its) in zip(mine, others, strict=True)):
             return False
     return True
 
 
 def _same(one: object, other: object) -> bool:
-    return one is other or not isinstance(one, (torch.Tensor, PackedSequence))
+    return one is other or (
+        not isinstance(one, (torch.Tensor, PackedSequence)) and equal(one, other)
+    )
 
 
 def _equal(one: object, other: object) -> bool:
