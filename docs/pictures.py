@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.observe.trace_files import RankSpans, Span, read_folder
+from lockstep.observe.records import RankSpans, Span
+from lockstep.observe.trace_files import read_folder
 
 LINE, GAP, LABEL, WIDTH, NUM_STEPS = 20, 8, 96, 760, 6
 COLORS = {

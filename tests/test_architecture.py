@@ -21,6 +21,7 @@ README = Path(__file__).parent.parent / "README.md"
 # A package, or a module of its own, imports only from lower layers.
 LAYERS = {
     "status": -1,
+    "tables": -1,
     "torch_private": 0,
     "errors": 0,
     "spans": 0,

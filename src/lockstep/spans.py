@@ -8,22 +8,28 @@ same names.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch.autograd import profiler
+from torch.optim import Optimizer
 
 from lockstep.status import RankStatus
 
 NAMES = {
     "data": "the loader makes this rank's part of a global batch",
-    "forward": "from the batch to the backward: the program's own code, whichever method it calls",
+    "forward": "from the batch, or the backward or step before, to the backward: the program's own "
+    "code, whichever method it calls",
     "backward": "autograd, and what lockstep does in it",
+    "average": "lockstep.average_gradients()",
+    "rows": "the ranks exchange the rows of sparse gradients",
     "launch": "a collective is started, or a communication hook called",
     "wait": "for other ranks, in a collective of lockstep's, and its sum in shared memory",
     "optimizer": "a step of an optimizer",
     "save": "lockstep.save(), or its part before training goes on",
+    "evaluation": "batches from which no gradients are computed, and what is done with them",
     "bucket": "from its last gradient until its sums are there",
     "all-reduce": "from the launch of a bucket until its sums are there",
 }
@@ -41,11 +47,40 @@ class Recorder(Protocol):
     def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
         """A bucket of gradients was full, launched and summed at these times."""
 
-    def count_samples(self, num_samples: int) -> None:
-        """The loader has given the program a batch with this many samples."""
+    def batch(self, loader: object, num_samples: int) -> None:
+        """A loader has given the program a batch, of so many samples on this rank; 0: unknown."""
+
+    def end_of_epoch(self, loader: object) -> None:
+        """A loader has no batch left."""
 
     def log(self, values: Mapping[str, float]) -> None:
         """The program logs values."""
+
+
+class StepCounter:
+    """Tells which steps of optimizers are steps of the program: those of its first optimizer.
+
+    It is another one as soon as that has stepped three times without the first: a program may train
+    in stages, each with an optimizer of its own.
+    """
+
+    _MOST_STEPS_OF_ANOTHER = 3
+
+    def __init__(self) -> None:
+        self._first: weakref.ref[Optimizer] | None = None
+        self._others: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def counts(self, optimizer: Optimizer) -> bool:
+        """Whether a step of ``optimizer``, which it has just taken, ends one of the program."""
+        first = None if self._first is None else self._first()
+        if first is not None and first is not optimizer:
+            self._others[optimizer] = self._others.get(optimizer, 0) + 1
+            if self._others[optimizer] < self._MOST_STEPS_OF_ANOTHER:
+                return False
+        if first is not optimizer:
+            self._first = weakref.ref(optimizer)
+        self._others.clear()
+        return True
 
 
 recorder: Recorder | None = None

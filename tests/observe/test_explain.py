@@ -53,7 +53,8 @@ def sent(folder: Path, world_size: int, last_step: int) -> list[dict[str, int]]:
         ]
         gradients = sum(s.num_bytes for s in waits if s.detail in ("all_reduce", "share"))
         buffers = sum(s.num_bytes for s in waits if s.detail == "broadcast")
-        found.append({"gradients": gradients, "buffers": buffers})
+        rows = sum(s.num_bytes for s in waits if s.detail == "all_gather")
+        found.append({"gradients": gradients, "rows": rows, "buffers": buffers})
     assert len(found) == world_size
     return found
 
@@ -79,9 +80,14 @@ def test_its_bytes_are_those_of_the_run(tmp_path: Path, world_size: int, shards:
     for last_step, index in ((0, 0), (2, 1)):
         for facts, own in zip(by_rank, sent(tmp_path, world_size, last_step), strict=True):
             told = facts[index]["bytes_per_step"]
-            # Rows of the sparse embedding are gathered.
             assert told["gradients"] == own["gradients"]
             assert told["buffers"] == own["buffers"]
+            # Before the first step nobody knows how many rows a batch has.
+            assert told["rows"] == (own["rows"] if index else 0)
+            assert own["rows"] > 0
+            words = str(lockstep.observe.Explanation(facts[index]))
+            said = f"rows {own['rows']:,}" if index else "The rows of rows.weight come to that"
+            assert said in " ".join(words.split())
 
 
 def test_it_says_how_each_parameter_is_kept(tmp_path: Path) -> None:
@@ -171,7 +177,7 @@ def test_ignored_parameters_are_named() -> None:
 def test_one_rank_and_plain_models() -> None:
     facts = lockstep.explain(lockstep.parallelize(nn.Linear(2, 2)), torch.ones(4, 2)).to_dict()
     assert facts["inputs"][0]["rows"] == [4]
-    assert facts["bytes_per_step"] == {"gradients": 0, "buffers": 0}
+    assert facts["bytes_per_step"] == {"gradients": 0, "rows": 0, "buffers": 0}
     assert "one rank" in facts["parameters"][0]["how"]
     assert "isn't parallel" in str(lockstep.explain(nn.Linear(2, 2)))
     with pytest.raises(TypeError, match="takes a module, and got a int"):

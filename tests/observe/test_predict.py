@@ -14,8 +14,8 @@ from lockstep.errors import TraceError
 from lockstep.observe.analysis import shares
 from lockstep.observe.network import NETWORKS, Network, parse_network
 from lockstep.observe.predict import Prediction, expected_maximum, exposed, predict
+from lockstep.observe.records import Bucket, RankSpans, Span
 from lockstep.observe.timelines import Event, Kind, Timeline
-from lockstep.observe.trace_files import Bucket, RankSpans, Span
 
 MB = 1_000_000
 # A message takes 1 ms, and 1 MB takes 1 ms more.
@@ -161,7 +161,8 @@ def test_equal_ranks_are_predicted(network: Network, is_given: bool) -> None:
         assert rows[num_ranks].waiting == pytest.approx(0, abs=1e-6)
     computing = 4 * (FORWARD + BACKWARD) + OPTIMIZER
     assert found.own_seconds == pytest.approx(computing)
-    assert found.efficiency == pytest.approx(computing / measured(trace_of(2, network)))
+    assert found.measured.seconds == pytest.approx(measured(trace_of(2, network)))
+    assert found.measured.efficiency == pytest.approx(computing / found.measured.seconds)
     assert rows[8].efficiency * rows[8].seconds == pytest.approx(computing)
     assert rows[8].speed_up == pytest.approx(8 * rows[8].efficiency)
     assert found.is_given == is_given

@@ -26,14 +26,16 @@ import lockstep
 from lockstep import cli
 from lockstep.errors import TraceError
 from lockstep.observe import report, sections
-from lockstep.observe.analysis import PHASES, in_words, late_rank, shares, summary
+from lockstep.observe.analysis import PHASES, late_rank, shares, summary
 from lockstep.observe.network import parse_network
 from lockstep.observe.page import page
 from lockstep.observe.predict import predict
-from lockstep.observe.trace_files import Bucket, RankSpans, Span, StepEnd, read_folder
+from lockstep.observe.records import Bucket, RankSpans, Span, StepEnd
+from lockstep.observe.trace_files import read_folder
+from lockstep.observe.words import in_words
 
 MS = 1_000_000
-PLACES = ("data", "forward", "backward", "communication")
+PLACES = ("data", "forward", "backward", "collectives")
 
 
 class Slow:
@@ -75,12 +77,12 @@ class Net(nn.Module):
 
 def train(world: lockstep.World, folder: Path, slow: Slow) -> None:
     def hook(state: object, bucket: Any) -> Any:
-        slow.at("communication", world)
+        slow.at("collectives", world)
         return allreduce_hook(world.process_group, bucket)  # type: ignore[arg-type]
 
     net = Net(slow, world)
     model = lockstep.DistributedDataParallel(net, process_group=world.process_group)
-    if slow.place == "communication":
+    if slow.place == "collectives":
         model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     # torch's, as ranks that are threads take turns in reading with ours.
@@ -232,9 +234,13 @@ def test_it_says_what_holds_a_run_back() -> None:
     assert "now for one and now for another" in words_of(waiting=0.3)
     assert "now for one and" in words_of(waiting=0.3, num_ranks_of_host=4, num_cores=4)
     assert "8 ranks share 2 cores" in words_of(waiting=0.3, num_ranks_of_host=8, num_cores=2)
-    assert "lockstep.accumulate" in words_of(transfer=0.3)
+    assert "lockstep.accumulate" in words_of(transfer=0.3, of_gradients=0.2)
+    assert "shard_optimizer" in words_of(transfer=0.3, of_gradients=0.2)
+    assert "shard_optimizer" not in words_of(transfer=0.3, of_gradients=0.2, is_sharded=True)
+    assert "sending gradients" not in words_of(transfer=0.3, of_gradients=0.1)
     assert "outside of loader" in words_of(phases={"other": 0.3})
-    assert "90% of the time is spent computing" in words_of(phases={"backward": 0.9})
+    assert "goes into evaluations" in words_of(phases={"evaluation": 0.3, "data": 0.2})
+    assert "90% of the time is spent in forward" in words_of(phases={"backward": 0.9})
 
 
 def test_the_command_prints_it(
@@ -342,11 +348,12 @@ def test_throughput_is_of_all_ranks_together() -> None:
     found = sections.rate(ranks, steps)
     assert found.unit == "samples/s"
     assert found.by_step == [(0, pytest.approx(10 / 0.011)), (1, pytest.approx(12 / 0.010))]
-    assert found.typical == pytest.approx((10 / 0.011 + 12 / 0.010) / 2)
+    assert found.mean == pytest.approx(22 / 0.021)
+    assert found.mean == pytest.approx(11 / summary(ranks, steps).seconds_per_step)
     assert sections.global_batch(ranks) == 12
     section = sections.throughput(found)
     assert section.curves == {"samples/s": found.by_step}
-    assert "909.1 to 1,200.0 in all" in section.note
+    assert "909.1 to 1,200.0 in single steps" in section.note
 
 
 def test_throughput_is_in_steps_if_samples_are_not_known() -> None:
@@ -417,10 +424,10 @@ def test_scaling_says_what_it_assumes() -> None:
     steps = shares(ranks)
     own = sections.scaling(predict(ranks, steps, None, 64), ranks, 64)
     assert own is not None
-    assert [row[0] for row in own.rows[:2]] == ["2 (traced)", "4"]
+    assert [row[0] for row in own.rows[:3]] == ["2 measured", "2", "4"]
     assert own.rows[-1][0] == "1,024"
-    assert own.rows[6][-2:] == ["-", "-"]  # 128 ranks, of 64 samples
-    assert "-" not in own.rows[5]
+    assert own.rows[7][-2:] == ["-", "-"]  # 128 ranks, of 64 samples
+    assert "-" not in own.rows[6]
     assert "as between the ranks of this run" in own.note
     assert "0.5 cores, as they had: 4 ranks shared 2" in own.note
     assert "of 64 samples among the ranks" in own.note

@@ -26,7 +26,8 @@ import lockstep
 from lockstep import cli, launcher, spans
 from lockstep.errors import TraceError
 from lockstep.observe import clock, traced
-from lockstep.observe.trace_files import RankSpans, merge, read, read_folder, write_json
+from lockstep.observe.records import RankSpans
+from lockstep.observe.trace_files import merge, read, read_folder, write_json
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.forks

@@ -245,9 +245,20 @@ def all_gather_bytes(group: ProcessGroup, payload: bytes, device: torch.device) 
     return [bytes(bytes_of(part)[: int(length)]) for part, length in pairs]
 
 
-def sum_rows(group: ProcessGroup, mine: Tensor) -> Tensor:
-    """Return the sum of the ranks' coalesced sparse tensors; see :func:`sum_sparse`."""
-    return sum_sparse(partial(all_gather, group), mine)
+def sum_rows(group: ProcessGroup, mine: Tensor, scale: float) -> tuple[Tensor, int]:
+    """Return the sum of the ranks' sparse tensors times ``scale``, and the bytes this rank gave.
+
+    See :func:`sum_sparse`.
+    """
+    num_bytes = 0
+
+    def gathered(own: Tensor) -> list[Tensor]:
+        nonlocal num_bytes
+        num_bytes += own.nbytes
+        return all_gather(group, own)
+
+    with span("rows"):
+        return sum_sparse(gathered, mine.coalesce() * scale), num_bytes
 
 
 def zero_buffer(

@@ -348,10 +348,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             with spans.span("data"):
                 batch = next(stream, _END)
             if batch is _END:
+                if spans.recorder is not None:
+                    spans.recorder.end_of_epoch(self)
                 break
             checksum, num_samples = asked.popleft() if asked else (0, 0)
             if spans.recorder is not None:
-                spans.recorder.count_samples(num_samples)
+                spans.recorder.batch(self, num_samples)
             if run == self._run:
                 self._num_given += 1
                 self._digest = checksum

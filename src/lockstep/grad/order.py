@@ -26,6 +26,8 @@ class GradientOrder:
 
     Attributes:
         named: The parameters with their names.
+        row_bytes: By position, what this rank gave when the ranks last exchanged the rows of a
+            sparse gradient.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class GradientOrder:
         sparse: Collection[int],
     ) -> None:
         self.named = list(named_parameters)
+        self.row_bytes: dict[int, int] = {}
         # Of the last backward: the indices of parameters that got no gradient; the indices of those
         # that got one, in the order in which gradients became ready; and for each position a number
         # above 0 if any rank had a gradient.

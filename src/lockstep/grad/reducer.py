@@ -373,7 +373,7 @@ class Reducer(GradientOrder):
             return None
         rows = rows_of(parameter)
         if self.comm_hook is None:
-            total = sum_rows(self.process_group, rows.coalesce() * self.scale)
+            total, self.row_bytes[position] = sum_rows(self.process_group, rows, self.scale)
         else:
             is_last = not self._bucket_at and position == len(self.named) - 1
             bucket = GradBucket(index, rows, [parameter], is_last=is_last)

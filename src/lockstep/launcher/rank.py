@@ -22,7 +22,6 @@ import signal
 import socket
 import sys
 import time
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import InspectLoader
@@ -104,13 +103,11 @@ def _report_to(status: RankStatus, rank: int) -> None:
     from lockstep import spans
     from lockstep.comm import uncompiled
 
-    first: list[weakref.ref[Optimizer]] = []
+    steps = spans.StepCounter()
 
     @uncompiled
     def after_step(optimizer: Optimizer, *rest: object) -> None:
-        if not first or first[0]() is None:
-            first[:] = [weakref.ref(optimizer)]
-        if first[0]() is optimizer:
+        if steps.counts(optimizer):
             status.count_step()
 
     register_optimizer_step_post_hook(after_step)

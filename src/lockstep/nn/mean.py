@@ -26,6 +26,7 @@ from lockstep.nn.replicas.group import (
     this_replica,
 )
 from lockstep.nn.verify import check_same_model
+from lockstep.spans import span
 from lockstep.world import group_or_all
 
 _CAP_BYTES = 25 * MIB
@@ -253,6 +254,11 @@ def average_gradients(
     if group is None:
         _check_total(own)
         return
+    with span("average"):
+        _average_gradients(module, group, own)
+
+
+def _average_gradients(module: nn.Module, group: dist.ProcessGroup, own: float) -> None:
     finish_failed(group)
     if _compared.get(module) is not group:
         check_same_model(module, group)

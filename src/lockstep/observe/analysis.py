@@ -9,16 +9,29 @@ transfer.
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import TraceError
-from lockstep.observe.trace_files import Bucket, RankSpans, Span
+from lockstep.observe.batches import LoaderUse, slowest_loader
+from lockstep.observe.records import Bucket, RankSpans, Span
 
 # What a rank does by itself; "other" is what no span tells.
-PHASES = ("data", "forward", "backward", "communication", "optimizer", "save", "other")
-_SPANS_OF_PHASES = {"launch": "communication"}
+PHASES = (
+    "data",
+    "forward",
+    "backward",
+    "collectives",
+    "optimizer",
+    "evaluation",
+    "save",
+    "other",
+)
+_PHASES_OF_SPANS = dict.fromkeys(("launch", "average", "rows"), "collectives")
+_OF_TRAINING = ("data", "forward")  # unless they are in an evaluation
+_SENDS_GRADIENTS = ("backward", "average")
 # A rank is late if the others wait for it at least this part of the time, and longer than for any
 # other by this factor.
 _LATE_PART, _LATE_FACTOR = 0.05, 2.0
@@ -34,7 +47,11 @@ class Share(NamedTuple):
     own: dict[str, int]  # by phase
     waits_for: dict[int, int]  # by the rank that came last
     transfer: int  # exposed: the program waits for it
+    of_gradients: int  # the part of the transfer that is within backwards
     hidden: int  # while the program computes
+    between: dict[tuple[str, str], int]  # "other", by the names of the spans before and after it
+    # Whether the ranks waited in the same operations. If not, all of the waits count as transfer.
+    is_matched: bool
 
     @property
     def total(self) -> int:
@@ -51,8 +68,11 @@ class Late(NamedTuple):
     """A rank for which the others wait."""
 
     rank: int
-    phase: str
+    phase: str  # that takes it longer than the others
     part: float  # of the time of the others
+    seconds: float  # a step, in that phase
+    excess: float  # seconds a step, over the median of the others
+    waited: float  # seconds a step that the others wait for it, on average
 
 
 class Summary(NamedTuple):
@@ -60,14 +80,21 @@ class Summary(NamedTuple):
 
     num_ranks: int
     num_steps: int
-    seconds_per_step: float  # median
+    seconds_per_step: float  # the mean over ranks and steps
     spread: tuple[float, float]  # quartiles
     phases: dict[str, float]
     waiting: float
     transfer: float
+    of_gradients: float  # of the transfer
     hidden: float
-    bytes_per_step: int
+    gradient_bytes: float  # that a rank gives to collectives, or a hook, in a step
+    collective_bytes: float  # all that a rank gives to collectives in a step
+    is_hooked: bool  # a communication hook takes the gradients
+    is_sharded: bool  # a sharded optimizer does
+    between: tuple[str, str]  # the spans around most of "other"
+    num_unmatched: int  # steps in which the ranks waited in different operations
     late: Late | None
+    loader: LoaderUse | None  # the one that takes most time, on the late rank if there is one
     num_ranks_of_host: int
     num_cores: int | None  # of that host; None if the ranks compute on other devices
 
@@ -113,14 +140,27 @@ def by_step(found: RankSpans) -> dict[int, _Step]:
     grouped: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         grouped[span.step].append(span)
-    ends = {span.step: span.stop for span in spans if span.name == "optimizer"}
+    # With several optimizers, the last step may have ended for some of them alone.
+    ended = {end.step for end in found.step_ends} or {*grouped}
+    ends = {s.step: s.stop for s in spans if s.name == "optimizer" and s.step in ended}
     finished: dict[int, _Step] = {}
     for step, end in ends.items():
         # Before the first step there is all that begins the program.
         first = min(span.start for span in grouped[step] if span.name != "wait" or step - 1 in ends)
         start = ends.get(step - 1, first)
-        finished[step] = start, [s for s in grouped[step] if start <= s.start < end], end
+        of_step = [s for s in grouped[step] if start <= s.start < end]
+        finished[step] = start, [*_without_parts_of_evaluations(of_step)], end
     return finished
+
+
+def _without_parts_of_evaluations(spans: Sequence[Span]) -> Iterator[Span]:
+    """Yield the sorted spans but for the data and the forwards of evaluations."""
+    until = 0
+    for span in spans:
+        if span.name == "evaluation":
+            until = span.stop
+        if span.name not in _OF_TRAINING or span.start >= until:
+            yield span
 
 
 def waits_among(spans: Iterable[Span]) -> list[Span]:
@@ -131,7 +171,7 @@ def waits_among(spans: Iterable[Span]) -> list[Span]:
 def _last_to_come(ranks: Sequence[int], waits: Sequence[Sequence[Span]]) -> list[tuple[int, int]]:
     """For each wait of a step: which rank came last, and when; empty if ranks waited otherwise."""
     operations = {tuple(span.detail for span in own) for own in waits}
-    if len(operations) != 1 or len(waits) < 2:
+    if len(operations) != 1:
         return []
     return [
         max((span.start, rank) for rank, span in zip(ranks, together, strict=True))[::-1]
@@ -142,20 +182,42 @@ def _last_to_come(ranks: Sequence[int], waits: Sequence[Sequence[Span]]) -> list
 def _share(rank: int, step: int, own: _Step, last: Sequence[tuple[int, int]], hidden: int) -> Share:
     start, spans, stop = own
     phases = dict.fromkeys(PHASES, 0)
-    for begin, end, name in pieces(start, spans, stop):
-        phase = _SPANS_OF_PHASES.get(name, name)
+    between: Counter[tuple[str, str]] = Counter()
+    parts = pieces(start, spans, stop)
+    for index, (begin, end, name) in enumerate(parts):
+        phase = _PHASES_OF_SPANS.get(name, name)
         if phase in phases:
             phases[phase] += end - begin
+        if name == "other":
+            before = parts[index - 1][2] if index else "optimizer"
+            after = parts[index + 1][2] if index + 1 < len(parts) else "optimizer"
+            between[before, after] += end - begin
+    backwards = [(s.start, s.stop) for s in spans if s.name in _SENDS_GRADIENTS]
     waits_for: Counter[int] = Counter()
-    transfer = 0
-    for index, span in enumerate(waits_among(spans)):
+    transfer = of_gradients = 0
+    waits = waits_among(spans)
+    for index, span in enumerate(waits):
         waited = 0
         if last:
             rank_of_last, came = last[index]
             waited = max(0, min(came, span.stop) - span.start)
             waits_for[rank_of_last] += waited
-        transfer += span.stop - span.start - waited
-    return Share(rank, step, start, stop, phases, dict(waits_for), transfer, hidden)
+        exposed = span.stop - span.start - waited
+        transfer += exposed
+        of_gradients += exposed * any(s <= span.start < e for s, e in backwards)
+    return Share(
+        rank=rank,
+        step=step,
+        start=start,
+        stop=stop,
+        own=phases,
+        waits_for=dict(waits_for),
+        transfer=transfer,
+        of_gradients=of_gradients,
+        hidden=hidden,
+        between=dict(between),
+        is_matched=bool(last) or not waits,
+    )
 
 
 def pieces(start: int, spans: Iterable[Span], stop: int) -> list[tuple[int, int, str]]:
@@ -226,12 +288,44 @@ def late_rank(steps: Sequence[Sequence[Share]]) -> Late | None:
     if part < _LATE_PART or (others and most < _LATE_FACTOR * others[0][1]):
         return None
     excess: Counter[str] = Counter()
+    own: Counter[str] = Counter()
     for together in steps:
         (late,) = (share for share in together if share.rank == rank)
+        own.update(late.own)
         for phase in PHASES:
             typical = statistics.median(s.own[phase] for s in together if s.rank != rank)
             excess[phase] += round(late.own[phase] - typical)
-    return Late(rank, excess.most_common(1)[0][0], part)
+    (phase, longer) = excess.most_common(1)[0]
+    each = 1e9 * len(steps)
+    waited_each = most / (num_ranks - 1) / each
+    return Late(rank, phase, part, own[phase] / each, longer / each, waited_each)
+
+
+def length(together: Sequence[Share]) -> int:
+    """Return how long a step takes, as the mean over its ranks."""
+    return round(statistics.fmean(share.total for share in together))
+
+
+def gradient_bytes(found: RankSpans) -> Counter[int]:
+    """Return by step the bytes of gradients that the rank gave to collectives or to a hook."""
+    sizes: Counter[int] = Counter()
+    for bucket in found.buckets:
+        sizes[bucket.step] += found.bucket_facts[bucket.number]["bytes"]
+    rows = sorted((span.start, span.stop) for span in found.spans if span.name == "rows")
+    starts = [start for start, _ in rows]
+    for wait in waits_among(found.spans) if rows else ():
+        index = bisect_right(starts, wait.start) - 1
+        if index >= 0 and wait.stop <= rows[index][1]:
+            sizes[wait.step] += wait.num_bytes
+    return sizes
+
+
+def collective_bytes(found: RankSpans) -> Counter[int]:
+    """Return by step the bytes that the rank gave to collectives of lockstep's."""
+    sizes: Counter[int] = Counter()
+    for wait in waits_among(found.spans):
+        sizes[wait.step] += wait.num_bytes
+    return sizes
 
 
 def summary(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Summary:
@@ -239,93 +333,37 @@ def summary(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Sum
     counted = steps[1:] if len(steps) > 2 else steps
     every = [share for together in counted for share in together]
     total = max(1, sum(share.total for share in every))
-    lengths = [max(share.total for share in together) / 1e9 for together in counted]
-    low, middle, high = statistics.quantiles(lengths, n=4) if len(lengths) > 1 else [lengths[0]] * 3
-    sizes: Counter[int] = Counter()
-    for bucket in ranks[0].buckets:
-        sizes[bucket.step] += ranks[0].bucket_facts[bucket.number]["bytes"]
-    facts = ranks[0].facts
+    lengths = [length(together) / 1e9 for together in counted]
+    low, _, high = statistics.quantiles(lengths, n=4) if len(lengths) > 1 else [lengths[0]] * 3
+    between: Counter[tuple[str, str]] = Counter()
+    for share in every:
+        between.update(share.between)
+    facts, late = ranks[0].facts, late_rank(counted)
+    numbers = {together[0].step for together in counted}
+    slow = ranks if late is None else [found for found in ranks if found.rank == late.rank]
     return Summary(
         num_ranks=len(ranks),
         num_steps=len(steps),
-        seconds_per_step=middle,
+        seconds_per_step=statistics.fmean(lengths),
         spread=(low, high),
         phases={phase: sum(share.own[phase] for share in every) / total for phase in PHASES},
         waiting=sum(share.waiting for share in every) / total,
         transfer=sum(share.transfer for share in every) / total,
+        of_gradients=sum(share.of_gradients for share in every) / total,
         hidden=sum(share.hidden for share in every) / total,
-        bytes_per_step=sizes.get(counted[-1][0].step, 0),
-        late=late_rank(counted),
+        gradient_bytes=_mean(map(gradient_bytes, ranks), numbers),
+        collective_bytes=_mean(map(collective_bytes, ranks), numbers),
+        is_hooked=any(each.get("hooked") for each in ranks[0].bucket_facts.values()),
+        is_sharded=any(each.get("deferred") for each in ranks[0].bucket_facts.values()),
+        between=between.most_common(1)[0][0] if between else ("optimizer", "optimizer"),
+        num_unmatched=sum(not together[0].is_matched for together in counted),
+        late=late,
+        loader=slowest_loader(slow, numbers),
         num_ranks_of_host=facts.get("local_world_size", len(ranks)),
         num_cores=facts.get("cores") if facts.get("device") == "cpu" else None,
     )
 
 
-_ADVICE = {
-    "data": "Give the loader workers (num_workers), or do less for each sample.",
-    "forward": "Its forward takes longer: it may have larger inputs, a slower device, or work that "
-    "the others don't have, such as logging.",
-    "backward": "Its backward takes longer: it may have larger inputs or a slower device.",
-    "communication": "Its communication hooks, or its start of collectives, take longer.",
-    "optimizer": "Its optimizer takes longer; hooks on it, or an average of weights, may.",
-    "save": "It saves while the others wait; lockstep.save(async_=True) doesn't hold them up.",
-    "other": "It does something outside of loader, forward, backward and optimizer: logging, an "
-    "evaluation, or a wait of its own.",
-}
-
-
-def in_words(found: Summary) -> str:
-    """Return what holds the run back, and what to do, in a paragraph."""
-    seconds = found.seconds_per_step
-    taken = f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
-    speed = f"A step takes {taken}."
-    if found.late is not None:
-        late = found.late
-        return (
-            f"{speed} The others wait for rank {late.rank} for {late.part:.0%} of their time, "
-            f"which spends it in {_IN[late.phase]}. {_ADVICE[late.phase]}"
-        )
-    computing = sum(found.phases[phase] for phase in ("forward", "backward", "optimizer"))
-    if found.phases["data"] > 0.15:
-        return (
-            f"{speed} {found.phases['data']:.0%} of the time the ranks wait for data. "
-            + _ADVICE["data"]
-        )
-    if found.waiting > 0.15:
-        wait = f"{speed} {found.waiting:.0%} of the time ranks wait for each other"
-        if found.num_cores is not None and found.num_cores < found.num_ranks_of_host:
-            return (
-                f"{wait}: {found.num_ranks_of_host} ranks share {found.num_cores} cores. Take at "
-                "most one rank for each core."
-            )
-        return (
-            f"{wait}, now for one and now for another. Their work may differ from step to step, "
-            "or other programs take their cores."
-        )
-    if found.transfer > 0.15:
-        return (
-            f"{speed} {found.transfer:.0%} of the time goes into sending gradients with nothing "
-            "to compute meanwhile. A larger batch on each rank, or several micro-batches in a step "
-            "(lockstep.accumulate), sends less often; lockstep.shard_optimizer sends less on one "
-            "host; a communication hook in half precision sends half."
-        )
-    if found.phases["other"] > 0.15:
-        return (
-            f"{speed} {found.phases['other']:.0%} of the time goes into something outside of "
-            "loader, forward, backward and optimizer, such as logging or evaluations."
-        )
-    return (
-        f"{speed} {computing:.0%} of the time is spent computing: nothing that concerns ranks "
-        "holds it back."
-    )
-
-
-_IN = {
-    "data": "making its data",
-    "forward": "the forward",
-    "backward": "the backward",
-    "communication": "starting its collectives",
-    "optimizer": "the optimizer",
-    "save": "saving",
-    "other": "something else",
-}
+def _mean(by_rank: Iterable[Counter[int]], steps: Collection[int]) -> float:
+    """Return the mean over ranks and steps."""
+    return statistics.fmean(sizes[step] for sizes in by_rank for step in steps)

@@ -69,7 +69,8 @@ class Explanation:
         """Return everything as numbers, texts, lists and dicts, for JSON or for a test.
 
         The keys are ``model``, ``kind``, ``ranks``, ``inputs``, ``parameters``, ``buffers``,
-        ``buckets``, ``bytes_per_step``, ``overlap`` and ``unusual``; sizes are in bytes.
+        ``buckets``, ``bytes_per_step``, ``overlap`` and ``unusual``; sizes are in bytes. Bytes of
+        ``rows``, of sparse gradients, are those of the last backward.
         """
         return self.facts
 
@@ -113,7 +114,7 @@ class Explanation:
         sizes = [f"{name} {n:,}" for name, n in facts["bytes_per_step"].items() if n]
         if sizes:
             who = "moved" if facts["kind"] == "DataParallel" else "that each rank sends"
-            yield f"Bytes {who} in a step: {', '.join(sizes)}."
+            yield f"Bytes {who} in a step: {', '.join(sizes)}.{_about_rows(facts)}"
         yield facts["overlap"]
         for finding in facts["unusual"]:
             yield f"[bold]note[/bold]  {escape(finding['what'])}\n      {escape(finding['mend'])}"
@@ -208,11 +209,12 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
     facts["shared"] = [*_shared(module)]
     facts["bytes_per_step"] = {
         "gradients": sum(bucket["bytes"] for bucket in facts["buckets"]),
+        "rows": sum(sum(engine.reducer.row_bytes.values()) for engine in engines),
         "buffers": sum(
             b.nbytes for b in module.buffers() if policies.get(id(b)) in ("rank0", "mean")
         ),
     }
-    facts["overlap"] = _overlap(facts["buckets"], is_early)
+    facts["overlap"] = _overlap(facts["buckets"], is_early, facts["bytes_per_step"]["rows"])
     facts["unusual"] = [*_unusual(module, facts)] if num_ranks > 1 else []
     return facts
 
@@ -327,6 +329,16 @@ def _how(parameter: nn.Parameter, bucket: int | None, sparse: set[int], follower
     return "ignored: each rank's own"
 
 
+def _about_rows(facts: dict[str, Any]) -> str:
+    """Say what the bytes of sparse rows are, of which a step sends as many as its batch has."""
+    sparse = [one["name"] for one in facts["parameters"] if one["how"].startswith("rows only")]
+    if not sparse:
+        return ""
+    if facts["bytes_per_step"].get("rows"):
+        return " Rows are those of the last backward; each step sends those of its batch."
+    return f" The rows of {_range_of(sparse)} come to that, as many as a batch has."
+
+
 def _tell_when(buckets: list[dict[str, Any]], is_early: bool) -> None:
     for bucket in buckets:
         is_last = bucket is buckets[-1]
@@ -334,7 +346,7 @@ def _tell_when(buckets: list[dict[str, Any]], is_early: bool) -> None:
         bucket["when"] = early if is_early and early else "at the end of the backward"
 
 
-def _overlap(buckets: list[dict[str, Any]], is_early: bool) -> str:
+def _overlap(buckets: list[dict[str, Any]], is_early: bool, row_bytes: int) -> str:
     if not buckets:
         return "Nothing is sent, and nothing overlaps."
     early = sum(bucket["bytes"] for bucket in buckets[:-1])
@@ -344,8 +356,9 @@ def _overlap(buckets: list[dict[str, Any]], is_early: bool) -> str:
             "gradients come. From the second one on, full buckets are sent while it goes on."
         )
     if len(buckets) == 1:
-        return "All gradients are one bucket, which is sent when the backward is over."
-    total = early + buckets[-1]["bytes"]
+        also = ", as rows are" if row_bytes else ""
+        return f"All gradients are one bucket, which is sent when the backward is over{also}."
+    total = early + buckets[-1]["bytes"] + row_bytes
     return (
         f"{early / total:.0%} of the bytes are sent while the backward goes on, and the rest when "
         "it is over."

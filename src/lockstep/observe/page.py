@@ -15,21 +15,25 @@ from typing import Any
 import jinja2
 
 from lockstep.observe.analysis import Share
+from lockstep.observe.records import RankSpans
 from lockstep.observe.sections import Section
-from lockstep.observe.trace_files import RankSpans
 
 # The kinds of spans, their colours in the page's style sheet, and their names in its legend.
 _KINDS = {
     "data": "data",
     "forward": "forward",
     "backward": "backward",
-    "launch": "communication",
+    "launch": "collectives",
     "wait": "wait",
+    "average": "collectives",
+    "rows": "collectives",
     "optimizer": "optimizer",
+    "evaluation": "evaluation",
     "save": "save",
     "bucket": "bucket",
     "all-reduce": "reduce",
 }
+_WITHIN_OTHERS = ("wait", "launch", "rows")
 _MOST_COUNTS = 2**31 - 1
 # A number has the kind of a span and, as a multiple of this, its line.
 _LANE = 16
@@ -107,7 +111,7 @@ def _entries(found: RankSpans) -> Iterable[tuple[int, int, str, int]]:
     """Yield start, end, kind and depth of what is drawn; buckets have depths from 10 on."""
     for span in found.spans:
         if span.thread == 0 and span.name in _KINDS:
-            yield span.start, span.stop, span.name, int(span.name in ("wait", "launch"))
+            yield span.start, span.stop, span.name, int(span.name in _WITHIN_OTHERS)
     for bucket in found.buckets:
         yield bucket.ready, bucket.done, "bucket", 10 + bucket.number
         yield bucket.launched, bucket.done, "all-reduce", 10 + bucket.number

@@ -19,10 +19,10 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lockstep.observe.analysis import Share
+from lockstep.observe.analysis import Share, length
 from lockstep.observe.network import Network, fit
+from lockstep.observe.records import RankSpans
 from lockstep.observe.timelines import Kind, Timeline, collectives, rank_steps
-from lockstep.observe.trace_files import RankSpans
 
 _MOST_RANKS = 1024
 _FITTED_WAITS = 1500  # more would take seconds
@@ -82,15 +82,10 @@ class Prediction(NamedTuple):
     num_samples: int  # collectives of the trace, to which it is fitted
     fit_error: float  # in seconds, of the ends of their waits
     measured_ranks: int
-    measured_seconds: float
-    own_seconds: float  # of computing, on an average rank
+    measured: Row  # the run itself, as it was
+    own_seconds: float  # of computing, on an average rank, in the steps that the model is of
     one_rank_seconds: float  # of computing the whole global batch on one rank
-    rows: list[Row]
-
-    @property
-    def efficiency(self) -> float:
-        """That of the run itself, as it was measured."""
-        return self.own_seconds / self.measured_seconds
+    rows: list[Row]  # as the model has it, that of the trace's number of ranks included
 
 
 def predict(
@@ -115,7 +110,8 @@ def predict(
     num_ranks, num_samples, error = len(ranks), 0, 0.0
     if num_ranks < 2 or not any(each.events for together in timelines for each in together):
         return None
-    measured = statistics.median(max(s.total for s in together) / 1e9 for together in steps)
+    every = [share for together in steps for share in together]
+    measured = statistics.fmean(length(together) / 1e9 for together in steps)
     differences = _differences(timelines)
 
     def row(number: int, over: Network) -> Row:
@@ -138,6 +134,9 @@ def predict(
         enough = -(-num_samples * num_ranks // _FITTED_WAITS)
         error, network = fit(measured_steps[::enough])
     powers = {2**power for power in range(1, _MOST_RANKS.bit_length())}
+    waiting = statistics.fmean(share.waiting for share in every) / 1e9
+    transfer = statistics.fmean(share.transfer for share in every) / 1e9
+    measured_own = measured - waiting - transfer
     rows = [row(number, network) for number in sorted(powers | {num_ranks})]
     return Prediction(
         network=network,
@@ -145,7 +144,7 @@ def predict(
         num_samples=num_samples,
         fit_error=error,
         measured_ranks=num_ranks,
-        measured_seconds=measured,
+        measured=Row(num_ranks, measured, transfer, waiting, measured_own / measured, measured),
         own_seconds=own,
         one_rank_seconds=_typical(timelines, None, 1, num_ranks),
         rows=rows,
@@ -158,8 +157,8 @@ def _typical(
     num_ranks: int,
     factor: float = 1.0,
 ) -> float:
-    """Return the median over steps of the ranks' mean, with transfers over ``network``."""
-    return statistics.median(
+    """Return the mean over steps and ranks, with transfers over ``network``."""
+    return statistics.fmean(
         statistics.fmean(
             each.own(factor) + (exposed(each, network, num_ranks, factor) if network else 0.0)
             for each in together

@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from lockstep.errors import TraceError
-from lockstep.observe.analysis import PHASES, Share, Summary, in_words, shares, summary
+from lockstep.observe.analysis import PHASES, Share, Summary, shares, summary
 from lockstep.observe.network import parse_network
 from lockstep.observe.page import page
 from lockstep.observe.predict import predict
-from lockstep.observe.sections import Rate, global_batch, memory, rate, scaling, throughput, waiting
+from lockstep.observe.records import RankSpans
+from lockstep.observe.sections import (
+    Rate,
+    global_batch,
+    loaders,
+    memory,
+    rate,
+    scaling,
+    throughput,
+    waiting,
+)
 from lockstep.observe.trace_files import complete, read_folder
+from lockstep.observe.words import in_words
+from lockstep.tables import FittedTable
 
-_COLUMNS = ("rank", *PHASES, "waiting", "transfer", "whole step")
+_WHERE = "Where the time goes"
 
 
 def report(folder: str, text: bool = False, network: str | None = None) -> None:
@@ -39,63 +49,80 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
     steps = shares(ranks)
     found = summary(ranks, steps)
     counted = steps[1:] if len(steps) > 2 else steps
-    rows = [
-        [str(ranks[index].rank), *_means([together[index] for together in counted])]
-        for index in range(len(ranks))
-    ]
+    columns, rows = _where(ranks, counted)
     pace, samples = rate(ranks, counted), global_batch(ranks)
-    words, facts = in_words(found), _facts(found, pace)
+    words, facts = in_words(found), _facts(found, pace, samples)
     sections = [
         throughput(pace),
         waiting(counted),
+        loaders(ranks, counted),
         memory(ranks),
         scaling(predict(ranks, counted, given, samples), ranks, samples),
     ]
     shown = [section for section in sections if section is not None]
-    console = Console(highlight=False)
-    console.print(f"[bold]{words}[/bold]\n\n{facts}\n")
-    title = "Where the time goes, in ms a step (the first step doesn't count)"
-    console.print(_table(title, _COLUMNS, rows))
-    for section in shown:
-        if section.rows:
-            console.print(_table(section.title, section.columns, section.rows))
-            console.print(section.note + "\n")
-    try:
+    try:  # before anything is printed: a reader such as `head` may end this by not reading on
         complete(path)
         if not text:
             title = f"lockstep: {path.resolve().name}"
-            html = page(title, words, facts, ranks, steps, (_COLUMNS, rows), shown)
+            html = page(title, words, facts, ranks, steps, (columns, rows), shown)
             (path / "report.html").write_text(html)
-            console.print(f"The same as a page, with a timeline: {path / 'report.html'}")
     except OSError as error:
         raise TraceError(f"{folder} can't be written to: {error.strerror}.") from error
+    console = Console(highlight=False, markup=False)
+    console.print(words, style="bold")
+    console.print(f"\n{facts}\n")
+    console.print(FittedTable(columns, rows, f"{_WHERE}, in ms a step (the first doesn't count)"))
+    for section in shown:
+        if section.rows:
+            console.print(FittedTable(section.columns, section.rows, section.title))
+            console.print(section.note + "\n")
+    if not text:
+        console.print(f"The same as a page, with a timeline: {path / 'report.html'}")
     console.print(f"All spans: {path / 'trace.json'}, for https://ui.perfetto.dev")
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    # 80 columns of a terminal have to do.
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    for name in columns:
-        is_first = name == columns[0]
-        table.add_column(name, justify="left" if is_first else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _where(
+    ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]
+) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and the rows of the table of ranks, in ms a step."""
+    phases = [phase for phase in PHASES if any(s.own[phase] for each in steps for s in each)]
+    rows = []
+    for index, found in enumerate(ranks):
+        own = [together[index] for together in steps]
+        sums = [sum(share.own[phase] for share in own) for phase in phases]
+        sums += [sum(getattr(s, name) for s in own) for name in ("waiting", "transfer", "total")]
+        rows.append([str(found.rank), *(f"{value / len(own) / 1e6:,.2f}" for value in sums)])
+    return ["rank", *phases, "waiting", "transfer", "whole step"], rows
 
 
-def _facts(found: Summary, pace: Rate) -> str:
+def _facts(found: Summary, pace: Rate, samples: int | None) -> str:
     low, high = (1e3 * each for each in found.spread)
-    return (
-        f"{found.num_steps:,} steps of {found.num_ranks} ranks; a step takes "
-        f"{found.seconds_per_step * 1e3:,.2f} ms (quartiles {low:,.2f} to {high:,.2f}), "
-        f"which is {pace.typical:,.1f} {pace.unit}. Each rank "
-        f"sends {found.bytes_per_step:,} bytes of gradients in a step; {found.hidden:.1%} of the "
-        "time gradients are under way while the rank computes."
+    words = (
+        f"{found.num_steps:,} steps of {found.num_ranks} ranks. A step takes "
+        f"{found.seconds_per_step * 1e3:,.2f} ms on average (the middle half of them {low:,.2f} to "
+        f"{high:,.2f}), which is {pace.mean:,.1f} {pace.unit}"
     )
+    words += f", with {samples:,} samples in a step. " if pace.unit == "samples/s" else ". "
+    words += _sent(found)
+    if found.num_unmatched:
+        words += (
+            f" In {found.num_unmatched:,} of the steps the ranks waited in different operations, "
+            "so that all of their waits count as transfer."
+        )
+    return words
 
 
-def _means(own: Sequence[Share]) -> list[str]:
-    """Return the columns of a rank but the first, in ms."""
-    sums = [sum(share.own[phase] for share in own) for phase in PHASES]
-    sums += [sum(s.waiting for s in own), sum(s.transfer for s in own), sum(s.total for s in own)]
-    return [f"{value / len(own) / 1e6:,.2f}" for value in sums]
+def _sent(found: Summary) -> str:
+    if not found.collective_bytes:
+        return "No rank sends anything in collectives of lockstep's."
+    gradients = f"{found.gradient_bytes:,.0f} bytes of gradients"
+    if found.is_hooked:
+        return (
+            f"Each rank gives {gradients} to its communication hook in a step; what that sends "
+            "isn't known."
+        )
+    return (
+        f"Each rank gives {gradients} to collectives in a step, of "
+        f"{found.collective_bytes:,.0f} bytes in all; {found.hidden:.1%} of the time gradients "
+        "are under way while the rank computes."
+    )

@@ -8,10 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lockstep.observe.analysis import Share
+from lockstep.observe.analysis import Share, length
+from lockstep.observe.batches import LoaderUse, loader_uses
 from lockstep.observe.network import Network
-from lockstep.observe.predict import Prediction
-from lockstep.observe.trace_files import RankSpans
+from lockstep.observe.predict import Prediction, Row
+from lockstep.observe.records import RankSpans
 
 _MAX_POINTS = 500  # of a curve
 _MAX_COLUMNS = 8  # of ranks that are waited for
@@ -33,14 +34,14 @@ class Rate(NamedTuple):
     """How fast the ranks get on together, and in which unit."""
 
     unit: str
-    typical: float
+    mean: float
     by_step: list[tuple[int, float]]
 
 
 def rate(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Rate:
     """Return the samples a second, or the steps a second if a step's samples aren't known."""
     samples = _samples_by_step(ranks)
-    unit, lengths = "samples/s", [max(s.total for s in together) / 1e9 for together in steps]
+    unit, lengths = "samples/s", [length(together) / 1e9 for together in steps]
     amounts = [samples[together[0].step] for together in steps]
     if not all(amounts):
         unit, amounts = "steps/s", [1] * len(steps)
@@ -49,13 +50,13 @@ def rate(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Rate:
         (steps[at][0].step, sum(amounts[at : at + each]) / sum(lengths[at : at + each]))
         for at in range(0, len(steps), each)
     ]
-    values = [amount / length for amount, length in zip(amounts, lengths, strict=True)]
-    return Rate(unit, statistics.median(values), points)
+    return Rate(unit, sum(amounts) / sum(lengths), points)
 
 
 def global_batch(ranks: Sequence[RankSpans]) -> int | None:
-    """Return the samples of the largest step, which all ranks have together, if it is known."""
-    return max(_samples_by_step(ranks).values(), default=0) or None
+    """Return the samples of a typical step, which all ranks have together, if it is known."""
+    samples = [number for number in _samples_by_step(ranks).values() if number]
+    return statistics.median_high(samples) if samples else None
 
 
 def _samples_by_step(ranks: Sequence[RankSpans]) -> Counter[int]:
@@ -69,9 +70,10 @@ def _samples_by_step(ranks: Sequence[RankSpans]) -> Counter[int]:
 def throughput(found: Rate) -> Section:
     """Return the curve of the rate."""
     values = [value for _, value in found.by_step]
+    points = "steps" if len(values) < _MAX_POINTS else "points of the curve"
     note = (
-        f"{found.unit} of all ranks together, step by step: {found.typical:,.1f} at the median, "
-        f"{min(values):,.1f} to {max(values):,.1f} in all."
+        f"{found.unit} of all ranks together, step by step: {found.mean:,.1f} on average, and "
+        f"{min(values):,.1f} to {max(values):,.1f} in single {points}."
     )
     return Section("Throughput", note, curves={found.unit: found.by_step})
 
@@ -105,6 +107,42 @@ def waiting(steps: Sequence[Sequence[Share]]) -> Section | None:
     )
 
 
+def loaders(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Section | None:
+    """Return what the ranks' programs spent on each loader, as means over the ranks."""
+    numbers = {together[0].step for together in steps}
+    by_number: dict[int, list[LoaderUse]] = defaultdict(list)
+    for found in ranks:
+        for use in loader_uses(found, numbers):
+            by_number[use.number].append(use)
+    rows = []
+    for number, uses in sorted(by_number.items()):
+        one = uses[0]
+        workers = f"{one.workers}" + ", kept" * (one.workers > 0 and one.persistent)
+        numbers_of = [statistics.fmean(u.num_firsts + u.num_others for u in uses)]
+        times = [
+            (sum(u.firsts for u in uses), sum(u.num_firsts for u in uses)),
+            (sum(u.others for u in uses), sum(u.num_others for u in uses)),
+        ]
+        rows.append(
+            [
+                f"{one.dataset} ({number})",
+                "training" if any(u.trains for u in uses) else "evaluation",
+                workers,
+                f"{numbers_of[0]:,.0f}",
+                *(f"{1e3 * seconds / count:,.2f}" if count else "-" for seconds, count in times),
+            ]
+        )
+    if not rows:
+        return None
+    note = (
+        "What the program waited for on average, in ms for a batch that was the first of an epoch, "
+        "and for the others. A loader is of an evaluation if no gradients are computed from its "
+        "batches. Workers are those of each rank; kept are those of persistent_workers."
+    )
+    return Section("Loaders", note, _LOADERS, rows)
+
+
+_LOADERS = ("dataset", "used for", "workers", "batches of a rank", "first, ms", "others, ms")
 _KINDS_OF_MEMORY = {
     "resident": "most resident, MB",
     "device": "most allocated on the device, MB",
@@ -155,23 +193,14 @@ def scaling(
     """Return the efficiency of the run, and what is predicted for other numbers of ranks."""
     if found is None:
         return None
-    rows = []
-    for row in found.rows:
-        same = row.same_batch_seconds
-        rows.append(
-            [
-                f"{row.num_ranks:,}" + " (traced)" * (row.num_ranks == found.measured_ranks),
-                *(f"{1e3 * each:,.2f}" for each in (row.seconds, row.waiting, row.transfer)),
-                f"{row.efficiency:.0%}",
-                f"{row.speed_up:,.1f}",
-                "-" if same is None else f"{1e3 * same:,.2f}",
-                "-" if same is None else f"{found.one_rank_seconds / same:,.1f}",
-            ]
-        )
+    rows = [_scaled(f"{found.measured_ranks:,} measured", found, found.measured)]
+    rows += [_scaled(f"{row.num_ranks:,}", found, row) for row in found.rows]
     batch = "" if samples is None else f" of {samples:,} samples"
     note = (
-        f"A rank of this run computes for {1e3 * found.own_seconds:,.2f} ms of a step of "
-        f"{1e3 * found.measured_seconds:,.2f} ms: an efficiency of {found.efficiency:.0%}. "
+        f"The first row is what was measured: an efficiency of {found.measured.efficiency:.0%} is "
+        f"the part of a step of {1e3 * found.measured.seconds:,.2f} ms in which a rank neither "
+        "waits nor sends. The others are what a model of the run gives, its own number of ranks "
+        "included, which shows how well it fits. "
         f"{_assumed(found)} Each further rank has the same batch, differs from the others as "
         f"those of the trace do, and has {_machine(ranks)} The last two columns divide the global "
         f"batch{batch} among the ranks instead. They are the best case, in which data, forward and "
@@ -180,16 +209,27 @@ def scaling(
     return Section("Scaling", note, _SCALING, rows)
 
 
+def _scaled(label: str, found: Prediction, row: Row) -> list[str]:
+    same = row.same_batch_seconds
+    return [
+        label,
+        *(f"{1e3 * each:,.2f}" for each in (row.seconds, row.waiting, row.transfer)),
+        f"{row.efficiency:.0%}",
+        f"{row.speed_up:,.1f}",
+        "-" if same is None else f"{1e3 * same:,.2f}",
+        "-" if same is None else f"{found.one_rank_seconds / same:,.1f}",
+    ]
+
+
 def _assumed(found: Prediction) -> str:
     if found.is_given:
         return f"The prediction is for the given network: {_in_words(found.network)}."
-    own = next(row for row in found.rows if row.num_ranks == found.measured_ranks)
     when = "also while ranks compute" if found.network.in_background else "only while ranks wait"
     return (
         f"The prediction assumes a network as between the ranks of this run: "
         f"{_in_words(found.network)}, {when}; {found.num_samples:,} collectives fit that with a "
-        f"mean error of {1e3 * found.fit_error:,.2f} ms. For the ranks of this run the model gives "
-        f"{1e3 * own.seconds:,.2f} ms. For another network: --network."
+        f"mean error of {1e3 * found.fit_error:,.2f} ms. For another "
+        "network: --network."
     )
 
 

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from lockstep.observe.analysis import Share, buckets_by_step, by_step, pieces, waits_among
-from lockstep.observe.trace_files import Bucket, RankSpans, Span
+from lockstep.observe.records import Bucket, RankSpans, Span
 
 _MAX_STEPS = 64  # more would change the result little
 # What a rank does less of with a smaller part of the global batch.

@@ -2,7 +2,8 @@
 
 A rank's file has lines of two kinds: a JSON object with facts, or the name of a span, times in
 nanoseconds and numbers: ``NAME START STOP STEP THREAD DETAIL BYTES``; for a bucket ``bucket READY
-LAUNCHED DONE STEP NUMBER``. The last line may be cut off, if the rank was killed.
+LAUNCHED DONE STEP NUMBER``, and for what a loader returned ``batch TIME STEP THREAD LOADER SAMPLES
+WITH_GRADIENTS``. The last line may be cut off, if the rank was killed.
 
 Source: "Trace Event Format", which Perfetto opens.
 """
@@ -13,57 +14,16 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lockstep.errors import TraceError
+from lockstep.observe.batches import told_apart
+from lockstep.observe.records import Batch, Bucket, RankSpans, Span, StepEnd
 
 # The program's track has the number of its process, the rank: Perfetto takes track 0 for that one.
 _FIRST_BUCKET_TRACK, _FIRST_OTHER_TRACK = 1_000_000, 2_000_000
-
-
-class Span(NamedTuple):
-    """Something that a rank did, by the clock of rank 0, in nanoseconds."""
-
-    name: str
-    start: int
-    stop: int
-    step: int
-    thread: int  # 0 for the program's own
-    detail: str  # of a wait, the operation
-    num_bytes: int  # of a wait, what this rank gave to the operation
-
-
-class Bucket(NamedTuple):
-    """The way of one bucket in one step."""
-
-    ready: int
-    launched: int
-    done: int
-    step: int
-    number: int
-
-
-class StepEnd(NamedTuple):
-    """What a rank noted at the end of a step."""
-
-    step: int
-    time: int
-    num_samples: int  # of this rank, that the loader gave; 0 if it doesn't tell
-    memory: dict[str, int]  # in bytes, by kind; empty at the end of most steps
-
-
-class RankSpans(NamedTuple):
-    """All that one rank has recorded."""
-
-    rank: int
-    facts: dict[str, Any]
-    spans: list[Span]
-    buckets: list[Bucket]
-    logged: list[dict[str, Any]]
-    bucket_facts: dict[int, dict[str, Any]]  # by number: index, parameters, bytes
-    step_ends: Sequence[StepEnd] = ()
 
 
 def spool_of(folder: Path, rank: int) -> Path:
@@ -83,6 +43,8 @@ def read(path: Path) -> RankSpans:
     logged: list[dict[str, Any]] = []
     bucket_facts: dict[int, dict[str, Any]] = {}
     step_ends: list[StepEnd] = []
+    batches: list[Batch] = []
+    loaders: dict[int, dict[str, Any]] = {}
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):  # what follows the last end of line is cut off
         try:
@@ -91,14 +53,20 @@ def read(path: Path) -> RankSpans:
                 if "log" in found:
                     logged.append(found)
                 elif "end_of" in found:
-                    values = found["end_of"], found.get("time", 0), found.get("samples", 0)
-                    step_ends.append(StepEnd(*values, found.get("memory", {})))
+                    step_ends.append(
+                        StepEnd(found["end_of"], found["time"], 0, found.get("memory", {}))
+                    )
+                elif "loader" in found:
+                    loaders[found.pop("loader")] = found
                 elif "bucket" in found:
                     bucket_facts[found.pop("bucket")] = found
                 else:
                     facts |= found
             elif line.startswith(b"bucket "):
                 buckets.append(Bucket(*map(int, line.split()[1:])))
+            elif line.startswith(b"batch "):
+                time, in_step, of_thread, loader, samples, flag = map(int, line.split()[1:])
+                batches.append(Batch(time, in_step, of_thread, loader, samples, bool(flag)))
             else:
                 name, start, stop, step, thread, detail, size = line.decode().split(" ")
                 times = int(start), int(stop)
@@ -113,7 +81,10 @@ def read(path: Path) -> RankSpans:
             b._replace(ready=b.ready + offset, launched=b.launched + offset, done=b.done + offset)
             for b in buckets
         ]
-    return RankSpans(facts["rank"], facts, spans, buckets, logged, bucket_facts, step_ends)
+        batches = [b._replace(time=b.time + offset) for b in batches]
+        step_ends = [end._replace(time=end.time + offset) for end in step_ends]
+    lists = spans, buckets, logged, bucket_facts, step_ends, batches, loaders
+    return told_apart(RankSpans(facts["rank"], facts, *lists))
 
 
 def read_folder(folder: Path) -> list[RankSpans]:
@@ -144,7 +115,9 @@ def events(found: RankSpans) -> Iterator[dict[str, Any]]:
         yield _named("thread_name", pid, _FIRST_BUCKET_TRACK + number, f"bucket {number}")
     for span in found.spans:
         args: dict[str, int | str] = {"step": span.step}
-        if span.detail:
+        if span.name == "data":
+            args |= {"loader": span.detail} if span.detail else {}
+        elif span.detail:
             args |= {"operation": span.detail, "bytes": span.num_bytes}
         yield _complete(span.name, pid, tracks[span.thread], span.start, span.stop, args)
     for bucket in found.buckets:
@@ -154,7 +127,7 @@ def events(found: RankSpans) -> Iterator[dict[str, Any]]:
         yield _complete("all-reduce", pid, track, bucket.launched, bucket.done, args)
     for end in found.step_ends:
         if end.memory:
-            time = (end.time + found.facts["offset"]) / 1000
+            time = end.time / 1000
             yield {"ph": "C", "name": "memory", "pid": pid, "ts": time, "args": end.memory}
     for entry in found.logged:
         time = (entry["time"] + found.facts["offset"]) / 1000

@@ -15,7 +15,7 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from lockstep.comm import uncompiled
 from lockstep.launcher import num_cores
 from lockstep.observe.clock import Offset, boot_id, measure_offset
 from lockstep.observe.machine import memory_in_use
+from lockstep.observe.records import END_OF_EPOCH
 from lockstep.observe.trace_files import drop_later_ranks, merge, spool_of, write_json
 from lockstep.torch_private import _BaseDataLoaderIter
 from lockstep.world import World, when_joined
@@ -42,6 +43,8 @@ Steps = tuple[int, int]
 _BUFFER_BYTES = 1 << 20
 _WRITING_INTERVAL_NS, _MEMORY_INTERVAL_NS = 10_000_000, 500_000_000
 _MOST_LINES = 10_000  # that wait for the end of a step
+# What is over when a forward begins.
+_BEFORE_FORWARD = ("data", "backward", "average", "optimizer")
 
 
 @contextmanager
@@ -122,13 +125,16 @@ class _RankTrace:
         self.step = 0  # the number of the one that the rank is in
         # By thread, the names of the spans that are open.
         self._open: dict[int, list[str]] = {}
-        # The numbers of buckets, in the order in which they were sent first.
+        # The numbers of buckets, in the order in which they were sent first; and those of their
+        # contents, as average_gradients() makes its buckets anew in each call.
         self._buckets: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._contents: dict[tuple[object, ...], tuple[weakref.ref[Any], int]] = {}
         self._bucket_numbers = itertools.count()
-        self._optimizer: weakref.ref[Optimizer] | None = None
-        # When the program got a batch, or stepped: its forward begins.
+        self._loaders: dict[int, tuple[Callable[[], object], int]] = {}  # by id(), their numbers
+        self._loader_numbers = itertools.count()
+        self._steps = spans.StepCounter()
+        # When the program got a batch, stepped or ended a backward: its forward begins.
         self._since: int | None = None
-        self._num_samples = 0  # in this step
         self._memory_noted_at = 0
         self._device = torch.device("cpu")
         self.thread = threading.get_ident()  # the program's own
@@ -164,8 +170,40 @@ class _RankTrace:
         if self._is_on:
             self._put({"step": self.step, "time": spans.now(), "log": {**values}})
 
-    def count_samples(self, num_samples: int) -> None:
-        self._num_samples += num_samples
+    def batch(self, loader: object, num_samples: int) -> None:
+        thread = threading.get_ident()
+        if not self._is_on or "data" in self._open.get(thread, ()):  # a loader in a loader
+            return
+        self._lines.append(
+            (
+                "batch",
+                spans.now(),
+                self.step,
+                0 if thread == self.thread else thread,
+                self._number_of(loader),
+                num_samples,
+                int(torch.is_grad_enabled()),
+            )
+        )
+
+    def end_of_epoch(self, loader: object) -> None:
+        self.batch(loader, END_OF_EPOCH)
+
+    def _number_of(self, loader: Any) -> int:
+        """The number of a loader, whose facts are noted when it gives its first batch."""
+        # An iterator of torch's doesn't know its loader; what it draws from outlives it.
+        same = getattr(loader, "_index_sampler", loader)
+        found = self._loaders.get(id(same))
+        if found is not None and found[0]() is same:
+            return found[1]
+        number = next(self._loader_numbers)
+        try:
+            reference: Callable[[], object] = weakref.ref(same)
+        except TypeError:
+            reference = partial(_same, same)  # a list of batches, say, which is kept
+        self._loaders[id(same)] = reference, number
+        self._put({"loader": number, **_facts_of(loader)})
+        return number
 
     @property
     def _is_on(self) -> bool:
@@ -177,6 +215,8 @@ class _RankTrace:
             return False
         if name == "backward":
             self._end_forward()
+        elif name == "optimizer" and self._since is not None:
+            self._since = spans.now()  # a closure's forward
         open_spans.append(name)
         return True
 
@@ -189,7 +229,7 @@ class _RankTrace:
             self._lines.append((name, start, stop, self.step, index, words, num_bytes))
             if len(self._lines) > _MOST_LINES and index == 0:
                 self.write()
-        if name in ("data", "optimizer"):
+        if name in _BEFORE_FORWARD and thread == self.thread:
             self._since = stop
 
     def _end_forward(self) -> None:
@@ -202,33 +242,83 @@ class _RankTrace:
             return
         number = self._buckets.get(bucket)
         if number is None:
-            number = self._buckets[bucket] = next(self._bucket_numbers)
-            names = {"index": index, "parameters": bucket.parameter_names}
-            self._put({"bucket": number, "bytes": bucket.num_bytes, **names})
+            number = self._buckets[bucket] = self._number_of_bucket(bucket, index)
         self._lines.append(("bucket", *times, self.step, number))
+
+    def _number_of_bucket(self, bucket: Any, index: int) -> int:
+        """The number of a bucket that is sent for the first time."""
+        names = bucket.parameter_names
+        contents = index, bucket.num_bytes, *names
+        former, number = self._contents.get(contents, (None, 0))
+        if former is None or former() is not None:
+            number = next(self._bucket_numbers)
+            facts = {"bytes": bucket.num_bytes, "index": index, "parameters": names}
+            kinds = {"hooked": bucket.is_hooked, "deferred": bucket.is_deferred}
+            self._put({"bucket": number, **facts, **kinds})
+        self._contents[contents] = weakref.ref(bucket), number
+        return number
 
     def end_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
-        if self._optimizer is None or self._optimizer() is None:
-            self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is optimizer:
+        if self._steps.counts(optimizer):
             now = spans.now()
             if self._is_on:
                 self._put_step(now)
-            self._num_samples = 0
             self.step += 1
             if now - self._written_at >= _WRITING_INTERVAL_NS:
                 self._written_at = now
                 self.write()
 
     def _put_step(self, now: int) -> None:
-        """Note the samples of the step that ends and, now and then, the memory."""
-        facts: dict[str, Any] = {"end_of": self.step, "time": now, "samples": self._num_samples}
+        """Note that the step ends and, now and then, the memory."""
+        facts: dict[str, Any] = {"end_of": self.step, "time": now}
         if now - self._memory_noted_at >= _MEMORY_INTERVAL_NS:
             self._memory_noted_at = now
             facts["memory"] = memory_in_use(self._device)
-        if self._num_samples or "memory" in facts:
-            self._put(facts)
+        self._put(facts)
+
+
+def _same(loader: object) -> object:
+    return loader
+
+
+def _facts_of(loader: Any) -> dict[str, Any]:
+    """What the report says of a loader, which is one of ours or an iterator over one of torch's."""
+    dataset = getattr(loader, "dataset", getattr(loader, "_dataset", None))
+    workers = getattr(loader, "num_workers", getattr(loader, "_num_workers", 0))
+    own = getattr(loader, "persistent_workers", getattr(loader, "_persistent_workers", False))
+    return {"dataset": type(dataset).__name__, "workers": workers, "persistent": bool(own)}
+
+
+def _in_span(name: str) -> Callable[[Any], Any]:
+    """Return what puts a function's calls into spans."""
+
+    def wrapper(original: Any) -> Any:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            with spans.span(name):
+                return original(*args, **options)
+
+        return wrapped
+
+    return wrapper
+
+
+def _noting_batches(original: Any) -> Any:
+    """Put the calls of an iterator's ``__next__`` into spans, and note what it returns."""
+
+    def wrapped(iterator: Any) -> Any:
+        try:
+            with spans.span("data"):
+                batch = original(iterator)
+        except StopIteration:
+            if spans.recorder is not None:
+                spans.recorder.end_of_epoch(iterator)
+            raise
+        if spans.recorder is not None:
+            spans.recorder.batch(iterator, 0)
+        return batch
+
+    return wrapped
 
 
 class _Process:
@@ -260,8 +350,9 @@ class _Process:
         spans.recorder = self if len(self._traces) > 1 else next(iter(self._traces), None)
 
     def _begin(self) -> None:
-        self._wrap(torch.autograd, "backward", "backward")
-        self._wrap(_BaseDataLoaderIter, "__next__", "data")
+        self._wrap(torch.autograd, "backward", _in_span("backward"))
+        self._wrap(torch.autograd, "grad", _in_span("backward"))
+        self._wrap(_BaseDataLoaderIter, "__next__", _noting_batches)
         starts: dict[tuple[int, int], int] = {}
         for handle in (
             register_optimizer_step_pre_hook(partial(self._before_step, starts)),
@@ -271,16 +362,9 @@ class _Process:
         when_joined.append(self._joined)
         self._undo.callback(when_joined.remove, self._joined)
 
-    def _wrap(self, owner: Any, attribute: str, name: str) -> None:
+    def _wrap(self, owner: Any, attribute: str, wrapper: Callable[[Any], Any]) -> None:
         original = getattr(owner, attribute)
-
-        @uncompiled
-        @functools.wraps(original)
-        def wrapped(*args: Any, **options: Any) -> Any:
-            with spans.span(name):
-                return original(*args, **options)
-
-        setattr(owner, attribute, wrapped)
+        setattr(owner, attribute, uncompiled(functools.wraps(original)(wrapper(original))))
         self._undo.callback(setattr, owner, attribute, original)
 
     def _of_this_thread(self) -> _RankTrace | None:
@@ -302,9 +386,13 @@ class _Process:
         if (own := self._of_this_thread()) is not None:
             own.bucket(bucket, index, times)
 
-    def count_samples(self, num_samples: int) -> None:
+    def batch(self, loader: object, num_samples: int) -> None:
         if (own := self._of_this_thread()) is not None:
-            own.count_samples(num_samples)
+            own.batch(loader, num_samples)
+
+    def end_of_epoch(self, loader: object) -> None:
+        if (own := self._of_this_thread()) is not None:
+            own.end_of_epoch(loader)
 
     def log(self, values: Mapping[str, float]) -> None:
         if (own := self._of_this_thread()) is not None:

@@ -1,0 +1,171 @@
+"""What holds a run back, and what to do, in a paragraph: nothing that the trace doesn't show."""
+
+from __future__ import annotations
+
+from lockstep.observe.analysis import Late, Summary
+from lockstep.observe.batches import LoaderUse
+
+_MUCH = 0.15  # of the time
+_IN = {
+    "data": "making its data",
+    "forward": "the forward",
+    "backward": "the backward",
+    "collectives": "starting its collectives",
+    "optimizer": "the optimizer",
+    "evaluation": "evaluations",
+    "save": "saving",
+    "other": "the program's own code outside of these",
+}
+_ADVICE_FOR_LATE = {
+    "forward": "It may have larger inputs, a slower device, or work that the others don't have.",
+    "backward": "It may have larger inputs or a slower device.",
+    "collectives": "Its communication hooks, or its start of collectives, take longer.",
+    "optimizer": "Hooks on its optimizer, or an average of weights, may take that.",
+    "evaluation": "Let all ranks evaluate, each a part: lockstep.DataLoader and lockstep.reduce().",
+    "save": "lockstep.save(async_=True) doesn't hold the others up.",
+    "other": "It does something that the others don't: logging, say, or a wait of its own.",
+}
+_AROUND = {
+    "data": "the loader",
+    "forward": "the forward",
+    "backward": "the backward",
+    "average": "average_gradients()",
+    "rows": "the backward",
+    "launch": "a collective",
+    "wait": "a collective",
+    "optimizer": "the optimizer's step",
+    "evaluation": "an evaluation",
+    "save": "a save",
+}
+
+
+def in_words(found: Summary) -> str:
+    """Return what takes most of the time besides computing, and what to do about it."""
+    words = [f"A step takes {in_ms(found.seconds_per_step)}."]
+    if found.late is not None:
+        words += _of_late(found, found.late)
+        return " ".join(words)
+    parts = {
+        "data": found.phases["data"],
+        "waiting": found.waiting,
+        "transfer": found.transfer,
+        "evaluation": found.phases["evaluation"],
+        "other": found.phases["other"],
+    }
+    largest = max(parts, key=lambda name: parts[name])
+    if parts[largest] <= _MUCH:
+        computing = sum(found.phases[phase] for phase in ("forward", "backward", "optimizer"))
+        words.append(
+            f"{computing:.0%} of the time is spent in forward, backward and optimizer, and no more "
+            f"than {_MUCH:.0%} in data, waiting, sending, evaluations or anything else."
+        )
+        return " ".join(words)
+    words.append(f"{parts[largest]:.0%} of the time {_TOLD[largest](found)}")
+    return " ".join(words)
+
+
+def in_ms(seconds: float) -> str:
+    """Return a length of time."""
+    return f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+def _of_late(found: Summary, late: Late) -> list[str]:
+    words = [f"The others wait for rank {late.rank} for {late.part:.0%} of their time."]
+    if late.excess < late.waited / 2:
+        words.append("On average no phase of its steps takes that much longer than the others'.")
+        return words
+    words.append(
+        f"It spends {in_ms(late.seconds)} of a step in {_IN[late.phase]}, "
+        f"{in_ms(late.excess)} more than the others."
+    )
+    words.append(_of_loader(found) if late.phase == "data" else _ADVICE_FOR_LATE[late.phase])
+    return words
+
+
+def _of_data(found: Summary) -> str:
+    return f"the ranks wait for data. {_of_loader(found)}"
+
+
+def _of_loader(found: Summary) -> str:
+    loader = found.loader
+    if loader is None:
+        return "Do less for each sample, or load batches ahead."
+    name = f"The loader of {loader.dataset}"
+    if not loader.workers:
+        return f"{name} has no workers: give it some (num_workers), or do less for each sample."
+    if not loader.persistent and loader.firsts > loader.others:
+        return _of_first_batches(name, loader)
+    number = f"{loader.workers} worker" + "s" * (loader.workers > 1)
+    ranks, cores = found.num_ranks_of_host, found.num_cores
+    if cores is not None and ranks * (loader.workers + 1) > cores:
+        return (
+            f"{name} has {number} on each rank: {ranks} ranks and {ranks * loader.workers} workers "
+            f"share {cores} cores. Do less for each sample."
+        )
+    return f"{name} has {number} on each rank: give it more, or do less for each sample."
+
+
+def _of_first_batches(name: str, loader: LoaderUse) -> str:
+    first = in_ms(loader.firsts / max(1, loader.num_firsts))
+    other = in_ms(loader.others / max(1, loader.num_others))
+    return (
+        f"{name} starts its workers anew in each epoch: the first batch of an epoch takes {first}, "
+        f"and another one {other}. persistent_workers=True keeps the workers."
+    )
+
+
+def _of_waiting(found: Summary) -> str:
+    ranks, cores = found.num_ranks_of_host, found.num_cores
+    if cores is not None and cores < ranks:
+        return (
+            f"ranks wait for each other: {ranks} ranks share {cores} cores, and no more than "
+            f"{cores} compute at once. Take at most one rank for each core."
+        )
+    return (
+        "ranks wait for each other, now for one and now for another. Their work may differ from "
+        "step to step, or other programs may take their cores."
+    )
+
+
+def _of_transfer(found: Summary) -> str:
+    if found.num_ranks == 1:
+        return "goes into collectives."
+    if found.of_gradients < found.transfer / 2:
+        return (
+            "goes into collectives outside of the backward: means of losses, reductions or others "
+            "that the program calls, or the parameters of a sharded optimizer. Fewer calls, of "
+            "more at once, take less."
+        )
+    words = (
+        "goes into sending gradients with nothing to compute meanwhile. A larger batch on each "
+        "rank, or several micro-batches in a step (lockstep.accumulate), sends less often"
+    )
+    if not found.is_sharded:
+        words += "; lockstep.shard_optimizer sends less on one host"
+    if not found.is_hooked:
+        words += "; a communication hook in half precision sends half"
+    return words + "."
+
+
+def _of_evaluation(found: Summary) -> str:
+    return (
+        "goes into evaluations: batches from which no gradients are computed. Evaluate less often, "
+        "or with larger batches."
+    )
+
+
+def _of_other(found: Summary) -> str:
+    before, after = (_AROUND[name] for name in found.between)
+    return (
+        "goes into the program's own code outside of loader, forward, backward, optimizer, "
+        f"evaluation and save, most of it between {before} and {after}."
+    )
+
+
+_TOLD = {
+    "data": _of_data,
+    "waiting": _of_waiting,
+    "transfer": _of_transfer,
+    "evaluation": _of_evaluation,
+    "other": _of_other,
+}

@@ -1,0 +1,261 @@
+"""What the report says of programs of many kinds, against what they have counted themselves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.observe import report
+from lockstep.observe.analysis import shares, summary
+from lockstep.observe.sections import global_batch, loaders
+from lockstep.observe.trace_files import read_folder
+from lockstep.observe.words import in_words
+
+STEPS, BATCH, IN, OUT = 6, 12, 8, 4
+# What goes with gradients: for each parameter whether it was used, and who failed.
+MOST_FACTS = 128
+
+
+class Truth(NamedTuple):
+    """What a program has counted on one rank; "any" is None."""
+
+    num_steps: int
+    batch: int | None  # of all ranks
+    gradient_bytes: int  # of a step, without facts
+    evaluates: bool = False
+
+
+class Setting:
+    """A model, an optimizer and a loader of one rank."""
+
+    def __init__(self, world: lockstep.World, *, is_parallel: bool = True) -> None:
+        self.group = world.process_group
+        torch.manual_seed(0)
+        self.model: nn.Module = nn.Linear(IN, OUT)
+        if is_parallel:
+            self.model = lockstep.parallelize(self.model, process_group=self.group)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.bytes = sum(p.nbytes for p in self.model.parameters())
+        self.loader = self.loader_of(STEPS)
+
+    def loader_of(self, num_batches: int, size: int = BATCH) -> Any:
+        dataset = TensorDataset(torch.ones(num_batches * size, IN))
+        return lockstep.DataLoader(dataset, size, seed=0, process_group=self.group)
+
+    def backward(self, x: torch.Tensor) -> None:
+        loss = self.model(x).square().mean(1)
+        lockstep.mean(loss, process_group=self.group).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, x: torch.Tensor) -> None:
+        self.backward(x)
+        self.step()
+
+
+def plain(world: lockstep.World) -> Truth:
+    own = Setting(world)
+    for (x,) in own.loader:
+        own.train(x)
+    return Truth(STEPS, BATCH, own.bytes)
+
+
+def micro_batches(world: lockstep.World) -> Truth:
+    own = Setting(world)
+    for (x,) in own.loader:
+        for index, part in enumerate(x.split(2)):
+            is_last = index == BATCH // world.world_size // 2 - 1
+            with contextlib.nullcontext() if is_last else lockstep.accumulate(own.model):
+                own.backward(part)
+        own.step()
+    return Truth(STEPS, BATCH, own.bytes)
+
+
+def several_batches_a_step(world: lockstep.World) -> Truth:
+    own = Setting(world)
+    for index, (x,) in enumerate(own.loader):
+        with lockstep.no_sync(own.model) if index % 2 == 0 else contextlib.nullcontext():
+            own.backward(x)
+        if index % 2:
+            own.step()
+    return Truth(STEPS // 2, 2 * BATCH, own.bytes)
+
+
+def evaluate(own: Setting, batches: Any, kind: str) -> None:
+    if kind == "around":
+        with torch.no_grad():
+            for (x,) in batches:
+                own.model(x)
+    else:
+        for (x,) in batches:
+            with torch.inference_mode():
+                own.model(x)
+
+
+def evaluating(kind: str, num_batches: int) -> Callable[[lockstep.World], Truth]:
+    def program(world: lockstep.World) -> Truth:
+        own = Setting(world)
+        held_out = own.loader_of(num_batches, 33)
+        for index, (x,) in enumerate(own.loader):
+            own.train(x)
+            if index % 2:
+                evaluate(own, held_out, kind)
+        return Truth(STEPS, BATCH, own.bytes, evaluates=True)
+
+    return program
+
+
+def evaluating_on_its_own_data(world: lockstep.World) -> Truth:
+    own = Setting(world)
+    for _ in range(2):
+        for (x,) in own.loader:
+            own.train(x)
+        evaluate(own, own.loader, "around")
+    return Truth(2 * STEPS, BATCH, own.bytes, evaluates=True)
+
+
+def adversaries(world: lockstep.World) -> Truth:
+    own, other = Setting(world), Setting(world)
+    for (x,) in own.loader:
+        other.train(x)
+        own.train(x)
+    return Truth(STEPS, BATCH, 2 * own.bytes)
+
+
+def in_stages(world: lockstep.World) -> Truth:
+    own = Setting(world)
+    for (x,) in own.loader:
+        own.train(x)
+    first, own.optimizer = own.optimizer, torch.optim.SGD(own.model.parameters(), lr=0.02)
+    for (x,) in own.loader:
+        own.train(x)
+    assert first.state is not None  # it is still there
+    # Until the second one has stepped three times, it might be one of two that take turns.
+    return Truth(2 * STEPS - 2, None, own.bytes)
+
+
+def averaging(world: lockstep.World) -> Truth:
+    own = Setting(world, is_parallel=False)
+    parameters = [*own.model.parameters()]
+    for (x,) in own.loader:
+        gradients = torch.autograd.grad(own.model(x).square().mean(), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        lockstep.average_gradients(own.model, process_group=own.group)
+        own.step()
+    return Truth(STEPS, BATCH, own.bytes)
+
+
+def sparse(world: lockstep.World) -> Truth:
+    own = Setting(world)
+    table = nn.Embedding(50, IN, sparse=True)
+    own.model = lockstep.parallelize(
+        nn.Sequential(table, nn.Linear(IN, OUT)), process_group=own.group
+    )
+    own.optimizer = torch.optim.SGD(own.model.parameters(), lr=0.01)
+    for _ in own.loader:
+        rows = torch.arange(5) + 3 * world.rank
+        loss = own.model(rows).square().mean((1,))
+        lockstep.mean(loss, process_group=own.group).backward()
+        own.step()
+    # The number of rows, and for each row its index and its numbers.
+    return Truth(STEPS, BATCH, own.bytes + 8 + 5 * (8 + 4 * IN))
+
+
+def failing(world: lockstep.World) -> Truth:
+    own = Setting(world)
+    for index, (x,) in enumerate(own.loader):
+        if index % 3 != 1:  # the others are left out before their forward
+            own.train(x)
+    return Truth(STEPS - STEPS // 3, BATCH, own.bytes)
+
+
+def without_loader(world: lockstep.World) -> Truth:
+    own = Setting(world)
+    for index in range(STEPS):
+        own.train(torch.full((3, IN), float(index + world.rank)))
+    return Truth(STEPS, None, own.bytes)
+
+
+PROGRAMS = {
+    "plain": plain,
+    "micro-batches": micro_batches,
+    "several batches a step": several_batches_a_step,
+    "evaluation under no_grad": evaluating("around", 3),
+    "evaluation, batch by batch": evaluating("within", 3),
+    "evaluation of one batch": evaluating("within", 1),
+    "evaluation on its own data": evaluating_on_its_own_data,
+    "two models in turn": adversaries,
+    "two optimizers, one after the other": in_stages,
+    "average_gradients": averaging,
+    "sparse": sparse,
+    "failing iterations": failing,
+    "without a loader": without_loader,
+}
+
+
+def traced(world: lockstep.World, folder: Path, name: str) -> Truth:
+    with lockstep.trace(folder):
+        return PROGRAMS[name](world)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_report_is_what_was_counted(tmp_path: Path, capsys: Any, name: str) -> None:
+    [truth, _] = lockstep.launch(traced, 2, (tmp_path, name), ranks="threads")
+    ranks = read_folder(tmp_path)
+    steps = shares(ranks)
+    found = summary(ranks, steps)
+    assert found.num_steps == truth.num_steps
+    assert 0 <= found.gradient_bytes - truth.gradient_bytes <= MOST_FACTS
+    assert found.num_unmatched == 0
+    if truth.batch is not None or name == "without a loader":
+        assert global_batch(ranks) == truth.batch
+    assert (found.phases["evaluation"] > 0) == truth.evaluates
+    uses = loaders(ranks, steps)
+    used_for = [] if uses is None else [row[1] for row in uses.rows]
+    if name != "evaluation on its own data":
+        assert used_for == ["training"] * (name != "without a loader") + ["evaluation"] * (
+            truth.evaluates
+        )
+    # One step time, on the whole page.
+    report(str(tmp_path), text=True)
+    told = " ".join(capsys.readouterr().out.split())
+    taken = f"{1e3 * found.seconds_per_step:,.2f}"
+    assert f"A step takes {taken} ms on average" in told
+    assert f"2 measured {taken}" in told
+    assert f"{found.gradient_bytes:,.0f} bytes of gradients" in told
+    assert in_words(found) in told
+    totals = [sum(s.total for each in steps[1:] for s in each) / 2e6 / len(steps[1:])]
+    assert taken == f"{totals[0]:,.2f}"
+
+
+def test_forwards_of_micro_batches_are_forwards(tmp_path: Path) -> None:
+    lockstep.launch(traced, 2, (tmp_path, "micro-batches"), ranks="threads")
+    for found in read_folder(tmp_path):
+        forwards = [s for s in found.spans if s.name == "forward"]
+        backwards = [s for s in found.spans if s.name == "backward"]
+        assert len(forwards) == len(backwards) == 3 * STEPS
+        assert all(f.stop <= b.start for f, b in zip(forwards, backwards, strict=True))
+
+
+def test_a_program_that_sends_nothing(tmp_path: Path) -> None:
+    model = nn.Linear(IN, OUT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lockstep.trace(tmp_path):
+        for _ in range(4):
+            F.mse_loss(model(torch.ones(2, IN)), torch.ones(2, OUT)).backward()
+            optimizer.step()
+    ranks = read_folder(tmp_path)
+    found = summary(ranks, shares(ranks))
+    assert (found.num_steps, found.gradient_bytes, found.collective_bytes) == (4, 0, 0)
