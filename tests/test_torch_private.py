@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.data import DataLoader
 
 SOURCE = Path(__file__).parents[1] / "src" / "lockstep"
 PRIVATE = SOURCE / "torch_private.py"
@@ -100,6 +101,9 @@ SAMPLES = {
     "torch.nn.RNN": lambda: nn.RNN(1, 1),
     "torch.distributed.optim.apply_optimizer_in_backward": stepping,
     "torch.nn.parallel.DistributedDataParallel": ignoring,
+    "torch.utils.data.dataloader._BaseDataLoaderIter": lambda: iter(
+        DataLoader(torch.zeros(1), num_workers=1)  # type: ignore[arg-type]
+    ),
     "torch.optim.Optimizer": lambda: torch.optim.SGD([torch.zeros(1)]),
 }
 

@@ -8,13 +8,18 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import inspect
+import os
+import shutil
+import signal
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import resources
 from typing import Any, NoReturn
 
-from lockstep import launcher
+from lockstep import errors, launcher
 from lockstep.errors import BadLaunch, LockstepError
 
 __all__ = ["main"]
@@ -153,6 +158,11 @@ def main() -> None:
             module, _, name = act.rpartition(".")
             act = getattr(importlib.import_module(f"lockstep.{module}"), name)
         is_well = act(**options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has read enough. Python's own flush at exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(128 + signal.SIGPIPE)
     except LockstepError as error:
         print("\n".join([f"lockstep: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(2)
@@ -176,6 +186,7 @@ class _Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=78),
         )
+        self._options: list[str] = []
         self.option("-h --help", "Show this and end.", action="help")
         self.set_defaults(act=act or self._show_help)
 
@@ -184,14 +195,48 @@ class _Parser(argparse.ArgumentParser):
         names = [word for word in words.split() if word.startswith("-")]
         for metavar in words.split()[len(names) :]:
             how["metavar"] = metavar
+        self._options += names
         self.add_argument(*names, help=help_text, **how)
 
     def error(self, message: str) -> NoReturn:
-        raise BadLaunch(f"{message}. '{self.prog} --help' shows what can be given.")
+        end = "" if message.endswith("?") else "."
+        raise BadLaunch(f"{message}{end} '{self.prog} --help' shows what can be given.")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what isn't known here, where its name can be compared with this command's."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            what = "an option" if word.startswith("-") else "an argument"
+            hint = _did_you_mean(word, self._options)
+            self.error(f"{word!r} isn't {what} of '{self.prog}'{hint}")
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            hint = _did_you_mean(value, action.choices)
+            if value.endswith(".py"):
+                hint = f". Did you mean '{self.prog} run {value}'?"
+            names = ", ".join(action.choices)
+            self.error(f"{value!r} isn't a command of '{self.prog}'{hint or '.'} It has {names}")
 
     def _show_help(self) -> NoReturn:
         self.print_help()
         sys.exit(2)
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a hint at what ``word`` may have been meant for, or "" if nothing is like it."""
+    by_folded = {_folded(name): name for name in reversed([*known])}
+    wanted = _folded(word)
+    near = sorted((name for name in by_folded if name.startswith(wanted)), key=len)
+    near = near or difflib.get_close_matches(wanted, by_folded, n=1)
+    return f". Did you mean {by_folded[near[0]]}?" if near else ""
+
+
+def _folded(word: str) -> str:
+    """``word`` without what is easily mistaken: case, hyphens and underscores."""
+    return word.casefold().replace("_", "").replace("-", "")
 
 
 class _Version(argparse.Action):
@@ -371,10 +416,33 @@ def _help(error: str | None = None) -> None:
     text = resources.files("lockstep").joinpath("errors.md").read_text()
     sections = {part.partition("\n")[0]: part for part in text.split("## ")[1:]}
     if error is None:
-        print("\n".join(["lockstep help ERROR tells of one of these:", *sections]))
-    elif error in sections:
-        Console().print(Markdown(f"## {sections[error]}"))
-    else:
-        near = difflib.get_close_matches(error, sections, n=1)
-        hint = f" Did you mean {near[0]}?" if near else " 'lockstep help' lists them."
-        raise BadLaunch(f"lockstep has no error {error!r}.{hint}")
+        print("'lockstep help' and a name tells of one of these:")
+        _print_tree(LockstepError)
+        return
+    # As a traceback has it: lockstep.errors.PeerLost: ...
+    word = error.rstrip(":").rpartition(".")[2]
+    by_folded = {_folded(name): name for name in errors.__all__}
+    name = by_folded.get(_folded(word))
+    if name is None:
+        hint = _did_you_mean(word, errors.__all__) or ". 'lockstep help' lists them."
+        raise BadLaunch(f"lockstep has no error {error!r}{hint}")
+    if name in sections:
+        Console().print(Markdown(f"## {sections[name]}"))
+        return
+    found = getattr(errors, name)
+    told = (inspect.getdoc(found) or "").partition("\n\n")[0]
+    Console().print(Markdown(f"## {name}\n\n{told}"))
+    print("\nAll of these are one; 'lockstep help' and a name tells what to do about it:")
+    _print_tree(found)
+
+
+def _print_tree(error: type[LockstepError], depth: int = 0) -> None:
+    """Print a line for an error and for each that is one, with what its docstring begins with."""
+    told = (error.__doc__ or "").partition("\n")[0]
+    line = f"{error.__name__}{':' * bool(told)} {told}".rstrip()
+    width = max(40, shutil.get_terminal_size().columns)
+    indent = "  " * depth
+    print(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent + "    "))
+    for each in error.__subclasses__():
+        if each.__bases__[0] is error and each.__name__ in errors.__all__:
+            _print_tree(each, depth + 1)

@@ -143,6 +143,12 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch.utils.data._utils.worker": {
         "_worker_info": "what get_worker_info() returns",
     },
+    "torch.utils.data.dataloader._BaseDataLoaderIter": {
+        "_dataset": "what a loader reads, whose class a trace notes",
+        "_index_sampler": "by which iterators over the same loader are known",
+        "_num_workers": "the number of its workers, which a trace notes",
+        "_persistent_workers": "whether it keeps them; only an iterator with workers has it",
+    },
     "torch.distributed.optim.apply_optimizer_in_backward": {
         "_in_backward_optimizers": "optimizers that torch lets step in a parameter's backward",
     },

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from lockstep import cli, launcher
+from lockstep import cli, errors, launcher
 from lockstep.errors import LaunchError
 from lockstep.launcher.job import Job, Meeting, Program
 
@@ -97,6 +100,24 @@ def test_run_says_that_a_number_of_ranks_after_the_script_is_not_its_own(
         (["run", "--frob", "train.py"], "--frob"),
         (["frob"], "'frob'"),
         (["bench", "frob"], "'frob'"),
+        (["run", "--chek", "3", "train.py"], "option of 'lockstep run'. Did you mean --check?"),
+        (["run", "-N", "2", "train.py"], "Did you mean -n?"),
+        (["run", "--no_live=", "train.py"], "Did you mean --no-live?"),
+        (["explain", "--nproc", "2", "train.py"], "Did you mean --nprocs?"),
+        (["report", "--txt", "run1"], "Did you mean --text?"),
+        (["status", "--stack"], "Did you mean --stacks?"),
+        (["doctor", "--jsn"], "Did you mean --json?"),
+        (["demo", "--epoch", "3"], "Did you mean --epochs?"),
+        (["export", "--thin", "model", "a", "b"], "Did you mean --thing?"),
+        (["bench", "collectives", "--size", "1KiB"], "Did you mean --sizes?"),
+        (["bench", "coll"], "Did you mean collectives?"),
+        (["--versio"], "Did you mean --version?"),
+        (["rnu", "train.py"], "Did you mean run?"),
+        (["train.py"], "Did you mean 'lockstep run train.py'?"),
+        (["show", "run1", "run2"], "'run2' isn't an argument of 'lockstep show'."),
+        (["help", "PeerLst"], "Did you mean PeerLost?"),
+        (["help", "LockstepEror"], "Did you mean LockstepError?"),
+        (["help", "Foo"], "'lockstep help' lists them."),
         (["demo", "--seed", "x"], "--seed"),
         (["run", "-n", "99999999999999999999", "train.py"], "from 1 to 4,096"),
         (["run", "-n", "9" * 5000, "train.py"], "from 1 to 4,096"),
@@ -163,6 +184,42 @@ def test_help_teaches(
     (shown,) = texts
     for words in taught:
         assert words in shown
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_help_tells_of_every_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    below = [each.__name__ for each in getattr(errors, name).__subclasses__()]
+    snake = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+    told = set()
+    for word in (name, name.lower(), snake, f"lockstep.errors.{name}:"):
+        monkeypatch.setattr(sys, "argv", ["lockstep", "help", word])
+        cli.main()
+        told.add(capsys.readouterr().out)
+    (shown,) = told
+    assert shown.startswith(name)
+    assert all(f"\n  {each}: " in shown for each in below)
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_help_lists_all_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lockstep", "help"])
+    cli.main()
+    told = capsys.readouterr().out
+    assert all(f"{name}: " in told for name in errors.__all__)
+
+
+def test_a_reader_that_stops_reading_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "lockstep", "help"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_notes_of_an_error_are_shown(

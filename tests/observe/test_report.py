@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader, Dataset
@@ -480,3 +481,13 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert 'data-ready="yes"' in done.stdout
     assert re.search(r'id="range"[^>]*>[\d,.]+ ms to [\d,.]+ ms<', done.stdout)
+
+
+def test_the_page_is_there_although_the_reader_reads_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lockstep.launch(train, 2, (tmp_path, Slow("data", 1, 0.0)), ranks="threads")
+    monkeypatch.setattr(Console, "print", pytest.fail)
+    with pytest.raises(pytest.fail.Exception):
+        report(str(tmp_path))
+    assert (tmp_path / "report.html").exists()
