@@ -17,6 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lockstep.data.own_generators import sources_in
 from lockstep.data.random_state import RandomState, Source, bytes_of, exclusive, mixed, sources
 from lockstep.errors import SplitError
 
@@ -176,7 +177,7 @@ class Reader:
         self._reset()
 
     def _reset(self) -> None:
-        self._unused: list[Source] = sources()
+        self._unused: list[Source] = [*sources(), *sources_in(self.dataset)]
         self._used: list[Source] = []
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import pickle
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from lockstep.comm import all_gather_bytes, any_rank, device_of_facts
+from lockstep.data import fingerprint
 from lockstep.data.batches import without_samples
 from lockstep.data.random_state import RandomState, exclusive, mixed
-from lockstep.errors import SplitError
+from lockstep.data.self_sharding import (
+    NUM_PROBED,
+    Shard,
+    View,
+    check_shards,
+    has_rank,
+    noting_rank,
+    settle,
+)
 from lockstep.torch_private import WorkerInfo, worker
 
 
@@ -28,14 +35,34 @@ class Request(NamedTuple):
     seed: int  # of the epoch
     size: int | None  # the number of samples; None if the dataset makes batches itself
     drop_last: bool  # whether a last part of fewer samples is left out
+    view: View = View.ALL  # which workers the dataset is shown
 
 
 class Answer(NamedTuple):
     """A part of a shard."""
 
+    iteration: int  # that of the request
+    worker: int  # its number on this rank
     is_end: bool  # whether the shard has ended, and there is no batch
-    fingerprint: int | None  # a checksum of the shard's first sample; None if there is none
+    shard: tuple[Any, ...]  # a Shard
     batch: Any
+
+
+class Asked:
+    """An endless iterator of what workers are asked for, which may change."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    def __iter__(self) -> Asked:
+        return self
+
+    def __next__(self) -> Request:
+        return self.request
+
+    def ask(self, view: View) -> None:
+        """Ask for another iteration from now on."""
+        self.request = self.request._replace(iteration=self.request.iteration + 1, view=view)
 
 
 class StreamReader:
@@ -47,45 +74,69 @@ class StreamReader:
         self.dataset, self._collate = dataset, collate
         self._rank, self._num_ranks = rank, num_ranks
         self._iteration = -1
-        self._fingerprint: int | None = None
+        self._shard = Shard()
 
     def __getitem__(self, request: Request) -> Answer:
         """Return the next part."""
         # The worker info that is shown is the whole process's: another rank, if ranks are threads,
         # would take it for its own. Shown by test_an_iterable_dataset_in_ranks_that_are_threads.
         with exclusive:
-            return self._read(request)
+            info = get_worker_info()
+            own, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+            is_new = self._iteration != request.iteration
+            if is_new:
+                self._iteration, self._shard = request.iteration, Shard()
+            if request.view is not View.PROBE:
+                return self._read(request, own, num_workers, is_new=is_new)
+            if is_new:
+                self._shard = self._probe(request, own, num_workers)
+            return Answer(request.iteration, own, False, self._shard, None)
 
-    def _read(self, request: Request) -> Answer:
-        info = get_worker_info()
-        num_workers = 1 if info is None else info.num_workers
-        shard = self._rank * num_workers + (0 if info is None else info.id)
-        if self._iteration != request.iteration:
-            self._iteration, self._fingerprint = request.iteration, None
-            self._random = RandomState(mixed(request.seed, shard, -4))
+    def _read(self, request: Request, own: int, num_workers: int, *, is_new: bool) -> Answer:
+        number, num_shards = own, num_workers
+        if request.view is View.ALL:
+            number, num_shards = self._rank * num_workers + own, self._num_ranks * num_workers
+        if is_new:
+            self._random = RandomState(mixed(request.seed, number, -4))
             self._samples = self._begin()
-        with self._random(), shown_as_worker(shard, self._num_ranks * num_workers, self.dataset):
+        end = Answer(request.iteration, own, True, self._shard, None)
+        notes = noting_rank if is_new and self._num_ranks > 1 else nullcontext
+        with self._random(), shown_as_worker(number, num_shards, self.dataset):
             size = 1 if request.size is None else request.size
-            samples = [*itertools.islice(self._samples, size)]
+            with notes() as asked:
+                samples = [*itertools.islice(self._samples, size)]
+            if is_new:
+                first = fingerprint.of_sample(samples[0]) if samples else None
+                self._shard = Shard(first, bool(asked))
+            end = end._replace(shard=self._shard)
             if not samples or (len(samples) < size and request.drop_last):
-                return Answer(True, self._fingerprint, None)
-            if self._fingerprint is None:
-                self._fingerprint = _fingerprint(samples[0])
+                return end
             batch = self._collate(samples[0] if request.size is None else samples)
-        return Answer(False, self._fingerprint, batch)
+        return end._replace(is_end=False, batch=batch)
+
+    def _probe(self, request: Request, own: int, num_workers: int) -> Shard:
+        """Begin twice as each rank's worker of this number does, and with the same seed."""
+        firsts = []
+        for _ in range(2):
+            random = RandomState(mixed(request.seed, own, -4))
+            with random(), shown_as_worker(own, num_workers, self.dataset):
+                samples = [*itertools.islice(self._begin(), NUM_PROBED)]
+            firsts.append(fingerprint.of_sample(samples) if samples else None)
+        return Shard(firsts[0], is_repeatable=firsts[0] == firsts[1])
 
     def _begin(self) -> Iterator[Any]:
         yield from self.dataset  # whose __iter__ runs with the first sample, as a worker's
 
-    def sample_batch(self, size: int | None) -> Any:
+    def sample_batch(self, size: int | None, seed: int) -> Any:
         """Return a batch of one sample, of which this rank need not have any."""
-        samples = [*itertools.islice(iter(self.dataset), 1)]
-        return self._collate(samples[0] if size is None else samples) if samples else None
+        with RandomState(mixed(seed, -5))():
+            samples = [*itertools.islice(iter(self.dataset), 1)]
+            return self._collate(samples[0] if size is None else samples) if samples else None
 
 
 @contextmanager
 def shown_as_worker(shard: int, num_shards: int, dataset: Any) -> Iterator[None]:
-    """Let ``get_worker_info()`` count the workers of all ranks; None if there is one shard."""
+    """Let ``get_worker_info()`` be that of one of ``num_shards``; None if there is one shard."""
     with exclusive:  # there is one worker info in a process
         before = worker._worker_info
         if num_shards > 1:
@@ -100,45 +151,81 @@ def shown_as_worker(shard: int, num_shards: int, dataset: Any) -> Iterator[None]
             worker._worker_info = before
 
 
-def _fingerprint(sample: Any) -> int:
-    try:
-        return zlib.crc32(pickle.dumps(sample))
-    except Exception:  # whatever the pickling of a user's object raises
-        return zlib.crc32(repr(sample).encode())
-
-
 def global_stream(
-    answers: Iterator[Answer],
+    asked: Asked,
+    answers: Iterator[Any],
     reader: StreamReader,
-    size: int | None,
     num_workers: int,
     group: dist.ProcessGroup | None,
+    note_view: Callable[[View], None] | None,
 ) -> Iterator[Any]:
     """Yield this rank's part of each step, until the shards of all ranks have ended.
 
     Args:
+        asked: What workers are asked for: at first in the view that is known, or else View.ALL.
         answers: Of this rank's workers, in turn.
         reader: The dataset.
-        size: As in requests.
         num_workers: How many of them there are.
         group: The ranks.
+        note_view: Is told the view in which the dataset gives each sample once; None if that in
+            which workers are asked is it.
 
     Raises:
-        SplitError: If several shards begin with the same sample.
+        SplitError: If several shards begin with the same sample, or it can't be told whether the
+            dataset divides itself among the ranks.
     """
-    first = [Answer(*answer) for answer in itertools.islice(answers, num_workers)]
-    _check_shards([answer.fingerprint for answer in first], group)
+    dataset = None if note_view is None else reader.dataset
+    first, shards = _first_answers(asked, answers, num_workers, group, dataset)
+    if note_view is not None and has_rank(shards):
+        asked.ask(View.PROBE)
+        _, probed = _first_answers(asked, answers, num_workers, group)
+        asked.ask(settle(probed))
+        first, shards = _first_answers(asked, answers, num_workers, group)
+    check_shards(shards, asked.request.view)
+    if note_view is not None:
+        note_view(asked.request.view)
+    yield from _steps(asked.request, itertools.chain(first, answers), reader, num_workers, group)
+
+
+def _first_answers(
+    asked: Asked,
+    answers: Iterator[Any],
+    num_workers: int,
+    group: dist.ProcessGroup | None,
+    dataset: Any = None,
+) -> tuple[list[Answer], list[list[Shard]]]:
+    """Return each worker's first answer to a request, and the shards of all ranks.
+
+    Workers have been asked for the next parts in advance: those of an earlier request are dropped.
+    """
+    iteration = asked.request.iteration
+    mine = (a for a in itertools.starmap(Answer, answers) if a.iteration == iteration)
+    first = [*itertools.islice(mine, num_workers)]
+    shards = [Shard(*answer.shard) for answer in first]
+    if group is None:
+        return first, [shards]
+    own = json.dumps([fingerprint.of_dataset(dataset), shards]).encode()
+    by_rank = [*map(json.loads, all_gather_bytes(group, own, device_of_facts(group)))]
+    is_same = len({checksum for checksum, _ in by_rank}) == 1
+    return first, [[Shard(*s)._replace(is_same=is_same) for s in own] for _, own in by_rank]
+
+
+def _steps(
+    request: Request,
+    answers: Iterator[Any],
+    reader: StreamReader,
+    num_workers: int,
+    group: dist.ProcessGroup | None,
+) -> Iterator[Any]:
     last = None
-    upcoming = itertools.chain(first, answers)
     has_ended = [False] * num_workers
-    turn = 0
     while True:
         batch, is_given = None, False
         while not all(has_ended) and not is_given:
-            answer = Answer(*next(upcoming))
-            has_ended[turn % num_workers] |= answer.is_end
+            answer = Answer(*next(answers))
+            has_ended[answer.worker] |= answer.is_end
             is_given = not answer.is_end
-            batch, turn = answer.batch, turn + 1
+            batch = answer.batch
         if group is not None and not any_rank(group, [is_given])[0]:
             return
         if group is None and not is_given:
@@ -146,24 +233,6 @@ def global_stream(
         if is_given:
             last = batch
         else:
-            last = without_samples(reader.sample_batch(size) if last is None else last)
+            last = reader.sample_batch(request.size, request.seed) if last is None else last
+            last = without_samples(last)
         yield last
-
-
-def _check_shards(own: list[int | None], group: dist.ProcessGroup | None) -> None:
-    """Compare the shards' first samples, over all ranks."""
-    by_rank = [own]
-    if group is not None:
-        payload = json.dumps(own).encode()
-        by_rank = [*map(json.loads, all_gather_bytes(group, payload, device_of_facts(group)))]
-    owners: dict[int, str] = {}
-    for rank, theirs in enumerate(by_rank):
-        for index, fingerprint in enumerate(theirs):
-            name = f"worker {index} of rank {rank}" if len(theirs) > 1 else f"rank {rank}"
-            if fingerprint is not None and owners.setdefault(fingerprint, name) != name:
-                raise SplitError(
-                    f"The iterable dataset gives the same samples to {owners[fingerprint]} and to "
-                    f"{name}, so that they would count several times. In its __iter__(), give only "
-                    "samples whose number modulo get_worker_info().num_workers is "
-                    "get_worker_info().id, which here count the workers of all ranks."
-                )

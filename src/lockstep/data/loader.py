@@ -17,13 +17,15 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep import spans
-from lockstep.arguments import as_whole_number, check_type, refusal
+from lockstep.arguments import as_whole_number, check_flag, check_type, refusal
 from lockstep.comm import all_gather, device_of_facts, differing_facts
 from lockstep.data.batches import GlobalBatches, Part, Reader, digest, samplers_in
-from lockstep.data.iterable import Request, StreamReader, global_stream
+from lockstep.data.iterable import Asked, Request, StreamReader, global_stream
 from lockstep.data.pace import Pace
 from lockstep.data.partition import cuts
 from lockstep.data.random_state import mixed
+from lockstep.data.same_dataset import check_same_dataset
+from lockstep.data.self_sharding import View
 from lockstep.errors import SplitError
 from lockstep.torch_private import worker
 from lockstep.world import group_or_all
@@ -60,9 +62,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     An iterable dataset is read by all workers of all ranks, each of which is to give samples of its
     own: :func:`torch.utils.data.get_worker_info` counts the workers of all ranks there, and one for
-    each rank without workers. Batches have samples of all ranks then; an epoch lasts until no rank
-    has any left. It goes on in its midst with the same numbers of ranks and workers, by reading
-    anew what it has given.
+    each rank without workers. One that divides its samples among the ranks itself (by
+    :func:`torch.distributed.get_rank`, as ``split_by_node`` of webdataset, or as HF's
+    ``split_dataset_by_node``) is told from others by what it gives to each rank, and sees the
+    workers of its own rank; it draws the same random numbers on each rank, as in torch's loader.
+    Batches have samples of all ranks then; an epoch lasts until no rank has any left. It goes on in
+    its midst with the same numbers of ranks and workers, by reading anew what it has given.
 
     Every rank iterates over it. When an epoch begins, the ranks compare their settings.
 
@@ -76,6 +81,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         shares: How much of each batch the ranks get, one whole number for each, such as ``[3, 1]``
             for a fast and a slow device. ``"auto"``: as much as they computed lately in the same
             time; what a rank waits for others in lockstep's collectives doesn't count.
+        self_sharding: Whether an iterable dataset divides its samples among the ranks itself. By
+            default it is found out.
         process_group: The ranks; by default all of :func:`lockstep.init`.
         options: Torch's further arguments, by name.
 
@@ -100,6 +107,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         *args: Any,
         seed: int | None = None,
         shares: Sequence[int] | str | None = None,
+        self_sharding: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
@@ -117,6 +125,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             seed = self.generator.initial_seed()
         self._seed = None if seed is None else as_whole_number("seed", seed)
         self._is_iterable = isinstance(dataset, IterableDataset)
+        self._view: View | None = None  # until it is found out
+        if self_sharding is not None:
+            check_flag("self_sharding", self_sharding)
+            self._view = View.OWN if self_sharding else View.ALL
         if type(self.sampler) is RandomSampler and self.sampler.generator is None:
             self.sampler.generator = torch.Generator()  # which is seeded for each epoch
         own = self.sampler if self.batch_sampler is None else self.batch_sampler
@@ -280,6 +292,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 lambda checksum, batch: digest(batch, checksum), batches.peek(), 0
             )
             self._check_same(facts)
+            if self._length is None and self._group is not None:
+                self._reader = self._reader or self._make_reader()
+                check_same_dataset(self._group, self._reader, batches.peek(), self._seed)
             stream = self._read(self._parts(iter(batches), skip, expected, asked))
         self._length, self._goes_on, self._is_in_epoch = length, False, True
         self._num_given, self._digest, self._next_epoch = skip, expected, self._epoch + 1
@@ -288,8 +303,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _read(self, requests: Iterator[Any]) -> Iterator[Any]:
         """Return what is read for each of ``requests``, by workers or in this process."""
-        if self._reader is None:
-            self._reader = self._make_reader()
+        self._reader = self._reader or self._make_reader()
         if not self.num_workers and not self.pin_memory:
             return map(self._reader.__getitem__, requests)
         loader = self._loader
@@ -329,11 +343,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if size is not None:
             bounds = cuts(size, self._shares)
             size = bounds[self._rank + 1] - bounds[self._rank]
-        self._iteration += 1
-        request = Request(self._iteration, mixed(self._seed, self._epoch), size, self.drop_last)
-        answers = self._read(itertools.repeat(request))
-        num_workers = max(1, self.num_workers)
-        stream = global_stream(answers, self._reader, size, num_workers, self._group)
+        self._iteration += 3  # as many as it may take to find out the view
+        seed, view = mixed(self._seed, self._epoch), self._view or View.ALL
+        asked = Asked(Request(self._iteration, seed, size, self.drop_last, view))
+        answers, num_workers = self._read(asked), max(1, self.num_workers)
+        note_view = functools.partial(setattr, self, "_view") if self._view is None else None
+        stream = global_stream(asked, answers, self._reader, num_workers, self._group, note_view)
         return itertools.islice(stream, skip, None)
 
     def _counted(

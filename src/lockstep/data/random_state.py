@@ -1,6 +1,7 @@
 """Random numbers that a dataset draws: from a seed of each sample, whichever rank reads it.
 
-On a CPU there are three global generators: those of torch, of ``random`` and of NumPy.
+On a CPU there are three global generators: those of torch, of ``random`` and of NumPy. What a
+dataset has besides is in own_generators.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""Checksums of samples and of datasets, by which ranks tell whether theirs are the same."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import types
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# How much is read of each attribute of a dataset, and of each tensor in it: rank-wise parts differ
+# from their beginning.
+_MAX_BYTES = 2**20
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+def of_sample(sample: Any) -> int:
+    """Return a checksum of ``sample``, all of it."""
+    return _checksum(sample, sys.maxsize)
+
+
+def of_dataset(dataset: Any) -> int:
+    """Return a checksum of what a dataset has, and of plain values that its code refers to.
+
+    It may differ where datasets are alike (paths, say): then their samples have to be compared. It
+    is the same for datasets that differ in what they are told later, or beyond the first MiB.
+    """
+    attributes = getattr(dataset, "__dict__", {"itself": dataset})
+    parts = [(name, _checksum(value, _MAX_BYTES)) for name, value in attributes.items()]
+    return _checksum([type(dataset), parts], _MAX_BYTES)
+
+
+class _IsEnough(Exception):
+    pass
+
+
+class _Checksum(io.RawIOBase):
+    """A file that keeps nothing of what is written but a checksum."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.value, self._left = 0, max_bytes
+
+    def write(self, data: Any) -> int:
+        self.value = zlib.crc32(data, self.value)
+        self._left -= len(data)
+        if self._left < 0:
+            raise _IsEnough
+        return len(data)
+
+
+class _Summary(pickle.Pickler):
+    """Pickles everything: of what can't be pickled its class alone."""
+
+    def __init__(self, file: _Checksum, max_bytes: int) -> None:
+        super().__init__(file, protocol=4)
+        self._max_bytes = max_bytes
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return a description of tensors, arrays, functions and classes."""
+        if isinstance(value, torch.Tensor) or type(value).__module__ == "numpy":
+            return self._of_numbers(value)
+        if isinstance(value, types.FunctionType):
+            return value.__module__, value.__qualname__, repr([*_plain_values(value)])
+        if isinstance(value, type):
+            methods = [m for m in vars(value).values() if isinstance(m, types.FunctionType)]
+            found = [pair for method in methods for pair in _plain_values(method)]
+            return value.__module__, value.__qualname__, repr(found)
+        return None
+
+    def _of_numbers(self, value: Any) -> Any:
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if shape is None or "object" in str(dtype) or getattr(value, "is_sparse", False):
+            return None
+        flat = value.detach() if isinstance(value, torch.Tensor) else value
+        flat = flat.reshape(-1)[: self._max_bytes]
+        if isinstance(flat, torch.Tensor):
+            flat = flat.cpu().contiguous().view(torch.uint8).numpy()
+        return tuple(shape), str(dtype), zlib.crc32(flat.tobytes())
+
+    def reducer_override(self, value: Any) -> Any:
+        """Pickle ``value`` as usual, if that is possible."""
+        try:
+            value.__reduce_ex__(4)
+        except Exception:  # whatever the pickling of a user's object raises
+            return str, (type(value).__qualname__,)
+        return NotImplemented
+
+
+def _checksum(value: Any, max_bytes: int) -> int:
+    file = _Checksum(max_bytes)
+    try:
+        _Summary(file, max_bytes).dump(value)
+    except _IsEnough:
+        pass
+    except Exception:  # as above
+        return zlib.crc32(repr(type(value)).encode(), file.value)
+    return file.value
+
+
+def _plain_values(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the plain values that a function refers to: its closure's, and global ones."""
+    code: Any = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+        yield name, _plain(value)
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield name, _plain(function.__globals__[name])
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` if it is plain, and what it calls its rank otherwise: a World has one."""
+    if isinstance(value, _PLAIN):
+        return value
+    attributes = getattr(value, "__dict__", {}) if not isinstance(value, type) else {}
+    rank = attributes.get("rank") if isinstance(attributes, dict) else None
+    return rank if isinstance(rank, int) else None
