@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import itertools
 from collections import deque
@@ -26,8 +25,8 @@ from lockstep.data.partition import cuts
 from lockstep.data.random_state import mixed
 from lockstep.data.same_dataset import check_same_dataset
 from lockstep.data.self_sharding import View
+from lockstep.data.workers import Requests, loader_of_requests
 from lockstep.errors import SplitError
-from lockstep.torch_private import worker
 from lockstep.world import group_or_all
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -308,22 +307,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return map(self._reader.__getitem__, requests)
         loader = self._loader
         if loader is None:
-            self._requests = _Requests()
-            self._loader = loader = torch.utils.data.DataLoader(
-                self._reader,
-                batch_size=None,
-                sampler=self._requests,
-                num_workers=self.num_workers,
-                collate_fn=_as_it_is,
-                pin_memory=self.pin_memory,
-                timeout=self.timeout,
-                worker_init_fn=_WorkerStart(self.worker_init_fn),
-                multiprocessing_context=self.multiprocessing_context,
-                generator=torch.Generator(),
-                prefetch_factor=self.prefetch_factor,
-                persistent_workers=self.persistent_workers,
-                pin_memory_device=self.pin_memory_device,
-            )
+            self._requests = Requests()
+            self._loader = loader = loader_of_requests(self, self._reader, self._requests)
         self._requests.stream = requests
         assert self._seed is not None
         # Workers' own seeds, which their worker_init_fn sees, differ by rank, epoch and worker.
@@ -453,36 +438,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         own = batch[:1] if is_empty else batch[start:stop]
         own = own.tolist() if isinstance(own, torch.Tensor) else own
         return Part([*own], seed, position + start, is_empty)
-
-
-class _Requests:
-    """The sampler of torch's own loader: what to read in the iteration that begins."""
-
-    stream: Iterator[Any] = iter(())
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.stream
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return nothing: a copy of the loader begins iterations of its own."""
-        return {}
-
-
-class _WorkerStart:
-    """Calls the user's function at the start of a worker, which knows of the user's dataset."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def __call__(self, worker_id: int) -> None:
-        info: Any = worker._worker_info
-        worker._worker_info = dataclasses.replace(info, dataset=info.dataset.dataset)
-        if self._function is not None:
-            self._function(worker_id)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _checked_shares(shares: Any, num_ranks: int) -> tuple[int, ...]:
