@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
+from lockstep.launcher.job import FAILURE_GRACE_SECONDS
 from lockstep.launcher.processes import after_failure
-from lockstep.launcher.supervisor import _GRACE_SECONDS
 from tests.launcher.bench import Bench, up_to_thrice
 
 pytestmark = pytest.mark.forks
@@ -109,7 +109,7 @@ def test_failure_ends_ranks_that_sleep_and_those_that_will_not_end(bench: Bench)
 
 def test_ranks_are_killed_within_five_seconds() -> None:
     """By the plan, not by a clock: the machine of a test may stand still."""
-    *before, (number, _) = after_failure(_GRACE_SECONDS)
+    *before, (number, _) = after_failure(FAILURE_GRACE_SECONDS)
     assert number == signal.SIGKILL
     assert sum(seconds for _, seconds in before) < 5.0
 

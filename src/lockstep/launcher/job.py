@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +14,10 @@ from typing import NamedTuple
 from lockstep.errors import BadLaunch
 from lockstep.world import num_visible_gpus
 
+# Between SIGTERM to a rank and SIGKILL: if the launcher is ended, so that a checkpoint can be
+# written, and if another rank has failed, after which none can be.
+GRACE_SECONDS = 30.0
+FAILURE_GRACE_SECONDS = 3.0
 _DEFAULT_NUM_RANKS = 2
 # More than any host has cores or GPUs for. Beyond some 10,000 threads OpenMP crashes, and the
 # bookkeeping alone of a number of ranks mistyped by some digits would fill the memory.
@@ -56,6 +62,8 @@ class Job(NamedTuple):
     live: bool = False  # whether a terminal shows below the output what ranks do
     stdin_rank: int | None = None  # the rank that reads the supervisor's standard input
     full_traceback: bool = False  # whether to show frames of lockstep and torch
+    # Between a signal that asks ranks to end and SIGKILL; None for what suits the reason.
+    grace_seconds: float | None = None
     # The descriptor of a socket to the process that called launch(), which takes the outcome;
     # end-of-file means that it has ended. None: the outcome is printed.
     caller: int | None = None
@@ -85,6 +93,7 @@ def job_of(
     stdin: str | None = None,
     full_traceback: bool = False,
     live: bool = True,
+    grace: str | None = None,
     nnodes: str = "1",
     **meeting: str,
 ) -> Job:
@@ -123,6 +132,7 @@ def job_of(
         meeting=_meeting(num_hosts, **meeting),
         full_traceback=full_traceback,
         live=live,
+        grace_seconds=check_grace(grace),
     )
 
 
@@ -153,6 +163,26 @@ def check_num_threads(value: object, num_ranks: int) -> int:
         return max(1, num_cores() // num_ranks)
     advice = "Leave it out to share the cores."
     return whole_number(value, "The number of threads per rank", advice, at_most=_MOST_THREADS)
+
+
+def check_grace(value: object) -> float | None:
+    """``value``, a number or the text of a command line, in seconds; None if it is None.
+
+    Raises:
+        BadLaunch: If it is no number from 0 on, or too large for one.
+    """
+    if value is None:
+        return None
+    seconds = math.nan
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            seconds = float(value)
+    if not 0 <= seconds <= _MOST:
+        raise BadLaunch(
+            f"The grace is {value!s:.99}, but seconds from 0 to {_MOST:,} are needed: how long "
+            "ranks have to end by themselves."
+        )
+    return seconds
 
 
 def _stdin_rank(value: str | None, num_ranks: int, num_hosts: int) -> int | None:

@@ -171,6 +171,11 @@ class Console:
         next_times = [self._live.due, *self._prompts.values()]
         return max(0.0, (min(next_times) - now()) / 1e9)
 
+    def say(self, words: str) -> None:
+        """Write a line of the launcher's own."""
+        line = self._labellers[2].finish() + f"lockstep: {words}\n".encode()
+        self._write(2, self._live.around(line) if self._live and os.isatty(2) else line)
+
     def _log(self, rank: int, data: bytes) -> None:
         view = memoryview(data)
         try:
@@ -178,8 +183,7 @@ class Console:
                 view = view[os.write(self._log_files[rank], view) :]
         except OSError as error:  # a full disk, mostly: no reason to end the run
             os.close(self._log_files.pop(rank))
-            words = f"lockstep: the log of rank {rank} ends here: {error.strerror}.\n"
-            self._write(2, self._labellers[2].finish() + words.encode())
+            self.say(f"the log of rank {rank} ends here: {error.strerror}.")
 
     def close(self, tracebacks: Mapping[int, str]) -> None:
         """End all lines, add ``tracebacks`` of ranks to their log files, and close those."""

@@ -20,11 +20,16 @@ from lockstep.status import stat_fields
 MARK = "LOCKSTEP_SUPERVISOR"
 # Signals that end a launcher, and by default would leave its ranks running.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Signals that mean what a program wants them to, such as a checkpoint before its time is over. They
+# end one that has no handler, so they are passed on to ranks that have one.
+PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (*ENDING_SIGNALS, *PASSED_SIGNALS)
 # How long the other ranks may take to report failures of their own, once one rank has failed.
 # Reports mostly arrive within 10 ms, but a death by signal, which may be the cause of them, is
 # known only when the kernel has torn the process down.
 _JUDGING_SECONDS = 0.2
 _GIVE_UP_SECONDS = 5.0
+_SILENT_SECONDS = 3.0  # until it is told who is waited for
 _SWEEP_SECONDS = 1.0
 _LEAST_SWEEP_POLLS = 25  # however late they come: the machine may stand still
 _POLL_SECONDS = 0.02
@@ -56,6 +61,15 @@ def ending_signal(pid: int) -> int:
         if int(fields[_FLAGS_FIELD]) & _PF_SIGNALED:
             return int(fields[_EXIT_CODE_FIELD]) & 0x7F
     return 0
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether the process ``pid`` has a handler for the signal ``number``."""
+    with contextlib.suppress(OSError):  # it is gone
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def reap(pid: int, *, wait: bool = True) -> None:
@@ -169,8 +183,8 @@ class Guardian:
         if self.pid == 0:
             try:
                 os.setsid()
-                for ending in ENDING_SIGNALS:
-                    signal.signal(ending, signal.SIG_IGN)
+                for number in SIGNALS:
+                    signal.signal(number, signal.SIG_IGN)
                 os.dup2(listening, 0)
                 os.closerange(1, os.sysconf("SC_OPEN_MAX"))
                 fill_standard_descriptors()
@@ -206,12 +220,12 @@ class SignalPipe:
 
     def __init__(self) -> None:
         self.descriptors = os.pipe()
-        self.pending: list[int] = []  # ending signals that aren't handled yet
+        self.pending: list[int] = []  # signals that aren't handled yet
         self.child_ended = False  # until its reader resets it
         for descriptor in self.descriptors:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self.descriptors[1], warn_on_full_buffer=False)
-        handle_ending_signals(lambda number, frame: None)
+        handle(SIGNALS, lambda number, frame: None)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def fileno(self) -> int:
@@ -222,25 +236,25 @@ class SignalPipe:
         """Read the signals that have arrived."""
         with contextlib.suppress(BlockingIOError):
             arrived = os.read(self.descriptors[0], 4096)
-            self.pending += [number for number in arrived if number in ENDING_SIGNALS]
+            self.pending += [number for number in arrived if number in SIGNALS]
             self.child_ended |= signal.SIGCHLD in arrived
 
     def is_pending(self) -> bool:
         """Whether an ending signal has arrived."""
         self.pull()
-        return bool(self.pending)
+        return any(number in ENDING_SIGNALS for number in self.pending)
 
 
-def handle_ending_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+def handle(numbers: Collection[int], handler: Callable[[int, FrameType | None], None]) -> None:
     """Install ``handler``, except for signals that nohup or a shell's ``&`` set to be ignored."""
-    for number in ENDING_SIGNALS:
+    for number in numbers:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 
 
-# A signal to send to the ranks, or None, and the seconds until the next action is due.
+# A signal to send to the ranks, TELL or None, and the seconds until the next action is due.
 Action = tuple[int | None, float]
-
+TELL = 0  # who is still waited for
 
 AT_ONCE: list[Action] = [(signal.SIGKILL, _GIVE_UP_SECONDS)]
 
@@ -256,8 +270,14 @@ def after_signal(number: int, grace_seconds: float) -> list[Action]:
     """The launcher received ``number``: pass it on, as if the ranks had received it."""
     if number == signal.SIGINT:
         half = grace_seconds / 2
-        return [(number, half), *after_signal(signal.SIGTERM, half)]
-    return [(signal.SIGTERM, grace_seconds), *AT_ONCE]
+        return [*_patiently(number, half), *after_signal(signal.SIGTERM, half)]
+    return [*_patiently(signal.SIGTERM, grace_seconds), *AT_ONCE]
+
+
+def _patiently(number: int, seconds: float) -> list[Action]:
+    if seconds <= _SILENT_SECONDS:
+        return [(number, seconds)]
+    return [(number, _SILENT_SECONDS), (TELL, seconds - _SILENT_SECONDS)]
 
 
 class Escalation:
@@ -280,3 +300,7 @@ class Escalation:
         """How long until the next action is due; None if all were taken, and their time is up."""
         left = max(0.0, self._due_at - now)
         return left if left or self._actions else None
+
+    def seconds_to_kill(self, now: float) -> float:
+        """How long until the last action, which is SIGKILL."""
+        return self._due_at - now + sum(seconds for _, seconds in self._actions[:-1])

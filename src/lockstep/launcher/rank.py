@@ -30,7 +30,7 @@ from types import ModuleType
 from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.failures import Failure, failure_by, program_frames
 from lockstep.launcher.job import Job, Program, name_of
-from lockstep.launcher.processes import end_with_parent
+from lockstep.launcher.processes import PASSED_SIGNALS, end_with_parent
 from lockstep.status import STACKS_SIGNAL, RankStatus
 
 LENGTH_BYTES = 8  # of the length of a report
@@ -128,6 +128,10 @@ def _leave_supervisor(outputs: Sequence[int], reads_stdin: bool) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for passed in PASSED_SIGNALS:
+        if signal.getsignal(passed) != signal.SIG_IGN:
+            signal.signal(passed, signal.SIG_IGN)  # what has come was for the supervisor
+            signal.signal(passed, signal.SIG_DFL)
     descriptors = dict(enumerate(outputs, start=1))
     if not reads_stdin:
         descriptors[0] = os.open(os.devnull, os.O_RDONLY)

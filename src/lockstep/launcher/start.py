@@ -22,14 +22,21 @@ from typing import Literal, NoReturn, TextIO, TypeVar
 
 from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.failures import Outcome
-from lockstep.launcher.job import Job, check_num_ranks, check_num_threads, name_of
+from lockstep.launcher.job import (
+    GRACE_SECONDS,
+    Job,
+    check_grace,
+    check_num_ranks,
+    check_num_threads,
+    name_of,
+)
 from lockstep.launcher.processes import MARK, fill_standard_descriptors, flush_standard_streams
 from lockstep.world import allocator_environment
 
 Result = TypeVar("Result")
 
 _READ_BYTES = 1 << 16
-_PATIENCE_SECONDS = 10.0  # longer than the supervisor takes to kill ranks that don't end
+_PATIENCE_SECONDS = 10.0  # longer than the supervisor takes to kill ranks, after their grace
 # This interpreter's options, which a supervisor has as well, and as often: there is -OO.
 _FLAGS = {
     "safe_path": "P",
@@ -89,6 +96,7 @@ def launch(
     num_threads: int | None = None,
     output: Literal["labelled", "plain"] = "labelled",
     log_dir: str | os.PathLike[str] | None = None,
+    grace: float | None = None,
 ) -> list[Result]:
     """Call ``fn(world, *args)`` on ``nprocs`` new processes and wait for all of them. ::
 
@@ -129,6 +137,9 @@ def launch(
             of the caller, line by line, each labelled with its rank. With ``"plain"``, the ranks
             write to the caller's file descriptors 1 and 2 themselves. Threads do so in any case.
         log_dir: A directory in which to keep each rank's output, as ``rank-R.log``.
+        grace: How many seconds the ranks have to end by themselves before they are killed, after
+            Ctrl-C or the end of this process has asked them to; by default 30. After a rank has
+            failed, the others have 3, unless ``grace`` is given. (Threads can't be killed.)
 
     Returns:
         The ranks' results, in the order of ranks.
@@ -165,6 +176,11 @@ def launch(
                 "Ranks that are threads write to the caller's own streams, so their output can't "
                 "be kept in log_dir. Leave it out, or use ranks='processes'."
             )
+        if grace is not None:
+            raise BadLaunch(
+                "Ranks that are threads can't be killed, after a grace or without one. Leave it "
+                "out, or use ranks='processes'."
+            )
         return run_threads(fn, args, num_ranks, threads)
     job = Job(
         _pickled(fn, args),
@@ -172,6 +188,7 @@ def launch(
         threads,
         log_dir=None if log_dir is None else os.fspath(Path(log_dir).absolute()),
         labelled=output == "labelled",
+        grace_seconds=check_grace(grace),
     )
     outcome = supervise(job)
     outcome.check()
@@ -223,10 +240,13 @@ def supervise(job: Job) -> Outcome:
                 supervisor.send_signal(signal.SIGINT if interrupted else signal.SIGTERM)
                 for pipe in filter(None, (supervisor.stdout, supervisor.stderr)):
                     pipe.close()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    supervisor.wait(_PATIENCE_SECONDS)
-                supervisor.kill()  # its guardian then ends the ranks
-                supervisor.wait()
+                grace = GRACE_SECONDS if job.grace_seconds is None else job.grace_seconds
+                try:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        supervisor.wait(grace + _PATIENCE_SECONDS)
+                finally:  # Ctrl-C again
+                    supervisor.kill()  # its guardian then ends the ranks
+                    supervisor.wait()
                 raise
     if not answer:
         raise LaunchError(

@@ -20,15 +20,16 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
 from lockstep.launcher.failures import Failure, Outcome, failure_outcome, signal_name
-from lockstep.launcher.job import Job, name_of_program
+from lockstep.launcher.job import FAILURE_GRACE_SECONDS, GRACE_SECONDS, Job, name_of_program
 from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.output import Console, open_log_files
-from lockstep.launcher.processes import AT_ONCE, Escalation, after_failure, after_signal
+from lockstep.launcher.processes import AT_ONCE, TELL, Escalation, after_failure, after_signal
 from lockstep.launcher.rank import LENGTH_BYTES, run_rank
 from lockstep.status import RunStatus
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:  # it imports torch
     from lockstep.launcher.hosts import Host
 
 _READ_BYTES = 1 << 16
-_GRACE_SECONDS = 3.0  # between SIGTERM to a rank and SIGKILL
 _MOST_DRAINS = 100  # each empties a pipe
 _LAST_WORDS_BYTES = 8192
 
@@ -47,7 +47,8 @@ def main() -> int:
     The caller exits with it, so that a rank ends as any Python program does.
     """
     # Until there are ranks there is nothing to do but end, and no traceback to show.
-    processes.handle_ending_signals(lambda number, frame: os._exit(128 + number))
+    processes.handle(processes.ENDING_SIGNALS, lambda number, frame: os._exit(128 + number))
+    processes.handle(processes.PASSED_SIGNALS, _tell_unheard)
     with open(int(sys.argv[2]), "rb") as file:
         job: Job = pickle.load(file)
     del sys.argv[1:]
@@ -57,6 +58,11 @@ def main() -> int:
         return _start(job)
     except LaunchError as error:
         _conclude(job, Outcome(2, message=str(error)))
+
+
+def _tell_unheard(number: int, _: FrameType | None) -> None:
+    words = f"lockstep: {signal_name(number)} came before there were ranks: nothing is done.\n"
+    os.write(2, words.encode())
 
 
 def _start(job: Job) -> int:
@@ -71,7 +77,7 @@ def _start(job: Job) -> int:
     spare = processes.children()
     processes.adopt_orphans()
     # Blocked, so that no rank runs the supervisor's handlers.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, processes.ENDING_SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, processes.SIGNALS)
     status = RunStatus.create(name_of_program(job.program), job.num_ranks)
     is_live = job.live and job.labelled and terminal() is not None
     for of_rank in status.ranks:
@@ -135,9 +141,12 @@ class RankProcess:
         self.connection.setblocking(False)
 
     def send(self, number: int) -> None:
-        """Send the signal ``number`` to the rank and the processes that it has started."""
+        """Send the signal ``number`` to the rank or, if it can't be handled, its process group.
+
+        What the rank has started, such as a loader's workers, may be needed while it ends well.
+        """
         if not self.has_terminal:
-            processes.send_signal(-self.pid, number)
+            processes.send_signal(-self.pid if number == signal.SIGKILL else self.pid, number)
             return
         # Ctrl-C was sent to the whole group: a second one would interrupt its handling. The
         # terminal may be gone, though.
@@ -272,6 +281,9 @@ class _Watch:
         self._interrupted_by: int | None = None  # the signal that ended the launcher
         self._peer_failed = False  # whether the ranks of another host failed first
         self._escalation: Escalation | None = None  # None as long as all goes well
+        given = job.grace_seconds
+        self._grace_seconds = GRACE_SECONDS if given is None else given
+        self._failure_grace_seconds = FAILURE_GRACE_SECONDS if given is None else given
         self._selector = selectors.DefaultSelector()
         self._when_readable(self.signals.fileno(), self.signals.pull)
         if job.caller is not None:
@@ -315,14 +327,17 @@ class _Watch:
                 self._note_exits()  # a rank that has ended by itself isn't asked to
                 now = time.monotonic()
                 for number in self._escalation.take(now):
-                    self._send(number)
+                    if number == TELL:
+                        self._tell_who_runs(self._escalation.seconds_to_kill(now))
+                    else:
+                        self._send(number)
                 left = self._escalation.seconds_left(now)
                 if left is None:
                     return  # even SIGKILL doesn't end a rank that hangs in the kernel
             self._serve(left)
             self._note_exits()
             if self._escalation is None and self._failures():
-                self._escalation = Escalation(after_failure(_GRACE_SECONDS))
+                self._escalation = Escalation(after_failure(self._failure_grace_seconds))
 
     def _send(self, number: int) -> None:
         for rank in self._ranks:
@@ -341,7 +356,8 @@ class _Watch:
             if key.data():
                 self._selector.unregister(key.fileobj)
         while self.signals.pending:
-            self._end(self.signals.pending.pop(0))
+            number = self.signals.pending.pop(0)
+            (self._end if number in processes.ENDING_SIGNALS else self._pass_on)(number)
         if self._console.broken and self._interrupted_by is None:
             self._end(signal.SIGPIPE)
         return bool(events)
@@ -364,15 +380,41 @@ class _Watch:
     def _follow_peer(self) -> bool:
         if self._escalation is None:
             self._peer_failed = True
-            self._escalation = Escalation(after_signal(signal.SIGTERM, _GRACE_SECONDS))
+            actions = after_signal(signal.SIGTERM, self._failure_grace_seconds)
+            self._escalation = Escalation(actions)
         return True
 
     def _end(self, number: int) -> None:
-        """End the ranks because of a signal or, SIGPIPE, because nobody reads the output."""
+        """End the ranks because of a signal or, SIGPIPE, because nobody reads the output.
+
+        Ctrl-C while they are ending, or anything after it, ends them at once. But schedulers send
+        SIGTERM more than once, or to the caller of launch() as well, whose end is noticed here.
+        """
+        is_first, was_ctrl_c = self._escalation is None, self._interrupted_by == signal.SIGINT
         self._interrupted_by = self._interrupted_by or number
         self._console.is_ending = True
-        actions = after_signal(number, _GRACE_SECONDS)
-        self._escalation = Escalation(actions if self._escalation is None else AT_ONCE)
+        if is_first:
+            self._escalation = Escalation(after_signal(number, self._grace_seconds))
+        elif number == signal.SIGINT or was_ctrl_c:
+            self._escalation = Escalation(AT_ONCE)
+
+    def _pass_on(self, number: int) -> None:
+        """Send the signal to the ranks that have a handler for it; it would end the others."""
+        running = [rank for rank in self._ranks if rank.is_running]
+        able = [rank for rank in running if processes.handles(rank.pid, number)]
+        for rank in able:
+            rank.send(number)
+        if running and not able:
+            self._console.say(
+                f"{signal_name(number)} came, and no rank has a handler for it: nothing is done."
+            )
+
+    def _tell_who_runs(self, seconds: float) -> None:
+        running = ", ".join(str(rank.rank) for rank in self._ranks if rank.is_running)
+        self._console.say(
+            f"still running after {signal_name(self._interrupted_by or signal.SIGTERM)}: rank "
+            f"{running}. What is left in {seconds:.0f} s is killed (--grace), or at once by Ctrl-C."
+        )
 
     def _note_exits(self) -> None:
         if self.signals.child_ended:
