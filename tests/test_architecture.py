@@ -224,6 +224,7 @@ PUBLIC_NAMES = {
     "DataPartitioner",
     "DistributedDataParallel",
     "DistributedSampler",
+    "LockstepError",
     "Partition",
     "World",
     "ZeroRedundancyOptimizer",

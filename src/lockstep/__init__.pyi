@@ -7,6 +7,7 @@ from .data import DataPartitioner as DataPartitioner
 from .data import DistributedSampler as DistributedSampler
 from .data import Partition as Partition
 from .data import partition as partition
+from .errors import LockstepError as LockstepError
 from .launcher import launch as launch
 from .metrics import reduce as reduce
 from .nn import DataParallel as DataParallel
