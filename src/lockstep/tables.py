@@ -45,6 +45,7 @@ class FittedTable:
         rows: The cells, plain text. Those of the first column stand before each part of the table.
         title: Its title.
         texts: The indices of columns with text, which may be wrapped; others have numbers.
+        has_rule: Whether there is a line below the headings, and a space around the table.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class FittedTable:
         rows: Sequence[Sequence[str]],
         title: str | None = None,
         texts: Collection[int] = (0,),
+        *,
+        has_rule: bool = True,
     ) -> None:
-        self._title = title
+        self._title, self._has_rule = title, has_rule
         self._columns = [
             _Column(heading, [row[index] for row in rows], index in texts)
             for index, heading in enumerate(columns)
@@ -63,13 +66,17 @@ class FittedTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the parts."""
         title = self._title
-        for columns, widths in _parts(self._columns, max(_NARROWEST, options.max_width)):
+        gap = 1 if self._has_rule else 2
+        width = options.max_width + (-1 if self._has_rule else 2)
+        for columns, widths in _parts(self._columns, max(_NARROWEST, width), gap):
             table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-            for column, width in zip(columns, widths, strict=True):
+            if not self._has_rule:
+                table.box, table.pad_edge, table.padding = None, False, (0, gap, 0, 0)
+            for column, wide in zip(columns, widths, strict=True):
                 table.add_column(
                     Text(column.heading),
                     justify="left" if column.is_text else "right",
-                    width=width,
+                    width=wide,
                     overflow="fold",
                 )
             for cells in zip(*(column.cells for column in columns), strict=True):
@@ -79,16 +86,16 @@ class FittedTable:
 
 
 def _parts(
-    columns: Sequence[_Column], width: int
+    columns: Sequence[_Column], width: int, gap: int
 ) -> Iterator[tuple[Sequence[_Column], Sequence[int]]]:
-    """Yield the columns that go side by side, and their widths."""
+    """Yield the columns that go side by side, and their widths, each of which has a gap."""
     first, *others = columns
     while True:
         number = len(others)
-        while number > 1 and _total([c.least for c in (first, *others[:number])]) > width:
+        while number > 1 and sum(c.least + gap for c in (first, *others[:number])) > width:
             number -= 1
         part, others = [first, *others[:number]], others[number:]
-        yield part, _widths(part, width)
+        yield part, _widths(part, width - gap * len(part))
         if not others:
             return
 
@@ -96,17 +103,12 @@ def _parts(
 def _widths(columns: Sequence[_Column], width: int) -> Sequence[int]:
     """Share out what is left after the least widths, from the left."""
     widths = [column.least for column in columns]
-    left = width - _total(widths)
+    left = width - sum(widths)
     for index, column in enumerate(columns):
         more = max(0, min(left, column.whole - widths[index]))
         widths[index] += more
         left -= more
     return widths
-
-
-def _total(widths: Sequence[int]) -> int:
-    """The width of a table, whose columns have a space before, between and behind them."""
-    return sum(widths) + len(widths) + 1
 
 
 def _longest_word(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import struct
 import termios
 import threading
@@ -218,6 +219,26 @@ def test_a_state_that_lasts_is_told_with_its_time() -> None:
     assert live.state_in_words(waits, 45 * SECOND) == "waits in all_reduce for 0:42"
     assert live.state_in_words(STATE, 45 * SECOND) == "computes"
     assert [in_time(s) for s in (3, 65, 3723.4)] == ["0:03", "1:05", "1:02:03"]
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_the_first_rate_is_without_the_start(monkeypatch: pytest.MonkeyPatch, logs: bool) -> None:
+    """The first step, and all that comes before it, takes 60 seconds, and the others one each."""
+    status = RunStatus.create("train.py", 1)
+    [rank] = status.ranks
+    drawing, seconds = Live(status, 1), 0
+    monkeypatch.setattr(live, "now", lambda: seconds * SECOND)
+    rank.begin(0)
+    rates = []
+    for seconds in (0, 30, 60, 61, 62, 64):
+        if seconds >= 60:
+            rank.count_step()
+            if logs:
+                rank.log(seconds - 60, 100, {"loss": 1.0})
+        drawing.due = 0
+        shown = Text.from_ansi(drawing.draw(80, 12).decode()).plain
+        rates += re.findall(r"[\d.]+ steps/s", shown)
+    assert rates == ["1 steps/s", "1 steps/s", "1 steps/s" if logs else "0.75 steps/s"]
 
 
 def test_of_many_ranks_those_that_wait_least_are_shown() -> None:

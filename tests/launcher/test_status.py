@@ -144,9 +144,19 @@ def test_verdicts() -> None:
     assert "in different operations: recv, send" in told(
         early[0], observed(1, "wait", 1, detail="recv")
     )
-    assert told(observed(0, "wait", 98), late) == "It computes."
+    assert told(observed(0, "wait", 98), late) == "No rank has waited for others for more than 5 s."
     assert told(observed(0, "wait", 1, steps=3), late) == "It goes on: 3 steps in 0.5 s."
     assert told(late, observed(1, "wait", 1)._replace(process="gone")) == "Rank 1 is gone."
+    over = [observed(r, "end", 99, steps=3)._replace(process="gone") for r in (0, 1)]
+    assert told(*over) == "The run is over: the program has ended on all ranks of this host."
+    exiting = observed(1, "end", 99)
+    assert told(over[0], exiting).endswith("The process of rank 1 has yet to end.")
+    assert told(over[0], observed(1, "program", 0, steps=2)) == (
+        "Rank 0 has ended. It goes on: 2 steps in 0.5 s."
+    )
+    assert told(over[0], early[1]) == (
+        "Rank 0 has ended. Rank 1 has waited in send for 0:42, to which rank 0 will not come."
+    )
     unread = late._replace(stack=[])
     assert told(*early, unread).endswith("for rank 2. Their stacks couldn't be read.")
     hasnt = observed(1, "program", 0)

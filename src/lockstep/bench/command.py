@@ -22,9 +22,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from lockstep.bench.measuring import (
     BOUND,
@@ -46,6 +44,7 @@ from lockstep.bench.measuring import (
 from lockstep.comm import check_room
 from lockstep.errors import BadLaunch, SharedMemoryFull
 from lockstep.launcher import check_num_ranks, launch, num_cores, whole_number
+from lockstep.tables import FittedTable
 
 # A rank has a shared tensor, an ordinary one, and what a library allocates for itself.
 _BUFFERS_PER_RANK = 3
@@ -232,16 +231,12 @@ def print_report(report: Report, console: Console) -> None:
         say(f"\nleft out: {line}", markup=False)
 
 
-def _table(cases: Sequence[Case], plain: bool) -> Table:
+def _table(cases: Sequence[Case], plain: bool) -> FittedTable:
     """A row for each case; columns without figures are left out."""
-    table = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     rows = [_cells(case) for case in cases]
     shown = [heading for heading in _COLUMNS.split(", ") if any(heading in row for row in rows)]
-    for heading in shown:
-        table.add_column(heading, justify="right", no_wrap=heading == "size")
-    for row in rows:
-        table.add_row(*(row.get(heading, "") for heading in shown))
-    return table
+    cells = [[row.get(heading, "") for heading in shown] for row in rows]
+    return FittedTable(shown, cells, texts=(), has_rule=not plain)
 
 
 def _cells(case: Case) -> dict[str, str]:

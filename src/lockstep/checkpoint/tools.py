@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.distributed.checkpoint import Metadata, StorageReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -22,6 +21,7 @@ from torch.futures import Future
 from lockstep.checkpoint.folder import Manifest, newest
 from lockstep.checkpoint.tree import decode
 from lockstep.errors import CheckpointMismatch, MissingExtra, SaveFailed
+from lockstep.tables import FittedTable
 
 
 class DcpReader(StorageReader):
@@ -86,23 +86,23 @@ def show(checkpoint: str) -> None:
     """Print what is in a checkpoint, of which every byte is verified."""
     manifest = Manifest(newest(Path(checkpoint)))
     facts, console = manifest.facts, Console()
-    tensors = Table("tensor", "shape", "dtype", "bytes")
+    tensors = []
     for key, (header, _) in manifest.entries.items():
         num_bytes = manifest.read(key).nbytes
         if not key.startswith("random."):
-            tensors.add_row(key, str([*header.shape]), header.dtype, f"{num_bytes:,}")
-    values = Table("thing", "kind", "value")
+            tensors.append([key, str([*header.shape]), header.dtype, f"{num_bytes:,}"])
+    values = []
     for name, thing in facts["things"].items():
         is_value = thing["kind"] == "value"
         value = manifest.parse(decode, thing["tree"], str) if is_value else ""
-        values.add_row(name, thing["kind"], reprlib.repr(value) if is_value else "")
+        values.append([name, thing["kind"], reprlib.repr(value) if is_value else ""])
     total = sum(manifest.sizes)
     console.print(
         f"{manifest.folder}: saved {facts['saved']} by {facts['ranks']} ranks, with lockstep "
         f"{facts['lockstep']} and torch {facts['torch']}; {total:,} bytes, all as written."
     )
-    console.print(values)
-    console.print(tensors)
+    console.print(FittedTable(("thing", "kind", "value"), values, texts=range(3)))
+    console.print(FittedTable(("tensor", "shape", "dtype", "bytes"), tensors, texts=range(3)))
 
 
 def export(checkpoint: str, to: str, thing: str = "model") -> None:

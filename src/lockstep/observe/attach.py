@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lockstep.errors import BadLaunch
 from lockstep.launcher import is_users_file, state_in_words
 from lockstep.status import STACKS_SIGNAL, RankState, RunStatus, in_time, now, running, stat_fields
+from lockstep.tables import FittedTable
 
 _DUMP_SECONDS, _POLL_SECONDS = 2.0, 0.02
 # A rank that has waited for this time counts as stuck, unless others have made steps meanwhile.
 _STUCK_NS = 5_000_000_000
 _OBSERVED_SECONDS = 0.5
+_COLUMNS = ("rank", "process", "steps", "state", "at")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 # The function of the launcher that calls the program.
@@ -88,12 +89,8 @@ def _print(console: Console, run: RunStatus, *, stacks: bool) -> None:
             style="bold",
         )
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("rank", "process", "steps", "state", "at"):
-        table.add_column(name, justify="right" if name in ("process", "steps") else "left")
-    for rank in ranks:
-        table.add_row(*_row(rank, time_now))
-    console.print(table)
+    rows = [_row(rank, time_now) for rank in ranks]
+    console.print(FittedTable(_COLUMNS, rows, texts=(0, 3, 4), has_rule=False))
     console.print(Text("\n" + verdict(ranks, time_now) + "\n"), soft_wrap=not console.is_terminal)
     for rank in ranks if stacks else []:
         console.print(f"rank {rank.state.rank}, innermost line first:")
@@ -105,7 +102,8 @@ def _row(rank: Observed, time_now: int) -> list[str]:
     state = rank.state
     if not state.pid:
         return ["?", "", "", "hasn't begun", ""]
-    words = state_in_words(state, time_now) if rank.process == "running" else rank.process
+    is_known = rank.process == "running" or state.state == "end"
+    words = state_in_words(state, time_now) if is_known else rank.process
     place = "" if rank.place is None else str(rank.place)
     return [str(state.rank), str(state.pid), f"{state.num_steps:,}", words, place]
 
@@ -163,39 +161,67 @@ def _main_stack(dump: str) -> list[Frame]:
 
 
 def verdict(ranks: Sequence[Observed], time_now: int) -> str:
-    """Who waits for whom, in a sentence."""
+    """Who waits for whom, in a sentence or two."""
     begun = [rank for rank in ranks if rank.state.pid]
     if len(begun) < len(ranks):
         return f"{len(ranks) - len(begun)} of {len(ranks)} ranks haven't begun."
-    bad = [rank for rank in begun if rank.process != "running"]
+    ended = [rank for rank in begun if rank.state.state == "end"]
+    if len(ended) == len(begun):
+        return _of_the_end(ended)
+    bad = [rank for rank in begun if rank.process != "running" and rank not in ended]
     if bad:
         words = ", ".join(f"Rank {rank.state.rank} is {rank.process}" for rank in bad)
         stopped = any(rank.process == "stopped" for rank in bad)
         return words + (": 'kill -CONT' and its process id let it go on." if stopped else ".")
-    steps = max(rank.num_new_steps for rank in begun)
-    waiting = [r for r in begun if r.state.state == "wait" and time_now - r.state.since > _STUCK_NS]
-    others = [rank for rank in begun if rank not in waiting]
-    if steps or not waiting:
-        return f"It goes on: {steps:,} steps in {_OBSERVED_SECONDS} s." if steps else "It computes."
+    first = f"{_listed(ended)} {_has(ended)} ended. " if ended else ""
+    return first + _of_running([rank for rank in begun if rank not in ended], ended, time_now)
+
+
+def _of_the_end(ranks: Sequence[Observed]) -> str:
+    left = [rank for rank in ranks if rank.process != "gone"]
+    words = "The run is over: the program has ended on all ranks of this host."
+    if left:
+        process = "process" if len(left) == 1 else "processes"
+        words += f" The {process} of {_listed(left).lower()} {_has(left)} yet to end."
+    return words
+
+
+def _of_running(ranks: Sequence[Observed], ended: Sequence[Observed], time_now: int) -> str:
+    """Tell of ranks whose program runs, beside those where it has ended."""
+    steps = max(rank.num_new_steps for rank in ranks)
+    waiting = [r for r in ranks if r.state.state == "wait" and time_now - r.state.since > _STUCK_NS]
+    others = [rank for rank in ranks if rank not in waiting]
+    if steps:
+        return f"It goes on: {steps:,} steps in {_OBSERVED_SECONDS} s."
+    if not waiting:
+        return f"No rank has waited for others for more than {_STUCK_NS // 10**9} s."
     longest = in_time(max(time_now - rank.state.since for rank in waiting) / 1e9)
-    names = _listed(waiting)
-    if not others:
-        operations = sorted({rank.state.detail for rank in waiting})
-        if len(operations) > 1:
-            return (
-                f"All ranks wait, up to {longest}, in different operations: "
-                f"{', '.join(operations)}. They have taken different ways through the program."
-            )
+    operations = sorted({rank.state.detail for rank in waiting})
+    if others:
+        places = [f"rank {rank.state.rank} is at {rank.place}" for rank in others[:8] if rank.place]
+        at = "; ".join(places) or "their stacks couldn't be read"
         return (
-            f"All ranks of this host have waited in {operations[0]} for {longest}: for a rank of "
-            "another host, or for the network."
+            f"{_listed(waiting)} {_has(waiting)} waited in {operations[0]} for {longest}, for "
+            f"{_listed(others).lower()}. {at[:1].upper()}{at[1:]}."
         )
-    places = [f"rank {rank.state.rank} is at {rank.place}" for rank in others[:8] if rank.place]
-    at = "; ".join(places) or "their stacks couldn't be read"
+    if ended:
+        return (
+            f"{_listed(waiting)} {_has(waiting)} waited in {' and '.join(operations)} for "
+            f"{longest}, to which {_listed(ended).lower()} will not come."
+        )
+    if len(operations) > 1:
+        return (
+            f"All ranks wait, up to {longest}, in different operations: "
+            f"{', '.join(operations)}. They have taken different ways through the program."
+        )
     return (
-        f"{names} {'has' if len(waiting) == 1 else 'have'} waited in {waiting[0].state.detail} for "
-        f"{longest}, for {_listed(others).lower()}. {at[:1].upper()}{at[1:]}."
+        f"All ranks of this host have waited in {operations[0]} for {longest}: for a rank of "
+        "another host, or for the network."
     )
+
+
+def _has(ranks: Sequence[Observed]) -> str:
+    return "has" if len(ranks) == 1 else "have"
 
 
 def _listed(ranks: Sequence[Observed]) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
-from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -34,6 +33,7 @@ from lockstep.nn import (
     scatter,
     state_of,
 )
+from lockstep.tables import FittedTable
 from lockstep.torch_private import _BatchNorm
 from lockstep.world import init
 
@@ -92,16 +92,16 @@ class Explanation:
         facts = self.facts
         yield f"[bold]{escape(facts['summary'])}[/bold]"
         for one in facts["inputs"]:
-            rows = ", ".join(f"{n:,}" for n in one["rows"]) if one["rows"] else "whole"
+            parts = ", ".join(f"{n:,}" for n in one["rows"]) if one["rows"] else "whole"
             who = "replicas" if facts["kind"] == "DataParallel" else "ranks"
-            yield f"{one['name']} {tuple(one['shape'])}: rows by {who}: {rows}"
+            yield f"{one['name']} {tuple(one['shape'])}: rows by {who}: {parts}"
         if facts["buckets"]:
-            table = Table("bucket", "bytes", "gradients", "when", title="All-reduces of a step")
-            for bucket in facts["buckets"]:
-                size = f"{bucket['bytes']:,}"
-                gradients = escape(_range_of(bucket["parameters"]))
-                table.add_row(str(bucket["index"]), size, gradients, bucket["when"])
-            yield table
+            rows = [
+                [str(b["index"]), f"{b['bytes']:,}", _range_of(b["parameters"]), b["when"]]
+                for b in facts["buckets"]
+            ]
+            columns = "bucket", "bytes", "gradients", "when"
+            yield FittedTable(columns, rows, "All-reduces of a step", texts=(0, 2, 3))
         by_how: dict[str, list[str]] = defaultdict(list)
         for kind in ("parameters", "buffers"):
             for one in facts[kind]:
