@@ -74,7 +74,7 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
     console.print(FittedTable(columns, rows, f"{_WHERE}, in ms a step (the first doesn't count)"))
     for section in shown:
         if section.rows:
-            console.print(FittedTable(section.columns, section.rows, section.title))
+            console.print(FittedTable(section.columns, section.rows, section.title, section.texts))
             console.print(section.note + "\n")
     if not text:
         console.print(f"The same as a page, with a timeline: {path / 'report.html'}")

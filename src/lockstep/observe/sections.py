@@ -28,6 +28,7 @@ class Section(NamedTuple):
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     curves: Lines = {}  # noqa: RUF012  by label, steps and values
+    texts: Sequence[int] = (0,)  # the columns of the table that have no numbers
 
 
 class Rate(NamedTuple):
@@ -139,7 +140,7 @@ def loaders(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Sec
         "and for the others. A loader is of an evaluation if no gradients are computed from its "
         "batches. Workers are those of each rank; kept are those of persistent_workers."
     )
-    return Section("Loaders", note, _LOADERS, rows)
+    return Section("Loaders", note, _LOADERS, rows, texts=(0, 1))
 
 
 _LOADERS = ("dataset", "used for", "workers", "batches of a rank", "first, ms", "others, ms")
