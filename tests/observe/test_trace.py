@@ -47,7 +47,8 @@ def train(world: lockstep.World, *, torch_loader: bool = False, dies: bool = Fal
     model = nn.Sequential(*[nn.Linear(40, 40) for _ in range(6)])
     model = lockstep.parallelize(model, bucket_cap_mb=CAP_MB, process_group=world.process_group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    dataset = TensorDataset(torch.randn(8 * NUM_STEPS, 40))
+    generator = torch.Generator().manual_seed(0)  # ranks that are threads share torch's own
+    dataset = TensorDataset(torch.randn(8 * NUM_STEPS, 40, generator=generator))
     loader: Any
     if torch_loader:
         loader = DataLoader(dataset, 8)
