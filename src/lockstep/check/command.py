@@ -1,18 +1,33 @@
-"""The two runs of a check, and what is said of them."""
+"""The runs of a check, and what is said of them."""
 
 from __future__ import annotations
 
 import tempfile
+import time
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from lockstep.check.causes import Finding, finding, is_divided_by_program
-from lockstep.check.recorder import Plan, Recorder
-from lockstep.check.records import ALONE, ROUNDED, End, Records, of_rank
+from lockstep.check.causes import Verdict
+from lockstep.check.compare import Comparison, Runs, compare
+from lockstep.check.investigate import Cause, cause_of
+from lockstep.check.recorder import Recorder
+from lockstep.check.records import ALONE, ROUNDED, End, Plan, Records, of_rank
+from lockstep.check.samples import OUR_LOADER, is_divided_by_program, repeated
+from lockstep.check.trials import Suspect
 from lockstep.errors import BadLaunch
 from lockstep.launcher import Job, job_of, supervise, whole_number
+
+
+class Finding(NamedTuple):
+    """Something to tell: what is wrong, why and what to do, as far as that is known."""
+
+    where: str
+    verdicts: list[Verdict]
+    known: list[str] = []  # noqa: RUF012
+    tried: str = ""
 
 
 def check(steps: str, *, float64: bool = False, **options: Any) -> int:
@@ -39,10 +54,12 @@ def check(steps: str, *, float64: bool = False, **options: Any) -> int:
     console = Console(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
         plan = Plan(folder, num_steps, float64, job.num_ranks)
-        ranks = [Records(folder, of_rank(rank)) for rank in range(job.num_ranks)]
+        ranks = [plan.records(of_rank(rank)) for rank in range(job.num_ranks)]
         console.print(f"[bold]check:[/bold] {num_steps} steps on {job.num_ranks} ranks")
+        begin = time.monotonic()
         if code := _run(job, plan, console):
             return code
+        plan = plan._replace(patience=3 + 2 * (time.monotonic() - begin))
         ends = [records.end() or End() for records in ranks]
         if not any(end.num_steps for end in ends):
             raise BadLaunch(
@@ -57,11 +74,11 @@ def check(steps: str, *, float64: bool = False, **options: Any) -> int:
             console.print(f"[bold]check:[/bold] {words}")
             if code := _run(job._replace(num_ranks=1), plan._replace(run=run), console):
                 return code
-        alone, with_rounding = Records(folder, ALONE), Records(folder, ROUNDED)
-        found = finding(ranks, alone, with_rounding)
-        notes = dict.fromkeys(note for end in [*ends, alone.end() or End()] for note in end.notes)
-        _tell(console, found, [*notes], ends, num_steps)
-    return 0 if found.cause is None else 1
+        runs = _runs(plan, joins=any(end.joins for end in ends))
+        comparison, findings, notes = _findings(runs, plan, ends, job, console)
+        told = [note for end in [*ends, runs.alone.end() or End()] for note in end.notes]
+        _tell(console, comparison, findings, [*dict.fromkeys([*told, *notes])], ends, num_steps)
+    return 1 if findings else 0
 
 
 def _run(job: Job, plan: Plan, console: Console) -> int:
@@ -77,27 +94,166 @@ def _run(job: Job, plan: Plan, console: Console) -> int:
     return outcome.exit_status
 
 
+def _findings(
+    runs: Runs, plan: Plan, ends: list[End], job: Job, console: Console
+) -> tuple[Comparison, list[Finding], list[str]]:
+    """What is compared, what is to be told, and what is only to be noted."""
+
+    def run(plan: Plan) -> bool:
+        num_ranks = plan.num_ranks if plan.run is None else 1
+        trial = job._replace(num_ranks=num_ranks, around=partial(Recorder, plan), live=False)
+        return not supervise(trial).exit_status
+
+    findings, notes = [], []
+    comparison = compare(runs)
+    if comparison.parting is not None:
+        console.print("[bold]check:[/bold] they part; further runs look for the cause")
+        cause = cause_of(comparison, plan, runs, run)
+        if cause.is_noise:
+            # The ranks' noise is no mistake. Whether there is one besides it shows without it.
+            plan = plan._replace(trial="draws", suspects=(Suspect.DRAWS,))
+            if all(run(plan._replace(run=name)) for name in (None, ALONE, ROUNDED)):
+                runs = _runs(plan, joins=runs.joins)
+                comparison = compare(runs)
+                notes.append(
+                    f"{cause.verdicts[0].cause} They are no difference: both were given the same"
+                )
+                if comparison.parting is not None:
+                    cause = cause_of(comparison, plan, runs, run)
+        if comparison.parting is not None:
+            findings.append(_of_difference(comparison, cause))
+    if name := comparison.not_finite:
+        findings.append(_not_finite(name, comparison.num_steps))
+    base = _runs(plan._replace(trial=""), joins=runs.joins)
+    found = _of_all_steps(comparison, base, ends)
+    return comparison, [*findings, *(each for each in found if each is not None)], notes
+
+
+def _runs(plan: Plan, *, joins: bool) -> Runs:
+    ranks = [plan.records(of_rank(rank), plan.trial) for rank in range(plan.num_ranks)]
+    alone = plan.records(ALONE, plan.trial)
+    return Runs(ranks, alone, alone, plan.records(ROUNDED, plan.trial), joins)
+
+
+def _of_difference(comparison: Comparison, cause: Cause) -> Finding:
+    parting = comparison.parting
+    assert parting is not None
+    others = "one process" if parting.rank is None else f"rank {parting.rank}"
+    who = "All ranks" if parting.rank is None else "Rank 0"
+    when = "in an evaluation or a save after" if parting.in_evaluation else "in"
+    where = (
+        f"{who} and {others} part {when} step {parting.number}, in {parting.name!r}: by "
+        f"{parting.difference:.1e}, where rounding explains {parting.tolerance:.1e}."
+    )
+    return Finding(where, cause.verdicts, cause.known, ", ".join(cause.tried))
+
+
+def _not_finite(name: str, number: int) -> Finding:
+    return Finding(
+        f"After step {number}, {name!r} isn't finite on the ranks and in one process, so that "
+        "later steps can't be compared.",
+        [
+            Verdict(
+                "the training diverges by itself, in one process too.",
+                "See which value is the first that isn't finite: torch.autograd.detect_anomaly(), "
+                "a smaller learning rate, --float64.",
+            )
+        ],
+    )
+
+
+def _of_all_steps(comparison: Comparison, runs: Runs, ends: list[End]) -> list[Finding | None]:
+    """What all steps together show, also where they are alike."""
+    again = repeated(runs.ranks)
+    of_samples = again and Finding(again.where, [Verdict(again.cause, again.remedy)])
+    if comparison.are_same:
+        of_samples = Finding(
+            "All ranks train on the same samples, so that each does the work of all.",
+            [
+                Verdict(
+                    "the samples aren't divided among the ranks, by the loader's sampler or by the "
+                    "program.",
+                    f"Use {OUR_LOADER}.",
+                )
+            ],
+        )
+    return [of_samples, _of_numbers(runs, ends), _of_division(runs.ranks)]
+
+
+def _of_numbers(runs: Runs, ends: list[End]) -> Finding | None:
+    numbers = [end.num_steps for end in ends]
+    if len({*numbers}) == 1 or runs.joins:
+        return None
+    told = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(numbers))
+    return Finding(
+        f"The ranks take different numbers of steps ({told}).",
+        [
+            Verdict(
+                "a rank leaves out steps, or has fewer batches than others.",
+                f"Let every rank take each step; {OUR_LOADER}, gives all ranks equally many "
+                "batches.",
+            )
+        ],
+    )
+
+
+def _of_division(ranks: Sequence[Records]) -> Finding | None:
+    """Whether a mean over all micro-batches is divided by their number."""
+    number = 1
+    while (step := ranks[0].step(number)) is not None:
+        micro_batches = len(step.backwards)
+        are_divided = all(back.divisor == micro_batches for back in step.backwards)
+        if step.accumulates and micro_batches > 1 and are_divided:
+            return Finding(
+                f"The gradients of step {number} are {micro_batches} times too small, on the "
+                "ranks and in one process.",
+                [
+                    Verdict(
+                        f"each loss is divided by {micro_batches}, the number of micro-batches "
+                        "in the step. Under lockstep.accumulate() that is done already: "
+                        "gradients are those of the mean over all of them.",
+                        "Leave the division out.",
+                    )
+                ],
+            )
+        number += 1
+    return None
+
+
 def _tell(
-    console: Console, found: Finding, notes: list[str], ends: list[End], num_steps: int
+    console: Console,
+    comparison: Comparison,
+    findings: list[Finding],
+    notes: list[str],
+    ends: list[End],
+    num_steps: int,
 ) -> None:
     for note in notes:
-        console.print(f"[bold]check:[/bold] {note}.")
+        console.print("[bold]check:[/bold]", end=" ")
+        console.print(f"{note}.", markup=False)
     fewest = min(end.num_steps for end in ends)
     if fewest < num_steps:
         console.print(f"[bold]check:[/bold] the program took {fewest} steps.")
-    if found.cause is None:
+    for found in findings:
+        console.print(found.where, style="red", markup=False)
+        for each in found.verdicts:
+            console.print(f"Cause: {each.cause}", markup=False)
+            console.print(f"What to do: {each.remedy}", markup=False)
+        if not found.verdicts:
+            console.print("The cause isn't known.")
+        for fact in found.known:
+            console.print(f"Known: {fact}", markup=False)
+        if found.tried and not found.verdicts:
+            console.print(f"Switched off, one by one and together, without success: {found.tried}.")
+    if comparison.num_steps and comparison.parting is None and comparison.not_finite is None:
         console.print(
-            f"[green]All parameters and buffers are alike after each of {found.num_steps} steps"
-            f"[/green]: the largest difference is {found.difference:.1e}, and rounding explains "
-            f"{found.tolerance:.1e}."
+            f"[green]All parameters and buffers are alike after each of {comparison.num_steps} "
+            f"steps[/green]: the largest difference is {comparison.difference:.1e}, and rounding "
+            f"explains {comparison.tolerance:.1e}."
         )
-        if found.is_even:
+        if comparison.are_even:
             console.print(
                 "[bold]check:[/bold] the ranks had equally many samples in each of these steps. A "
                 "mean of means shows only in a batch that is divided unevenly, such as the last of "
                 "an epoch: check as many steps."
             )
-        return
-    console.print(f"[red]{found.where}[/red]", soft_wrap=True)
-    console.print(f"Likely cause: {found.cause}", markup=False)
-    console.print(f"What to do: {found.remedy}", markup=False)

@@ -1,21 +1,19 @@
 """What happens in a process whose program is checked: it is watched, and ended after N steps.
 
-The program itself is unchanged. In one process its loaders give the batches that the ranks had got,
-joined.
+The program itself is unchanged. In one process its loaders give the global batches of which the
+ranks had got parts. In a trial, suspects are switched off.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import random
-import sys
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -24,43 +22,22 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import DataLoader, DistributedSampler
 
+import lockstep.nn
 from lockstep import checkpoint
+from lockstep.check.batches import hashes_of_rows
+from lockstep.check.generators import have_drawn, random_state
+from lockstep.check.loaders import Finished, Loaders
+from lockstep.check.locate import Trace
 from lockstep.check.models import Models
-from lockstep.check.records import (
-    ROUNDED,
-    Backward,
-    Batch,
-    End,
-    Records,
-    Step,
-    hashes_of_rows,
-    joined,
-    of_rank,
-)
+from lockstep.check.records import ROUNDED, Backward, End, Plan, Step, of_rank
 from lockstep.check.switches import Switches, rounded
-from lockstep.data import bytes_of
+from lockstep.check.trials import Suspect, Trial, options_of
 from lockstep.nn import are_parallel
-from lockstep.torch_private import tree_leaves, tree_map_only
+from lockstep.torch_private import tree_leaves
 
 NO_SAVES = "lockstep.save() writes nothing during a check"
 _HASHES = 1 << 56
-
-
-class Plan(NamedTuple):
-    """What is to be watched of a run."""
-
-    folder: str
-    num_steps: int
-    float64: bool
-    num_ranks: int  # of the parallel run
-    run: str | None = None  # None: as a rank of the parallel run
-    divides_itself: bool = False  # whether the program gives each rank its part of global batches
-
-
-class _Finished(BaseException):
-    """Ends the program after its last step."""
 
 
 class Recorder:
@@ -69,46 +46,74 @@ class Recorder:
     def __init__(self, plan: Plan, rank: int) -> None:
         self._plan = plan
         self._rank = rank
-        self._records = Records(plan.folder, plan.run or of_rank(rank))
-        self._ranks = [Records(plan.folder, of_rank(number)) for number in range(plan.num_ranks)]
+        self._records = plan.records(plan.run or of_rank(rank), plan.trial)
+        self._ranks = [plan.records(of_rank(number)) for number in range(plan.num_ranks)]
         self._models = Models()
         self._end = End()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._num_optimizers = 0
         self._depth = 0  # of optimizers that step inside of others' steps
-        self._is_loading = False  # inside of a loader's own iterator
-        self._loaders: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._classes: set[tuple[type, str]] = set()  # of loaders, with their methods
-        self._iterations: Counter[str] = Counter()
         self._backwards: list[Backward] = []
         self._input: Backward | None = None  # of the next one, whose loss isn't known
+        self._inputs = 0  # a checksum
         self._last: dict[str, torch.Tensor] = {}
         self._start: dict[str, torch.Tensor] = {}
         self._changed: list[str] = []
-        self._draws = False
+        self._draws = self._accumulates = False
         self._eps = 0.0
-        self._random: object = None
         self._undo = ExitStack()
         self._switches = Switches(self._undo, self._end.notes)
+        self._trace = Trace(self._models) if plan.trial else None
+        self._trial = Trial(plan, rank, self._switches, self._trains, self._num_rows)
+        self._loaders = Loaders(plan, self._records, self._switches, self._trial.after_batch)
+
+    def _trains(self) -> bool:
+        return bool(self._num_optimizers) and not self._depth and not self._loaders.is_loading
+
+    def _num_rows(self) -> int:
+        return self._input.num_rows if self._input is not None else self._loaders.num_rows
 
     def __enter__(self) -> Self:
         switches = self._switches
-        switches.seed(self._rank)
+        switches.seed(0 if self._trial.has(Suspect.SEEDS) else self._rank)
         switches.turn_off_dropout()
         if self._plan.float64:
             switches.use_float64()
         self._models.watch(switches)
-        switches.wrap(DataLoader, "__init__", self._begin_loader)
+        self._loaders.watch()
+        self._trial.watch()
         switches.wrap(Optimizer, "__init__", self._begin_optimizer)
         switches.wrap(torch.autograd, "backward", self._note_backward)
         switches.wrap(checkpoint, "save", self._leave_out_save)
-        for handle in (
+        switches.wrap(lockstep.nn, "accumulate", self._note_accumulation)
+        switches.wrap(lockstep.nn, "join", self._note_join)
+        switches.wrap(lockstep.nn.DistributedDataParallel, "join", self._note_join)
+        switches.wrap(nn.parallel.DistributedDataParallel, "join", self._note_join)
+        handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
             nn.modules.module.register_module_forward_pre_hook(self._note_input),
-        ):
+        ]
+        if self._trace is not None:
+            handles += [
+                nn.modules.module.register_module_forward_pre_hook(self._trace.note_input),
+                nn.modules.module.register_module_forward_hook(self._trace.note_output),
+            ]
+            self._be_silent()
+        for handle in handles:
             self._undo.callback(handle.remove)
-        self._random = _random_state()
+        self._loaders.random_state = random_state()
+        if self._trial.together is not None:
+            self._undo.enter_context(self._trial.together)
         return self
+
+    def _be_silent(self) -> None:
+        """Show nothing of what the program prints in a trial: it has been shown before."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):
+            with contextlib.suppress(OSError):
+                os.dup2(null, number)
+        os.close(null)
 
     def __exit__(
         self,
@@ -117,91 +122,20 @@ class Recorder:
         trace: TracebackType | None,
     ) -> bool:
         self._undo.close()
+        others = (
+            self._plan.records(of_rank(n), self._plan.trial) for n in range(self._plan.num_ranks)
+        )
         is_lost = (  # it waits in vain for ranks that have made their steps
             self._plan.run is None
             and isinstance(error, RuntimeError)
-            and any(other.end() is not None for other in self._ranks)
+            and any(other.end() is not None for other in others)
         )
-        if error is None or is_lost or isinstance(error, _Finished | SystemExit):
+        if error is None or is_lost or isinstance(error, Finished | SystemExit):
             self._records.save("end", self._end)
-        return is_lost or isinstance(error, _Finished)
-
-    # Loaders.
-
-    def _begin_loader(
-        self, original: Callable[..., None], loader: Any, *args: Any, **options: Any
-    ) -> None:
-        original(loader, *args, **options)
-        self._loaders[loader] = f"batch-{len(self._iterations)}"
-        self._iterations[self._loaders[loader]] = 0
-        # What the method of a subclass gives is the batch, not what it gets from torch's.
-        for name, watched in (("__iter__", self._iterate), ("__len__", self._length)):
-            owner = next(cls for cls in type(loader).__mro__ if name in vars(cls))
-            if (owner, name) not in self._classes:
-                self._classes.add((owner, name))
-                self._switches.wrap(owner, name, watched)
-
-    def _length(self, original: Callable[[Any], int], loader: Any) -> int:
-        name = self._loaders.get(loader)
-        if self._is_loading or name is None:
-            return original(loader)
-        if self._plan.run is None:
-            length = original(loader)
-            self._records.save(f"length-{name}", length)
-            return length
-        length = self._ranks[0].load(f"length-{name}")
-        return original(loader) if length is None else int(length)
-
-    def _iterate(self, original: Callable[[Any], Any], loader: Any) -> Any:
-        name = self._loaders.get(loader)
-        if self._is_loading or name is None:
-            return original(loader)
-        self._iterations[name] += 1
-        name += f"-{self._iterations[name]}"
-        if self._plan.run is None:
-            return self._recorded(name, self._load(original, loader), _pads(loader))
-        if self._ranks[0].load(name) is None:  # a loader of this run alone
-            return original(loader)
-        return self._replayed(name)
-
-    def _load(self, function: Callable[..., Any], *args: object) -> Any:
-        """Call what a loader does by itself."""
-        self._is_loading = True
-        try:
-            return function(*args)
-        finally:
-            self._is_loading = False
-
-    def _recorded(self, name: str, batches: Iterator[Any], pads: bool) -> Iterator[Any]:
-        """Yield ``batches``, and record each."""
-        self._records.save(name, True)
-        number, end = 0, object()
-        while (value := self._load(next, batches, end)) is not end:
-            if self._plan.float64:
-                value = tree_map_only(torch.Tensor, _doubled, value)
-            kept = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
-            batch = Batch(kept, hashes_of_rows(value), pads, torch.get_rng_state())
-            self._records.save(f"{name}-{number}", batch)
-            number += 1
-            self._random = _random_state()
-            yield value
-        self._records.save(f"{name}-{number}", None)
-
-    def _replayed(self, name: str) -> Iterator[Any]:
-        """The batches of all ranks, joined, with rank 0's random numbers after each."""
-        number = 0
-        while True:
-            path = f"{name}-{number}"
-            batches = [batch for rank in self._ranks if (batch := rank.load(path)) is not None]
-            if not batches:
-                if self._ranks[0].has(path):
-                    return
-                raise _Finished  # the ranks had ended before they got this one
-            torch.set_rng_state(batches[0].random_state)
-            self._random = _random_state()
-            values = [batch.value for batch in batches]
-            yield values[0] if self._plan.divides_itself else joined(values)
-            number += 1
+            self._records.save("sites", self._trial.sites)
+            if self._trial.together is not None:
+                self._records.save("drawn", self._trial.together.drawn)
+        return is_lost or isinstance(error, Finished)
 
     def _leave_out_save(
         self, original: object, path: str | os.PathLike[str], **options: object
@@ -212,7 +146,16 @@ class Recorder:
         """
         if NO_SAVES not in self._end.notes:
             self._end.notes.append(NO_SAVES)
+        self._note_evaluation()
         return Path(path).absolute() / "000000"
+
+    def _note_accumulation(self, original: Callable[..., object], *args: Any) -> object:
+        self._accumulates = True
+        return original(*args)
+
+    def _note_join(self, original: Callable[..., object], *args: Any, **options: Any) -> object:
+        self._end.joins = True
+        return original(*args, **options)
 
     # Steps.
 
@@ -221,55 +164,93 @@ class Recorder:
     ) -> None:
         original(optimizer, *args, **options)
         self._num_optimizers += 1
+        self._optimizers.add(optimizer)
         name = f"start-{self._num_optimizers}"
         tensors = self._models.tensors(optimizer)
         if self._plan.run is None:
+            self._trial.start(tensors)
             self._records.save(name, _copies(tensors))
-            return
-        # In one process the models start as on rank 0, whatever random numbers they were made of.
-        given = self._ranks[0].load(name) or {}
-        with torch.no_grad():
-            for key, tensor in tensors.items():
-                value = given.get(key)
-                if value is not None and value.shape == tensor.shape:
-                    is_rounded = self._plan.run == ROUNDED and value.is_floating_point()
-                    tensor.copy_(rounded(value, _eps_of(value)) if is_rounded else value)
+        else:
+            # In one process the models start as on rank 0, whatever numbers they were made of.
+            given = self._ranks[0].load(name) or {}
+            with torch.no_grad():
+                for key, tensor in tensors.items():
+                    value = given.get(key)
+                    if value is not None and value.shape == tensor.shape:
+                        is_rounded = self._plan.run == ROUNDED and value.is_floating_point()
+                        tensor.copy_(rounded(value, _eps_of(value)) if is_rounded else value)
+        if not self._end.num_steps:
+            self._start |= _copies(tensors)
+
+    def _all_trained(self) -> dict[str, torch.Tensor]:
+        """The tensors that any optimizer changes."""
+        return {
+            name: tensor
+            for optimizer in sorted(self._optimizers, key=id)
+            for name, tensor in self._named(optimizer).items()
+        }
+
+    def _named(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """The tensors that ``optimizer`` changes."""
+        ids = {id(parameter) for parameter in _trained(optimizer)}
+        tensors = self._models.tensors(optimizer)
+        return {name: tensor for name, tensor in tensors.items() if id(tensor) in ids}
 
     def _note_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._input is not None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            if not module.training:
+                self._note_evaluation()
             return
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        if tensors and tensors[0].dim():
-            self._input = Backward(0.0, len(tensors[0]), sum(hashes_of_rows(tensors[:1])) % _HASHES)
+        if not tensors or not tensors[0].dim():
+            return
+        rows = sum(hashes_of_rows(tensors[:1])) % _HASHES
+        self._inputs = (self._inputs + rows) % _HASHES
+        if self._input is None:
+            self._input = Backward(0.0, len(tensors[0]), rows)
             kind = tensors[0].device.type
             if torch.is_autocast_enabled(kind):
                 self._eps = torch.finfo(torch.get_autocast_dtype(kind)).eps
+
+    def _note_evaluation(self) -> None:
+        """Write down the tensors with which the program evaluates, once after each step."""
+        name = f"evaluation-{self._end.num_steps}"
+        if self._end.num_steps and not self._depth and not self._records.has(name):
+            found: dict[str, torch.Tensor] = {}
+            for optimizer in self._optimizers:
+                found |= self._models.tensors(optimizer)
+            self._records.save(name, _copies(found))
 
     def _note_backward(
         self, original: Callable[..., None], tensors: Any, *args: Any, **options: Any
     ) -> None:
         losses = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)]
         loss = sum(float(leaf.detach().double().sum()) for leaf in losses)
-        self._draws |= _random_state() != self._random
-        self._backwards.append((self._input or Backward(0.0, 0, 0))._replace(loss=loss))
+        self._note_draws()
+        known = (self._input or Backward(0.0, 0, 0))._replace(loss=loss)
         self._input = None
+        if not self._backwards:
+            self._trial.note_kept(self._all_trained().values())
+        self._backwards.append(known._replace(divisor=_divisor(losses)))
+        trained = self._all_trained() if self._plan.suspects else {}
+        tensors = self._trial.before_backward(tensors, known.num_rows, trained)
         original(tensors, *args, **options)
+
+    def _note_draws(self) -> None:
+        self._draws |= have_drawn(self._loaders.random_state, random_state())
 
     def _before_step(self, optimizer: Optimizer, args: object, options: object) -> None:
         self._depth += 1
         if self._depth > 1:
             return
-        self._draws |= _random_state() != self._random
-        tensors = self._models.tensors(optimizer)
-        if not self._end.num_steps:
-            self._start = _copies(tensors)
-        trained = {id(parameter) for parameter in _trained(optimizer)}
+        self._note_draws()
+        last = self._last or self._start
         self._changed = [
             name
-            for name, tensor in tensors.items()
-            if id(tensor) in trained and name in self._last
-            if not torch.equal(tensor.detach().cpu(), self._last[name])
+            for name, tensor in self._named(optimizer).items()
+            if name in last and not torch.equal(tensor.detach().cpu(), last[name])
         ]
+        self._trial.before_step(optimizer, _trained(optimizer))
         if self._plan.run == ROUNDED:
             for parameter in _trained(optimizer):
                 if parameter.grad is not None and not parameter.grad.is_sparse:
@@ -281,57 +262,59 @@ class Recorder:
         if self._depth:
             return
         self._end.num_steps += 1
-        tensors = self._models.tensors(optimizer)
-        trained = _trained(optimizer)
-        ids = {id(parameter) for parameter in trained}
-        gradients = {
-            name: tensor.grad
-            for name, tensor in tensors.items()
-            if id(tensor) in ids and tensor.grad is not None
-        }
-        self._last = _copies(tensors)
+        number = self._end.num_steps
+        named, trained = self._named(optimizer), _trained(optimizer)
+        gradients = {name: t.grad for name, t in named.items() if t.grad is not None}
+        self._last = _copies(self._models.tensors(optimizer))
         step = Step(
             tensors=self._last,
             gradients=_copies(gradients),
             start=self._start,
-            trained=[name for name, tensor in tensors.items() if id(tensor) in ids],
+            trained=[*named],
+            parallel=self._parallel(named),
             backwards=self._backwards,
-            options=_options(optimizer),
+            options=options_of(optimizer),
             changed=self._changed,
-            batch_norms=self._models.batch_norms(),
+            inputs=self._inputs,
+            calls=frozenset(self._trial.sites),
             draws=self._draws,
-            is_parallel=any(are_parallel(p for p in trained if isinstance(p, nn.Parameter)))
-            or self._models.has_wrapper(),
+            accumulates=self._accumulates,
             eps=max([self._eps, *map(_eps_of, trained)]),
         )
-        self._records.save(f"step-{self._end.num_steps}", step)
-        self._start, self._backwards, self._draws = {}, [], False
-        self._random = _random_state()
-        if self._end.num_steps == self._plan.num_steps:
-            raise _Finished
+        self._records.save(f"step-{number}", step)
+        if self._trace is not None:
+            self._records.save(f"trace-{number}", self._trace.take())
+        self._trial.after_step(trained)
+        self._start, self._backwards, self._inputs = {}, [], 0
+        self._draws = self._accumulates = False
+        self._loaders.random_state = random_state()
+        if number == self._plan.num_steps:
+            raise Finished
+
+    def _parallel(self, named: dict[str, torch.Tensor]) -> list[str]:
+        if self._models.has_wrapper():
+            return [*named]
+        parameters = {name: p for name, p in named.items() if isinstance(p, nn.Parameter)}
+        are = are_parallel(parameters.values())
+        return [name for name, is_one in zip(parameters, are, strict=True) if is_one]
 
 
-def _random_state() -> tuple[object, ...]:
-    """The states of all generators that programs draw from without a word."""
-    numpy = sys.modules.get("numpy")
-    state = () if numpy is None else numpy.random.get_state()
-    return (
-        bytes_of(torch.get_rng_state()),
-        random.getstate(),
-        *(part.tobytes() if hasattr(part, "tobytes") else part for part in state),
-    )
-
-
-def _pads(loader: Any) -> bool:
-    """Whether torch's sampler gives some samples twice, so that all ranks get equally many."""
-    sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
-        return False
-    return len(sampler.dataset) % sampler.num_replicas != 0  # type: ignore[arg-type]
-
-
-def _doubled(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+def _divisor(losses: list[torch.Tensor]) -> float:
+    """By what the program divides the result of ``lockstep.mean()``; 1 if it doesn't."""
+    node = losses[0].grad_fn if len(losses) == 1 else None
+    if node is None or not node.next_functions or node.next_functions[0][0] is None:
+        return 1.0
+    is_mean = node.next_functions[0][0].name() == "_MeanBackward"
+    others = [other for other, _ in node.next_functions[1:] if other is not None]
+    if not is_mean or others:
+        return 1.0
+    other = getattr(node, "_saved_other", None)
+    if not isinstance(other, int | float | torch.Tensor):
+        return 1.0
+    value = float(other)
+    if node.name() == "DivBackward0":
+        return value
+    return 1 / value if node.name() == "MulBackward0" and value else 1.0
 
 
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -346,13 +329,3 @@ def _trained(optimizer: Optimizer) -> list[torch.Tensor]:
 def _eps_of(tensor: torch.Tensor) -> float:
     is_float = tensor.is_floating_point() or tensor.is_complex()
     return torch.finfo(tensor.dtype).eps if is_float else 0.0
-
-
-def _options(optimizer: Optimizer) -> dict[str, str]:
-    """Learning rates and other numbers, by names such as ``lr`` or, of other groups, ``lr[1]``."""
-    return {
-        name + (f"[{number}]" if number else ""): f"{float(value):g}"
-        for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
-    }

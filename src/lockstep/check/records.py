@@ -6,17 +6,13 @@ read that was not written by the same check.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-
-from lockstep.data import bytes_of
-from lockstep.errors import LockstepError
-from lockstep.torch_private import tree_leaves
 
 ALONE = "alone"  # one process on the global batches
 ROUNDED = "rounded"  # the same with a rounding error of its own added in each step
@@ -27,12 +23,32 @@ def of_rank(rank: int) -> str:
     return f"rank-{rank}"
 
 
+class Plan(NamedTuple):
+    """What is to be watched of a run, and what is to be changed in it."""
+
+    folder: str
+    num_steps: int
+    float64: bool
+    num_ranks: int  # of the parallel run
+    run: str | None = None  # None: as a rank of the parallel run
+    divides_itself: bool = False  # whether the program gives each rank its part of global batches
+    # The suspects that are switched off, and the folder in ``folder`` for the records of that.
+    suspects: tuple[str, ...] = ()
+    trial: str = ""
+    patience: float = 20.0  # the seconds after which a rank of a trial won't come any more
+
+    def records(self, run: str, trial: str = "") -> Records:
+        """The files of ``run``: of the program as it is, or of a trial."""
+        return Records(str(Path(self.folder, trial)), run)
+
+
 class Backward(NamedTuple):
     """A call of ``backward()``."""
 
     loss: float
     num_rows: int  # in the first tensor that a module has got since the last one
     rows: int  # the sum of the hashes of its rows, in any order
+    divisor: float = 1.0  # by which the program divides the result of lockstep.mean()
 
 
 @dataclass
@@ -41,25 +57,37 @@ class Step:
 
     tensors: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
-    start: dict[str, torch.Tensor]  # the tensors before the first step; later none
+    start: dict[str, torch.Tensor]  # the tensors when the first optimizer was made
     trained: list[str]  # the tensors that the optimizer changes
+    parallel: list[str]  # those of them that a parallel model has
     backwards: list[Backward]  # since the last step
-    options: dict[str, str]  # learning rate and others of the optimizer
+    options: dict[str, float]  # learning rate and others of the optimizer
     changed: list[str]  # parameters whose value isn't what the last step left
-    batch_norms: list[str]  # modules that normalise by the statistics of this rank's samples
+    inputs: int  # a checksum of all that modules were given
+    calls: frozenset[str]  # the suspects that the program has given reason for
     draws: bool  # whether random numbers were drawn since the last batch or step
-    is_parallel: bool  # whether a part of the trained model is reduced in backward
+    accumulates: bool  # whether micro-batches were accumulated
     eps: float  # the relative rounding error of what it computed with
 
 
 @dataclass
 class Batch:
-    """A batch that a loader gave."""
+    """What is known of a batch that a loader gave, whose value has a file of its own."""
 
-    value: Any
     rows: list[int]  # the hash of each sample
     pads: bool  # whether the loader's sampler gives samples twice, to have equally many per rank
-    random_state: torch.Tensor  # of torch, right after
+    is_empty: bool  # whether there is no sample in it
+    is_ours: bool  # whether a lockstep.DataLoader gave it, which gives each sample once
+    random_state: Any  # of all generators, right after
+    content: str  # a checksum; empty if it has something unknown in it
+
+
+@dataclass
+class Samples:
+    """What a loader's ``collate_fn`` made a batch of."""
+
+    samples: list[Any]
+    draws: bool  # whether it drew random numbers for that
 
 
 @dataclass
@@ -68,6 +96,7 @@ class End:
 
     num_steps: int = 0
     notes: list[str] = field(default_factory=list)
+    joins: bool = False  # whether ranks may take different numbers of steps
 
 
 class Records:
@@ -75,13 +104,14 @@ class Records:
 
     def __init__(self, folder: str, run: str) -> None:
         self._folder = Path(folder, run)
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, name: str, value: object) -> None:
-        """Write ``value`` under ``name``, by a rename: other ranks may read it meanwhile."""
-        unfinished = self._folder / f"unfinished-{name}"
-        torch.save(value, unfinished)
-        unfinished.rename(self._folder / name)
+        """Write ``value`` under ``name``, by a rename: other processes may read it meanwhile."""
+        descriptor, unfinished = tempfile.mkstemp(prefix="unfinished-", dir=self._folder)
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(value, file)
+        Path(unfinished).rename(self._folder / name)
 
     def load(self, name: str) -> Any:
         """What was written under ``name``; None if nothing was."""
@@ -98,75 +128,21 @@ class Records:
         found: Step | None = self.load(f"step-{number}")
         return found
 
-    def rows(self) -> dict[str, list[tuple[list[int], bool]]]:
-        """For each pass over a loader, each batch's hashes of rows, and whether it is padded."""
-        found: dict[str, list[tuple[list[int], bool]]] = {}
+    def evaluation(self, number: int) -> dict[str, torch.Tensor] | None:
+        """The tensors with which the program evaluates or saves after that step, if it does."""
+        found: dict[str, torch.Tensor] | None = self.load(f"evaluation-{number}")
+        return found
+
+    def passes(self) -> dict[str, list[Batch]]:
+        """The batches of each pass over a loader."""
+        found: dict[str, list[Batch]] = {}
         paths = self._folder.glob("batch-*-*-*")
         for path in sorted(paths, key=lambda path: [*map(int, path.name.split("-")[1:])]):
             if (batch := self.load(path.name)) is not None:
-                found.setdefault(path.name.rpartition("-")[0], []).append((batch.rows, batch.pads))
+                found.setdefault(path.name.rpartition("-")[0], []).append(batch)
         return found
 
     def end(self) -> End | None:
         """How the run ended; None if it has not."""
         found: End | None = self.load("end")
         return found
-
-
-def hashes_of_rows(value: object) -> list[int]:
-    """A hash for each sample of a batch; none if the tensors in it don't have a row for each."""
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    dense = [t.detach().cpu().contiguous() for t in tensors if t.layout is torch.strided]
-    lengths = {len(tensor) if tensor.dim() else 0 for tensor in dense}
-    if len(lengths) != 1 or not (length := lengths.pop()):
-        return []
-    wholes = [(bytes_of(t), t.nbytes // length) for t in dense if t.numel()]
-    digests = (
-        hashlib.blake2b(
-            b"".join(whole[row * size : (row + 1) * size] for whole, size in wholes), digest_size=7
-        ).digest()
-        for row in range(length)
-    )
-    return [int.from_bytes(digest) for digest in digests]
-
-
-def joined(parts: Sequence[Any]) -> Any:
-    """The batch of which the ranks had ``parts``.
-
-    Raises:
-        LockstepError: If they can't be joined.
-    """
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        if first.dim() and len({part.shape[1:] for part in parts}) == 1:
-            return torch.cat(list(parts))
-    elif isinstance(first, dict):
-        values = {key: joined([part[key] for part in parts]) for key in first}
-        return values if type(first) is dict else type(first)(values)
-    elif isinstance(first, list | tuple):
-        if not all(map(_has_fields, parts)):
-            every = [element for part in parts for element in part]
-            return every if isinstance(first, list) else tuple(every)
-        fields = [joined(elements) for elements in zip(*parts, strict=True)]
-        return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
-    if all(type(part) is type(first) and _are_equal(part, first) for part in parts):
-        return first
-    shapes = " and ".join(str(tuple(getattr(part, "shape", ()))) for part in parts)
-    raise LockstepError(
-        f"The ranks' batches can't be joined to a global one: they hold a {type(first).__name__} "
-        f"of {shapes}. Pad samples to a fixed length, or collate them into tensors with a row for "
-        "each sample."
-    )
-
-
-def _has_fields(value: Sequence[object]) -> bool:
-    """Whether a sequence in a batch is a tuple of fields, rather than one of samples."""
-    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    lengths = {len(leaf) if leaf.dim() else 0 for leaf in leaves}
-    return len({*map(type, value)}) > 1 or (len(lengths) == 1 and 0 not in lengths)
-
-
-def _are_equal(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)

@@ -1,0 +1,147 @@
+"""Batches: checksums of them and of their rows, and the global batch of which ranks had parts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lockstep.check.records import Batch, Samples
+from lockstep.data import bytes_of
+from lockstep.errors import LockstepError
+from lockstep.torch_private import tree_leaves
+
+
+def hashes_of_rows(value: object) -> list[int]:
+    """A hash for each sample of a batch; none if the tensors in it don't have a row for each."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    dense = [t.detach().cpu().contiguous() for t in tensors if t.layout is torch.strided]
+    lengths = {len(tensor) if tensor.dim() else 0 for tensor in dense}
+    if len(lengths) != 1 or not (length := lengths.pop()):
+        return []
+    wholes = [(bytes_of(t), t.nbytes // length) for t in dense if t.numel()]
+    digests = (
+        hashlib.blake2b(
+            b"".join(whole[row * size : (row + 1) * size] for whole, size in wholes), digest_size=7
+        ).digest()
+        for row in range(length)
+    )
+    return [int.from_bytes(digest) for digest in digests]
+
+
+class _Unknown(Exception):
+    """Something in a batch has no checksum."""
+
+
+def checksum(value: object) -> str:
+    """A checksum of all that is in a batch; empty if that can't be told."""
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        _add(digest.update, value)
+    except _Unknown:
+        return ""
+    return digest.hexdigest()
+
+
+def _add(update: Callable[[bytes], None], value: Any) -> None:
+    update(type(value).__qualname__.encode())
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise _Unknown
+        update(f"{value.dtype}{tuple(value.shape)}".encode())
+        update(bytes_of(value.detach().cpu().contiguous()))
+    elif isinstance(value, str | bytes | int | float | complex | None):
+        update(repr(value).encode())
+    elif isinstance(value, dict):
+        for key, element in value.items():
+            _add(update, key)
+            _add(update, element)
+    elif isinstance(value, list | tuple | set | frozenset):
+        update(str(len(value)).encode())
+        for element in value:
+            _add(update, element)
+    elif callable(tobytes := getattr(value, "tobytes", None)):  # NumPy's
+        update(f"{getattr(value, 'shape', '')}".encode() + tobytes())
+    elif vars_of := getattr(value, "__dict__", None):
+        _add(update, vars_of)
+    else:
+        raise _Unknown
+
+
+class Part(NamedTuple):
+    """What a rank had of a global batch."""
+
+    batch: Batch
+    value: Any
+    samples: Samples | None  # of which it was made, if that is known
+
+
+def global_batch(collate: Callable[[Any], Any] | None, parts: Sequence[Part]) -> Any:
+    """The batch of which the ranks had ``parts``, as ``collate`` makes it of their samples.
+
+    What the loader's ``collate_fn`` makes of all samples at once is right whatever it does with
+    them: pad them to the longest, count them, or number their rows. Only where it draws random
+    numbers, or isn't known, are the ranks' batches joined.
+
+    Raises:
+        LockstepError: If they can't be joined.
+    """
+    contents = {part.batch.content for part in parts}
+    if len(contents) == 1 and "" not in contents:
+        return parts[0].value
+    given = [part.samples for part in parts if not part.batch.is_empty]
+    known = [samples for samples in given if samples is not None and not samples.draws]
+    if collate is not None and known and len(known) == len(given):
+        return collate([sample for each in known for sample in each.samples])
+    return joined([part.value for part in parts])
+
+
+def is_empty(value: object) -> bool:
+    """Whether a batch has no sample in it."""
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return bool(leaves) and not any(leaf.numel() for leaf in leaves)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The batch of which the ranks had ``parts``.
+
+    Raises:
+        LockstepError: If they can't be joined.
+    """
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        if first.dim() and len({part.shape[1:] for part in parts}) == 1:
+            return torch.cat(list(parts))
+    elif isinstance(first, dict):
+        values = {key: joined([part[key] for part in parts]) for key in first}
+        return values if type(first) is dict else type(first)(values)
+    elif isinstance(first, list | tuple):
+        if not all(map(_has_fields, parts)):
+            every = [element for part in parts for element in part]
+            return every if isinstance(first, list) else tuple(every)
+        fields = [joined(elements) for elements in zip(*parts, strict=True)]
+        return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
+    if all(type(part) is type(first) and _are_equal(part, first) for part in parts):
+        return first
+    shapes = " and ".join(str(tuple(getattr(part, "shape", ()))) for part in parts)
+    raise LockstepError(
+        f"The ranks' batches can't be joined to a global one: they hold a {type(first).__name__} "
+        f"of {shapes}, and how they were made isn't known, or random numbers were drawn for that. "
+        "Let the dataset give single samples, which collate_fn makes a batch of, and draw random "
+        "numbers in the dataset."
+    )
+
+
+def _has_fields(value: Sequence[object]) -> bool:
+    """Whether a sequence in a batch is a tuple of fields, rather than one of samples."""
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    lengths = {len(leaf) if leaf.dim() else 0 for leaf in leaves}
+    return len({*map(type, value)}) > 1 or (len(lengths) == 1 and 0 not in lengths)
+
+
+def _are_equal(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
