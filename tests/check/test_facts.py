@@ -222,6 +222,7 @@ def test_the_first_value_that_differs() -> None:
         (lambda loss: loss / 4, 4),
         (lambda loss: loss * 0.25, 4),
         (lambda loss: loss / torch.tensor(4.0), 4),
+        (lambda loss: 0.5 * loss, 1),
         (lambda loss: loss + 1, 1),
         (lambda loss: loss / (loss + 1), 1),
         (lambda loss: loss, 1),

@@ -314,7 +314,9 @@ def _divisor(losses: list[torch.Tensor]) -> float:
     value = float(other)
     if node.name() == "DivBackward0":
         return value
-    return 1 / value if node.name() == "MulBackward0" and value else 1.0
+    # Half of a square is nothing that an accumulation of two micro-batches has brought.
+    is_product = node.name() == "MulBackward0" and value not in (0.0, 0.5)
+    return 1 / value if is_product else 1.0
 
 
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
