@@ -17,7 +17,7 @@ from lockstep.grad import MIB, Reducer
 from lockstep.nn.autograd import is_backward_of_replicas, reached
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.engine import sparse_indices
-from lockstep.nn.parallel_state import begun_batch, count_micro_batch
+from lockstep.nn.parallel_state import begun_batch, count_micro_batch, note_factor
 from lockstep.nn.replicas.group import (
     in_caller,
     is_replica_process,
@@ -30,6 +30,8 @@ from lockstep.spans import span
 from lockstep.world import group_or_all
 
 _CAP_BYTES = 25 * MIB
+# A loss times less than this may be divided by the number of micro-batches; half a square isn't.
+_SUSPICIOUS_FACTOR = 0.4
 
 # By model, the group whose ranks were last found to have the same one.
 _compared: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -208,6 +210,8 @@ class _Mean(torch.autograd.Function):
         if ctx.group is not None and is_backward and not has_samples:
             backward_sync_of(ctx.group).take_part_at_the_end()
         divisor = in_caller(count_micro_batch, count, goes_on, ctx.rank, has_samples, is_backward)
+        if gradient.device.type == "cpu" and (factor := gradient.item()) < _SUSPICIOUS_FACTOR:
+            in_caller(note_factor, ctx.rank, factor)
         divisor = divisor.to(count.device)  # another replica may have made it, on its own device
         # The reduction divides gradients by the number of means, so this multiplies by it.
         slope = gradient.double() * num_means / torch.where(divisor != 0, divisor, 1)

@@ -68,6 +68,9 @@ class ParallelState:
         # The task of the last backward, the weight of its micro-batch, and that of the batch with
         # it.
         self._last: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        # The number of micro-batches in the batch, and the small factors of their losses.
+        self._num_micro_batches = 0
+        self._factors: list[float] = []
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -126,6 +129,9 @@ class ParallelState:
                 )
             return total
         total = count
+        if self.count is None:
+            self._num_micro_batches, self._factors = 0, []
+        self._num_micro_batches += 1
         if self.count is not None:
             # If no rank has gradients any more, zero_grad() has dropped the batch on all.
             before = torch.where(goes_on > 0, self.count.to(count.device), 0)
@@ -140,7 +146,25 @@ class ParallelState:
         self.count = total if self.num_contexts else None
         return total
 
+    def note_factor(self, factor: float) -> None:
+        """Say so once if each loss of the batch is divided by the number of micro-batches."""
+        global _has_warned
+        self._factors.append(factor)
+        number = self._num_micro_batches
+        is_last = not self.num_contexts and number > 1 and len(self._factors) == number
+        if is_last and not _has_warned and all(abs(f * number - 1) < 1e-3 for f in self._factors):
+            _has_warned = True
+            _log.warning(
+                "Each of the %d losses of a step under lockstep.accumulate() is divided by %d. "
+                "Gradients of lockstep.mean() are those of the mean over all micro-batches "
+                "already, so that these are %d times too small. Leave the division out. (This is "
+                "said once.)",
+                *[number] * 3,
+            )
 
+
+# Whether such a division has been told of.
+_has_warned = False
 # Ranks may be threads, and a dictionary that another thread changes can't be iterated over.
 _lock = threading.Lock()
 # By the module that was given to parallelize(), or the wrapper. No attribute of the module has the
@@ -407,6 +431,12 @@ def count_micro_batch(
             f"to different numbers of samples: {numbers}. Accumulate them in the same backwards."
         )
     return totals[0] if totals else count
+
+
+def note_factor(rank: int, factor: float) -> None:
+    """Note that the loss of the micro-batch that was counted last was multiplied by ``factor``."""
+    for state in _with_open_batches(rank):
+        state.note_factor(factor)
 
 
 def remember_reached() -> None:

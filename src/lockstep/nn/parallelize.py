@@ -148,6 +148,10 @@ def accumulate(module: nn.Module) -> Iterator[None]:
         optimizer.step()
         optimizer.zero_grad()
 
+    So don't divide the loss by the number of micro-batches, as other trainers want it: with
+    :func:`lockstep.mean` its gradients would be as many times too small. (Losses that aren't from
+    it do add up, and are to be divided.) On the CPU a warning says so, from three micro-batches on.
+
     Each backward of a mean is a micro-batch: it scales the existing gradients, whatever their
     origin. To give up an unfinished batch, call ``zero_grad()``, which sets gradients to None.
 
