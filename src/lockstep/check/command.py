@@ -105,7 +105,7 @@ def _findings(
         return not supervise(trial).exit_status
 
     findings, notes = [], []
-    comparison = compare(runs)
+    comparison = as_it_is = compare(runs)
     if comparison.parting is not None:
         console.print("[bold]check:[/bold] they part; further runs look for the cause")
         cause = cause_of(comparison, plan, runs, run)
@@ -121,12 +121,28 @@ def _findings(
                 if comparison.parting is not None:
                     cause = cause_of(comparison, plan, runs, run)
         if comparison.parting is not None:
+            if not cause.verdicts:
+                _check_own_batches(runs, comparison.parting.number)
             findings.append(_of_difference(comparison, cause))
     if name := comparison.not_finite:
         findings.append(_not_finite(name, comparison.num_steps))
     base = _runs(plan._replace(trial=""), joins=runs.joins)
-    found = _of_all_steps(comparison, base, ends)
+    found = _of_all_steps(as_it_is, base, ends)
     return comparison, [*findings, *(each for each in found if each is not None)], notes
+
+
+def _check_own_batches(runs: Runs, number: int) -> None:
+    """Raise unless the program's own batches, which no loader gave, are divided among ranks."""
+    steps = [*(records.step(number) for records in runs.ranks), runs.alone.step(number)]
+    *ranks, alone = (sum(b.num_rows for b in step.backwards) if step else 0 for step in steps)
+    if sum(ranks) == alone or any(records.passes() for records in runs.ranks):
+        return
+    raise BadLaunch(
+        f"In step {number} the ranks train on {sum(ranks)} samples together, and one process on "
+        f"{alone}: the program makes its batches itself, and not as parts of global ones, so that "
+        "there is nothing to compare. Let a loader give them, or each rank take its part of a "
+        "batch: rows[rank::world_size]."
+    )
 
 
 def _runs(plan: Plan, *, joins: bool) -> Runs:

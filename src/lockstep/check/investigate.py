@@ -126,6 +126,9 @@ class _Investigation:
         runs = self._runs._replace(ranks=ranks, alone=alone)
         number = self._parting.number
         found = compare(runs, number)
+        # Ranks that do the same work are alike, whatever the mistake; and that is none of ours.
+        if on_ranks and compare(self._runs._replace(ranks=ranks, alone=ranks[0]), number).are_same:
+            return None
         if self._parting.rank is not None:
             is_between = found.parting is not None and found.parting.rank is not None
             return found.num_steps == number and not is_between

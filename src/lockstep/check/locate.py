@@ -37,7 +37,7 @@ class Trace:
         self._note(module, "the output of {}", output)
 
     def _note(self, module: nn.Module, words: str, value: object) -> None:
-        if not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         dense = [t.detach() for t in leaves if t.dim() and t.layout is torch.strided]

@@ -197,6 +197,8 @@ class Recorder:
         return {name: tensor for name, tensor in tensors.items() if id(tensor) in ids}
 
     def _note_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
         if not torch.is_grad_enabled():
             if not module.training:
                 self._note_evaluation()

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.check.exchange import Exchange, Gathered
 from lockstep.data import bytes_of
+from lockstep.errors import LockstepError
 
 BATCH_NORM = "BatchNorm"
 MEANS = "means"
@@ -129,7 +130,7 @@ class Together(TorchFunctionMode):
         """
         if not isinstance(own, torch.Tensor):
             return own
-        has_rows = own.dim() > 0 and len(own) == self._num_rows()
+        has_rows = own.dim() > 0 and self._num_rows() in (0, len(own))
         if not self._is_alone:
             exchange.tell(key, own.detach().cpu().clone())
             if has_rows:
@@ -140,7 +141,7 @@ class Together(TorchFunctionMode):
         parts = [part for part in exchange.told(key) if part is not None]
         if not parts:
             return own
-        if not has_rows or len(parts) == 1:
+        if not has_rows or all(torch.equal(part, parts[0]) for part in parts):
             return _put(own, parts[0])
         if key.startswith(PERMUTATIONS):
             starts = [sum(map(len, parts[:rank])) for rank in range(len(parts))]
@@ -246,9 +247,10 @@ def _state(generator: torch.Generator | None) -> bytes:
 
 def _put(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Give ``own``, which may be a tensor of the program's that was written to, other numbers."""
-    if own.shape == value.shape:
-        with torch.no_grad():
-            own.copy_(value)
+    if own.shape != value.shape:
+        raise LockstepError("One process draws other random numbers than the ranks together.")
+    with torch.no_grad():
+        own.copy_(value)
     return own
 
 
