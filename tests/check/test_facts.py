@@ -9,14 +9,13 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.check.batches import Part, checksum, global_batch, hashes_of_rows
+from lockstep.check.batches import Part, checksum, global_batch, hashes_of_rows, repeated
 from lockstep.check.causes import Facts, known, suspects, verdict
 from lockstep.check.command import Finding, _of_division
 from lockstep.check.compare import Comparison, Parting, Runs, compare
 from lockstep.check.locate import Value, first_difference
 from lockstep.check.recorder import _divisor
 from lockstep.check.records import ALONE, ROUNDED, Backward, Batch, Records, Samples, Step
-from lockstep.check.samples import repeated
 from lockstep.check.trials import Suspect
 from lockstep.errors import LockstepError
 

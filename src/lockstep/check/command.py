@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from lockstep.check.batches import OUR_LOADER, is_divided_by_program, repeated
 from lockstep.check.causes import Verdict
 from lockstep.check.compare import Comparison, Runs, compare
 from lockstep.check.investigate import Cause, cause_of
 from lockstep.check.recorder import Recorder
 from lockstep.check.records import ALONE, ROUNDED, End, Plan, Records, of_rank
-from lockstep.check.samples import OUR_LOADER, is_divided_by_program, repeated
 from lockstep.check.trials import Suspect
 from lockstep.errors import BadLaunch
 from lockstep.launcher import Job, job_of, supervise, whole_number

@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lockstep.data
 from lockstep.check.batches import Part, checksum, global_batch, hashes_of_rows, is_empty
-from lockstep.check.generators import have_drawn, random_state, set_random_state
 from lockstep.check.records import Batch, Plan, Records, Samples, of_rank
-from lockstep.check.switches import Switches
+from lockstep.check.switches import Switches, have_drawn, random_state, set_random_state
 from lockstep.torch_private import tree_map_only
 
 

@@ -26,12 +26,11 @@ from torch.optim.optimizer import (
 import lockstep.nn
 from lockstep import checkpoint
 from lockstep.check.batches import hashes_of_rows
-from lockstep.check.generators import have_drawn, random_state
 from lockstep.check.loaders import Finished, Loaders
 from lockstep.check.locate import Trace
 from lockstep.check.models import Models
 from lockstep.check.records import ROUNDED, Backward, End, Plan, Step, of_rank
-from lockstep.check.switches import Switches, rounded
+from lockstep.check.switches import Switches, have_drawn, random_state, rounded
 from lockstep.check.trials import Suspect, Trial, options_of
 from lockstep.nn import are_parallel
 from lockstep.torch_private import tree_leaves

@@ -18,9 +18,8 @@ import lockstep.nn
 import lockstep.optim
 from lockstep.check import together
 from lockstep.check.exchange import Exchange
-from lockstep.check.generators import random_state, set_random_state
 from lockstep.check.records import Plan, of_rank
-from lockstep.check.switches import Switches
+from lockstep.check.switches import Switches, random_state, set_random_state
 from lockstep.check.together import Together, line_of_program
 from lockstep.world import World
 
