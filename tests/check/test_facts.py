@@ -14,7 +14,7 @@ from lockstep.check.causes import Facts, known, suspects, verdict
 from lockstep.check.command import Finding, _of_division
 from lockstep.check.compare import Comparison, Parting, Runs, compare
 from lockstep.check.locate import Value, first_difference
-from lockstep.check.recorder import _divisor
+from lockstep.check.recorder import Division
 from lockstep.check.records import ALONE, ROUNDED, Backward, Batch, Records, Samples, Step
 from lockstep.check.trials import Suspect
 from lockstep.errors import LockstepError
@@ -229,8 +229,14 @@ def test_the_first_value_that_differs() -> None:
 )
 def test_a_division_of_the_mean_is_seen(divide: Any, divisor: float) -> None:
     losses = torch.ones(3, requires_grad=True)
-    assert _divisor([divide(lockstep.mean(losses))]) == divisor
-    assert _divisor([losses.mean() / 4]) == 1
+    loss = divide(lockstep.mean(losses))
+    with Division([loss]) as division:
+        loss.backward()
+    assert division.divisor == divisor
+    loss = losses.mean() / 4
+    with Division([loss]) as division:
+        loss.backward()
+    assert division.divisor == 1
 
 
 @pytest.mark.parametrize("divisors", [[2.0, 2.0], [2.0, 1.0], [2.0]])

@@ -232,10 +232,13 @@ class Recorder:
         self._input = None
         if not self._backwards:
             self._trial.note_kept(self._all_trained().values())
-        self._backwards.append(known._replace(divisor=_divisor(losses)))
+        self._backwards.append(known)
         trained = self._all_trained() if self._plan.suspects else {}
         tensors = self._trial.before_backward(tensors, known.num_rows, trained)
-        original(tensors, *args, **options)
+        with Division(losses) as division:
+            original(tensors, *args, **options)
+        if self._backwards:  # no optimizer has stepped in the backward
+            self._backwards[-1] = self._backwards[-1]._replace(divisor=division.divisor)
 
     def _note_draws(self) -> None:
         self._draws |= have_drawn(self._loaders.random_state, random_state())
@@ -300,24 +303,31 @@ class Recorder:
         return [name for name, is_one in zip(parameters, are, strict=True) if is_one]
 
 
-def _divisor(losses: list[torch.Tensor]) -> float:
-    """By what the program divides the result of ``lockstep.mean()``; 1 if it doesn't."""
-    node = losses[0].grad_fn if len(losses) == 1 else None
-    if node is None or not node.next_functions or node.next_functions[0][0] is None:
-        return 1.0
-    is_mean = node.next_functions[0][0].name() == "_MeanBackward"
-    others = [other for other, _ in node.next_functions[1:] if other is not None]
-    if not is_mean or others:
-        return 1.0
-    other = getattr(node, "_saved_other", None)
-    if not isinstance(other, int | float | torch.Tensor):
-        return 1.0
-    value = float(other)
-    if node.name() == "DivBackward0":
-        return value
-    # Half of a square is nothing that an accumulation of two micro-batches has brought.
-    is_product = node.name() == "MulBackward0" and value not in (0.0, 0.5)
-    return 1 / value if is_product else 1.0
+class Division:
+    """A context for a backward; ``divisor`` is what the result of lockstep.mean() is divided by."""
+
+    def __init__(self, losses: list[torch.Tensor]) -> None:
+        self.divisor = 1.0
+        self._node = losses[0].grad_fn if len(losses) == 1 else None
+        self._handle: Any = None
+
+    def __enter__(self) -> Self:
+        if self._node is None or self._node.name() not in ("DivBackward0", "MulBackward0"):
+            return self
+        below = [node for node, _ in self._node.next_functions if node is not None]
+        if len(below) == 1 and below[0].name().endswith("MeanBackward"):  # of this package
+            self._handle = below[0].register_prehook(self._note)
+        return self
+
+    def _note(self, gradients: tuple[torch.Tensor, ...]) -> None:
+        factor = float(gradients[0])
+        # Half of a square is nothing that an accumulation of two micro-batches has brought.
+        is_half = factor == 0.5 and self._node is not None and self._node.name() == "MulBackward0"
+        self.divisor = 1 / factor if factor and not is_half else 1.0
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handle.remove()
 
 
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
