@@ -255,6 +255,7 @@ def _put(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 _TORCH = str(Path(torch.__file__).parent)
+_MODULE = torch.nn.modules.module.__file__
 _OWN = str(Path(__file__).parent.parent)
 _CHECK = str(Path(__file__).parent)
 
@@ -269,7 +270,7 @@ def line_of_program() -> str | None:
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith((_TORCH, "<")):
-            is_in_module |= frame.f_code.co_name == "_call_impl"
+            is_in_module |= path == _MODULE
         elif path.startswith(_OWN):
             if not is_in_module and not path.startswith(_CHECK):
                 return None
