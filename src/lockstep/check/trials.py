@@ -138,7 +138,7 @@ class Trial:
 
     def _tell_number_of_ranks(self) -> None:
         """Let the program, but not lockstep or torch, see as many ranks as there were."""
-        number, kept = self._plan.num_ranks, "_world_size_of_group"
+        number, kept = self._plan.num_ranks, "world_size"
 
         def get(world: World) -> int:
             return number if _is_program() else int(vars(world)[kept])
