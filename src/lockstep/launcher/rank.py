@@ -102,7 +102,9 @@ def _report_to(status: RankStatus, rank: int) -> None:
 
     from lockstep import spans
     from lockstep.comm import uncompiled
+    from lockstep.world import watch_optimizers
 
+    watch_optimizers()
     steps = spans.StepCounter()
 
     @uncompiled

@@ -1,3 +1,5 @@
+from .apart import keepers as keepers
+from .apart import watch_optimizers as watch_optimizers
 from .environment import Placement as Placement
 from .environment import Starter as Starter
 from .environment import allocator_environment as allocator_environment

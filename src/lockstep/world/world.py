@@ -20,6 +20,7 @@ from lockstep.arguments import as_device, check_process_group, check_type
 from lockstep.comm import SHM, THREADS, SingleRankGroup, rank_context, register_backends
 from lockstep.errors import BackendUnavailable, ContradictoryInit, InitError, SharedMemoryFull
 from lockstep.torch_private import _get_default_store
+from lockstep.world.apart import look_at_the_end, watch_optimizers
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
 from lockstep.world.rendezvous import first_line, interface_towards, meet, roll_call
 
@@ -142,6 +143,8 @@ def init(
         world = _join_others(rank, wanted)
         for function in when_joined:
             function(world)
+        if world.world_size > 1:
+            watch_optimizers()
         rank.world = world
     _check_same(rank.world, wanted)
     return rank.world
@@ -376,6 +379,7 @@ def _from_existing_group(wanted: _Wanted) -> World:
 
 def _leave() -> None:
     if dist.is_initialized():
+        look_at_the_end()
         dist.destroy_process_group()
         # One of Gloo's threads may be about to release the last collective's tensor, for which
         # it needs the interpreter lock. If the interpreter is shutting down by then, that ends

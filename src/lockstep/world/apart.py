@@ -1,0 +1,310 @@
+"""Tells of ranks that train apart: nothing keeps their parameters in step, or their options differ.
+
+Before some of its steps, an optimizer's facts are left in the store of the default process group:
+of parameters that lockstep keeps in step, the options; of others, a checksum of gradients, which
+are the same on all ranks wherever something reduces them. The first rank looks whether those of
+other ranks are there, and are the same. There is no collective, and no rank waits for another, but
+the first one for a moment when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import logging
+import os
+import sys
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lockstep.comm import bytes_of, uncompiled
+from lockstep.torch_private import _get_default_store
+from lockstep.world.environment import detect
+
+_log = logging.getLogger("lockstep")
+
+# Facts are left before the steps 1, 2, 4, 8 and so on, and each of so many.
+_INTERVAL = 64
+# How long the first rank waits for the facts of others when it ends.
+_PATIENCE = timedelta(seconds=0.3)
+# How many of its steps an optimizer is watched whose gradients are found to be the same.
+_MAX_STEPS = 8
+# Of how many gradients, and of how many of their elements, there is a checksum.
+_NUM_GRADIENTS, _NUM_ELEMENTS = 8, 4096
+# Options that mean the same on all ranks. Others may be what an optimizer remembers of its part.
+_OPTIONS = (
+    "lr", "weight_decay", "momentum", "dampening", "nesterov", "betas", "alpha", "rho", "eps",
+    "maximize",
+)  # fmt: skip
+# Modules of libraries that train ranks together in another way than torch.distributed's.
+_OTHERS = ("horovod", "mpi4py", "deepspeed", "jax")
+# Classes whose parameters, or parts of them, other code keeps in step.
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "PipelineStage"}
+_slot: Any = torch.Tensor.grad
+_gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _slot.__get__
+
+# Each returns the process group whose ranks keep parameters in step, of those that it knows.
+keepers: list[Callable[[Sequence[torch.Tensor]], Iterable[dist.ProcessGroup]]] = []
+
+
+@dataclass
+class _Watched:
+    """An optimizer that steps.
+
+    Attributes:
+        number: Its number among those of this rank.
+        num_steps: How many steps it has begun.
+        is_done: Whether it isn't watched any more.
+        facts: What was left in the store for other ranks to see, by step.
+    """
+
+    number: int
+    num_steps: int = 0
+    is_done: bool = False
+    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+_lock = threading.Lock()
+_watched: Any = WeakIdKeyDictionary()
+_hooks: list[object] = []
+# How many optimizers a rank has watched, by its default group; ranks may be threads.
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_told: Any = WeakIdKeyDictionary()  # first parameters of optimizers of which was told
+
+
+def watch_optimizers() -> None:
+    """Watch the steps of all optimizers in this process from now on."""
+    with _lock:
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+@uncompiled
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    watched: _Watched | None = _watched.get(optimizer)
+    if watched is None:
+        with _lock:
+            group = dist.group.WORLD if dist.is_initialized() else None
+            number = 0 if group is None else _numbers.get(group, 0)
+            watched = _watched[optimizer] = _Watched(number)
+            if group is not None:
+                _numbers[group] = number + 1
+    if watched.is_done:
+        return
+    watched.num_steps += 1
+    is_power = watched.num_steps & (watched.num_steps - 1) == 0
+    if is_power or watched.num_steps % _INTERVAL == 0:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            watched.is_done = True
+            watched.is_done = _look(optimizer, watched)
+
+
+def _look(optimizer: Optimizer, watched: _Watched, wait: timedelta | None = None) -> bool:
+    """Leave facts about ``optimizer``, and look at those of others; return whether to end that.
+
+    The first rank may ``wait`` for those of others.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    group = next((one for keeper in keepers for one in keeper(parameters)), dist.group.WORLD)
+    if group is None:
+        return _look_for_strangers(optimizer, parameters)
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):  # a group that torch doesn't know
+        return True
+    form = [type(optimizer).__name__, *(list(p.shape) for p in parameters)]
+    facts: dict[str, Any] = {"form": form}
+    is_kept = any(one for keeper in keepers for one in keeper(parameters))
+    if is_kept:
+        facts["options"] = _options_of(optimizer)
+    elif not (checksums := _checksums_of(parameters)):
+        return False
+    else:
+        facts["gradients"] = checksums
+    if len(ranks) > 1:
+        _leave(watched, ranks, facts)
+        if wait is not None and dist.get_rank() == ranks[0]:
+            keys = [_key(watched, ranks, watched.num_steps, rank) for rank in ranks]
+            with contextlib.suppress(RuntimeError):
+                _get_default_store().wait(keys, wait)
+        for step in watched.facts:
+            found = _facts_of_ranks(watched, ranks, step)
+            are_alike = all(one["form"] == found[0]["form"] for one in found)
+            differing = _first_difference(found) if are_alike else None
+            if differing is not None:
+                if _is_first_to_tell(watched, ranks):
+                    _tell(optimizer, parameters, ranks, step, differing)
+                return True
+    return len(ranks) == 1 or (not is_kept and watched.num_steps >= _MAX_STEPS)
+
+
+def look_at_the_end() -> None:
+    """Look at the options of the last steps, before the first rank takes the store with it."""
+    with contextlib.suppress(Exception):  # whatever is gone by now
+        for optimizer, watched in [*_watched.items()]:
+            if not watched.is_done and watched.num_steps not in watched.facts:
+                _look(optimizer, watched, wait=_PATIENCE)
+
+
+def _leave(watched: _Watched, ranks: Sequence[int], facts: dict[str, Any]) -> None:
+    store, step = _get_default_store(), watched.num_steps
+    store.set(_key(watched, ranks, step, dist.get_rank()), json.dumps(facts))
+    watched.facts[step] = facts
+    while len(watched.facts) > 2:
+        old = next(iter(watched.facts))
+        del watched.facts[old]
+        store.delete_key(_key(watched, ranks, old, dist.get_rank()))
+
+
+def _facts_of_ranks(watched: _Watched, ranks: Sequence[int], step: int) -> list[dict[str, Any]]:
+    """Return the facts of all ranks, by rank; none if some aren't there."""
+    store = _get_default_store()
+    keys = [_key(watched, ranks, step, rank) for rank in ranks]
+    if not store.check(keys):
+        return []
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _is_first_to_tell(watched: _Watched, ranks: Sequence[int]) -> bool:
+    return bool(_get_default_store().add(_key(watched, ranks, 0, ranks[0]), 1) == 1)
+
+
+def _key(watched: _Watched, ranks: Sequence[int], step: int, rank: int) -> str:
+    among = "all" if len(ranks) == dist.get_world_size() else zlib.crc32(repr(ranks).encode())
+    return f"lockstep/apart/{among}/{watched.number}/{step}/{rank}"
+
+
+def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: _number(group[name]) for name in _OPTIONS if name in group}
+        for group in optimizer.param_groups
+    ]
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [*map(_number, value)]
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    return value if isinstance(value, bool | int | float) else None
+
+
+def _checksums_of(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the position of some parameters with their gradients' checksum.
+
+    None for parameters of which each rank has a part, as DTensors.
+    """
+    if any(type(p) is not nn.Parameter and type(p) is not torch.Tensor for p in parameters):
+        return []
+    found = []
+    for position, parameter in enumerate(parameters):
+        gradient = _gradient_of(parameter)
+        if gradient is not None and gradient.layout is torch.strided and gradient.numel():
+            part = gradient.detach().reshape(-1)[:_NUM_ELEMENTS].cpu().contiguous()
+            found.append([position, zlib.crc32(bytes_of(part.view(torch.uint8)))])
+        if len(found) == _NUM_GRADIENTS:
+            break
+    return found
+
+
+def _first_difference(by_rank: Sequence[dict[str, Any]]) -> Any:
+    """Return what differs: a parameter's position, or a group, an option and its values by rank."""
+    for found in zip(*(facts.get("gradients", ()) for facts in by_rank), strict=False):
+        same_place = len({position for position, _ in found}) == 1
+        if same_place and len({checksum for _, checksum in found}) > 1:
+            return found[0][0]
+    for index, groups in enumerate(zip(*(f.get("options", ()) for f in by_rank), strict=False)):
+        for name in groups[0]:
+            values = [group.get(name) for group in groups]
+            if any(value != values[0] for value in values):
+                return index, name, values
+    return None
+
+
+def _tell(
+    optimizer: Optimizer,
+    parameters: Sequence[torch.Tensor],
+    ranks: Sequence[int],
+    step: int,
+    differing: Any,
+) -> None:
+    kind = type(optimizer).__name__
+    if isinstance(differing, tuple):
+        index, name, values = differing
+        other = next(i for i, value in enumerate(values) if value != values[0])
+        _log.warning(
+            "The options of this %s differ between the ranks: %r of group %d is %s on rank %d and "
+            "%s on rank %d at step %d, so that the replicas part, although their gradients are the "
+            "same. Set it alike on all ranks: a scheduler that is given a loss or a metric, such "
+            "as ReduceLROnPlateau, needs that of all ranks, lockstep.reduce(loss).",
+            kind, name, index, values[0], ranks[0], values[other], ranks[other], step,
+        )  # fmt: skip
+        return
+    if parameters[0] in _told or _is_any_in_a_wrapper(parameters):
+        return
+    _told[parameters[0]] = True
+    _log.warning(
+        "Nothing keeps the parameters of this %s in step: before its step %d, the gradient of %s "
+        "is another one on each of %d ranks, so that each rank trains a model of its own. Call "
+        "lockstep.parallelize(model) after lockstep.init(), or average gradients before each step, "
+        "with lockstep.average_gradients(model). (If each rank is to train its own, ignore this: "
+        "it is said once.)",
+        kind, step, _name_of(optimizer, differing), len(ranks),
+    )  # fmt: skip
+
+
+def _look_for_strangers(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
+    """Tell of ranks that have not met, and return whether there is no more to look for."""
+    if not any(_gradient_of(parameter) is not None for parameter in parameters):
+        return False
+    place = detect(os.environ)
+    if place.world_size > 1 and place.rank == 0 and sys.modules.keys().isdisjoint(_OTHERS):
+        _tell_of_strangers(type(optimizer).__name__, place.world_size)
+    return True
+
+
+@functools.cache  # so that it is said once
+def _tell_of_strangers(kind: str, num_ranks: int) -> None:
+    _log.warning(
+        "%d ranks run this program, and it steps its %s without having met the others: each rank "
+        "trains a model of its own, on the same data unless the program divides it. Call "
+        "lockstep.init() first, then lockstep.parallelize(model), and give the data to a "
+        "lockstep.DataLoader. (If each rank is to train its own, ignore this: it is said once.)",
+        num_ranks,
+        kind,
+    )
+
+
+def _name_of(optimizer: Optimizer, position: int) -> str:
+    for group in optimizer.param_groups:
+        if position < len(group["params"]):
+            names = group.get("param_names") or [f"its parameter {position}"]
+            name = names[position] if position < len(names) else names[0]
+            return f"{name} of shape {tuple(group['params'][position].shape)}"
+        position -= len(group["params"])
+    return "a parameter"
+
+
+def _is_any_in_a_wrapper(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether torch's wrappers have one of them. It looks at all objects of the program, once."""
+    own = {*map(id, parameters)}
+    modules = (
+        value
+        for value in gc.get_objects()
+        if type(value).__name__ in _WRAPPERS and isinstance(value, nn.Module)
+    )
+    return any(id(parameter) in own for module in modules for parameter in module.parameters())
