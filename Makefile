@@ -4,12 +4,14 @@ BIN := .venv/bin
 # Which torch `make test-torch` takes. It has an environment of its own.
 TORCH ?= 2.15.0
 OTHER := .venv-torch-$(TORCH)
+# The environment of another Python, PYTHON.
+OTHER_PYTHON := .venv-python-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 # How many tests run at once.
 JOBS ?= 2
 PYTEST := python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-long test-torch test-clients check conformance bench docs stranger format clean
+.PHONY: demo test test-long test-torch test-python test-clients check conformance bench docs stranger format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
@@ -22,6 +24,9 @@ test-long: .venv/ready  ## Run what the tests leave out, or only do a part of
 
 test-torch: $(OTHER)/ready  ## Run the tests with another torch: make test-torch TORCH=2.15.0
 	$(OTHER)/bin/$(PYTEST)
+
+test-python: $(OTHER_PYTHON)/ready  ## Run the tests with another Python: make test-python PYTHON=python3.13
+	$(OTHER_PYTHON)/bin/$(PYTEST)
 
 test-clients: .venv-clients/ready  ## Run trainers and libraries that people use over lockstep
 	.venv-clients/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m clients tests/clients
@@ -57,7 +62,7 @@ format: .venv/ready  ## Put the code into the house's form
 	$(BIN)/ruff format .
 
 clean:  ## Remove the virtual environments
-	rm -rf .venv .venv-clients .venv-docs .venv-torch-* docs/_build docs/_pictures
+	rm -rf .venv .venv-clients .venv-docs .venv-torch-* .venv-python-* docs/_build docs/_pictures
 
 # Makes the virtual environment $(@D) of the extras $(1), with what the files $(2) pin, after $(3).
 define make_environment
@@ -81,6 +86,10 @@ packages_of = $(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("pu
 $(OTHER)/ready: pyproject.toml constraints.txt
 	$(call make_environment,demo$(comma)dev,$(@D)/constraints.txt,\
 	  sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(@D)/constraints.txt)
+	touch $@
+
+$(OTHER_PYTHON)/ready: pyproject.toml constraints.txt
+	$(call make_environment,demo$(comma)dev,constraints.txt)
 	touch $@
 
 .venv-docs/ready: .venv/ready constraints-docs.txt

@@ -188,3 +188,53 @@ def test_state_is_loaded_at_any_number_of_ranks(tmp_path, first, second, is_shar
 )
 def test_state_of_any_optimizer_is_loaded(tmp_path, name, kind) -> None:
     check_from_to(tmp_path, 3, 2, OPTIMIZERS[name], (True, True), kind)
+
+
+class Lookahead(Optimizer):
+    """Around another optimizer, with weights of its own, as several libraries have it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+        self.param_groups = optimizer.param_groups
+        self.slow = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+        for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            slow.lerp_(p.detach(), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": self.slow, "inner": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.slow = state_dict["slow"]
+        self.optimizer.load_state_dict(state_dict["inner"])
+
+
+def test_an_optimizer_around_another_one_is_saved_with_its_own_state(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, Lookahead]:
+        model = nn.Linear(3, 2)
+        return model, Lookahead(torch.optim.Adam(model.parameters(), 0.1))
+
+    def step(model: nn.Module, optimizer: Optimizer) -> None:
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = make()
+    step(model, optimizer)
+    lockstep.save(tmp_path, model=model, optimizer=optimizer)
+    again, other = make()
+    lockstep.load(tmp_path, model=again, optimizer=other)
+    for each in (model, optimizer), (again, other):
+        step(*each)
+    assert same(other.state_dict(), optimizer.state_dict())
+    assert same([*again.parameters()], [*model.parameters()])
+
+
+def test_plain_values_are_returned_unasked(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    lockstep.save(tmp_path, model=model, epoch=3, best={"loss": 0.5})
+    assert lockstep.load(tmp_path, model=model) == {"epoch": 3, "best": {"loss": 0.5}}
+    assert lockstep.load(tmp_path, epoch=0) == {"epoch": 3, "best": {"loss": 0.5}}

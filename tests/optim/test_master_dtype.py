@@ -167,3 +167,17 @@ def test_what_is_no_dtype_is_refused(dtype: object) -> None:
     model = lockstep.parallelize(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"master_dtype.*such as torch\.float32"):
         lockstep.shard_optimizer(torch.optim.Adam(model.parameters()), master_dtype=dtype)
+
+
+def test_a_state_dict_is_loaded_on_one_rank_too() -> None:
+    model, optimizer = sharded(first_model(), "AdamW", None)
+    again, other = sharded(first_model(), "AdamW", None)
+    backward(model, None, 0)
+    optimizer.step()
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    for each, stepped in ((model, optimizer), (again, other)):
+        stepped.zero_grad()
+        backward(each, None, 1)
+        stepped.step()
+    assert all(map(torch.equal, model.parameters(), again.parameters()))

@@ -338,6 +338,10 @@ class Manifest:
             "number: lockstep.load('.../000001', ...)."
         )
 
+    def plain_values(self) -> set[str]:
+        """Return the names of what was saved as it is."""
+        return {name for name, thing in self.facts["things"].items() if thing["kind"] == "value"}
+
     def parse(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)``, in which any error means that the manifest is damaged."""
         try:

@@ -38,8 +38,9 @@ def load(
 
     Modules, optimizers, tensors, generators and objects with ``load_state_dict()`` get what was
     saved of them, in place; of anything else, such as a number or None, the value is returned that
-    was saved under that name (of a module or optimizer, its state dict). What isn't asked for isn't
-    loaded. All that is asked for is read and verified before anything is changed.
+    was saved under that name (of a module or optimizer, its state dict). Plain values that were
+    saved are returned unasked; other things that aren't asked for aren't loaded. All that is loaded
+    is read and verified before anything is changed.
 
     It loads at any number of ranks, whatever it was at saving. Each rank gets its own random states
     back; ranks that weren't there at saving get states that follow from those of rank 0.
@@ -56,7 +57,7 @@ def load(
         things: What to load, by name.
 
     Returns:
-        The values by name, of those things that aren't changed in place.
+        The values by name: of those things that aren't changed in place, and all plain ones.
 
     Raises:
         CheckpointNotFound: If there is no checkpoint.
@@ -75,14 +76,15 @@ def load(
     except Exception as error:
         failure = error
     folder = ranks.gather(failure, folder)[0]
-    actions = {}
+    actions: dict[str, Callable[[], object]] = {}
     try:
         manifest = Manifest(Path(folder))
+        kinds |= dict.fromkeys(manifest.plain_values() - kinds.keys(), "value")
         names = names_of(things)
         states = _read_random_states(manifest, ranks.rank, ranks.size) if random_state else {}
         # Modules first: an optimizer may take over their values.
         for name in sorted(kinds, key=lambda name: kinds[name] != "module"):
-            actions[name] = prepare(name, things[name], manifest, names, strict=strict)
+            actions[name] = prepare(name, things.get(name), manifest, names, strict=strict)
     except Exception as error:
         failure = error
     ranks.gather(failure)
@@ -98,7 +100,7 @@ def load(
     except Exception as error:
         failure = error
     ranks.gather(failure)
-    return {name: values[name] for name in things if name in values}
+    return {name: values[name] for name in [*things, *values] if name in values}
 
 
 def _load_or_restore(

@@ -15,7 +15,7 @@ from lockstep.checkpoint.folder import Manifest
 from lockstep.checkpoint.tree import Collector, check_tensor, decode, header_of
 from lockstep.errors import CheckpointMismatch
 from lockstep.nn import DataParallel
-from lockstep.optim import inner_optimizer, sharding_of
+from lockstep.optim import has_own_state, inner_optimizer, sharding_of
 
 _WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel
 # What torch's schedulers add to an optimizer's groups.
@@ -31,7 +31,7 @@ def kind_of(thing: object) -> str:
     if isinstance(thing, nn.Module):
         return "module"
     if isinstance(thing, Optimizer):
-        return "optimizer"
+        return "state" if has_own_state(unwrapped(thing)) else "optimizer"
     if isinstance(thing, torch.Tensor):
         return "tensor"
     if isinstance(thing, torch.Generator):

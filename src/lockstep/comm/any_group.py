@@ -393,6 +393,8 @@ def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 class SingleRankGroup:
     """A group of one rank, for code that needs a process group in any case."""
 
+    _device_types = (torch.device("cpu"),)  # of what it is given to tell others
+
     def rank(self) -> int:
         """The rank."""
         return 0

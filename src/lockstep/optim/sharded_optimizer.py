@@ -20,6 +20,8 @@ from lockstep.optim.sharding import Sharding
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _ALONE = SingleRankGroup()
+# Packages with wrappers of optimizers that have no state of their own.
+_TRAINERS = {"accelerate", "ignite", "lightning", "lightning_fabric", "pytorch_lightning", "ray"}
 
 
 def shard_optimizer(
@@ -167,10 +169,24 @@ def _alone(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | None]
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer whose ``step()`` that of ``optimizer``, a trainer's wrapper, calls."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+    """Return the optimizer whose ``step()`` that of ``optimizer``, a trainer's wrapper, calls.
+
+    An optimizer around another one that has state of its own, as a Lookahead has, is no wrapper.
+    """
+    while not has_own_state(optimizer) and isinstance(
+        inner := getattr(optimizer, "optimizer", None), Optimizer
+    ):
         optimizer = inner
     return optimizer
+
+
+def has_own_state(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` is around another one, and has more state than that."""
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, Optimizer) or optimizer.state is inner.state:
+        return False
+    package = type(optimizer).__module__.partition(".")[0]
+    return package not in _TRAINERS  # whose wrappers may have an earlier state of the inner one
 
 
 def sharding_of(optimizer: Optimizer) -> Sharding | None:
