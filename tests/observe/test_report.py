@@ -27,7 +27,8 @@ import lockstep
 from lockstep import cli
 from lockstep.errors import TraceError
 from lockstep.observe import report, sections
-from lockstep.observe.analysis import PHASES, late_rank, shares, summary
+from lockstep.observe.analysis import PHASES, Late, late_rank, shares, summary
+from lockstep.observe.batches import LoaderUse
 from lockstep.observe.network import parse_network
 from lockstep.observe.page import page
 from lockstep.observe.predict import predict
@@ -225,9 +226,9 @@ def test_the_first_of_several_steps_does_not_count() -> None:
 
 def words_of(**changes: Any) -> str:
     ranks = [rank_of(0, [5, 15], [10, 20]), rank_of(1, [5, 15], [10, 20])]
-    found = summary(ranks, shares(ranks))
+    found = summary(ranks, shares(ranks))._replace(late=None, waiting=0, transfer=0)
     changes["phases"] = {**dict.fromkeys(PHASES, 0.0), **changes.get("phases", {})}
-    return in_words(found._replace(late=None, waiting=0, transfer=0)._replace(**changes))
+    return in_words(found._replace(**changes))
 
 
 def test_it_says_what_holds_a_run_back() -> None:
@@ -239,9 +240,50 @@ def test_it_says_what_holds_a_run_back() -> None:
     assert "shard_optimizer" in words_of(transfer=0.3, of_gradients=0.2)
     assert "shard_optimizer" not in words_of(transfer=0.3, of_gradients=0.2, is_sharded=True)
     assert "sending gradients" not in words_of(transfer=0.3, of_gradients=0.1)
+    unmatched = words_of(transfer=0.3, of_gradients=0.2, num_unmatched=2)
+    assert "waited in different operations" in unmatched
+    assert "sending gradients" not in unmatched
     assert "outside of loader" in words_of(phases={"other": 0.3})
     assert "goes into evaluations" in words_of(phases={"evaluation": 0.3, "data": 0.2})
     assert "90% of the time is spent in forward" in words_of(phases={"backward": 0.9})
+
+
+def of_loader(**changes: Any) -> str:
+    use = LoaderUse(0, "Digits", 2, False, True, 4, 4.0, 400, 40.0)._replace(**changes)
+    return words_of(phases={"data": 0.3}, loader=use, num_ranks_of_host=2, num_cores=8)
+
+
+def test_advice_about_data_is_about_the_loader_that_there_is() -> None:
+    assert "Digits has no workers: give it some (num_workers)" in of_loader(workers=0)
+    has_workers = of_loader()
+    assert "Digits has 2 workers on each rank: give it more" in has_workers
+    assert "num_workers" not in has_workers
+    # 4 batches of 420 take ten times as long as the others.
+    assert "persistent_workers" not in has_workers
+    slow = {"num_firsts": 40, "firsts": 40.0}
+    assert "takes 1.00 s, and another one 100.0 ms: persistent_workers=True" in of_loader(**slow)
+    assert "persistent_workers" not in of_loader(**slow, persistent=True)
+    assert "persistent_workers" not in of_loader(**slow, workers=0)
+    use = LoaderUse(0, "Digits", 2, True, True, 0, 0.0, 400, 40.0)
+    shared = words_of(phases={"data": 0.3}, loader=use, num_ranks_of_host=2, num_cores=2)
+    assert "2 ranks and 4 workers share 2 cores" in shared
+    assert "give it" not in shared
+
+
+def test_a_phase_is_blamed_only_if_it_takes_as_much_longer() -> None:
+    late = Late(1, "backward", 0.3, seconds=0.010, excess=0.004, waited=0.005)
+    assert "10.0 ms of a step in the backward, 4.0 ms more" in words_of(late=late)
+    unclear = words_of(late=late._replace(excess=0.001))
+    assert "wait for rank 1 for 30% of their time" in unclear
+    assert "backward" not in unclear
+
+
+def test_waits_in_different_operations_are_counted() -> None:
+    ranks = two_ranks()
+    spans = [s._replace(detail="reduce" * (s.name == "wait")) for s in ranks[1].spans]
+    found = summary(ranks, shares([ranks[0], ranks[1]._replace(spans=spans)]))
+    assert found.num_unmatched == 2
+    assert found.waiting == 0
 
 
 def test_the_command_prints_it(

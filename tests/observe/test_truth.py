@@ -188,6 +188,42 @@ def without_loader(world: lockstep.World) -> Truth:
     return Truth(STEPS, None, own.bytes)
 
 
+def evaluating_on_tensors(world: lockstep.World) -> Truth:
+    own, held_out = Setting(world), torch.ones(50, IN)
+    for index in range(STEPS):
+        own.train(torch.full((3, IN), float(index + world.rank)))
+        if index % 2 == 0:
+            own.model.eval()
+            with torch.no_grad():
+                own.model(held_out)
+            own.model.train()
+    return Truth(STEPS, None, own.bytes, evaluates=True)
+
+
+def without_gradients_but_no_evaluation(world: lockstep.World) -> Truth:
+    """A teacher, an average of weights, and a model's own samples."""
+    own, teacher, average = Setting(world), nn.Linear(IN, OUT).eval(), nn.Linear(IN, OUT)
+    for (x,) in own.loader:
+        with torch.no_grad():
+            teacher(x)
+            own.model(x)
+        own.train(x)
+        with torch.no_grad():
+            for mean, parameter in zip(average.parameters(), own.model.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+    return Truth(STEPS, BATCH, own.bytes)
+
+
+def with_a_loader_for_each_epoch(world: lockstep.World) -> Truth:
+    own = Setting(world)
+    for _ in range(3):
+        for (x,) in own.loader:
+            own.train(x)
+        own.loader = None
+        own.loader = own.loader_of(STEPS)
+    return Truth(3 * STEPS, BATCH, own.bytes)
+
+
 PROGRAMS = {
     "plain": plain,
     "micro-batches": micro_batches,
@@ -202,6 +238,9 @@ PROGRAMS = {
     "sparse": sparse,
     "failing iterations": failing,
     "without a loader": without_loader,
+    "evaluation without a loader": evaluating_on_tensors,
+    "no_grad without an evaluation": without_gradients_but_no_evaluation,
+    "a loader for each epoch": with_a_loader_for_each_epoch,
 }
 
 
@@ -219,15 +258,15 @@ def test_the_report_is_what_was_counted(tmp_path: Path, capsys: Any, name: str) 
     assert found.num_steps == truth.num_steps
     assert 0 <= found.gradient_bytes - truth.gradient_bytes <= MOST_FACTS
     assert found.num_unmatched == 0
-    if truth.batch is not None or name == "without a loader":
+    has_loader = "without a loader" not in name
+    if truth.batch is not None or not has_loader:
         assert global_batch(ranks) == truth.batch
     assert (found.phases["evaluation"] > 0) == truth.evaluates
     uses = loaders(ranks, steps)
     used_for = [] if uses is None else [row[1] for row in uses.rows]
     if name != "evaluation on its own data":
-        assert used_for == ["training"] * (name != "without a loader") + ["evaluation"] * (
-            truth.evaluates
-        )
+        kinds = ["training"] + ["evaluation"] * truth.evaluates
+        assert used_for == (kinds if has_loader else [])
     # One step time, on the whole page.
     report(str(tmp_path), text=True)
     told = " ".join(capsys.readouterr().out.split())

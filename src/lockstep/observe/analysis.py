@@ -158,7 +158,7 @@ def _without_parts_of_evaluations(spans: Sequence[Span]) -> Iterator[Span]:
     until = 0
     for span in spans:
         if span.name == "evaluation":
-            until = span.stop
+            until = max(until, span.stop)
         if span.name not in _OF_TRAINING or span.start >= until:
             yield span
 

@@ -35,6 +35,11 @@ class LoaderUse(NamedTuple):
         """The time that the program waited for its batches."""
         return self.firsts + self.others
 
+    @property
+    def longer(self) -> float:
+        """The part of it by which batches that begin an epoch take longer than the others."""
+        return self.firsts - self.num_firsts * self.others / max(1, self.num_others)
+
 
 def loader_uses(found: RankSpans, steps: Collection[int]) -> list[LoaderUse]:
     """Return the rank's loaders, with what these steps spent on them."""
@@ -78,17 +83,28 @@ def told_apart(found: RankSpans) -> RankSpans:
 
     Spans of data get the number of their loader as their detail.
     """
-    if not found.batches:
-        return found
     trained = trained_batches(found)
     spans, samples = _with_loaders(found), Counter[int]()
     for batch in trained:
         samples[batch.step] += batch.num_samples
-    evaluations = _evaluations(spans, found.batches, trained)
+    evaluations = [*_evaluations(spans, found.batches, trained)]
+    evaluations += [span for span in spans if span.name == "evaluation"]
+    others = [span for span in spans if span.name != "evaluation"]
     return found._replace(
-        spans=[*spans, *evaluations],
+        spans=[*others, *_joined(evaluations)],
         step_ends=[end._replace(num_samples=samples[end.step]) for end in found.step_ends],
     )
+
+
+def _joined(evaluations: Sequence[Span]) -> list[Span]:
+    """Return them as one where they touch or overlap."""
+    joined: list[Span] = []
+    for span in sorted(evaluations, key=lambda span: span.start):
+        if joined and span.start <= joined[-1].stop:
+            joined[-1] = joined[-1]._replace(stop=max(joined[-1].stop, span.stop))
+        else:
+            joined.append(span)
+    return joined
 
 
 def trained_batches(found: RankSpans) -> list[Batch]:
@@ -129,29 +145,20 @@ def _with_loaders(found: RankSpans) -> list[Span]:
 def _evaluations(
     spans: Sequence[Span], batches: Sequence[Batch], trained: Sequence[Batch]
 ) -> Iterator[Span]:
-    """Yield the evaluations, each from its first batch to the end of its last."""
+    """Yield an evaluation for each batch, from its load to what follows."""
     own = [span for span in spans if not span.thread]
     marks = sorted(span.start for span in own if span.name in _ENDS_EVALUATION)
     loads = sorted((span.stop, span.start) for span in own if span.name == "data")
     loads_stop = [stop for stop, _ in loads]
     trains, is_trained = {batch.loader for batch in trained}, set(trained)
-    current: Span | None = None
     for batch in sorted(b for b in batches if not b.thread):
         index = bisect_right(loads_stop, batch.time) - 1
         is_evaluated = batch not in is_trained and (
             not batch.with_gradients or batch.loader not in trains
         )
-        if index < 0 or not is_evaluated:
-            continue
-        stop, start = loads[index]
-        if batch.num_samples != END_OF_EPOCH:
-            following = bisect_left(marks, stop)
-            stop = marks[following] if following < len(marks) else stop
-        if current is not None and current.stop == start:
-            current = current._replace(stop=stop)
-            continue
-        if current is not None:
-            yield current
-        current = Span("evaluation", start, stop, batch.step, 0, "", 0)
-    if current is not None:
-        yield current
+        if index >= 0 and is_evaluated:
+            stop, start = loads[index]
+            if batch.num_samples != END_OF_EPOCH:
+                following = bisect_left(marks, stop)
+                stop = marks[following] if following < len(marks) else stop
+            yield Span("evaluation", start, stop, batch.step, 0, "", 0)

@@ -114,7 +114,7 @@ class Explanation:
         sizes = [f"{name} {n:,}" for name, n in facts["bytes_per_step"].items() if n]
         if sizes:
             who = "moved" if facts["kind"] == "DataParallel" else "that each rank sends"
-            yield f"Bytes {who} in a step: {', '.join(sizes)}.{_about_rows(facts)}"
+            yield f"Bytes {who} in a step: {', '.join(sizes)}.{_about_bytes(facts)}"
         yield facts["overlap"]
         for finding in facts["unusual"]:
             yield f"[bold]note[/bold]  {escape(finding['what'])}\n      {escape(finding['mend'])}"
@@ -329,14 +329,17 @@ def _how(parameter: nn.Parameter, bucket: int | None, sparse: set[int], follower
     return "ignored: each rank's own"
 
 
-def _about_rows(facts: dict[str, Any]) -> str:
-    """Say what the bytes of sparse rows are, of which a step sends as many as its batch has."""
+def _about_bytes(facts: dict[str, Any]) -> str:
+    """Say what the bytes of sparse rows are, and what isn't known of the model alone."""
     sparse = [one["name"] for one in facts["parameters"] if one["how"].startswith("rows only")]
-    if not sparse:
-        return ""
-    if facts["bytes_per_step"].get("rows"):
-        return " Rows are those of the last backward; each step sends those of its batch."
-    return f" The rows of {_range_of(sparse)} come to that, as many as a batch has."
+    words = ""
+    if sparse and facts["bytes_per_step"].get("rows"):
+        words = " Rows are those of the last backward; each step sends those of its batch."
+    elif sparse:
+        words = f" The rows of {_range_of(sparse)} come to that, as many as a batch has."
+    if any(bucket["is_deferred"] for bucket in facts["buckets"]):
+        words += " Parameters that a sharded optimizer sends after its step aren't among them."
+    return words
 
 
 def _tell_when(buckets: list[dict[str, Any]], is_early: bool) -> None:
@@ -360,8 +363,8 @@ def _overlap(buckets: list[dict[str, Any]], is_early: bool, row_bytes: int) -> s
         return f"All gradients are one bucket, which is sent when the backward is over{also}."
     total = early + buckets[-1]["bytes"] + row_bytes
     return (
-        f"{early / total:.0%} of the bytes are sent while the backward goes on, and the rest when "
-        "it is over."
+        f"{early:,} of {total:,} bytes of gradients are sent while the backward goes on, and the "
+        "rest when it is over."
     )
 
 

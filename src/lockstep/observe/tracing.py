@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -33,6 +33,7 @@ from lockstep.arguments import as_whole_number, refusal
 from lockstep.comm import uncompiled
 from lockstep.launcher import num_cores
 from lockstep.observe.clock import Offset, boot_id, measure_offset
+from lockstep.observe.evaluations import EvaluationWatch, watch_contexts
 from lockstep.observe.machine import memory_in_use
 from lockstep.observe.records import END_OF_EPOCH
 from lockstep.observe.trace_files import drop_later_ranks, merge, spool_of, write_json
@@ -131,8 +132,10 @@ class _RankTrace:
         self._contents: dict[tuple[object, ...], tuple[weakref.ref[Any], int]] = {}
         self._bucket_numbers = itertools.count()
         self._loaders: dict[int, tuple[Callable[[], object], int]] = {}  # by id(), their numbers
+        self._loaders_by_facts: dict[_LoaderFacts, tuple[Callable[[], object], int]] = {}
         self._loader_numbers = itertools.count()
         self._steps = spans.StepCounter()
+        self._evaluations = EvaluationWatch()
         # When the program got a batch, stepped or ended a backward: its forward begins.
         self._since: int | None = None
         self._memory_noted_at = 0
@@ -196,13 +199,16 @@ class _RankTrace:
         found = self._loaders.get(id(same))
         if found is not None and found[0]() is same:
             return found[1]
-        number = next(self._loader_numbers)
+        facts = _facts_of(loader)
+        former, number = self._loaders_by_facts.get(facts, (None, 0))
+        if former is None or former() is not None:  # rather than one made anew in each epoch
+            number = next(self._loader_numbers)
+            self._put({"loader": number, **facts._asdict()})
         try:
             reference: Callable[[], object] = weakref.ref(same)
         except TypeError:
             reference = partial(_same, same)  # a list of batches, say, which is kept
-        self._loaders[id(same)] = reference, number
-        self._put({"loader": number, **_facts_of(loader)})
+        self._loaders[id(same)] = self._loaders_by_facts[facts] = reference, number
         return number
 
     @property
@@ -232,6 +238,22 @@ class _RankTrace:
         if name in _BEFORE_FORWARD and thread == self.thread:
             self._since = stop
 
+    def enter_context(self, context: object) -> None:
+        """A context that may switch gradients off is entered."""
+        if threading.get_ident() == self.thread and not self._open.get(self.thread):
+            self._evaluations.enter(context)
+
+    def leave_context(self, context: object) -> None:
+        """It is left."""
+        if threading.get_ident() != self.thread:
+            return
+        start = self._evaluations.leave(context)
+        if start is not None:
+            stop = spans.now()
+            if self._is_on:
+                self._lines.append(("evaluation", start, stop, self.step, 0, "", 0))
+            self._since = None if self._since is None else stop
+
     def _end_forward(self) -> None:
         if self._since is not None and self._is_on:
             self._lines.append(("forward", self._since, spans.now(), self.step, 0, "", 0))
@@ -260,6 +282,7 @@ class _RankTrace:
 
     def end_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
+        self._evaluations.note(optimizer)
         if self._steps.counts(optimizer):
             now = spans.now()
             if self._is_on:
@@ -282,12 +305,20 @@ def _same(loader: object) -> object:
     return loader
 
 
-def _facts_of(loader: Any) -> dict[str, Any]:
-    """What the report says of a loader, which is one of ours or an iterator over one of torch's."""
+class _LoaderFacts(NamedTuple):
+    """What the report says of a loader."""
+
+    dataset: str
+    workers: int
+    persistent: bool
+
+
+def _facts_of(loader: Any) -> _LoaderFacts:
+    """Return the facts of one of our loaders, or of an iterator over one of torch's."""
     dataset = getattr(loader, "dataset", getattr(loader, "_dataset", None))
     workers = getattr(loader, "num_workers", getattr(loader, "_num_workers", 0))
     own = getattr(loader, "persistent_workers", getattr(loader, "_persistent_workers", False))
-    return {"dataset": type(dataset).__name__, "workers": workers, "persistent": bool(own)}
+    return _LoaderFacts(type(dataset).__name__, workers, bool(own))
 
 
 def _in_span(name: str) -> Callable[[Any], Any]:
@@ -359,6 +390,7 @@ class _Process:
             register_optimizer_step_post_hook(partial(self._after_step, starts)),
         ):
             self._undo.callback(handle.remove)
+        watch_contexts(self, self._undo)
         when_joined.append(self._joined)
         self._undo.callback(when_joined.remove, self._joined)
 
@@ -393,6 +425,14 @@ class _Process:
     def end_of_epoch(self, loader: object) -> None:
         if (own := self._of_this_thread()) is not None:
             own.end_of_epoch(loader)
+
+    def enter_context(self, context: object) -> None:
+        if (own := self._of_this_thread()) is not None:
+            own.enter_context(context)
+
+    def leave_context(self, context: object) -> None:
+        if (own := self._of_this_thread()) is not None:
+            own.leave_context(context)
 
     def log(self, values: Mapping[str, float]) -> None:
         if (own := self._of_this_thread()) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lockstep.observe.analysis import Late, Summary
-from lockstep.observe.batches import LoaderUse
 
 _MUCH = 0.15  # of the time
 _IN = {
@@ -93,25 +92,22 @@ def _of_loader(found: Summary) -> str:
     name = f"The loader of {loader.dataset}"
     if not loader.workers:
         return f"{name} has no workers: give it some (num_workers), or do less for each sample."
-    if not loader.persistent and loader.firsts > loader.others:
-        return _of_first_batches(name, loader)
     number = f"{loader.workers} worker" + "s" * (loader.workers > 1)
     ranks, cores = found.num_ranks_of_host, found.num_cores
+    words = f"{name} has {number} on each rank: give it more, or do less for each sample."
     if cores is not None and ranks * (loader.workers + 1) > cores:
-        return (
+        words = (
             f"{name} has {number} on each rank: {ranks} ranks and {ranks * loader.workers} workers "
             f"share {cores} cores. Do less for each sample."
         )
-    return f"{name} has {number} on each rank: give it more, or do less for each sample."
-
-
-def _of_first_batches(name: str, loader: LoaderUse) -> str:
-    first = in_ms(loader.firsts / max(1, loader.num_firsts))
-    other = in_ms(loader.others / max(1, loader.num_others))
-    return (
-        f"{name} starts its workers anew in each epoch: the first batch of an epoch takes {first}, "
-        f"and another one {other}. persistent_workers=True keeps the workers."
-    )
+    if not loader.persistent and loader.longer > _MUCH * loader.seconds:
+        first = in_ms(loader.firsts / loader.num_firsts)
+        other = in_ms(loader.others / max(1, loader.num_others))
+        words += (
+            f" The first batch of an epoch, which starts workers anew, takes {first}, and another "
+            f"one {other}: persistent_workers=True keeps the workers."
+        )
+    return words
 
 
 def _of_waiting(found: Summary) -> str:
@@ -128,8 +124,11 @@ def _of_waiting(found: Summary) -> str:
 
 
 def _of_transfer(found: Summary) -> str:
-    if found.num_ranks == 1:
-        return "goes into collectives."
+    if 2 * found.num_unmatched > found.num_steps:
+        return (
+            "goes into collectives. The ranks waited in different operations, so that waits for "
+            "other ranks aren't told from sending."
+        )
     if found.of_gradients < found.transfer / 2:
         return (
             "goes into collectives outside of the backward: means of losses, reductions or others "
