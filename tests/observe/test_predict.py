@@ -12,8 +12,15 @@ import pytest
 
 from lockstep.errors import TraceError
 from lockstep.observe.analysis import shares
-from lockstep.observe.network import NETWORKS, Network, parse_network
-from lockstep.observe.predict import Prediction, expected_maximum, exposed, predict
+from lockstep.observe.predict import (
+    NETWORKS,
+    Network,
+    Prediction,
+    expected_maximum,
+    exposed,
+    parse_network,
+    predict,
+)
 from lockstep.observe.records import Bucket, RankSpans, Span
 from lockstep.observe.timelines import Event, Kind, Timeline
 

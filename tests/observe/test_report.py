@@ -28,11 +28,9 @@ from lockstep import cli
 from lockstep.errors import TraceError
 from lockstep.observe import report, sections
 from lockstep.observe.analysis import PHASES, Late, late_rank, shares, summary
-from lockstep.observe.batches import LoaderUse
-from lockstep.observe.network import parse_network
 from lockstep.observe.page import page
-from lockstep.observe.predict import predict
-from lockstep.observe.records import Bucket, RankSpans, Span, StepEnd
+from lockstep.observe.predict import parse_network, predict
+from lockstep.observe.records import Bucket, LoaderUse, RankSpans, Span, StepEnd
 from lockstep.observe.trace_files import read_folder
 from lockstep.observe.words import in_words
 

@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import TraceError
-from lockstep.observe.batches import LoaderUse, slowest_loader
-from lockstep.observe.records import Bucket, RankSpans, Span
+from lockstep.observe.records import Bucket, LoaderUse, RankSpans, Span, slowest_loader
 
 # What a rank does by itself; "other" is what no span tells.
 PHASES = (

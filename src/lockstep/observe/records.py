@@ -1,11 +1,19 @@
-"""What one rank has recorded in a trace, as its file has it."""
+"""What one rank has recorded in a trace, and which of its batches are trained on or evaluated.
+
+A batch is trained on if a backward begins before its loader returns the next one, or ends its
+epoch. Another one is evaluated if it was loaded without gradients, or if its loader returns none
+that is trained on. The rest are dropped: an iteration failed, say, before its backward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 END_OF_EPOCH = -1  # in place of a number of samples
+_ENDS_EVALUATION = ("data", "backward", "average", "optimizer")
 
 
 class Span(NamedTuple):
@@ -62,3 +70,150 @@ class RankSpans(NamedTuple):
     step_ends: Sequence[StepEnd] = ()
     batches: Sequence[Batch] = ()
     loaders: dict[int, dict[str, Any]] = {}  # noqa: RUF012  by number: dataset, workers, persistent
+
+
+class LoaderUse(NamedTuple):
+    """What a program's thread spent on a loader, of one rank."""
+
+    number: int
+    dataset: str  # the name of its class
+    workers: int
+    persistent: bool  # whether it keeps its workers
+    trains: bool  # whether gradients are computed from its batches
+    num_firsts: int  # batches that began an epoch, as far as the trace shows it
+    firsts: float  # seconds
+    num_others: int
+    others: float  # seconds
+
+    @property
+    def seconds(self) -> float:
+        """The time that the program waited for its batches."""
+        return self.firsts + self.others
+
+    @property
+    def longer(self) -> float:
+        """The part of it by which batches that begin an epoch take longer than the others."""
+        return self.firsts - self.num_firsts * self.others / max(1, self.num_others)
+
+
+def loader_uses(found: RankSpans, steps: Collection[int]) -> list[LoaderUse]:
+    """Return the rank's loaders, with what these steps spent on them."""
+    trains = {batch.loader for batch in trained_batches(found)}
+    uses = []
+    for number, facts in sorted(found.loaders.items()):
+        firsts, others = _times_of(found, number, steps)
+        words = facts["dataset"], facts["workers"], facts["persistent"], number in trains
+        uses.append(LoaderUse(number, *words, len(firsts), sum(firsts), len(others), sum(others)))
+    return uses
+
+
+def _times_of(
+    found: RankSpans, loader: int, steps: Collection[int]
+) -> tuple[list[float], list[float]]:
+    """Return the seconds that the first batches of epochs took, and those of the others."""
+    batches = sorted(b for b in found.batches if b.loader == loader)
+    spans = sorted(
+        (s.stop, s.start) for s in found.spans if s.name == "data" and s.detail == str(loader)
+    )
+    times: tuple[list[float], list[float]] = ([], [])
+    is_first = True
+    for batch, (stop, start) in zip(batches, spans, strict=False):
+        if batch.num_samples == END_OF_EPOCH:
+            is_first = True
+            continue
+        if batch.step in steps:
+            times[not is_first].append((stop - start) / 1e9)
+        is_first = False
+    return times
+
+
+def slowest_loader(ranks: Sequence[RankSpans], steps: Collection[int]) -> LoaderUse | None:
+    """Return the loader of training for which these ranks wait longest, if any is known."""
+    uses = [use for found in ranks for use in loader_uses(found, steps) if use.trains]
+    return max(uses, key=lambda use: use.seconds, default=None)
+
+
+def told_apart(found: RankSpans) -> RankSpans:
+    """Return the rank's spans with evaluations among them, and its steps with their samples.
+
+    Spans of data get the number of their loader as their detail.
+    """
+    trained = trained_batches(found)
+    spans, samples = _with_loaders(found), Counter[int]()
+    for batch in trained:
+        samples[batch.step] += batch.num_samples
+    evaluations = [*_evaluations(spans, found.batches, trained)]
+    evaluations += [span for span in spans if span.name == "evaluation"]
+    others = [span for span in spans if span.name != "evaluation"]
+    return found._replace(
+        spans=[*others, *_joined(evaluations)],
+        step_ends=[end._replace(num_samples=samples[end.step]) for end in found.step_ends],
+    )
+
+
+def _joined(evaluations: Sequence[Span]) -> list[Span]:
+    """Return them as one where they touch or overlap."""
+    joined: list[Span] = []
+    for span in sorted(evaluations, key=lambda span: span.start):
+        if joined and span.start <= joined[-1].stop:
+            joined[-1] = joined[-1]._replace(stop=max(joined[-1].stop, span.stop))
+        else:
+            joined.append(span)
+    return joined
+
+
+def trained_batches(found: RankSpans) -> list[Batch]:
+    """Return the batches from which gradients were computed.
+
+    Of loaders that other threads iterate over, these are all.
+    """
+    backwards = [span.start for span in found.spans if span.name in ("backward", "average")]
+    events: list[tuple[int, Batch | None]] = [(time, None) for time in backwards]
+    events += [(batch.time, batch) for batch in found.batches if not batch.thread]
+    pending: dict[int, Batch] = {}  # by loader
+    trained = [b for b in found.batches if b.thread and b.num_samples != END_OF_EPOCH]
+    for _, batch in sorted(events, key=lambda event: event[0]):
+        if batch is None:
+            trained += pending.values()
+            pending.clear()
+            continue
+        # Loaded without gradients, a batch is trained on only if a backward is what follows.
+        pending = {of: each for of, each in pending.items() if each.with_gradients}
+        pending.pop(batch.loader, None)
+        if batch.num_samples != END_OF_EPOCH:
+            pending[batch.loader] = batch
+    return trained
+
+
+def _with_loaders(found: RankSpans) -> list[Span]:
+    """Return the spans, those of data with their loaders."""
+    spans = sorted(found.spans, key=lambda span: span.stop)
+    stops = [span.stop for span in spans]
+    for batch in found.batches:
+        for index in range(bisect_right(stops, batch.time) - 1, -1, -1):
+            if spans[index].name == "data" and spans[index].thread == batch.thread:
+                spans[index] = spans[index]._replace(detail=str(batch.loader))
+                break
+    return spans
+
+
+def _evaluations(
+    spans: Sequence[Span], batches: Sequence[Batch], trained: Sequence[Batch]
+) -> Iterator[Span]:
+    """Yield an evaluation for each batch, from its load to what follows."""
+    own = [span for span in spans if not span.thread]
+    marks = sorted(span.start for span in own if span.name in _ENDS_EVALUATION)
+    loads = sorted((span.stop, span.start) for span in own if span.name == "data")
+    loads_stop = [stop for stop, _ in loads]
+    trains, is_trained = {batch.loader for batch in trained}, set(trained)
+    for batch in sorted(b for b in batches if not b.thread):
+        index = bisect_right(loads_stop, batch.time) - 1
+        is_evaluated = batch not in is_trained and (
+            not batch.with_gradients or batch.loader not in trains
+        )
+        if index >= 0 and is_evaluated:
+            stop, start = loads[index]
+            if batch.num_samples != END_OF_EPOCH:
+                following = bisect_left(marks, stop)
+                stop = marks[following] if following < len(marks) else stop
+            yield Span("evaluation", start, stop, batch.step, 0, "", 0)

@@ -9,9 +9,8 @@ from rich.console import Console
 
 from lockstep.errors import TraceError
 from lockstep.observe.analysis import PHASES, Share, Summary, shares, summary
-from lockstep.observe.network import parse_network
 from lockstep.observe.page import page
-from lockstep.observe.predict import predict
+from lockstep.observe.predict import parse_network, predict
 from lockstep.observe.records import RankSpans
 from lockstep.observe.sections import (
     Rate,

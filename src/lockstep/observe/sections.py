@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lockstep.observe.analysis import Share, length
-from lockstep.observe.batches import LoaderUse, loader_uses
-from lockstep.observe.network import Network
-from lockstep.observe.predict import Prediction, Row
-from lockstep.observe.records import RankSpans
+from lockstep.observe.predict import Network, Prediction, Row
+from lockstep.observe.records import LoaderUse, RankSpans, loader_uses
 
 _MAX_POINTS = 500  # of a curve
 _MAX_COLUMNS = 8  # of ranks that are waited for

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import TraceError
-from lockstep.observe.batches import told_apart
-from lockstep.observe.records import Batch, Bucket, RankSpans, Span, StepEnd
+from lockstep.observe.records import Batch, Bucket, RankSpans, Span, StepEnd, told_apart
 
 # The program's track has the number of its process, the rank: Perfetto takes track 0 for that one.
 _FIRST_BUCKET_TRACK, _FIRST_OTHER_TRACK = 1_000_000, 2_000_000
