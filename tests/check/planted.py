@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tests.check.right import BEGIN, usual
+from tests.check.right import BEGIN, FREE, usual
 
 _BACKWARD = "        loss.backward()\n"
 _STEP = "        optimizer.step()\n"
@@ -406,6 +406,94 @@ for _ in range(4):
                 "            for p, old in zip(model.parameters(), kept):\n"
                 "                p.copy_(old)\n"
                 "        model.train()\n",
+            )
+        ),
+        None,
+    ),
+    "weights of training that are evaluated": Planted(
+        FREE
+        + usual(
+            (f"torch.optim.{_OPTIONS}", "Free(model.parameters())"),
+            (
+                _STEP,
+                _STEP + "        with torch.no_grad():\n            model.eval()(x)\n"
+                "        model.train()\n",
+            ),
+        ),
+        "its eval() isn't called",
+    ),
+    "initial values from rank 0's first batch": Planted(
+        usual(
+            (
+                _MODEL,
+                "x, _ = next(iter(loader_of()))\nmodel = net()\n"
+                "model[0].bias.data.fill_(-x[:, 0].mean())\nlockstep.parallelize(model)\n",
+            )
+        ),
+        "initial values depend on a rank's own samples",
+    ),
+    "an overlap of two classes": Planted(
+        usual(
+            (
+                _LOSS,
+                "        p, t = model(x).softmax(1)[:, 0], (y == 0).float()\n"
+                "        loss = 1 - 2 * (p * t).sum() / (p.sum() + t.sum())\n",
+            )
+        ),
+        "adds up each rank's own samples",
+    ),
+    "weights of classes in a rank's part": Planted(
+        usual(
+            (
+                _LOSS,
+                "        rare = 1 / torch.bincount(y, minlength=3).clamp(min=1)\n"
+                "        loss = lockstep.mean(losses_of(model(x), y), weight=rare[y])\n",
+            )
+        ),
+        None,
+    ),
+    "gradients that are added up by hand": Planted(
+        usual(
+            (_MODEL, "model = net()\n"),
+            (
+                _BACKWARD,
+                _BACKWARD + "        for p in model.parameters():\n"
+                "            if world.world_size > 1:\n                dist.all_reduce(p.grad)\n",
+            ),
+            (_LOSS, "        loss = F.cross_entropy(model(x), y)\n"),
+            _EVEN,
+        ),
+        None,
+    ),
+    "samples mixed up in collate_fn": Planted(
+        usual(
+            (_LOADER, "loader_of(collate_fn=mix)"),
+            (
+                _MODEL,
+                "def mix(samples):\n    x, y = torch.utils.data.default_collate(samples)\n"
+                "    return 0.5 * x + 0.5 * x.flip(0), y\n" + _MODEL,
+            ),
+        ),
+        None,
+    ),
+    "by the largest of a rank's part": Planted(
+        usual(("model(x)", "model(x / x.abs().max())")), "what max (train.py"
+    ),
+    "steps that a rank's own loss leaves out": Planted(
+        usual(
+            (
+                _STEP,
+                "        if losses_of(model(x), y).mean() < 1.1:\n            optimizer.step()\n",
+            )
+        ),
+        "leaves out steps",
+    ),
+    "a state of the optimizer on one rank": Planted(
+        usual(
+            (
+                _SGD,
+                _SGD + "if world.rank == 1:\n    for p in model.parameters():\n"
+                '        optimizer.state[p]["momentum_buffer"] = torch.ones_like(p)\n',
             )
         ),
         None,

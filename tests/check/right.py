@@ -63,6 +63,33 @@ for epoch in range(3):
         loss.backward()
         optimizer.step()
 """
+# An optimizer with other weights for evaluations, as Schedule-Free has them.
+FREE = """\
+class Free(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "train_mode": True, "k": 0})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", p.clone())
+                p.sub_(p.grad, alpha=group["lr"])
+                mean.lerp_(p, 1 / (group["k"] + 1))
+    @torch.no_grad()
+    def _swap(self, mode):
+        for group in self.param_groups:
+            if group["train_mode"] != mode:
+                for p in group["params"]:
+                    kept = p.clone()
+                    p.copy_(self.state[p]["mean"])
+                    self.state[p]["mean"] = kept
+            group["train_mode"] = mode
+    def eval(self):
+        self._swap(False)
+    def train(self):
+        self._swap(True)
+"""
 _BACKWARD = "        loss.backward()\n"
 _STEP = "        optimizer.step()\n"
 _LOSS = "        loss = lockstep.mean(losses_of(model(x), y))\n"
@@ -462,6 +489,89 @@ for x, y in loader_of(size=45):
     ),
     "a metric of a rank, printed": usual(
         (_STEP, _STEP + "        print((model(x).argmax(1) == y).float().mean().item())\n")
+    ),
+    "weights for evaluations": FREE
+    + usual(
+        ("torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)", "Free(model.parameters())"),
+        (
+            _STEP,
+            _STEP + "        optimizer.eval()\n        with torch.no_grad():\n"
+            "            model.eval()(x)\n        optimizer.train()\n        model.train()\n",
+        ),
+    ),
+    "a torch loader of a class of the program's": usual(
+        (_LOADER, "Doubled(data, 7, sampler=lockstep.DistributedSampler(data))"),
+        (
+            _MODEL,
+            "class Doubled(torch.utils.data.DataLoader):\n    def __iter__(self):\n"
+            "        for x, y in super().__iter__():\n            yield 2 * x, y\n" + _MODEL,
+        ),
+    ),
+    "random masks in collate_fn": usual(
+        (_LOADER, "loader_of(collate_fn=mask)"),
+        (
+            _MODEL,
+            "def mask(samples):\n    x, y = torch.utils.data.default_collate(samples)\n"
+            "    return x * (torch.rand(x.shape) < 0.8), y\n" + _MODEL,
+        ),
+    ),
+    "scaled losses": usual(
+        (
+            _BACKWARD,
+            "        scaler.scale(loss).backward()\n        scaler.unscale_(optimizer)\n"
+            "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
+        ),
+        (_STEP, "        scaler.step(optimizer)\n        scaler.update()\n"),
+        (_SGD, _SGD + 'scaler = torch.amp.GradScaler("cpu")\n'),
+    ),
+    "a redundancy optimizer": usual(
+        (
+            "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)",
+            "lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)",
+        )
+    ),
+    "lists of indices": usual(
+        (_LOADER, "lockstep.DataLoader(Rows(), batch_size=None, sampler=order)"),
+        (
+            _MODEL,
+            "class Rows(Dataset):\n    __len__ = lambda self: 90\n"
+            "    __getitem__ = lambda self, index: (X[index], Y[index])\n"
+            "random_order = torch.utils.data.RandomSampler(range(90))\n"
+            "order = torch.utils.data.BatchSampler(random_order, 21, False)\n" + _MODEL,
+        ),
+    ),
+    "a padded stream": """\
+class Stream(IterableDataset):
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        first, by = (0, 1) if info is None else (info.id, info.num_workers)
+        lists = Lists()
+        for number in range(first, 33, by):
+            yield lists[number]
+model = lockstep.parallelize(nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for words, _ in lockstep.DataLoader(Stream(), batch_size=10, collate_fn=pad):
+    losses = F.cross_entropy(model(words).transpose(1, 2), words, reduction="none")
+    step(optimizer, lockstep.mean(losses, weight=words != 0))
+""",
+    "a stream that divides itself": usual(
+        (_LOADER, "torch.utils.data.DataLoader(Stream(), 7)"),
+        (
+            _MODEL,
+            "class Stream(IterableDataset):\n    def __iter__(self):\n"
+            "        for n in range(world.rank, 84, world.world_size):\n"
+            "            yield X[n], Y[n]\n" + _MODEL,
+        ),
+    ),
+    "initial values from all ranks' first batch": usual(
+        (
+            _SGD,
+            "x, _ = next(iter(loader_of()))\ncenter = lockstep.mean(x[:, 0])\n"
+            "model[0].bias.data.fill_(-center)\n" + _SGD,
+        ),
+    ),
+    "a compiled model": usual(
+        ("model(x)", "fast(x)"), (_SGD, _SGD + 'fast = torch.compile(model, backend="eager")\n')
     ),
     "a few rows of a table": """\
 table = lockstep.parallelize(nn.Embedding(30, 4))

@@ -77,9 +77,9 @@ def test_a_cause_that_is_named_is_right(name: str, checked: Callable[..., Said])
     said = checked(text)
     assert said.code == mistake.code, said
     if mistake.words is None:
-        assert "Cause:" not in said.told
+        assert "Likely cause:" not in said.told
     else:
-        causes = re.findall(r"Cause: (.*?) What to do:", said.told)
+        causes = re.findall(r"Likely cause: (.*?) What to do:", said.told)
         assert any(mistake.words in cause for cause in causes), said
 
 
@@ -153,7 +153,7 @@ def test_a_program_that_fails_is_reported_as_ever(tmp_path: Path) -> None:
     code, told, errors = check(path)
     assert code == 1
     assert "of the program" in told + errors
-    assert "Cause" not in told
+    assert "cause" not in told
 
 
 @pytest.mark.parametrize(

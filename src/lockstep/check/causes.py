@@ -85,6 +85,10 @@ def verdict(suspect: Suspect, facts: Facts, *, drawn_alike: bool = False) -> Ver
     lines = ", ".join(sites[:_SITES]) + (", ..." if len(sites) > _SITES else "")
     name, rank, num_ranks = facts.parting.name, facts.rank, len(facts.ranks)
     numbers = " and ".join(map(str, _numbers_of_rows(facts)))
+    ratio = ratio_of(facts.ranks[0].gradients, facts.alone.gradients)
+    times = ""
+    if ratio is not None and abs(ratio - 1) > _SAME_RATIO:
+        times = f" All gradients are {ratio:.4g} times those of one process."
     match suspect:
         case Suspect.OPTIONS if facts.parting.rank is None:
             told = _other_options(facts.ranks[0].options, facts.alone.options)
@@ -120,8 +124,8 @@ def verdict(suspect: Suspect, facts: Facts, *, drawn_alike: bool = False) -> Ver
             )
         case Suspect.SYNC:
             return Verdict(
-                f"a collective is forgotten: gradients of backwards under {lines} aren't reduced "
-                "when they are used.",
+                "a collective is forgotten: gradients of backwards under no_sync() aren't reduced "
+                f"when they are used: {lines}.",
                 "Step, clip and log gradients only after a backward outside of no_sync().",
             )
         case Suspect.KEPT:
@@ -132,8 +136,8 @@ def verdict(suspect: Suspect, facts: Facts, *, drawn_alike: bool = False) -> Ver
             )
         case Suspect.CLIP:
             return Verdict(
-                f"{lines} clips on the ranks what it doesn't clip in one process: gradients of a "
-                "rank's own samples, before they are averaged, or by another limit.",
+                f"clipping: {lines} clips on the ranks what it doesn't in one process: gradients "
+                "of a rank's own samples before they are averaged, or by another limit.",
                 "Clip once, after the last backward of the step, which averages gradients.",
             )
         case Suspect.SEEDS:
@@ -164,13 +168,14 @@ def verdict(suspect: Suspect, facts: Facts, *, drawn_alike: bool = False) -> Ver
             )
         case Suspect.MEANS | Suspect.STATISTICS:
             return Verdict(
-                f"what {lines} gives is of each rank's own samples, and in one process of all.",
+                f"what {lines} gives depends on the other samples of the batch: on a rank's own, "
+                "and in one process on all.",
                 "Compute it of all ranks' samples, by lockstep.reduce() or lockstep.mean(); or of "
                 "each sample by itself.",
             )
         case Suspect.SUMS:
             return Verdict(
-                f"{lines} adds up each rank's own samples, and in one process all of them.",
+                f"{lines} adds up each rank's own samples, and in one process all of them.{times}",
                 "Take the loss as lockstep.mean(losses), of the single samples' losses.",
             )
         case Suspect.DRAWS:
@@ -191,7 +196,7 @@ def verdict(suspect: Suspect, facts: Facts, *, drawn_alike: bool = False) -> Ver
         case Suspect.WORLD_SIZE:
             return Verdict(
                 "the program computes with the number of ranks: one process that is told of "
-                f"{num_ranks} does the same.",
+                f"{num_ranks} does the same.{times}",
                 "Leave world_size out of losses, gradients and options: where the global batch is "
                 "the same, so are they.",
             )

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lockstep.check.batches import OUR_LOADER, is_divided_by_program, repeated
 from lockstep.check.causes import Verdict
-from lockstep.check.compare import Comparison, Runs, compare
+from lockstep.check.compare import Comparison, Runs, compare, other_start
 from lockstep.check.investigate import Cause, cause_of
 from lockstep.check.recorder import Recorder
 from lockstep.check.records import ALONE, ROUNDED, End, Plan, Records, of_rank
@@ -187,13 +187,14 @@ def _of_all_steps(comparison: Comparison, runs: Runs, ends: list[End]) -> list[F
             "All ranks train on the same samples, so that each does the work of all.",
             [
                 Verdict(
-                    "the samples aren't divided among the ranks, by the loader's sampler or by the "
-                    "program.",
+                    "the loader's sampler, or the program, doesn't divide the samples among the "
+                    "ranks.",
                     f"Use {OUR_LOADER}.",
                 )
             ],
         )
-    return [of_samples, _of_numbers(runs, ends), _of_division(runs.ranks)]
+    further = (_of_numbers(runs, ends), _of_division(runs.ranks), _of_start(runs))
+    return [of_samples, *further, _of_evaluation(ends)]
 
 
 def _of_numbers(runs: Runs, ends: list[End]) -> Finding | None:
@@ -208,6 +209,36 @@ def _of_numbers(runs: Runs, ends: list[End]) -> Finding | None:
                 "a rank leaves out steps, or has fewer batches than others.",
                 f"Let every rank take each step; {OUR_LOADER}, gives all ranks equally many "
                 "batches.",
+            )
+        ],
+    )
+
+
+def _of_start(runs: Runs) -> Finding | None:
+    """Whether one process, which went on from the ranks' values, would have begun with others."""
+    if not (name := other_start(runs)):
+        return None
+    return Finding(
+        f"The models start from other values on the ranks than in one process, in {name!r}.",
+        [
+            Verdict(
+                "initial values depend on a rank's own samples, or on the number of ranks.",
+                "Compute them from what all ranks have in common, such as lockstep.reduce(value).",
+            )
+        ],
+    )
+
+
+def _of_evaluation(ends: list[End]) -> Finding | None:
+    if not (name := next((end.not_evaluating for end in ends if end.not_evaluating), "")):
+        return None
+    return Finding(
+        "The model is evaluated with its weights of training, on the ranks and in one process.",
+        [
+            Verdict(
+                f"{name} has other weights for evaluations, and its eval() isn't called before.",
+                "Call optimizer.eval() before an evaluation or a save, and optimizer.train() after "
+                "it.",
             )
         ],
     )
@@ -253,7 +284,7 @@ def _tell(
     for found in findings:
         console.print(found.where, style="red", markup=False)
         for each in found.verdicts:
-            console.print(f"Cause: {each.cause}", markup=False)
+            console.print(f"Likely cause: {each.cause}", markup=False)
             console.print(f"What to do: {each.remedy}", markup=False)
         if not found.verdicts:
             console.print("The cause isn't known.")

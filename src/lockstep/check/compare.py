@@ -11,6 +11,8 @@ from lockstep.check.records import Records, Step
 
 # A difference counts if it is this many times what one more rounding error in each step makes.
 _FACTOR = 64
+# What a mean in another order leaves of initial values, in proportion to the largest.
+_SAME_START = 1e-4
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -109,6 +111,26 @@ def gradients_differ(runs: Runs, number: int) -> Parting:
         return Parting("", 0.0, 0.0, None)
     moved = (one.gradients, rounded.gradients if rounded else {})
     return _parting([step.gradients for step in steps], alone.gradients, moved, alone.eps)
+
+
+def other_start(runs: Runs) -> str | None:
+    """The first tensor with which one process would have begun otherwise, whenever it runs.
+
+    Where two runs of one process begin otherwise as well, random numbers are drawn without a seed.
+    """
+    number = 1
+    while (given := runs.ranks[0].load(f"start-{number}")) is not None:
+        one, rounded = (each.load(f"start-{number}") for each in (runs.alone, runs.rounded))
+        for name, value in given.items() if one and rounded else ():
+            own, again = one.get(name), rounded.get(name)
+            if own is None or again is None or not own.shape == again.shape == value.shape:
+                continue
+            is_seeded = torch.equal(own, again)
+            scale = float(own.double().abs().max()) if own.numel() else 0.0
+            if is_seeded and _distance(own, value) > _SAME_START * scale:
+                return str(name)
+        number += 1
+    return None
 
 
 def _not_finite(step: Step) -> str | None:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 import lockstep.data
 from lockstep.check.batches import Part, checksum, global_batch, hashes_of_rows, is_empty
 from lockstep.check.records import Batch, Plan, Records, Samples, of_rank
 from lockstep.check.switches import Switches, have_drawn, random_state, set_random_state
-from lockstep.torch_private import tree_map_only
+from lockstep.torch_private import tree_leaves, tree_map_only
 
 
 class Finished(BaseException):
@@ -33,6 +33,9 @@ class Keeping:
         before = random_state()
         kept = list(samples) if isinstance(samples, list | tuple) else None
         batch = self.collate(samples)
+        leaves = tree_leaves(batch)
+        if self.collate is default_collate and all(isinstance(t, torch.Tensor) for t in leaves):
+            return batch  # each of its tensors is a stack, so that joined parts are as good
         name = checksum(batch)
         if name and kept is not None:
             self._records.save(f"samples-{name}", Samples(kept, have_drawn(before, random_state())))

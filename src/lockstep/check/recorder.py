@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 import weakref
+import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,6 +34,7 @@ from lockstep.check.models import Models
 from lockstep.check.records import ROUNDED, Backward, End, Plan, Step, of_rank
 from lockstep.check.switches import Switches, have_drawn, random_state, rounded
 from lockstep.check.trials import Suspect, Trial, options_of
+from lockstep.data import bytes_of
 from lockstep.nn import are_parallel
 from lockstep.torch_private import tree_leaves
 
@@ -88,6 +91,8 @@ class Recorder:
         switches.wrap(lockstep.nn, "join", self._note_join)
         switches.wrap(lockstep.nn.DistributedDataParallel, "join", self._note_join)
         switches.wrap(nn.parallel.DistributedDataParallel, "join", self._note_join)
+        # The program has no hooks that would be called twice for it.
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
         handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -172,6 +177,8 @@ class Recorder:
         else:
             # In one process the models start as on rank 0, whatever numbers they were made of.
             given = self._ranks[0].load(name) or {}
+            if not self._end.num_steps:
+                self._records.save(name, _copies(tensors))
             with torch.no_grad():
                 for key, tensor in tensors.items():
                     value = given.get(key)
@@ -201,13 +208,16 @@ class Recorder:
         if not torch.is_grad_enabled():
             if not module.training:
                 self._note_evaluation()
+                self._note_weights(module)
             return
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         if not tensors or not tensors[0].dim():
             return
-        rows = sum(hashes_of_rows(tensors[:1])) % _HASHES
-        self._inputs = (self._inputs + rows) % _HASHES
+        if tensors[0].layout is torch.strided:
+            content = bytes_of(tensors[0].detach().cpu().contiguous())
+            self._inputs = zlib.crc32(content, self._inputs)
         if self._input is None:
+            rows = sum(hashes_of_rows(tensors[:1])) % _HASHES
             self._input = Backward(0.0, len(tensors[0]), rows)
             kind = tensors[0].device.type
             if torch.is_autocast_enabled(kind):
@@ -221,6 +231,15 @@ class Recorder:
             for optimizer in self._optimizers:
                 found |= self._models.tensors(optimizer)
             self._records.save(name, _copies(found))
+
+    def _note_weights(self, module: nn.Module) -> None:
+        """Note whether ``module`` is evaluated with weights that its optimizer only trains with."""
+        for optimizer in self._optimizers:
+            trains = any(group.get("train_mode") is True for group in optimizer.param_groups)
+            if trains and callable(getattr(optimizer, "eval", None)):
+                own = {id(parameter) for parameter in module.parameters()}
+                if own & {id(parameter) for parameter in _trained(optimizer)}:
+                    self._end.not_evaluating = type(optimizer).__name__
 
     def _note_backward(
         self, original: Callable[..., None], tensors: Any, *args: Any, **options: Any

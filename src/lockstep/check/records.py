@@ -97,6 +97,8 @@ class End:
     num_steps: int = 0
     notes: list[str] = field(default_factory=list)
     joins: bool = False  # whether ranks may take different numbers of steps
+    # An optimizer with other weights for evaluations (Schedule-Free) that wasn't told of one.
+    not_evaluating: str = ""
 
 
 class Records:
