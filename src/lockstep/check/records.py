@@ -6,16 +6,24 @@ read that was not written by the same check.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
+import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from lockstep.errors import LockstepError
+
 ALONE = "alone"  # one process on the global batches
 ROUNDED = "rounded"  # the same with a rounding error of its own added in each step
+
+
+_POLL_SECONDS = 0.001
 
 
 def of_rank(rank: int) -> str:
@@ -148,3 +156,54 @@ class Records:
         """How the run ended; None if it has not."""
         found: End | None = self.load("end")
         return found
+
+
+class Exchange:
+    """What a rank tells the others in a trial, and what they have told.
+
+    Each value has a key, and those of one key are told apart by their number.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._ranks = [plan.records(of_rank(n), plan.trial) for n in range(plan.num_ranks)]
+        self._own = self._ranks[rank]
+        self._patience = plan.patience
+        self._counts: Counter[str] = Counter()
+        self.rank = rank
+
+    def gather(self, key: str, value: Any) -> list[Any]:
+        """The ``value`` of each rank. Every rank calls it."""
+        name = self._next(key)
+        self._own.save(name, value)
+        return [self._wait(rank, name) for rank in range(len(self._ranks))]
+
+    def of_first(self, key: str, value: Any) -> Any:
+        """The ``value`` of rank 0, which waits for nobody."""
+        name = self._next(key)
+        if self.rank == 0:
+            self._own.save(name, value)
+            return value
+        return self._wait(0, name)
+
+    def told(self, key: str) -> list[Any]:
+        """What the ranks have told before, in a run that is over."""
+        name = self._next(key)
+        return [records.load(name) for records in self._ranks]
+
+    def tell(self, key: str, value: Any) -> None:
+        """Tell ``value``, for :meth:`told`."""
+        self._own.save(self._next(key), value)
+
+    def _next(self, key: str) -> str:
+        self._counts[key] += 1
+        return (
+            f"told-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}-{self._counts[key]}"
+        )
+
+    def _wait(self, rank: int, name: str) -> Any:
+        limit = time.monotonic() + self._patience
+        while not self._ranks[rank].has(name):
+            if time.monotonic() > limit:
+                raise LockstepError(f"Rank {rank} takes another way through the program.")
+            time.sleep(_POLL_SECONDS)
+        return self._ranks[rank].load(name)

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lockstep.check.exchange import Exchange, Gathered
+from lockstep.check.records import Exchange
 from lockstep.data import bytes_of
 from lockstep.errors import LockstepError
 
@@ -61,6 +61,27 @@ _DRAWS: set[Any] = {
 _PERMUTATIONS: set[Any] = {torch.randperm}
 # Arguments that aren't rows of samples.
 _NO_ROWS = ("weight", "pos_weight", "self_weight")
+
+
+class Gathered(torch.autograd.Function):
+    """The rows of all ranks, one after the other, differentiated by those of this one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: torch.Tensor, parts: list[torch.Tensor], exchange: Exchange, key: str
+    ) -> torch.Tensor:
+        """Join ``parts``, of which ``own`` is one."""
+        before = sum(len(part) for part in parts[: exchange.rank])
+        ctx.rows = slice(before, before + len(own))
+        ctx.exchange, ctx.key = exchange, key
+        return torch.cat([part.to(own.device) for part in parts])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """Add up what all ranks' losses say of this one's rows."""
+        everyone = ctx.exchange.gather(f"{ctx.key}, backward", gradient.cpu())
+        total = torch.stack(everyone).sum(0).to(gradient.device)
+        return total[ctx.rows], None, None, None
 
 
 class Together(TorchFunctionMode):

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 import lockstep.nn
 import lockstep.optim
 from lockstep.check import together
-from lockstep.check.exchange import Exchange
-from lockstep.check.records import Plan, of_rank
+from lockstep.check.records import Exchange, Plan, of_rank
 from lockstep.check.switches import Switches, random_state, set_random_state
 from lockstep.check.together import Together, line_of_program
 from lockstep.world import World
