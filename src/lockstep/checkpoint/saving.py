@@ -33,6 +33,7 @@ from lockstep.spans import span
 # Smaller tensors are written by rank 0 alone, so that those that may differ between the ranks, such
 # as buffers, are those of one rank.
 _SMALL_BYTES = 64 * 1024
+_LOOK_SECONDS = 0.1  # between looks for Ctrl-C, whose signal another thread may have taken
 
 
 def save(
@@ -259,7 +260,8 @@ class Background:
     def finish(self) -> Exception | None:
         """Wait for the save that is going on; return its error, if it failed."""
         if self._thread is not None:
-            self._thread.join()
+            while self._thread.is_alive():
+                self._thread.join(_LOOK_SECONDS)
             self._thread = None
         error, self._error = self._error, None
         return error

@@ -148,6 +148,14 @@ def finish_late(total: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def finish_late_elsewhere(total: torch.Tensor) -> torch.Tensor:
+    """The same, but not the thread that waits for the sum gets the signal."""
+    signal.raise_signal(signal.SIGINT)
+    if not _may_end.wait(20):
+        _finished.append(float(total))
+    return total
+
+
 class Sums(nn.Module):
     """Adds up ones, in one replica before the other."""
 
@@ -178,12 +186,13 @@ def test_nothing_is_added_up_without_a_replica_that_is_interrupted(
     assert not _finished
 
 
-def test_an_interruption_while_ranks_are_waited_for() -> None:
+@pytest.mark.parametrize("finish", [finish_late, finish_late_elsewhere])
+def test_an_interruption_while_ranks_are_waited_for(finish: Callable) -> None:
     """The other replica came last, and the thread that listens to it makes the sum."""
     _finished.clear()
     _may_end.clear()
     with pytest.raises(KeyboardInterrupt):
-        replicated(Sums(finish_late, None))(torch.ones(4))
+        replicated(Sums(finish, None))(torch.ones(4))
     _may_end.set()
     assert not _finished
 

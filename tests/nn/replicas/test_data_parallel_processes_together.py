@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +154,21 @@ def test_backwards_of_means_run_at_the_same_time(tmp_path: Path) -> None:
     in_processes(Waits())(words(6)).backward()
 
 
-@pytest.mark.parametrize("first_sleeps", [True, False])
-def test_an_interruption_does_not_wait_for_replicas(first_sleeps: bool) -> None:
-    """The first replica is interrupted, or has returned and waits for the other."""
+@pytest.mark.parametrize(
+    ("first_sleeps", "takes_itself"), [(True, False), (False, False), (False, True)]
+)
+def test_an_interruption_does_not_wait_for_replicas(first_sleeps: bool, takes_itself: bool) -> None:
+    """The first replica is interrupted, or has returned and waits for the other.
+
+    The system may give the signal to another thread than the one that waits.
+    """
     caller = os.getpid()
 
     class Sleeps(nn.Linear):
         def forward(self, seconds: torch.Tensor) -> torch.Tensor:
             if os.getpid() == caller and seconds.any():
-                threading.Timer(0.3, os.kill, [caller, signal.SIGINT]).start()
+                interrupt = signal.raise_signal if takes_itself else partial(os.kill, caller)
+                threading.Timer(0.3, interrupt, [signal.SIGINT]).start()
             time.sleep(float(seconds[0, 0]))
             return super().forward(seconds)
 

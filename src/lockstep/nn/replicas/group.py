@@ -18,7 +18,12 @@ from torch import nn
 from lockstep.arguments import Device
 from lockstep.nn.replicas.containers import leaves
 from lockstep.nn.replicas.devices import as_device, check_kwargs, on_device
-from lockstep.nn.replicas.worker_threads import WorkerThreads, is_interruption, raise_first
+from lockstep.nn.replicas.worker_threads import (
+    WorkerThreads,
+    is_interruption,
+    raise_first,
+    wait_for,
+)
 
 T = TypeVar("T")
 
@@ -76,6 +81,7 @@ class ReplicaSums:
         with self._lock:
             self._parts[index], self._finish, total = own, finish, self._total
         self._finish_if_complete()
+        wait_for([total])
         return total.result()
 
     def leave(self) -> None:

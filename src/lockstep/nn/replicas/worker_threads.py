@@ -22,6 +22,7 @@ import torch
 from lockstep.comm import of_this_rank
 from lockstep.torch_private import DeviceContext, _get_current_function_mode_stack
 
+_LOOK_SECONDS = 0.1  # between looks for a signal that has come
 _SOFT = 1  # omp_pause_soft of OpenMP 5.0, which keeps the program's settings
 T = TypeVar("T")
 Queue = queue.SimpleQueue[Callable[[], None] | None]
@@ -93,23 +94,32 @@ class WorkerThreads:
             if interrupted is not None:
                 if is_interruption(first_error := futures[0].exception()):
                     raise first_error
-                wait(futures)
+                wait_for(futures)
         except BaseException:
             if interrupted is not None:
                 interrupted()
             raise
         finally:
             if interrupted is None:
-                _wait_for(futures[1:])
+                _wait_whatever_comes(futures[1:])
         return futures
 
 
-def _wait_for(futures: Sequence[Future[T]]) -> None:
+def wait_for(futures: Sequence[Future[T]]) -> None:
+    """Wait for all, but not beyond Ctrl-C.
+
+    If another thread takes its signal, this one would wait on, and not run the handler.
+    """
+    while wait(futures, _LOOK_SECONDS).not_done:
+        pass
+
+
+def _wait_whatever_comes(futures: Sequence[Future[T]]) -> None:
     """Wait for all, even after Ctrl-C: threads must not write to tensors of the next call."""
     interruption: KeyboardInterrupt | None = None
     while not all(own.done() for own in futures):
         try:
-            wait(futures)
+            wait_for(futures)
         except KeyboardInterrupt as error:
             interruption = error
     if interruption is not None:
