@@ -28,7 +28,7 @@ from lockstep.comm import (
     uncompiled,
 )
 from lockstep.errors import CollectiveFailed
-from lockstep.nn import finish_failed
+from lockstep.nn import finish_failed, refuse_in_replica
 from lockstep.world import group_or_all
 
 __all__ = ["gather_all_tensors", "reduce"]
@@ -137,6 +137,7 @@ def _ranks(
     call: str, process_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup, torch.device]:
     """Return the ranks that ``call`` combines, and the device on which it does."""
+    refuse_in_replica(f"lockstep.{call}")
     group = group_or_all(process_group)
     if group is None or group.size() == 1:
         return cast(dist.ProcessGroup, SingleRankGroup()), torch.device("cpu")

@@ -33,6 +33,15 @@ _will_engine_execute_node = torch._C._will_engine_execute_node
 _get_current_graph_task_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # What once_differentiable() makes: a node whose backward raises an error with a given text.
 DelayedError: Callable[[str, int], Any] = torch._C._functions.DelayedError
+# The innermost transform of torch.func around this code, and the open levels of forward-mode AD.
+peek_interpreter_stack: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+
+
+def forward_level() -> int:
+    """Return the level of forward-mode AD that is open; -1 if none is."""
+    return torch.autograd.forward_ad._current_level
+
+
 # Its queue_callback() calls a function at the end of the running backward.
 _execution_engine = torch.autograd.Variable._execution_engine
 

@@ -23,6 +23,7 @@ from lockstep.nn.replicas.group import (
     is_replica_process,
     mark_as_one,
     num_replicas,
+    refuse_in_replica,
     this_replica,
 )
 from lockstep.nn.verify import check_same_model
@@ -252,6 +253,7 @@ def average_gradients(
     Source: the function of this name in PyTorch's tutorial "Writing Distributed Applications".
     """
     check_module(module)
+    refuse_in_replica("lockstep.average_gradients")
     wanted = "a finite number of samples, 0 or more"
     own = 1.0 if weight is None else as_finite_number("weight", weight, wanted, at_least=0)
     group = _group_of_several(process_group)

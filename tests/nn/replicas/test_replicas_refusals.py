@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
+import lockstep
+from lockstep.errors import ModelError
 from lockstep.nn.replicas import (
     DataParallel,
     data_parallel,
@@ -138,3 +141,79 @@ def test_indices_are_ignored_as_by_torch_where_there_are_no_accelerators() -> No
     # But not beside devices that are named.
     assert_refused("output_device", lambda: DataParallel(LAYER, TWO, 0))
     assert_refused("device_ids", lambda: DataParallel(LAYER, ["cpu", 0]))
+
+
+TRANSFORMS = {
+    "jvp": lambda f: torch.func.jvp(f, (X,), (X,)),
+    "grad": lambda f: torch.func.grad(lambda x: f(x).sum())(X),
+    "vmap": lambda f: torch.func.vmap(f)(X[:, None].expand(4, 2, 3)),
+    "jacfwd": lambda f: torch.func.jacfwd(f)(X),
+    "hessian": lambda f: torch.func.hessian(lambda x: f(x).sum())(X),
+}
+
+
+# torch's own derivatives of forward mode are scripts.
+of_torchs_scripts = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+
+@of_torchs_scripts
+@pytest.mark.parametrize(
+    "name",
+    # The first use of forward mode takes torch two seconds.
+    [n if n in ("grad", "vmap") else pytest.param(n, marks=pytest.mark.long) for n in TRANSFORMS],
+)
+def test_transforms_of_torch_func_around_replicas(name: str) -> None:
+    """They hold in one thread, and the parts of other replicas would have zeros for derivatives."""
+    transform = TRANSFORMS[name]
+    for call in (DataParallel(LAYER, TWO), lambda x: data_parallel(LAYER, x, TWO)):
+        with pytest.raises(ModelError, match=r"inside of grad\(\), vmap\(\), jvp\(\)"):
+            transform(call)
+    transform(DataParallel(LAYER, ["cpu"]))  # without replicas
+
+
+@of_torchs_scripts
+@pytest.mark.long
+def test_tangents_of_forward_mode_are_kept_or_refused() -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(X, 2 * X)
+        expected = forward_ad.unpack_dual(LAYER(dual)).tangent
+        assert torch.equal(
+            forward_ad.unpack_dual(data_parallel(LAYER, dual, TWO)).tangent, expected
+        )
+        with pytest.raises(ModelError, match="tangents don't pass through"):
+            DataParallel(LAYER, TWO)(dual)
+        DataParallel(LAYER, TWO)(X)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("reduce", lambda module: lockstep.reduce(1, "sum")),
+        ("average_gradients", lockstep.average_gradients),
+        ("save", lambda module: lockstep.save("folder", module=module)),
+        ("load", lambda module: lockstep.load("folder", module=module)),
+    ],
+)
+def test_what_all_ranks_call_together_is_refused_in_replicas(name: str, call: Any) -> None:
+    """Several replicas of one rank would call it, and one rank alone have a part of the result."""
+
+    class Calls(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            call(self)
+            return super().forward(x)
+
+    with pytest.raises(ModelError, match=rf"{name}.*was called in a replica of a DataParallel"):
+        DataParallel(Calls(3, 2), TWO)(X)
+
+
+def test_ranks_go_on_after_a_reduce_in_replicas() -> None:
+    class Reduces(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * lockstep.reduce(1.0, "sum")
+
+    def train(world: Any) -> int:
+        with pytest.raises(ModelError):
+            DataParallel(Reduces(3, 2), TWO)(X)
+        return lockstep.reduce(1, "sum")
+
+    assert lockstep.launch(train, nprocs=2, ranks="threads") == [2, 2]

@@ -21,7 +21,7 @@ from lockstep.nn.replicas.devices import (
     check_kwargs,
     check_module,
 )
-from lockstep.nn.replicas.group import is_beside_processes, parallel_apply
+from lockstep.nn.replicas.group import is_beside_processes, parallel_apply, refuse_transforms
 from lockstep.nn.replicas.module_copy import check_home, replicate
 from lockstep.nn.replicas.nested import map_tensors
 from lockstep.nn.replicas.replicas import Replicas
@@ -182,6 +182,7 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         elif len(parts) == 1:
             outputs = [method(*parts[0], **kwargs_parts[0])]
         else:
+            refuse_transforms("DataParallel")
             if self._replicas is None:
                 in_threads = self.workers == "threads" or is_beside_processes()
                 self._replicas = Replicas(

@@ -14,16 +14,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.forward_ad import unpack_dual
 
 from lockstep.arguments import Device
+from lockstep.errors import ModelError
 from lockstep.nn.replicas.containers import leaves
 from lockstep.nn.replicas.devices import as_device, check_kwargs, on_device
+from lockstep.nn.replicas.nested import tensors_in
 from lockstep.nn.replicas.worker_threads import (
     WorkerThreads,
     is_interruption,
     raise_first,
     wait_for,
 )
+from lockstep.torch_private import forward_level, peek_interpreter_stack
 
 T = TypeVar("T")
 
@@ -190,6 +194,7 @@ def parallel_apply(
         tasks.append(on_device(where[-1], partial(module, *args, **kw)))
     if len(tasks) < 2:
         return [task() for task in tasks]
+    refuse_transforms("parallel_apply()")
     workers = WorkerThreads(len(tasks))
     with closing(workers), workers.sharing():
         futures = workers.run(as_replicas(tasks))
@@ -232,6 +237,39 @@ def num_replicas() -> int:
     """Return how many replicas run the current code, over all nested calls; 1 without any."""
     replica = _replica.get()
     return 1 if replica is None else replica.count * replica.num_around
+
+
+def refuse_in_replica(call: str) -> None:
+    """Raise ModelError if this is one of several replicas: ranks make the call ``call`` once."""
+    if this_replica() is not None or is_replica_process():
+        raise ModelError(
+            f"{call}() was called in a replica of a DataParallel, where each replica would call "
+            "it, and for its part of the batch alone. Call it outside of the module, with what the "
+            "module returns. (Only lockstep.mean() can be called in replicas.)"
+        )
+
+
+def refuse_transforms(call: str) -> None:
+    """Raise ModelError in transforms of torch.func, which hold in the thread that entered them."""
+    if peek_interpreter_stack() is not None:
+        raise ModelError(
+            f"{call} was called inside of grad(), vmap(), jvp() or another transform of "
+            "torch.func, of which its replicas, in other threads, would know nothing. Call the "
+            "module itself there, without replicas; for gradients, use backward() or "
+            "torch.autograd.grad()."
+        )
+
+
+def refuse_forward_mode(*values: object) -> None:
+    """Raise ModelError if a tensor in ``values`` has a tangent, which kept replicas would drop."""
+    if forward_level() >= 0 and any(
+        unpack_dual(each).tangent is not None for each in tensors_in(values)
+    ):
+        raise ModelError(
+            "DataParallel was called in forward-mode AD, whose tangents don't pass through its "
+            "replicas. Call lockstep.data_parallel(module, inputs, device_ids), or the module "
+            "itself, there."
+        )
 
 
 def _add_up_here(own: torch.Tensor, finish: Finish | None) -> torch.Tensor:

@@ -25,7 +25,7 @@ from lockstep.comm import uncompiled
 from lockstep.nn.autograd import as_backward_of_replicas
 from lockstep.nn.parallel_state import remember_reached
 from lockstep.nn.replicas.devices import move, on_device
-from lockstep.nn.replicas.group import as_replicas, is_one, mark_as_one
+from lockstep.nn.replicas.group import as_replicas, is_one, mark_as_one, refuse_forward_mode
 from lockstep.nn.replicas.local_replica import (
     Arguments,
     Gradients,
@@ -73,6 +73,7 @@ class Replicas:
         with self._workers.lock, ExitStack() as entered:
             state = ModuleState.of(module)
             check_home([*state.parameters, *state.buffers], self._devices[0])
+            refuse_forward_mode(state.parameters, state.buffers, arguments)
             if self._timeout is not None:
                 if self._processes is None or not self._processes.is_alive:
                     self._processes = ReplicaProcesses(self._devices, self._timeout)
