@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.nn.replicas import DataParallel, data_parallel, gather, scatter
-from lockstep.nn.replicas.containers import leaves
+from lockstep.nn.replicas.nested import leaves
 from tests.counts import num_examples
 from tests.nn.nestings import nestings, same, tensors
 from tests.nn.random_models import Part, RandomModel, Use, build, samples

@@ -24,8 +24,8 @@ from torch import nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 from lockstep.comm import Segment, map_segment, receive_message, send_message, shut_down
-from lockstep.nn.replicas.containers import has_itself_as_dict
 from lockstep.nn.replicas.group import is_one, mark_as_one
+from lockstep.nn.replicas.nested import has_itself_as_dict
 
 _HEADER = struct.Struct("<QQ")  # the lengths of the two parts of the message
 _MOST_DESCRIPTORS = 8

@@ -13,7 +13,6 @@ from torch import nn
 
 from lockstep.arguments import Device
 from lockstep.comm import uncompiled
-from lockstep.nn.replicas.containers import leaves
 from lockstep.nn.replicas.devices import (
     as_device,
     as_devices,
@@ -23,7 +22,7 @@ from lockstep.nn.replicas.devices import (
 )
 from lockstep.nn.replicas.group import is_beside_processes, parallel_apply, refuse_transforms
 from lockstep.nn.replicas.module_copy import check_home, replicate
-from lockstep.nn.replicas.nested import map_tensors
+from lockstep.nn.replicas.nested import leaves, map_tensors
 from lockstep.nn.replicas.replicas import Replicas
 from lockstep.nn.replicas.scatter_gather import gather, scatter_kwargs
 from lockstep.nn.verify import refusal_of_divided

@@ -18,9 +18,8 @@ from torch.autograd.forward_ad import unpack_dual
 
 from lockstep.arguments import Device
 from lockstep.errors import ModelError
-from lockstep.nn.replicas.containers import leaves
 from lockstep.nn.replicas.devices import as_device, check_kwargs, on_device
-from lockstep.nn.replicas.nested import tensors_in
+from lockstep.nn.replicas.nested import leaves, tensors_in
 from lockstep.nn.replicas.worker_threads import (
     WorkerThreads,
     is_interruption,

@@ -10,7 +10,9 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.arguments import Device
-from lockstep.nn.replicas.containers import (
+from lockstep.nn.replicas.devices import as_device, as_devices, as_dim, check_kwargs, move
+from lockstep.nn.replicas.group import is_one, mark_as_one, this_replica
+from lockstep.nn.replicas.nested import (
     Path,
     children,
     equal,
@@ -21,8 +23,6 @@ from lockstep.nn.replicas.containers import (
     name_of,
     num_elements,
 )
-from lockstep.nn.replicas.devices import as_device, as_devices, as_dim, check_kwargs, move
-from lockstep.nn.replicas.group import is_one, mark_as_one, this_replica
 
 _T = TypeVar("_T")
 
