@@ -31,6 +31,7 @@ from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.output import Console, open_log_files
 from lockstep.launcher.processes import AT_ONCE, TELL, Escalation, after_failure, after_signal
 from lockstep.launcher.rank import LENGTH_BYTES, run_rank
+from lockstep.launcher.starting import StartOfMany
 from lockstep.status import RunStatus
 
 if TYPE_CHECKING:  # it imports torch
@@ -82,7 +83,8 @@ def _start(job: Job) -> int:
     is_live = job.live and job.labelled and terminal() is not None
     for of_rank in status.ranks:
         of_rank.is_shown = is_live
-    ranks = _fork_ranks(job, mask, status)
+    start = StartOfMany(job, status)
+    ranks = _fork_ranks(job, mask, status, start)
     if not isinstance(ranks, list):
         return ranks()
     # From here on this is the supervisor.
@@ -92,7 +94,7 @@ def _start(job: Job) -> int:
         host = Host(job)
         live = Live(status, host.world_size) if is_live else None
         watch = _Watch(job, host, ranks, {*spare, guardian.pid}, live)
-        watch.run()
+        watch.run(start)
     except LaunchError:
         _kill_ranks(ranks)
         raise
@@ -213,7 +215,7 @@ class RankProcess:
 
 
 def _fork_ranks(
-    job: Job, signal_mask: Collection[int], status: RunStatus
+    job: Job, signal_mask: Collection[int], status: RunStatus, start: StartOfMany
 ) -> list[RankProcess] | Callable[[], int]:
     """Fork the ranks of this host, which wait until :meth:`RankProcess.begin`; return them.
 
@@ -257,6 +259,7 @@ def _fork_ranks(
         of_rank.close()
         for _, writing in pipes:
             os.close(writing)
+        start.note_process(len(started))
     return started
 
 
@@ -295,8 +298,9 @@ class _Watch:
             for destination, output in enumerate(rank.outputs, start=1):
                 self._when_readable(output, partial(self._copy, rank, output, destination))
 
-    def run(self) -> None:
+    def run(self, start: StartOfMany) -> None:
         """Let the ranks begin, and watch them until all have ended. However it ends, they do."""
+        self._start = start
         try:
             for rank, environment in zip(self._ranks, self._host.environments, strict=True):
                 rank.begin(environment)
@@ -350,8 +354,10 @@ class _Watch:
 
     def _serve(self, seconds: float | None) -> bool:
         """Handle events, after waiting at most ``seconds`` for one; return whether any came."""
-        times = [each for each in (seconds, self._console.draw()) if each is not None]
+        nexts = seconds, self._console.draw(), self._start.seconds_left()
+        times = [each for each in nexts if each is not None]
         events = self._selector.select(min(times, default=None))
+        self._start.tell(self._console.say)
         for key, _ in events:
             if key.data():
                 self._selector.unregister(key.fileobj)

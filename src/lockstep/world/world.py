@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lockstep.arguments import as_device, check_process_group, check_type
 from lockstep.comm import SHM, THREADS, SingleRankGroup, rank_context, register_backends
 from lockstep.errors import BackendUnavailable, ContradictoryInit, InitError, SharedMemoryFull
+from lockstep.spans import span
 from lockstep.torch_private import _get_default_store
 from lockstep.world.apart import look_at_the_end, watch_optimizers
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
@@ -157,7 +158,8 @@ def _join_others(rank: RankContext, wanted: _Wanted) -> World:
         return _from_existing_group(wanted)
     place = detect(os.environ)
     if place.starter is not Starter.NOTHING:
-        return _join(rank, place, wanted)
+        with span("wait", "init"):  # what `lockstep status` tells of a rank that waits here
+            return _join(rank, place, wanted)
     return _world(place, _usable_device(place, (0, 1), wanted))
 
 
