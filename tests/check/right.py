@@ -573,6 +573,42 @@ for words, _ in lockstep.DataLoader(Stream(), batch_size=10, collate_fn=pad):
     "a compiled model": usual(
         ("model(x)", "fast(x)"), (_SGD, _SGD + 'fast = torch.compile(model, backend="eager")\n')
     ),
+    "samples that collate_fn changes": usual(
+        (_LOADER, "loader_of(Pairs(), collate_fn=collate)"),
+        (
+            _MODEL,
+            "class Pairs(Dataset):\n    __len__ = lambda self: 90\n"
+            '    __getitem__ = lambda self, i: {"x": X[i], "y": Y[i], "open": open(os.devnull)}\n'
+            'def collate(samples):\n    [each.pop("open").close() for each in samples]\n'
+            '    labels = torch.stack([each.pop("y") for each in samples])\n'
+            '    return torch.stack([each["x"] for each in samples]), labels\n' + _MODEL,
+        ),
+    ),
+    "samples that collate_fn takes apart": usual(
+        (_LOADER, "loader_of(Dicts(), collate_fn=collate)"),
+        ("model(x), y", "model(x.sum(1, keepdim=True).expand(-1, 6) / 20), y"),
+        (
+            _MODEL,
+            "class Dicts(Lists):\n"
+            '    __getitem__ = lambda self, i: {"x": self.rows[i].float(), "y": Y[i]}\n'
+            "def collate(samples):\n"
+            '    labels = torch.stack([each.pop("y") for each in samples])\n'
+            '    rows = [each.pop("x") for each in samples]\n'
+            "    return nn.utils.rnn.pad_sequence(rows, batch_first=True), labels\n" + _MODEL,
+        ),
+    ),
+    "tensors in no model, of two optimizers": """\
+a, b = (nn.Parameter(torch.full((6, 3), 0.1 * n)) for n in (1, 2))
+one, other = (torch.optim.Adam([each], lr=0.01) for each in (a, b))
+for x, y in loader_of():
+    loss = lockstep.mean(losses_of(x @ a + x.square() @ b, y))
+    loss.backward()
+    for each in (a, b):
+        each.grad = lockstep.reduce({"g": each.grad}, "mean")["g"]
+    for each in (one, other):
+        each.step()
+        each.zero_grad()
+""",
     "a few rows of a table": """\
 table = lockstep.parallelize(nn.Embedding(30, 4))
 optimizer = torch.optim.Adagrad(table.parameters(), lr=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,9 @@ def test_what_is_known_without_a_cause(found: Facts, words: str) -> None:
 def part(samples: list[Any], collate: Any, *, draws: bool = False) -> Part:
     value = collate(samples)
     batch = Batch(hashes_of_rows(value), False, False, False, (), checksum(value))
-    return Part(batch, value, Samples(samples, draws))
+    written = io.BytesIO()
+    torch.save(samples, written)
+    return Part(batch, value, Samples(written.getvalue(), draws))
 
 
 def padded(samples: list[torch.Tensor]) -> torch.Tensor:

@@ -99,7 +99,7 @@ def global_batch(collate: Callable[[Any], Any] | None, parts: Sequence[Part]) ->
     given = [part.samples for part in parts if not part.batch.is_empty]
     known = [samples for samples in given if samples is not None and not samples.draws]
     if collate is not None and known and len(known) == len(given):
-        return collate([sample for each in known for sample in each.samples])
+        return collate([sample for each in known for sample in each.samples()])
     return joined([part.value for part in parts])
 
 

@@ -59,7 +59,7 @@ def check(steps: str, *, float64: bool = False, **options: Any) -> int:
         begin = time.monotonic()
         if code := _run(job, plan, console):
             return code
-        plan = plan._replace(patience=3 + 2 * (time.monotonic() - begin))
+        plan = plan._replace(patience=10 + 3 * (time.monotonic() - begin))
         ends = [records.end() or End() for records in ranks]
         if not any(end.num_steps for end in ends):
             raise BadLaunch(

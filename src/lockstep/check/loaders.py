@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,16 +31,32 @@ class Keeping:
 
     def __call__(self, samples: Any) -> Any:
         """Make a batch of ``samples``."""
-        before = random_state()
-        kept = list(samples) if isinstance(samples, list | tuple) else None
-        batch = self.collate(samples)
-        leaves = tree_leaves(batch)
-        if self.collate is default_collate and all(isinstance(t, torch.Tensor) for t in leaves):
-            return batch  # each of its tensors is a stack, so that joined parts are as good
+        if self.collate is default_collate:
+            batch = self.collate(samples)
+            if all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(batch)):
+                return batch  # each of its tensors is a stack, so that joined parts are as good
+            written = _written(samples)
+            draws = False
+        else:
+            before, written = random_state(), _written(samples)  # before collate changes them
+            batch = self.collate(samples)
+            draws = have_drawn(before, random_state())
         name = checksum(batch)
-        if name and kept is not None:
-            self._records.save(f"samples-{name}", Samples(kept, have_drawn(before, random_state())))
+        if name and written is not None:
+            self._records.save(f"samples-{name}", Samples(written, draws))
         return batch
+
+
+def _written(samples: object) -> bytes | None:
+    """The samples in bytes; None if they can't be pickled, or aren't a list of samples."""
+    if not isinstance(samples, list | tuple):
+        return None
+    buffer = io.BytesIO()
+    try:
+        torch.save([*samples], buffer)
+    except Exception:  # whatever the pickling of a user's object raises
+        return None
+    return buffer.getvalue()
 
 
 class Loaders:

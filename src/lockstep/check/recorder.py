@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -52,8 +53,7 @@ class Recorder:
         self._ranks = [plan.records(of_rank(number)) for number in range(plan.num_ranks)]
         self._models = Models()
         self._end = End()
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._num_optimizers = 0
+        self._made: list[weakref.ref[Optimizer]] = []  # optimizers, in the order of their making
         self._depth = 0  # of optimizers that step inside of others' steps
         self._backwards: list[Backward] = []
         self._input: Backward | None = None  # of the next one, whose loss isn't known
@@ -70,7 +70,7 @@ class Recorder:
         self._loaders = Loaders(plan, self._records, self._switches, self._trial.after_batch)
 
     def _trains(self) -> bool:
-        return bool(self._num_optimizers) and not self._depth and not self._loaders.is_loading
+        return bool(self._made) and not self._depth and not self._loaders.is_loading
 
     def _num_rows(self) -> int:
         return self._input.num_rows if self._input is not None else self._loaders.num_rows
@@ -104,6 +104,11 @@ class Recorder:
                 nn.modules.module.register_module_forward_hook(self._trace.note_output),
             ]
             self._be_silent()
+            # Without a suspect the ranks may wait for each other in collectives.
+            timer = threading.Timer(self._plan.patience, os._exit, (1,))
+            timer.daemon = True
+            timer.start()
+            self._undo.callback(timer.cancel)
         for handle in handles:
             self._undo.callback(handle.remove)
         self._loaders.random_state = random_state()
@@ -167,9 +172,8 @@ class Recorder:
         self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **options: Any
     ) -> None:
         original(optimizer, *args, **options)
-        self._num_optimizers += 1
-        self._optimizers.add(optimizer)
-        name = f"start-{self._num_optimizers}"
+        self._made.append(weakref.ref(optimizer))
+        name = f"start-{len(self._made)}"
         tensors = self._models.tensors(optimizer)
         if self._plan.run is None:
             self._trial.start(tensors)
@@ -190,11 +194,17 @@ class Recorder:
 
     def _all_trained(self) -> dict[str, torch.Tensor]:
         """The tensors that any optimizer changes."""
-        return {
-            name: tensor
-            for optimizer in sorted(self._optimizers, key=id)
-            for name, tensor in self._named(optimizer).items()
-        }
+        found: dict[str, torch.Tensor] = {}
+        for number, optimizer in self._optimizers():
+            named = self._named(optimizer)
+            found |= {_of_optimizer(name, number): tensor for name, tensor in named.items()}
+        return found
+
+    def _optimizers(self) -> Iterator[tuple[int, Optimizer]]:
+        """The optimizers that there are, with their numbers."""
+        for number, ref in enumerate(self._made, start=1):
+            if (optimizer := ref()) is not None:
+                yield number, optimizer
 
     def _named(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """The tensors that ``optimizer`` changes."""
@@ -228,13 +238,14 @@ class Recorder:
         name = f"evaluation-{self._end.num_steps}"
         if self._end.num_steps and not self._depth and not self._records.has(name):
             found: dict[str, torch.Tensor] = {}
-            for optimizer in self._optimizers:
-                found |= self._models.tensors(optimizer)
+            for number, optimizer in self._optimizers():
+                tensors = self._models.tensors(optimizer)
+                found |= {_of_optimizer(name, number): t for name, t in tensors.items()}
             self._records.save(name, _copies(found))
 
     def _note_weights(self, module: nn.Module) -> None:
         """Note whether ``module`` is evaluated with weights that its optimizer only trains with."""
-        for optimizer in self._optimizers:
+        for _, optimizer in self._optimizers():
             trains = any(group.get("train_mode") is True for group in optimizer.param_groups)
             if trains and callable(getattr(optimizer, "eval", None)):
                 own = {id(parameter) for parameter in module.parameters()}
@@ -347,6 +358,11 @@ class Division:
     def __exit__(self, *_: object) -> None:
         if self._handle is not None:
             self._handle.remove()
+
+
+def _of_optimizer(name: str, number: int) -> str:
+    """Tell tensors apart that two optimizers have, and no model."""
+    return f"optimizer {number}: {name}" if name.startswith("param_groups") else name
 
 
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

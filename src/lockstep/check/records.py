@@ -7,6 +7,7 @@ read that was not written by the same check.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import tempfile
 import time
@@ -43,7 +44,7 @@ class Plan(NamedTuple):
     # The suspects that are switched off, and the folder in ``folder`` for the records of that.
     suspects: tuple[str, ...] = ()
     trial: str = ""
-    patience: float = 20.0  # the seconds after which a rank of a trial won't come any more
+    patience: float = 20.0  # the seconds after which a trial has failed
 
     def records(self, run: str, trial: str = "") -> Records:
         """The files of ``run``: of the program as it is, or of a trial."""
@@ -94,8 +95,12 @@ class Batch:
 class Samples:
     """What a loader's ``collate_fn`` made a batch of."""
 
-    samples: list[Any]
+    written: bytes  # by torch.save(), before it could change them
     draws: bool  # whether it drew random numbers for that
+
+    def samples(self) -> list[Any]:
+        """The samples, anew in each call."""
+        return list(torch.load(io.BytesIO(self.written), weights_only=False))
 
 
 @dataclass
@@ -167,7 +172,8 @@ class Exchange:
     def __init__(self, plan: Plan, rank: int) -> None:
         self._ranks = [plan.records(of_rank(n), plan.trial) for n in range(plan.num_ranks)]
         self._own = self._ranks[rank]
-        self._patience = plan.patience
+        # Before the whole trial has failed: there is an error that says where.
+        self._patience = plan.patience / 2
         self._counts: Counter[str] = Counter()
         self.rank = rank
 
