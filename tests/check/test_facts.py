@@ -153,9 +153,13 @@ def test_what_is_known_without_a_cause(found: Facts, words: str) -> None:
     assert any(words in each for each in known(found))
 
 
+def batch_of(rows: list[int], *, content: str = "a", num_backwards: int = 0) -> Batch:
+    return Batch(rows, False, False, False, (), content, num_backwards)
+
+
 def part(samples: list[Any], collate: Any, *, draws: bool = False) -> Part:
     value = collate(samples)
-    batch = Batch(hashes_of_rows(value), False, False, False, (), checksum(value))
+    batch = batch_of(hashes_of_rows(value), content=checksum(value))
     written = io.BytesIO()
     torch.save(samples, written)
     return Part(batch, value, Samples(written.getvalue(), draws))
@@ -193,14 +197,17 @@ def test_a_checksum_is_of_all_that_is_in_a_batch() -> None:
 
 
 def test_samples_of_several_ranks_are_told(tmp_path: Path) -> None:
-    def save(folder: str, *rows: list[int]) -> list[Records]:
+    def save(folder: str, *rows: list[int], num_backwards: int = 1) -> list[Records]:
         ranks = [Records(str(tmp_path / folder), f"rank-{rank}") for rank in range(2)]
         for records, own in zip(ranks, rows, strict=True):
-            records.save("batch-0-1-0", Batch(own, False, False, False, (), "a"))
+            for number, row in enumerate(own):
+                batch = batch_of([row], num_backwards=number * num_backwards)
+                records.save(f"batch-0-1-{number}", batch)
         return ranks
 
     assert repeated(save("divided", [1, 2], [3, 4])) is None
     assert repeated(save("drawn so", [1, 1], [1, 4])) is None
+    assert repeated(save("evaluated", [1, 2], [2, 3], num_backwards=0)) is None
     found = repeated(save("overlapping", [1, 2], [2, 3]))
     assert found is not None
     assert "1 of the 4 samples" in found.where

@@ -186,7 +186,8 @@ def repeated(ranks: Sequence[Records]) -> Repeated | None:
                 "the sampler isn't lockstep's: torch's DistributedSampler gives some samples "
                 "twice, so that all ranks have equally many.",
             )
-        if any(batch.is_ours for batch in first) or not others:
+        trains = first[-1].num_backwards > first[0].num_backwards
+        if first[0].is_ours or not others or not trains:
             continue
         counts = [Counter(_rows(batches)) for batches in (first, *others)]
         # Where a rank has samples twice by itself, the dataset has, or they are drawn so.

@@ -66,6 +66,7 @@ class Loaders:
         is_loading: Whether a loader's own iterator runs.
         random_state: Of all generators, after the last batch.
         num_rows: The samples of the last batch.
+        num_backwards: How many backwards the program has run.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Loaders:
         self._iterations: Counter[str] = Counter()
         self.is_loading = False
         self.random_state = random_state()
-        self.num_rows = 0
+        self.num_rows = self.num_backwards = 0
 
     def watch(self) -> None:
         """Watch loaders that are made from now on."""
@@ -152,7 +153,13 @@ class Loaders:
                 kept = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
                 self._records.save(f"value-{name}-{number}", kept)
                 batch = Batch(
-                    rows, _pads(loader), is_empty(value), is_ours, self.random_state, content
+                    rows=rows,
+                    pads=_pads(loader),
+                    is_empty=is_empty(value),
+                    is_ours=is_ours,
+                    random_state=self.random_state,
+                    content=content,
+                    num_backwards=self.num_backwards,
                 )
                 self._records.save(f"{name}-{number}", batch)
             number += 1

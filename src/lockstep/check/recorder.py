@@ -263,6 +263,7 @@ class Recorder:
         if not self._backwards:
             self._trial.note_kept(self._all_trained().values())
         self._backwards.append(known)
+        self._loaders.num_backwards += 1
         trained = self._all_trained() if self._plan.suspects else {}
         tensors = self._trial.before_backward(tensors, known.num_rows, trained)
         with Division(losses) as division:

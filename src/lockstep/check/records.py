@@ -89,6 +89,7 @@ class Batch:
     is_ours: bool  # whether a lockstep.DataLoader gave it, which gives each sample once
     random_state: Any  # of all generators, right after
     content: str  # a checksum; empty if it has something unknown in it
+    num_backwards: int  # how many the program had run before
 
 
 @dataclass
