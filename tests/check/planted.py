@@ -350,7 +350,7 @@ class Scale(nn.Module):
         "gives the same samples to several ranks",
     ),
     "no sampler": Planted(
-        usual((_LOADER, "torch.utils.data.DataLoader(data, 21)")), "aren't divided among the ranks"
+        usual((_LOADER, "torch.utils.data.DataLoader(data, 21)")), "doesn't divide the samples"
     ),
     "a stream that nobody divides": Planted(
         """\
@@ -359,7 +359,7 @@ class Stream(IterableDataset):
         yield from zip(X, Y)
 """
         + usual((_LOADER, "torch.utils.data.DataLoader(Stream(), 21)")),
-        "aren't divided among the ranks",
+        "doesn't divide the samples",
     ),
     "the loss by the number of micro-batches": Planted(
         """\
