@@ -39,8 +39,8 @@ step.
   show     print what is in a checkpoint of lockstep.save(), and verify it
   export   write a checkpoint's model to a file of safetensors
 
-`lockstep run train.py` runs a script on all devices; `lockstep run --help`
-tells more."""
+`lockstep run train.py` runs a script on a rank for each GPU, or on 2 where
+there is none; `lockstep run --help` tells more."""
 
 _RUN = """\
 Run a Python script on several ranks, and leave none behind.
@@ -70,9 +70,9 @@ what is unusual and what to change."""
 
 _REPORT = """\
 Tell where the time of a traced run went: data, forward, backward, optimizer,
-waiting for other ranks, sending. Which rank is late and in what, what holds the
-run back, and what to do. Throughput, memory, and how a step would take on 2 to
-1,024 ranks.
+evaluations, waiting for other ranks, sending. Which rank is late and in what,
+what holds the run back, and what to do. Throughput, loaders, memory, and how
+long a step would take on 2 to 1,024 ranks.
 
   lockstep run -n 2 --trace run1 train.py
   lockstep report run1"""
@@ -170,6 +170,13 @@ def main() -> None:
         sys.exit(0 if is_well else 1)
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Breaks no word at a hyphen: an option's value would be two words."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are BadLaunch.
 
@@ -184,7 +191,7 @@ class _Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             add_help=False,
             argument_default=argparse.SUPPRESS,
-            formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=78),
+            formatter_class=partial(_Formatter, width=78),
         )
         self._options: list[str] = []
         self.option("-h --help", "Show this and end.", action="help")
@@ -348,7 +355,12 @@ def _parser() -> argparse.ArgumentParser:
         "folder with a sub-folder of PNG or JPEG images for each class.",
     )
     help_command = commands.add_parser("help", description=_HELP, act=_help)
-    help_command.add_argument("error", nargs="?", metavar="ERROR", help="The name of its class.")
+    help_command.add_argument(
+        "error",
+        nargs="?",
+        metavar="ERROR",
+        help="The name of its class; without one, all are listed.",
+    )
     commands.add_parser("show", description=_SHOW, act="checkpoint.show").add_argument(
         "checkpoint", metavar="CHECKPOINT", help="Its folder."
     )

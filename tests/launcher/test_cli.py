@@ -162,6 +162,7 @@ def test_refusals(
         ),
         (["run", "--help"], ["  SCRIPT [ARGS ...]  "]),
         (["demo", "--help"], ["--data", "1,797 digits"]),
+        (["report", "--help"], [" 400gb-ib"]),
         (["bench", "--help"], ["collectives"]),
         (["bench", "collectives", "--help"], ["--json", "A quick look:"]),
     ],

@@ -214,14 +214,14 @@ def without_gradients_but_no_evaluation(world: lockstep.World) -> Truth:
     return Truth(STEPS, BATCH, own.bytes)
 
 
-def with_a_loader_for_each_epoch(world: lockstep.World) -> Truth:
+def with_loaders_for_each_epoch(world: lockstep.World) -> Truth:
     own = Setting(world)
+    own.loader = None
     for _ in range(3):
-        for (x,) in own.loader:
+        for (x,) in own.loader_of(STEPS):
             own.train(x)
-        own.loader = None
-        own.loader = own.loader_of(STEPS)
-    return Truth(3 * STEPS, BATCH, own.bytes)
+        evaluate(own, own.loader_of(2), "within")
+    return Truth(3 * STEPS, BATCH, own.bytes, evaluates=True)
 
 
 PROGRAMS = {
@@ -240,7 +240,7 @@ PROGRAMS = {
     "without a loader": without_loader,
     "evaluation without a loader": evaluating_on_tensors,
     "no_grad without an evaluation": without_gradients_but_no_evaluation,
-    "a loader for each epoch": with_a_loader_for_each_epoch,
+    "loaders for each epoch": with_loaders_for_each_epoch,
 }
 
 

@@ -96,8 +96,9 @@ def _where(
 
 def _facts(found: Summary, pace: Rate, samples: int | None) -> str:
     low, high = (1e3 * each for each in found.spread)
+    ranks = "1 rank" if found.num_ranks == 1 else f"{found.num_ranks} ranks"
     words = (
-        f"{found.num_steps:,} steps of {found.num_ranks} ranks. A step takes "
+        f"{found.num_steps:,} steps of {ranks}. A step takes "
         f"{found.seconds_per_step * 1e3:,.2f} ms on average (the middle half of them {low:,.2f} to "
         f"{high:,.2f}), which is {pace.mean:,.1f} {pace.unit}"
     )
@@ -113,7 +114,7 @@ def _facts(found: Summary, pace: Rate, samples: int | None) -> str:
 
 def _sent(found: Summary) -> str:
     if not found.collective_bytes:
-        return "No rank sends anything in collectives of lockstep's."
+        return "Nothing is sent in collectives of lockstep's."
     gradients = f"{found.gradient_bytes:,.0f} bytes of gradients"
     if found.is_hooked:
         return (

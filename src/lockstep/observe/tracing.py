@@ -132,7 +132,7 @@ class _RankTrace:
         self._contents: dict[tuple[object, ...], tuple[weakref.ref[Any], int]] = {}
         self._bucket_numbers = itertools.count()
         self._loaders: dict[int, tuple[Callable[[], object], int]] = {}  # by id(), their numbers
-        self._loaders_by_facts: dict[_LoaderFacts, tuple[Callable[[], object], int]] = {}
+        self._alike_loaders: dict[tuple[object, ...], tuple[Callable[[], object], int]] = {}
         self._loader_numbers = itertools.count()
         self._steps = spans.StepCounter()
         self._evaluations = EvaluationWatch()
@@ -200,15 +200,17 @@ class _RankTrace:
         if found is not None and found[0]() is same:
             return found[1]
         facts = _facts_of(loader)
-        former, number = self._loaders_by_facts.get(facts, (None, 0))
-        if former is None or former() is not None:  # rather than one made anew in each epoch
+        # One that is made anew in each epoch keeps its number.
+        alike = *facts, torch.is_grad_enabled()
+        former, number = self._alike_loaders.get(alike, (None, 0))
+        if former is None or former() is not None:
             number = next(self._loader_numbers)
             self._put({"loader": number, **facts._asdict()})
         try:
             reference: Callable[[], object] = weakref.ref(same)
         except TypeError:
             reference = partial(_same, same)  # a list of batches, say, which is kept
-        self._loaders[id(same)] = self._loaders_by_facts[facts] = reference, number
+        self._loaders[id(same)] = self._alike_loaders[alike] = reference, number
         return number
 
     @property
@@ -309,6 +311,7 @@ class _LoaderFacts(NamedTuple):
     """What the report says of a loader."""
 
     dataset: str
+    samples: int | None  # of the dataset
     workers: int
     persistent: bool
 
@@ -318,7 +321,11 @@ def _facts_of(loader: Any) -> _LoaderFacts:
     dataset = getattr(loader, "dataset", getattr(loader, "_dataset", None))
     workers = getattr(loader, "num_workers", getattr(loader, "_num_workers", 0))
     own = getattr(loader, "persistent_workers", getattr(loader, "_persistent_workers", False))
-    return _LoaderFacts(type(dataset).__name__, workers, bool(own))
+    try:
+        num_samples = len(dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # a stream
+        num_samples = None
+    return _LoaderFacts(type(dataset).__name__, num_samples, workers, bool(own))
 
 
 def _in_span(name: str) -> Callable[[Any], Any]:
