@@ -32,7 +32,6 @@ def step(value: float = 1.0, **facts: Any) -> Step:
         "options": {"lr": 0.1},
         "changed": [],
         "inputs": 1,
-        "calls": frozenset(),
         "draws": False,
         "accumulates": False,
         "eps": 1e-7,

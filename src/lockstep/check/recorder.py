@@ -311,7 +311,6 @@ class Recorder:
             options=options_of(optimizer),
             changed=self._changed,
             inputs=self._inputs,
-            calls=frozenset(self._trial.sites),
             draws=self._draws,
             accumulates=self._accumulates,
             eps=max([self._eps, *map(_eps_of, trained)]),

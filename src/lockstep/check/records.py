@@ -73,7 +73,6 @@ class Step:
     options: dict[str, float]  # learning rate and others of the optimizer
     changed: list[str]  # parameters whose value isn't what the last step left
     inputs: int  # a checksum of all that modules were given
-    calls: frozenset[str]  # the suspects that the program has given reason for
     draws: bool  # whether random numbers were drawn since the last batch or step
     accumulates: bool  # whether micro-batches were accumulated
     eps: float  # the relative rounding error of what it computed with
