@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import lockstep
 from lockstep.observe.trace_files import read_folder
@@ -229,3 +230,13 @@ def test_the_command_explains_a_script_that_takes_no_step(tmp_path: Path) -> Non
     done = explain_script(tmp_path, "model = lockstep.parallelize(nn.Linear(3, 2))")
     assert "In the first backward" in done.stdout
     assert "has no parallel model" in explain_script(tmp_path, "print(1)").stdout
+
+
+def test_what_a_communication_hook_sends_is_not_told() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> str:
+        model = lockstep.DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+        model.register_comm_hook(group, allreduce_hook)
+        return str(lockstep.explain(model))
+
+    for told in run_ranks(2, body):
+        assert "what that sends isn't known" in " ".join(told.split())

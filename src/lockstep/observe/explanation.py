@@ -190,6 +190,7 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
                     "bytes": bucket.sent_bytes,
                     "parameters": names,
                     "is_deferred": bucket.is_deferred,
+                    "is_hooked": engine.reducer.comm_hook is not None,
                 }
             )
         sparse |= {*map(id, engine.reducer.sparse_parameters)}
@@ -337,6 +338,8 @@ def _about_bytes(facts: dict[str, Any]) -> str:
         words = " Rows are those of the last backward; each step sends those of its batch."
     elif sparse:
         words = f" The rows of {_range_of(sparse)} come to that, as many as a batch has."
+    if any(bucket["is_hooked"] for bucket in facts["buckets"]):
+        words += " They are given to a communication hook; what that sends isn't known."
     if any(bucket["is_deferred"] for bucket in facts["buckets"]):
         words += " Parameters that a sharded optimizer sends after its step aren't among them."
     return words
