@@ -102,7 +102,6 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_make_subclass": "a parameter of an embedding that replicas look up together",
         "_make_wrapper_subclass": "tensors of which a rank has only some elements",
         "_post_accumulate_grad_hooks": "whether others have hooks on a new gradient",
-        "_is_view": "whether a gradient is a part of other memory of the program's",
         "_use_count": "whether a graph needs a buffer that is to be overwritten, or a parameter",
         "_version": "whether a tensor was written to since the replicas were told its values",
     },

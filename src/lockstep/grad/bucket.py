@@ -1,13 +1,12 @@
-"""Buckets: which gradients share one, and the buffer that is all-reduced."""
+"""Buckets: gradients side by side in one buffer, which is all-reduced."""
 
 from __future__ import annotations
 
 import itertools
 import operator
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +22,8 @@ from lockstep.grad.memory import (
     aligned,
     gradient_dtype,
     gradient_of,
-    is_any_held,
+    held,
     set_gradient,
-    which_are_held,
 )
 from lockstep.torch_private import _foreach_copy_
 
@@ -38,7 +36,8 @@ _CHUNK_NUMEL = 128 * 1024
 # doesn't, as the backward probably won't compute it. READY: it has been computed. Numbers and not
 # an Enum, as they are compared for each gradient of each step.
 AWAITED, UNUSED, READY = 0, 1, 2
-# These are: on how many ranks the backward has failed, and the sum of the numbers of these ranks.
+# These are: on how many ranks the backward has failed, and the sum of the numbers of these ranks. A
+# fraction in the first one tells that the program may see gradients past ``parameter.grad``.
 _NUM_FAILURE_FACTS = 2
 # To be mapped over gradients without a call in Python for each.
 _layout_of = operator.attrgetter("layout")
@@ -56,22 +55,13 @@ def num_facts(num_parameters: int) -> int:
     return num_parameters + _NUM_FAILURE_FACTS
 
 
-def rows_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the gradient of ``parameter`` as a sparse tensor; without rows if there is none."""
-    gradient = parameter.grad
-    if gradient is None:
-        indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-        values = parameter.new_empty(0, *parameter.shape[1:]).detach()
-        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
-    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach()
-
-
 class Bucket:
     """The gradients of some parameters, side by side in one buffer.
 
     Between two backwards, ``parameter.grad`` of every reduced gradient IS its view of the buffer:
     nothing is copied back, and if the next backward finds it there still, autograd adds to it in
-    place. See Note [Gradients that the program holds].
+    place. A gradient that the program keeps after it is no ``parameter.grad`` any more stays as it
+    is. See Note [Gradients that the program holds].
 
     Args:
         named: The parameters with their names; of one dtype, and on one device. There may be none.
@@ -88,6 +78,8 @@ class Bucket:
 
     # Whether ranks leave gradients to be summed on demand, and send no sums: a PendingBucket.
     is_deferred = False
+    # Whether its gradients are to be gathered, and whether the program may see them otherwise.
+    is_scattered = is_watched = False
 
     def __init__(
         self,
@@ -116,23 +108,26 @@ class Bucket:
         self.offsets, self._tail_size = [0, *itertools.accumulate(sizes)], tail_size
         first = self.parameters[0] if named or like is None else like
         dtype, device = gradient_dtype(first), first.device
-        size = numel if is_hooked else numel + tail_size
+        self._size = numel if is_hooked else numel + tail_size
         # Whether the group averages the gradients, instead of this rank scaling them: for small
         # gradients scaling takes another pass over the memory.
         self.averages = False
-        self._new_buffer = partial(torch.zeros, size, dtype=dtype, device=device)
         if buffers_from is not None:
             # A half or a quarter of a number is exact.
             is_exact = buffers_from.size().bit_count() == 1
             scales = self._is_large and is_exact
             self.averages = not scales and can_average(buffers_from, device)
-            self._new_buffer = partial(zero_buffer, buffers_from, size, dtype, device)
+        self._buffers_from, self._dtype, self._device = buffers_from, dtype, device
+        # The memory before this one, if the program held gradients in it at the last backward.
+        self._left: Memory | None = None
         self._use(self._memory_in(self._new_buffer()))
-        # The memory before, which the program held then; and gradients of the program's own in
-        # this backward, by position, which are to have the means.
-        self._former: Memory | None = None
-        self._given: dict[int, torch.Tensor]
         self.reset()
+
+    def _new_buffer(self) -> torch.Tensor:
+        """Return zeros, in memory in which the group reduces them, if there is one."""
+        if self._buffers_from is None:
+            return torch.zeros(self._size, dtype=self._dtype, device=self._device)
+        return zero_buffer(self._buffers_from, self._size, self._dtype, self._device)
 
     def _memory_in(self, buffer: torch.Tensor) -> Memory:
         """Return where in ``buffer`` the gradients and the facts are."""
@@ -145,12 +140,25 @@ class Bucket:
             view_like(buffer, offset, parameter)
             for offset, parameter in zip(self.offsets, self.parameters, strict=False)
         ]
-        return Memory.of(buffer, gradients, tail, views)
+        return Memory(buffer, gradients, tail, views)
 
     def _use(self, memory: Memory) -> None:
         """Leave the gradients of the next backward in ``memory``."""
-        self._memory = memory
-        self._buffer, self._gradients, self.tail, self._views, self._pointers, *_ = memory
+        self._memory, self._buffer, self._gradients = memory, memory.buffer, memory.gradients
+        self.tail, self._views, self._pointers = memory.tail, memory.views, memory.pointers
+
+    def _leave_held(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Leave the memory to the program if it holds any other than ``gradients``, by position.
+
+        Two memories take turns with a program that keeps the last gradients until it has others.
+        """
+        if not self._memory.is_held(gradients):
+            self._left = None
+            return
+        left, self._left = self._left, self._memory
+        nothing = itertools.repeat(None)
+        is_free = left is not None and not left.is_held(nothing)
+        self._use(left if left is not None and is_free else self._memory_in(self._new_buffer()))
 
     @property
     def gradients(self) -> torch.Tensor:
@@ -158,39 +166,40 @@ class Bucket:
         return self._gradients[: self.numel]
 
     def begin(self) -> None:
-        """A backward begins: leave the memory of the last gradients to the program if it has any.
+        """A backward begins: gradients of the last one that the program keeps are left to it."""
+        self._leave_held(map(gradient_of, self.parameters))
 
-        See Note [Gradients that the program holds].
-        """
-        former, self._former = self._former, None
-        if self._memory.is_free():
-            return  # as in most steps
+    @staticmethod
+    def begin_all(buckets: Sequence[Bucket]) -> None:
+        """Begin a backward with ``buckets``, and find the gradients that the program holds."""
+        for bucket in buckets:
+            bucket.begin()
+        others = [(bucket, position) for bucket in buckets for position in bucket._elsewhere()]
+        gradients: list[Any] = [gradient_of(bucket.parameters[at]) for bucket, at in others]
+        for number in itertools.compress(range(len(others)), held(gradients)):
+            bucket, position = others[number]
+            bucket._kept[position] = gradients[number]
+
+    @staticmethod
+    def end_all(buckets: Sequence[Bucket]) -> None:
+        """End a backward: all gradients that any rank used are those of their parameters."""
+        scattered = [bucket for bucket in buckets if bucket.is_scattered]
+        if scattered and buckets[-1].is_watched_by_any():
+            for bucket in scattered:
+                bucket.sum_pending()
+        for bucket in buckets:
+            bucket.restore_unchanged()
+
+    def _elsewhere(self) -> list[int]:
+        """Return the positions of gradients that aren't in its memory, and are dense."""
         gradients = [*map(gradient_of, self.parameters)]
-        if all(map(operator.is_, gradients, self._views)):
-            self._former = former
-            return  # as where gradients are set to zero: all are added to
-        if not self._memory.is_held(gradients):
-            return
-        kept = self._memory
-        if former is None or not former.is_free():
-            former = self._memory_in(self._new_buffer())
-        for position, (gradient, view) in enumerate(zip(gradients, self._views, strict=True)):
-            if gradient is view:
-                with without_autograd():
-                    former.views[position].copy_(view)
-                kept.views[position] = self._view_at(position)
-                view.data, former.views[position] = former.views[position], view
-        self._use(former)
-        self._former = kept
-
-    def _view_at(self, position: int) -> torch.Tensor:
-        """Return a new view of the buffer for the gradient at ``position``."""
-        return view_like(self._buffer, self.offsets[position], self._views[position])
-
-    def _leave(self, position: int) -> None:
-        """Give the gradient at ``position`` memory of its own; it stays the same tensor."""
-        view, self._views[position] = self._views[position], self._view_at(position)
-        view.data = view.clone()
+        are_there = map(operator.is_not, gradients, itertools.repeat(None))
+        return [
+            position
+            for position in itertools.compress(range(len(gradients)), are_there)
+            if gradients[position] is not self._views[position]
+            and _layout_of(gradients[position]) is torch.strided
+        ]
 
     def sum_pending(self) -> None:
         """Sum deferred gradients that have not been summed yet, before others are added to them."""
@@ -201,13 +210,17 @@ class Bucket:
 
     def finish(self) -> None:
         """Make the reduced gradients those of the parameters: all ranks' backwards succeeded."""
-        for position, gradient in self._given.items():
-            gradient.copy_(self._views[position])
-            set_gradient(self.parameters[position], gradient)
+        for position in self._kept:
+            if self.accumulated[position]:
+                self.use_as_grad(position)
 
     def reset(self) -> None:
         """Drop the state of a backward, which is over."""
         self._work: Pending | None = None
+        # Gradients that the program has too, by position: a parameter's stays the same tensor.
+        self._kept: dict[int, torch.Tensor] = {}
+        # Copies of gradients in the memory that haven't grown on this rank, by position.
+        self._unchanged: dict[int, torch.Tensor] = {}
         self._hooked: torch.futures.Future[torch.Tensor] | None = None
         # Whether this backward has launched the bucket, or skipped it as no rank uses it.
         self.is_launched = False
@@ -218,7 +231,6 @@ class Bucket:
         # The number of gradients that were copied before the bucket was full, and the factor they
         # were multiplied by: 1 as long as the backward may add to them again.
         self._num_copied, self.copy_scale = 0, 1.0
-        self._given = {}
 
     def copy_ready(self, states: bytearray) -> None:
         """Copy the gradients before the first missing one, although the bucket isn't full.
@@ -266,9 +278,8 @@ class Bucket:
     def fill(self, scale: float) -> None:
         """Copy every gradient, times ``scale``, into the buffer; zeros for parameters without one.
 
-        If a gradient hasn't grown since the last reduction, the parameter keeps a copy: if it
-        hasn't grown on any rank, its bits must not change. Shown by
-        test_gradient_nobody_touched_keeps_its_bits.
+        If a gradient hasn't grown since the last reduction, a copy is kept: if it hasn't grown on
+        any rank, its bits must not change. Shown by test_gradient_nobody_touched_keeps_its_bits.
 
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
@@ -287,11 +298,10 @@ class Bucket:
         self._copy(copied, len(self.parameters), scale)
 
     def fill_with(self, value: float) -> None:
-        """Fill the buffer with ``value``; gradients that are views of it are moved before."""
-        for position, parameter in enumerate(self.parameters):
-            if gradient_of(parameter) is self._views[position]:
-                self._leave(position)
-            self._views[position].fill_(value)  # not the padding between gradients, which stays 0
+        """Fill the buffer with ``value``; another one, if the gradients in it are to stay."""
+        self._leave_held(itertools.repeat(None))
+        for view in self._views:
+            view.fill_(value)  # not the padding between gradients, which stays 0
 
     def undo_copies(self) -> None:
         """Undo the scaling of gradients by a backward that has failed.
@@ -303,13 +313,27 @@ class Bucket:
         elif self.copy_scale != 1:
             self._gradients[: self.offsets[self._num_copied]].div_(self.copy_scale)
             self._num_copied = 0
-            for position, gradient in self._given.items():
+        self._take_unchanged()
+
+    def _take_unchanged(self) -> None:
+        """Set gradients that haven't grown to their copies: the memory has others, or will have."""
+        while self._unchanged:
+            position, gradient = self._unchanged.popitem()
+            if gradient_of(self.parameters[position]) is self._views[position]:
                 set_gradient(self.parameters[position], gradient)
+
+    def restore_unchanged(self) -> None:
+        """Restore the gradients that haven't grown on any rank, once all others are used."""
+        for position, gradient in self._unchanged.items():
+            if gradient_of(self.parameters[position]) is self._views[position]:
+                self._views[position].copy_(gradient)
 
     def drop(self) -> None:
         """Drop the gradients of this backward, which has failed here or on another rank."""
+        self._take_unchanged()
         for position, parameter in enumerate(self.parameters):
-            if self.accumulated[position] and gradient_of(parameter) is self._views[position]:
+            own = (self._views[position], self._kept.get(position))
+            if self.accumulated[position] and any(gradient_of(parameter) is one for one in own):
                 set_gradient(parameter, None)
         self.accumulated[:] = bytes(len(self.accumulated))
 
@@ -325,15 +349,15 @@ class Bucket:
         views, parameters = self._views[first:last], self.parameters[first:last]
         sources: list[Any] = [*map(gradient_of, parameters)]
         if (
-            not any(map(operator.is_, sources, views))
+            not self._kept
+            and not any(map(operator.is_, sources, views))
             and not any(map(operator.is_, sources, itertools.repeat(None)))
             and {*map(_layout_of, sources)} <= {torch.strided}
             and 0 not in self.accumulated[first:last].tobytes()
-            and not is_any_held(sources)
         ):
             self._use_views(first, last)  # as in most steps
         else:
-            views, sources = self._copies_of(first, sources)
+            views, sources = self._copies_of(first, last)
         if self._is_large:
             for view, source in zip(views, sources, strict=True):
                 torch.mul(source, scale, out=view)
@@ -343,39 +367,33 @@ class Bucket:
         if scale != 1:
             self._gradients[self.offsets[first] : self.offsets[last]].mul_(scale)
 
-    def _copies_of(
-        self, first: int, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return views of the buffer, and the gradients to be copied to them; zero other views.
-
-        ``gradients`` are those from position ``first`` on.
-        """
+    def _copies_of(self, first: int, last: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return views of the buffer, and the gradients to be copied to them; zero other views."""
         views, sources = [], []
-        are_held = which_are_held(gradients)
-        for position, gradient in enumerate(gradients, first):
-            view, has_grown = self._views[position], self.accumulated[position]
+        for position in range(first, last):
+            parameter, view = self.parameters[position], self._views[position]
+            gradient, has_grown = gradient_of(parameter), self.accumulated[position]
             if gradient is None:
                 # A Function's backward() returned None, or zero_grad() has dropped it since.
                 self.accumulated[position] = 0
                 view.zero_()
                 continue
+            views.append(view)
             sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
             if gradient is view and not has_grown:
-                self._leave(position)
-            elif gradient is not view and has_grown:
-                if are_held[position - first]:
-                    self._given[position] = gradient
+                self._unchanged[position] = view.clone()
+            elif gradient is not view and has_grown and gradient is not self._kept.get(position):
                 self._use_views(position, position + 1)
-            views.append(self._views[position])
         return views, sources
 
     def use_as_grad(self, position: int) -> None:
-        """Set the gradient of a parameter that only other ranks used: to the mean."""
-        gradient = gradient_of(self.parameters[position])
-        if gradient is None or gradient.layout is not torch.strided:
+        """Set the gradient of a parameter that any rank used: to the mean."""
+        self._unchanged.pop(position, None)
+        kept = self._kept.get(position)
+        if kept is not None and gradient_of(self.parameters[position]) is kept:
+            kept.copy_(self._views[position])
+        else:
             self._use_views(position, position + 1)
-        else:  # autograd would have added to it in one process
-            gradient.copy_(self._views[position])
 
     def _use_views(self, first: int, last: int) -> None:
         """Make the views from position ``first`` to ``last`` the gradients.
@@ -433,10 +451,17 @@ class Bucket:
             work, self._work = self._work, None
             work.wait()
 
-    def write_facts(self, accumulated: bytearray, failed_rank: int | None) -> None:
-        """Write the facts: which gradients have grown on this rank, or that its backward failed."""
+    def write_facts(
+        self, accumulated: bytearray, failed_rank: int | None, *, watched: float = 0
+    ) -> None:
+        """Write the facts: which gradients have grown on this rank, or that its backward failed.
+
+        ``watched`` is not 0 if a bucket ``is_watched``; its sum over the ranks is less than 1/2.
+        """
         used, failures = self.tail[:-_NUM_FAILURE_FACTS], self.tail[-_NUM_FAILURE_FACTS:]
         failures.zero_()
+        if watched:
+            failures[0] = watched
         if failed_rank is not None:
             used.zero_()
             failures.copy_(torch.tensor([1, failed_rank]))
@@ -462,6 +487,10 @@ class Bucket:
         facts = self.tail[-_NUM_FAILURE_FACTS:]
         number, ranks = (facts.real if facts.is_complex() else facts).tolist()
         return round(number * divisor), round(ranks * divisor)
+
+    def is_watched_by_any(self) -> bool:
+        """Whether any rank has a bucket that ``is_watched``; not on a GPU, which isn't read."""
+        return self.tail.device.type == "cpu" and bool(self.tail[-_NUM_FAILURE_FACTS] != 0)
 
 
 def _describe(tensor: torch.Tensor, dtype: torch.dtype) -> str:

@@ -115,10 +115,9 @@ class DeferredBucket(PendingBucket):
         self._known_facts: dict[int, _Facts] = {}
         self._facts: list[_Facts] = []
         super().__init__(named, accumulated, start, group, num_parameters)
-        # Gradients that the program has read, by position; and those of them that were there before
-        # this backward, or were read during it: such a gradient stays the same tensor.
+        # Gradients that the program has read, by position. If they were there before this backward,
+        # or were read during it, they are kept.
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._held: dict[int, torch.Tensor] = {}
         # Whether the last backward's barrier is over, from which on other ranks read this buffer;
         # and the group's num_shared at that time.
         self._has_met, self._met_at, self._has_noted = False, 0, False
@@ -156,7 +155,7 @@ class DeferredBucket(PendingBucket):
         for position, read in self._read.items():
             gradient = gradient_of(self.parameters[position])
             if gradient is not None and gradient is read():
-                self._held[position] = gradient
+                self._kept[position] = gradient
         if self._has_met:  # else no other rank has read this buffer
             self._has_met = False
             self._free_memory()
@@ -223,7 +222,7 @@ class DeferredBucket(PendingBucket):
         if gradient is not None:
             self._read[position] = weakref.ref(gradient)
             if self._is_open:
-                self._held[position] = gradient
+                self._kept[position] = gradient
         return gradient
 
     def drop_at(self, position: int) -> None:
@@ -245,8 +244,12 @@ class DeferredBucket(PendingBucket):
 
     def _sum_to(self, gradient: torch.Tensor, position: int) -> None:
         with _InferenceMode(False), torch.no_grad():
-            flat = gradient.as_strided((gradient.numel(),), (1,))
-            self.sum_into(flat, self.offsets[position])
+            like = self._views[position]
+            has_layout = gradient.shape == like.shape and gradient.stride() == like.stride()
+            total = gradient if has_layout else torch.empty_like(like)
+            self.sum_into(total.as_strided((total.numel(),), (1,)), self.offsets[position])
+            if total is not gradient:
+                gradient.copy_(total)
         self.pending[position] = 0
         set_gradient(self.parameters[position], gradient)
 
@@ -293,7 +296,7 @@ class DeferredBucket(PendingBucket):
         Until now, each parameter had this rank's own gradient, in the buffer.
         """
         grown = self.accumulated.tobytes()
-        if self._held or 0 in grown:
+        if self._kept or 0 in grown:
             for position in itertools.compress(range(len(grown)), grown):
                 self.use_as_grad(position)
         else:  # as in most steps
@@ -302,27 +305,19 @@ class DeferredBucket(PendingBucket):
 
     def use_as_grad(self, position: int) -> None:
         """Set the gradient of a parameter that any rank used: to the mean, once it is summed."""
-        held, view = self._held.get(position), self._views[position]
-        if held is not None and held.shape == view.shape and held.stride() == view.stride():
-            self._sum_to(held, position)
-            self._read[position] = weakref.ref(held)
+        kept = self._kept.get(position)
+        if kept is not None and kept.shape == self._views[position].shape:
+            self._sum_to(kept, position)
+            self._read[position] = weakref.ref(kept)
         else:
             set_gradient(self.parameters[position], None)
             self.pending[position] = 1
-
-    def drop(self) -> None:
-        """Drop the gradients of this backward, which has failed here or on another rank."""
-        for position, gradient in self._held.items():
-            parameter = self.parameters[position]
-            if self.accumulated[position] and gradient_of(parameter) is gradient:
-                set_gradient(parameter, None)
-        super().drop()
 
     def reset(self) -> None:
         """Drop the state of a backward, which is over."""
         self.leave()
         super().reset()
-        self._held, self._is_open = {}, False
+        self._is_open = False
 
     def undo_copies(self) -> None:
         """Undo the scaling of gradients by a backward that has failed."""
@@ -393,7 +388,9 @@ class DeferredBucket(PendingBucket):
             if bucket._has_met and group.num_shared - bucket._met_at > group.NUM_KEPT - 3:
                 bucket.sum_pending()
 
-    def write_facts(self, accumulated: bytearray, failed_rank: int | None) -> None:
+    def write_facts(
+        self, accumulated: bytearray, failed_rank: int | None, *, watched: float = 0
+    ) -> None:
         """Write which gradients have grown on this rank, or that its backward failed."""
         own = self._facts_behind(self._buffer)
         own.numbers[_FAILED] = 0 if failed_rank is None else 1 + failed_rank

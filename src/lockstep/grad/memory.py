@@ -4,20 +4,21 @@ Note [Gradients that the program holds]: in one process a gradient that the prog
 ``zero_grad()`` stays as it is, and one that is still in ``parameter.grad`` is the tensor that
 autograd adds to. Here both are views of one memory, which every backward uses. So
 
-- if the program has any of the former when a backward begins, the bucket takes other memory. What
-  is still a parameter's gradient comes with it, as the same tensor;
-- a gradient that a backward doesn't touch gets memory of its own, as the same tensor;
-- a tensor of the program's own that autograd has added to gets a copy of the mean.
+- if the program has any of the former when a backward begins, the bucket takes other memory;
+- a tensor that is a parameter's gradient when a backward begins, is elsewhere, and is held by the
+  program too, stays that, and gets a copy of the mean.
 
-Holders are told by the number of references to a view and to its memory, which takes 20 ns a
-gradient. Shown by tests/nn/test_kept_gradients.py.
+Holders are told by the number of references to a view, and by the number of tensors in its memory.
+Shown by tests/nn/test_kept_gradients.py and test_kept_gradients_random.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from sys import getrefcount
-from typing import Any, NamedTuple
+import operator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -30,10 +31,9 @@ ALIGNMENT = 64
 _slot: Any = torch.Tensor.grad
 gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _slot.__get__
 set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _slot.__set__
-_is_view = torch.Tensor._is_view
-# What getrefcount() returns, through map(), of a tensor in a list that nobody else holds; and of
-# one that is a parameter's gradient besides.
-_IN_A_LIST, _IN_A_LIST_AND_GRADIENT = 2, 3
+# The references to an object in a list that sys.getrefcount() is mapped over: that of the list, and
+# that of the call. A tensor that is the gradient of a parameter has one more.
+_IN_A_LIST = 2
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -49,64 +49,73 @@ def aligned(numel: int) -> int:
     return -(-max(numel, 1) // ALIGNMENT) * ALIGNMENT
 
 
-class Memory(NamedTuple):
-    """A buffer with the gradients of a bucket and, behind them, the facts."""
+def rows_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the gradient of ``parameter`` as a sparse tensor; without rows if there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty(0, *parameter.shape[1:]).detach()
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach()
 
-    buffer: torch.Tensor
-    gradients: torch.Tensor  # of one dimension
-    tail: torch.Tensor  # the facts; elsewhere if a communication hook takes the buffer
-    views: list[torch.Tensor]  # of the gradients, each in the shape of its parameter
-    pointers: list[int]  # the addresses of the views when they were made
-    storage: torch.UntypedStorage  # of the buffer
-    num_uses: int  # how many tensors use the storage if the program has none of its own
 
-    @classmethod
-    def of(
-        cls,
+class Memory:
+    """A buffer with the gradients of a bucket and, behind them, the facts.
+
+    Attributes:
+        buffer: All of it.
+        gradients: The gradients, as a tensor of one dimension.
+        tail: The facts; elsewhere if a communication hook takes the buffer.
+        views: The gradients, each in the shape of its parameter.
+        pointers: The addresses of the views when they were made.
+    """
+
+    def __init__(
+        self,
         buffer: torch.Tensor,
         gradients: torch.Tensor,
         tail: torch.Tensor,
         views: list[torch.Tensor],
-    ) -> Memory:
-        """Return the memory of ``buffer``, which nobody else uses yet."""
-        storage = buffer.untyped_storage()
-        pointers = [view.data_ptr() for view in views]
-        num_uses = storage_use_count(storage._cdata)
-        return cls(buffer, gradients, tail, views, pointers, storage, num_uses)
+    ) -> None:
+        self.buffer, self.gradients, self.tail, self.views = buffer, gradients, tail, views
+        self.pointers = [view.data_ptr() for view in views]
+        self._storage = buffer.untyped_storage()
+        self._num_uses = storage_use_count(self._storage._cdata)
 
-    def is_free(self) -> bool:
-        """Whether only the bucket uses it: no view is a parameter's gradient, or held otherwise."""
-        return not self._has_views_of_views() and (
-            max(map(getrefcount, self.views), default=0) <= _IN_A_LIST
-        )
+    def is_held(self, gradients: Iterable[torch.Tensor | None]) -> bool:
+        """Whether anybody holds a view of it, apart from those that are ``gradients``, in order.
 
-    def is_held(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether somebody else holds a view that is none of ``gradients``, or a view of a view."""
-        counts = [*map(getrefcount, self.views)]  # before zip() holds one, too
-        return self._has_views_of_views() or any(
-            gradient is not view and count > _IN_A_LIST
-            for gradient, view, count in zip(gradients, self.views, counts, strict=True)
-        )
+        If all are, views of them are no matter.
+        """
+        has_holders, are_current = self._holders(gradients)
+        return has_holders and not all(are_current)
 
-    def _has_views_of_views(self) -> bool:
-        return storage_use_count(self.storage._cdata) != self.num_uses
+    def has_holders(self, gradients: Iterable[torch.Tensor | None]) -> bool:
+        """Whether anybody holds a view of it, apart from parameters whose ``gradients`` it has."""
+        return self._holders(gradients)[0]
+
+    def _holders(self, gradients: Iterable[torch.Tensor | None]) -> tuple[bool, Sequence[bool]]:
+        counts = [*map(sys.getrefcount, self.views)]
+        has_more_views = storage_use_count(self._storage._cdata) > self._num_uses
+        if counts.count(_IN_A_LIST) == len(counts):  # as in most steps: none is a gradient
+            return has_more_views, [False]
+        are_current = [*map(operator.is_, self.views, gradients)]
+        has_more = sum(counts) > _IN_A_LIST * len(counts) + sum(are_current)
+        return has_more_views or has_more, are_current
 
 
-def is_any_held(gradients: Sequence[torch.Tensor]) -> bool:
-    """Whether one of ``gradients``, of parameters, is held by others, or a part of other memory.
+def held(gradients: Sequence[torch.Tensor]) -> list[bool]:
+    """Return for each of ``gradients`` of parameters whether it, or a view of it, is held too.
 
-    They are dense, and in this sequence alone.
+    The list must have the only references to them, apart from ``parameter.grad``.
     """
-    counts = map(getrefcount, gradients)
-    return max(counts, default=0) > _IN_A_LIST_AND_GRADIENT or any(map(_is_view, gradients))
-
-
-def which_are_held(gradients: Sequence[torch.Tensor | None]) -> list[bool]:
-    """Return for each of ``gradients`` whether :func:`is_any_held`; sparse ones aren't told."""
+    storages = [gradient.untyped_storage() for gradient in gradients]
+    keys = [storage._cdata for storage in storages]
+    # Those of the list: autograd may compute several as views of one memory; and one is the storage
+    # itself, as Python has it.
+    own = Counter(keys)
+    counts = map(sys.getrefcount, gradients)
     return [
-        gradient is not None
-        and gradient.layout is torch.strided
-        and not gradient.requires_grad  # which has a graph that others may hold
-        and (count > _IN_A_LIST_AND_GRADIENT or _is_view(gradient))
-        for gradient, count in zip(gradients, [*map(getrefcount, gradients)], strict=True)
+        count > _IN_A_LIST + 1 or storage_use_count(key) > own[key] + 1
+        for count, key in zip(counts, keys, strict=True)
     ]

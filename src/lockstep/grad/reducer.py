@@ -23,12 +23,11 @@ from lockstep.grad.bucket import (
     UNUSED,
     Bucket,
     num_facts,
-    rows_of,
     without_autograd,
 )
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
-from lockstep.grad.memory import gradient_dtype
+from lockstep.grad.memory import gradient_dtype, rows_of
 from lockstep.grad.order import GradientOrder, Phase
 from lockstep.grad.pending import Assigned, PendingBucket, with_runs
 
@@ -158,8 +157,7 @@ class Reducer(GradientOrder):
         if self._arrivals:  # of a model that is begun at the end of a backward
             self.reset(Phase.COLLECTING)
         self.scale = 1 / mean_divisor(self.process_group)
-        for bucket in self._buckets:
-            bucket.begin()
+        Bucket.begin_all(self._buckets)
         self.copies_early = copies_early
         self._launch_order = [self] if launch_order is None else launch_order
         if copies_early and self._launches_early:  # the first backward may add to a gradient twice
@@ -401,10 +399,8 @@ class Reducer(GradientOrder):
                 self.launch_all_but_last()
                 self.launch_last()
                 Bucket.wait_for_all(self._buckets, self.process_group)
-                all_ready = len(self._arrivals) == len(self._order)
-                self.unused_indices = (
-                    [] if all_ready else sorted({*self._order} - {*self._arrivals})
-                )
+                lacks = len(self._arrivals) < len(self._order)
+                self.unused_indices = sorted({*self._order} - {*self._arrivals}) if lacks else []
                 if self.phase is not Phase.FAILED:
                     error = self._use_reduced()
                     self._accumulated[:] = bytes(len(self.named))
@@ -442,6 +438,7 @@ class Reducer(GradientOrder):
                 self._parameters[position].grad = reduced
             elif position not in self._sparse and not self._accumulated[position]:
                 self._bucket_at[position].use_as_grad(position - self._bucket_at[position].start)
+        Bucket.end_all(self._buckets)
         if self._log.compares:
             for bucket in self._buckets:
                 self._log.keep_of_ranks(bucket.gradients_of_ranks())
@@ -466,7 +463,9 @@ class Reducer(GradientOrder):
                 self._log.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
         if is_last:
             # All buckets are filled by now, so the facts are final.
-            bucket.write_facts(self._accumulated, self.process_group.rank() if is_failed else None)
+            failed_rank = self.process_group.rank() if is_failed else None
+            watched = any(bucket.is_watched for bucket in self._buckets) / (4 * self._size)
+            bucket.write_facts(self._accumulated, failed_rank, watched=watched)
         if self.comm_hook is None:
             bucket.launch(self.process_group, average=self._averages(bucket))
         else:

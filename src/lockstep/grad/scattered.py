@@ -31,7 +31,9 @@ class ScatteredBucket(PendingBucket):
     are views of the buffer, as in other buckets.
     """
 
-    _is_scattered = True  # by the last launch
+    is_scattered = True
+    _is_reduced = False  # whether the last launch was an all-reduce, as in join()
+    _has_holders = False  # of the memory in which the running backward adds to gradients
 
     @staticmethod
     def tail_size_of(
@@ -50,6 +52,17 @@ class ScatteredBucket(PendingBucket):
     def begin(self) -> None:
         """Prepare for a backward, which adds to gradients that are there."""
         self.sum_pending()
+        super().begin()
+        self._has_holders = self._memory.has_holders(map(gradient_of, self.parameters))
+
+    @property
+    def is_watched(self) -> bool:  # type: ignore[override]
+        """Whether the program may see its gradients past ``parameter.grad``, which gathers them.
+
+        Then ranks gather them at the end of the backward; not on a GPU, where they would have to
+        wait for it in each step to learn of each other.
+        """
+        return self._has_holders or bool(self._kept)
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Start the reduce-scatter of the gradients.
@@ -57,24 +70,34 @@ class ScatteredBucket(PendingBucket):
         In join() it is an all-reduce: ranks without data don't know when others read gradients.
         Shown by test_ranks_may_have_loops_of_different_lengths.
         """
-        self.is_launched, self._is_scattered = True, join_state_of(group) is None
-        start = start_reduce_scatter if self._is_scattered else start_all_reduce
+        self.is_launched, self._is_reduced = True, join_state_of(group) is not None
+        start = start_all_reduce if self._is_reduced else start_reduce_scatter
         self._work = start(group, self._buffer)
 
     def finish(self) -> None:
         """Make the gradients pending: all ranks' backwards have succeeded."""
-        if not self._is_scattered:
+        if self._is_reduced:
             return
         for position in itertools.compress(range(len(self.pending)), self.accumulated):
             self.use_as_grad(position)
 
     def use_as_grad(self, position: int) -> None:
         """Make the gradient of a parameter that any rank used pending."""
-        if not self._is_scattered:
+        if self._is_reduced:
             super().use_as_grad(position)
             return
+        self._unchanged.pop(position, None)
         set_gradient(self.parameters[position], None)
         self.pending[position] = 1
+
+    def restore_unchanged(self) -> None:
+        """Restore the gradients that haven't grown: elsewhere, if the memory is yet to be gathered.
+
+        Autograd adds to a gradient before the next backward is known of here, which gathers others.
+        """
+        if 1 in self.pending:
+            self._take_unchanged()
+        super().restore_unchanged()
 
     def read(self, position: int) -> torch.Tensor | None:
         """Return the gradient at ``position``, which the program may keep and change.
@@ -96,7 +119,11 @@ class ScatteredBucket(PendingBucket):
                 more = gradient_of(self.parameters[position])
                 if more is not None:
                     self._views[position].add_(more)
-                self._use_views(position, position + 1)
+                kept = self._kept.get(position)
+                if kept is not None:
+                    set_gradient(self.parameters[position], kept.copy_(self._views[position]))
+                else:
+                    self._use_views(position, position + 1)
         self.drop_pending()
 
     def sum_into(self, target: torch.Tensor, start: int, *, is_often: bool = False) -> None:
