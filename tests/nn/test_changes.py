@@ -291,3 +291,58 @@ def test_buffers_that_are_added_follow() -> None:
     first, second = run_ranks(2, body)
     assert first == second
     assert first[:2] == [1.0, 2.0]
+
+
+def replace_parameters(model: nn.Module) -> None:
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            part._parameters[name] = nn.Parameter(2 * parameter.detach())
+
+
+def replace_modules(model: nn.Module) -> None:
+    for name, part in model._modules.items():
+        model._modules[name] = copy.deepcopy(part)
+
+
+def add_in_place(model: nn.Module) -> None:
+    shift = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    model.second._parameters["shift"] = shift
+    model.second.register_forward_hook(lambda layer, _, out: out + layer.shift)
+
+
+def overwrite(model: nn.Module) -> None:
+    # As torch.__future__.set_overwrite_module_params_on_conversion(True), which is for all ranks.
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            part._parameters[name] = nn.Parameter(parameter.detach().double())
+
+
+def take_step(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    model(x).square().sum().backward()
+    optimizer.step()
+
+
+@BOTH
+@pytest.mark.parametrize("is_new", [True, False], ids=["new optimizer", "old optimizer"])
+@pytest.mark.parametrize("change", [replace_parameters, replace_modules, add_in_place, overwrite])
+def test_what_is_put_in_behind_torchs_back_is_never_trained_apart(
+    change: Callable, is_new: bool, parallel: Callable
+) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        model = net()
+        trained, x = parallel(model, group), parts(2)[rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for time in range(4):
+            if time == 2:
+                change(model)
+                if is_new:
+                    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                with pytest.raises(errors.ParameterChanged, match=r"' was put in its place"):
+                    take_step(trained, x, optimizer)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model.zero_grad()
+            take_step(trained, x, optimizer)
+        return [p.detach() for p in model.parameters()]
+
+    mine, theirs = run_ranks(2, body)
+    assert all(map(torch.equal, mine, theirs))

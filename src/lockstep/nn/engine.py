@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from lockstep.nn.verify import check_same_model
 from lockstep.torch_private import _BatchNorm, _current_graph_task_id
 
 _dtype_of = operator.attrgetter("dtype")
+_modules_of = operator.attrgetter("_modules")
 
 
 class Options(NamedTuple):
@@ -115,6 +116,7 @@ class Engine:
         self._description = _describe(own, module)
         trained = [(name, parameter) for name, parameter in own if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in trained]
+        self._look_at_places(module)
         self._dtypes = [*map(_dtype_of, self.parameters)]
         self._frozen = [
             p for _, p in own if not p.requires_grad and (p.is_floating_point() or p.is_complex())
@@ -257,6 +259,46 @@ class Engine:
             or [*map(_dtype_of, self.parameters)] != self._dtypes
         )
 
+    def _look_at_places(self, module: nn.Module) -> None:
+        """Note what is where modules have parameters and modules.
+
+        What is put there directly, as by conversions that overwrite parameters, calls no hook.
+        """
+        others = {part for inner in self._inner for part in inner.modules()}
+        parts = [part for part in module.modules() if part not in others]
+        parts = [part for part in parts if isinstance(part._modules, dict)]  # not scripted ones
+        # Modules are held weakly: a part may refer to the whole.
+        self._weak_parts = [*map(weakref.ref, parts)]
+        self._parameter_dicts = [part._parameters for part in parts]
+        self._placed = self._in_places()
+
+    def _in_places(self) -> list[int]:
+        """Return the id() of each parameter and module, by place; nothing if a module is gone."""
+        parts = [each() for each in self._weak_parts]
+        if None in parts:
+            return []
+        dicts: list[Any] = [*self._parameter_dicts, *map(_modules_of, parts)]
+        return [*map(id, chain.from_iterable(map(dict.values, dicts)))]
+
+    def put_behind(self) -> dict[str, nn.Parameter]:
+        """Return, by name, trained parameters that were put in place without telling torch."""
+        module = self.module
+        if module is None or self._in_places() == self._placed:
+            return {}
+        named = self._own_parameters(module)
+        return {n: p for n, p in named if p.requires_grad and id(p) not in self.reducer.ids}
+
+    def refuse_put_behind(self) -> None:
+        """Raise ParameterChanged if parameters with gradients were put in place behind torch."""
+        for name, parameter in self.put_behind().items():
+            self.is_stale = True
+            if parameter.grad is not None:
+                raise ParameterChanged(
+                    f"{name!r} was put in its place without telling torch (say, in "
+                    "module._parameters, as moving a model to another device does), so its "
+                    "gradient was not reduced. Repeat the step: it is known from now on."
+                )
+
     def refresh(self, *, in_backward: bool) -> None:
         """Continue with the parameters that the module has now; new ones get rank 0's values.
 
@@ -271,6 +313,7 @@ class Engine:
             return
         own = self._own_parameters(module)
         if _describe(own, module) == self._description:
+            self._look_at_places(module)
             return
         if not self.number:
             self._find_buffers(module)
@@ -315,9 +358,9 @@ class Engine:
         for name, differs in zip(added, any_rank(self.process_group, is_other), strict=True):
             if differs:
                 raise ParameterChanged(
-                    f"{name!r} was put in its place since compiled code was made of the forward, "
-                    "which therefore didn't wait for rank 0's values, and had other ones on some "
-                    "rank. Repeat the step: all ranks have the same ones now."
+                    f"{name!r} was put in its place without telling torch, or since compiled code "
+                    "was made of the forward, which therefore didn't wait for rank 0's values, and "
+                    "had other ones on some rank. Repeat the step: all ranks have the same now."
                 )
 
     def _reduce_removed(self, trained: Collection[int]) -> None:
@@ -354,19 +397,10 @@ class Engine:
         """Finish the reduction; return the error to raise if it failed on another rank.
 
         Raises:
-            ParameterChanged: If parameters were unused since the module has got others instead.
+            ParameterChanged: If the module has got other parameters without telling torch.
         """
-        before = self.reducer.unused_indices
         failed_elsewhere = self.reducer.finish()
-        if before != self.reducer.unused_indices and (module := self.module) is not None:
-            for name, parameter in self._own_parameters(module):
-                if parameter.requires_grad and id(parameter) not in self.reducer.ids:
-                    self.is_stale = True
-                    raise ParameterChanged(
-                        f"{name!r} was put in its place without telling torch (say, in "
-                        "module._parameters, as moving a model to another device does), so its "
-                        "gradient was not reduced. Repeat the step: it is known from now on."
-                    )
+        self.refuse_put_behind()
         return failed_elsewhere
 
     def end_backward(self) -> None:

@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from traceback import walk_stack
@@ -261,12 +261,14 @@ class _CopyHook:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # with a closure, the step runs the backward itself
-    engines = engines_with([p for group in optimizer.param_groups for p in group["params"]])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    engines = engines_with(parameters)
     new = [engine for engine in engines if optimizer not in engine.stepped_by]
     for engine in new:
         engine.stepped_by[optimizer] = engine.num_backwards_stepped
     if new and _is_in_a_step():
         return  # the outer optimizer, which steps this one, has called this hook before
+    _refuse_put_behind(parameters, engines)
     for engine in engines:
         if backward_sync_of(engine.process_group).is_in_backward(engine):
             raise ModelError(
@@ -280,6 +282,20 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             _take_part(engine)
         engine.num_backwards_stepped = engine.num_backwards
         engine.stepped_by[optimizer] = engine.num_backwards
+
+
+def _refuse_put_behind(parameters: Sequence[torch.Tensor], engines: Collection[Engine]) -> None:
+    """Raise if all parameters of a model were put in place behind torch: then no hook has run.
+
+    They are among ``parameters``, if the optimizer has been made since; or those that it has are
+    of ``engines``. An engine that has reduced gradients since the last step has looked for itself.
+    """
+    for engine in all_engines():
+        if engine.is_syncing and engine.num_backwards == engine.num_backwards_stepped:
+            new = {*map(id, engine.put_behind().values())}
+            if new and (engine in engines or not new.isdisjoint(map(id, parameters))):
+                mark_stale(engine)
+                engine.refuse_put_behind()
 
 
 def _is_in_a_step() -> bool:
