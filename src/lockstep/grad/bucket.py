@@ -36,9 +36,10 @@ _CHUNK_NUMEL = 128 * 1024
 # doesn't, as the backward probably won't compute it. READY: it has been computed. Numbers and not
 # an Enum, as they are compared for each gradient of each step.
 AWAITED, UNUSED, READY = 0, 1, 2
-# These are: on how many ranks the backward has failed, and the sum of the numbers of these ranks. A
-# fraction in the first one tells that the program may see gradients past ``parameter.grad``.
+# These are: on how many ranks the backward has failed, and the sum of the numbers of these ranks.
 _NUM_FAILURE_FACTS = 2
+# Fractions in them tell that a bucket ``is_watched``, and what the reducer is to tell.
+WATCHED, TOLD = -2, -1
 # To be mapped over gradients without a call in Python for each.
 _layout_of = operator.attrgetter("layout")
 _pointer_of = torch.Tensor.data_ptr
@@ -184,7 +185,7 @@ class Bucket:
     def end_all(buckets: Sequence[Bucket]) -> None:
         """End a backward: all gradients that any rank used are those of their parameters."""
         scattered = [bucket for bucket in buckets if bucket.is_scattered]
-        if scattered and buckets[-1].is_watched_by_any():
+        if scattered and buckets[-1].is_any_set(WATCHED):
             for bucket in scattered:
                 bucket.sum_pending()
         for bucket in buckets:
@@ -452,16 +453,16 @@ class Bucket:
             work.wait()
 
     def write_facts(
-        self, accumulated: bytearray, failed_rank: int | None, *, watched: float = 0
+        self, accumulated: bytearray, failed_rank: int | None, fractions: Sequence[float]
     ) -> None:
         """Write the facts: which gradients have grown on this rank, or that its backward failed.
 
-        ``watched`` is not 0 if a bucket ``is_watched``; its sum over the ranks is less than 1/2.
+        The sum of each of the ``fractions``, WATCHED and TOLD, over the ranks is less than 1/2.
         """
         used, failures = self.tail[:-_NUM_FAILURE_FACTS], self.tail[-_NUM_FAILURE_FACTS:]
         failures.zero_()
-        if watched:
-            failures[0] = watched
+        if any(fractions):
+            failures.copy_(torch.tensor(fractions))
         if failed_rank is not None:
             used.zero_()
             failures.copy_(torch.tensor([1, failed_rank]))
@@ -488,9 +489,9 @@ class Bucket:
         number, ranks = (facts.real if facts.is_complex() else facts).tolist()
         return round(number * divisor), round(ranks * divisor)
 
-    def is_watched_by_any(self) -> bool:
-        """Whether any rank has a bucket that ``is_watched``; not on a GPU, which isn't read."""
-        return self.tail.device.type == "cpu" and bool(self.tail[-_NUM_FAILURE_FACTS] != 0)
+    def is_any_set(self, fraction: int, *, on_gpu: bool = False) -> bool:
+        """Whether any rank has set a fraction; ``on_gpu`` on a GPU, where it isn't read."""
+        return bool(self.tail[fraction] != 0) if self.tail.device.type == "cpu" else on_gpu
 
 
 def _describe(tensor: torch.Tensor, dtype: torch.dtype) -> str:

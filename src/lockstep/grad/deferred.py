@@ -41,6 +41,7 @@ from lockstep.comm import (
     zero_buffer,
 )
 from lockstep.errors import CollectiveFailed
+from lockstep.grad.bucket import TOLD
 from lockstep.grad.memory import gradient_dtype, gradient_of, set_gradient
 from lockstep.grad.pending import PendingBucket
 from lockstep.torch_private import _InferenceMode
@@ -48,7 +49,7 @@ from lockstep.torch_private import _InferenceMode
 # Behind its gradients a bucket has two numbers of 8 bytes and, in the last bucket, a byte for each
 # parameter: whether the gradient has grown on this rank. The first number is that of the last
 # backward whose gradients this rank has read; the second is 0 or, if its backward has failed, the
-# number of this rank plus one.
+# number of this rank plus one, or -1 if the reducer is to tell something.
 _NUMBER_BYTES, _NUM_NUMBERS = 8, 2
 _READ, _FAILED = range(_NUM_NUMBERS)
 # How long to wait for the notes of the other ranks before a second buffer is made, and how long
@@ -389,11 +390,11 @@ class DeferredBucket(PendingBucket):
                 bucket.sum_pending()
 
     def write_facts(
-        self, accumulated: bytearray, failed_rank: int | None, *, watched: float = 0
+        self, accumulated: bytearray, failed_rank: int | None, fractions: Sequence[float]
     ) -> None:
         """Write which gradients have grown on this rank, or that its backward failed."""
         own = self._facts_behind(self._buffer)
-        own.numbers[_FAILED] = 0 if failed_rank is None else 1 + failed_rank
+        own.numbers[_FAILED] = -bool(fractions[TOLD]) if failed_rank is None else 1 + failed_rank
         own.has_grown[:] = accumulated if failed_rank is None else bytes(len(accumulated))
 
     def used_by_any(self) -> list[bool]:
@@ -402,5 +403,9 @@ class DeferredBucket(PendingBucket):
 
     def failed_ranks(self, divisor: int) -> tuple[int, int]:
         """Return on how many ranks the backward failed, and the sum of the numbers of these."""
-        failed = [f.numbers[_FAILED] - 1 for f in self._facts if f.numbers[_FAILED]]
+        failed = [f.numbers[_FAILED] - 1 for f in self._facts if f.numbers[_FAILED] > 0]
         return len(failed), sum(failed)
+
+    def is_any_set(self, fraction: int, *, on_gpu: bool = False) -> bool:
+        """Whether any rank has set TOLD, the only fraction that it has."""
+        return any(facts.numbers[_FAILED] < 0 for facts in self._facts)

@@ -20,6 +20,7 @@ from lockstep.grad.assign import FIRST_BUCKET_BYTES, assign_buckets
 from lockstep.grad.bucket import (
     AWAITED,
     READY,
+    TOLD,
     UNUSED,
     Bucket,
     num_facts,
@@ -59,6 +60,7 @@ class Reducer(GradientOrder):
     Attributes:
         scale: The factor of each rank's gradients in the sum; :meth:`begin` sets it for a mean.
         comm_hook: The communication hook that replaces the all-reduce of buckets, if there is one.
+        is_to_tell, was_told: Whether this rank, or any in the last backward, has a fact to tell.
         is_rearranged: Whether buckets are in the order in which gradients became ready.
         copies_early: Whether gradients are copied before their bucket is full. They must not be if
             a nested backward may add to them later, or if they have a graph.
@@ -87,7 +89,7 @@ class Reducer(GradientOrder):
         self._bucket_at: list[Bucket] = []
         # The indices of parameters whose gradients stay pending, which have buckets of their own.
         self._runs: list[Assigned] = []
-        self.is_rearranged = self._gets_gradients_twice = False
+        self.is_rearranged = self._gets_gradients_twice = self.is_to_tell = self.was_told = False
         self.reset()
 
     @property
@@ -113,8 +115,7 @@ class Reducer(GradientOrder):
 
     def take_over(self, previous: Reducer) -> None:
         """Continue from the state of ``previous``, a reducer of some of these parameters."""
-        self.comm_hook = previous.comm_hook
-        self._log = previous._log
+        self.comm_hook, self._log = previous.comm_hook, previous._log
         self._log.logs_unused = self._log.is_on
         self._gets_gradients_twice = previous._gets_gradients_twice
         for position, p in enumerate(self._parameters):
@@ -414,7 +415,7 @@ class Reducer(GradientOrder):
 
     def _use_reduced(self) -> CollectiveFailed | None:
         """Make the mean the gradient of every parameter that any rank used."""
-        last = self._buckets[-1]
+        self.was_told, last = False, self._buckets[-1]
         num_failed, ranks = last.failed_ranks(self._size if self._averages(last) else 1)
         if num_failed:
             for bucket in self._buckets:
@@ -422,6 +423,7 @@ class Reducer(GradientOrder):
             for position in self._sparse:
                 self._parameters[position].grad = None
             return failed_elsewhere(num_failed, ranks, self.process_group)
+        self.was_told = last.is_any_set(TOLD, on_gpu=self.is_to_tell)
         for bucket in self._buckets:
             bucket.finish()
         # Reading the facts waits for a GPU. A rank that used everything need not.
@@ -464,8 +466,8 @@ class Reducer(GradientOrder):
         if is_last:
             # All buckets are filled by now, so the facts are final.
             failed_rank = self.process_group.rank() if is_failed else None
-            watched = any(bucket.is_watched for bucket in self._buckets) / (4 * self._size)
-            bucket.write_facts(self._accumulated, failed_rank, watched=watched)
+            facts = any(bucket.is_watched for bucket in self._buckets), self.is_to_tell
+            bucket.write_facts(self._accumulated, failed_rank, [f / 4 / self._size for f in facts])
         if self.comm_hook is None:
             bucket.launch(self.process_group, average=self._averages(bucket))
         else:

@@ -434,6 +434,7 @@ class BackwardSync:
                     engine.reducer.launch_all_but_last()
                 engines = backward.engines
                 for engine in engines:
+                    engine.reducer.is_to_tell = engine.buffers.has_changed()
                     engine.reducer.launch_last()
                 # Buffers are exchanged along with the last gradients, and not before the next
                 # forward, which could be any method, and would wait. After the launch of all
@@ -443,6 +444,8 @@ class BackwardSync:
                 for engine, finish_buffers in zip(engines, exchanges, strict=True):
                     errors.append(engine.finish_backward())
                     finish_buffers()
+                for engine in [one for one in engines if one.reducer.was_told]:
+                    engine.buffers.agree()
                 return engines, next(filter(None, errors), None)
         except CollectiveFailed as error:
             _advise(error, "end")

@@ -16,7 +16,15 @@ from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.arguments import check_flag, check_type
-from lockstep.comm import Pending, TensorBroadcast, join_state_of, start_all_reduce, without_repeats
+from lockstep.comm import (
+    Pending,
+    TensorBroadcast,
+    differing_facts,
+    join_state_of,
+    start_all_reduce,
+    without_repeats,
+)
+from lockstep.errors import ModelMismatch
 
 _log = logging.getLogger(__name__)
 
@@ -60,11 +68,36 @@ class _Slot(NamedTuple):
     name: str
     policy: str
 
+    def tensor(self) -> torch.Tensor | None:
+        """Return the buffer that is there now."""
+        return getattr(self.module(), self.attribute, None)
+
+
+class _Form(NamedTuple):
+    """What must be the same on all ranks if they exchange a buffer."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    first_name: str  # of those that the same tensor has
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+    def is_that_of(self, tensor: torch.Tensor | None) -> bool:
+        if tensor is None:
+            return False
+        return (tensor.shape, tensor.dtype, tensor.device) == self[:3]
+
 
 class Buffers:
     """Keeps the buffers of one module equal on all ranks, each by its policy.
 
     After each change of the module's buffers or of their policies, :meth:`find` must be called.
+
+    Buffers are exchanged in the forms that all ranks have agreed on, as messages of different sizes
+    are mixed up. A rank whose buffers have others tells that with its gradients; then :meth:`agree`
+    compares them. Shown by test_a_buffer_of_another_form_on_a_rank_is_named.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -74,6 +107,8 @@ class Buffers:
         self.hook: BufferHook | None = None
         # Found once: a search costs a millisecond in each step for a few hundred modules.
         self._slots: list[_Slot] = []
+        # Those that all ranks have, with their forms.
+        self._agreed: dict[_Slot, _Form | None] = {}
         # For each buffer: the number of references apart from those of graphs (a view or a scripted
         # module has one), and the number of backwards in a row that found more.
         self._num_references = WeakIdKeyDictionary()
@@ -101,14 +136,58 @@ class Buffers:
             if (name := f"{path}.{attribute}" if path else attribute) not in ignored
             and (policy := policy_of(name, policies)) != "local"
         ]
+        self._note_references()
+
+    def _note_references(self) -> None:
         for tensor in self.named().values():
             self._num_references.setdefault(tensor, _num_references(tensor))
+
+    def accept(self) -> list[torch.Tensor]:
+        """Take the buffers as all ranks', whose models are the same; return those that are new."""
+        known = {slot.name for slot in self._agreed}
+        self._agreed = self._forms()
+        return [buffer for name, buffer in self.named().items() if name not in known]
+
+    def _forms(self) -> dict[_Slot, _Form | None]:
+        first: dict[int, str] = {}
+        tensors = [(slot, slot.tensor()) for slot in self._slots]
+        return {
+            slot: None
+            if tensor is None
+            else _Form(
+                tensor.shape, tensor.dtype, tensor.device, first.setdefault(id(tensor), slot.name)
+            )
+            for slot, tensor in tensors
+        }
+
+    def has_changed(self) -> bool:
+        """Whether any buffer has another form than ranks have agreed on."""
+        return self.hook is None and self._forms() != self._agreed
+
+    def agree(self) -> None:
+        """Compare the forms of all ranks' buffers, and exchange these. Every rank must call it.
+
+        Raises:
+            ModelMismatch: Naming the first that differs.
+        """
+        forms = self._forms()
+        facts = {
+            slot.name: [str(form), form.first_name]
+            for slot, form in forms.items()
+            if form is not None
+        }
+        by_rank = differing_facts(self._group, facts)
+        if by_rank:
+            raise _mismatch(by_rank)
+        self._agreed = forms
+        self._note_references()
+        self.start()()
 
     def named(self, *policies: str) -> dict[str, torch.Tensor]:
         """Return the buffers by name, each once: those with one of ``policies``, by default all."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for slot in self._slots:
-            tensor = getattr(slot.module(), slot.attribute, None)
+            tensor = slot.tensor()
             if tensor is not None and (not policies or slot.policy in policies):
                 found.setdefault(id(tensor), (slot.name, tensor))
         return dict(found.values())
@@ -123,16 +202,16 @@ class Buffers:
         """
         if self.hook is not None:
             return partial(_wait_for, self.hook(self.named()) or ())
-        if not self._slots:
+        if not self._agreed:
             return lambda: None
-        copied = {} if late else self.named("rank0")
-        averaged = self.named("late" if late else "mean")
-        whole = [tensor for tensor in averaged.values() if not _has_mean(tensor)]
+        copied = [] if late else self._to_exchange("rank0")
+        averaged = self._to_exchange("late" if late else "mean")
+        whole = [tensor for tensor in averaged if not _has_mean(tensor)]
         join_state = join_state_of(self._group)
         source = 0 if join_state is None else join_state.last_active[0]  # a rank that has data
-        broadcast = TensorBroadcast(self._group, [*copied.values(), *whole], source)
+        broadcast = TensorBroadcast(self._group, [*copied, *whole], source)
         sums: list[tuple[torch.Tensor, torch.Tensor, Pending]] = []
-        for tensor in filter(_has_mean, averaged.values()):
+        for tensor in filter(_has_mean, averaged):
             own = without_repeats(tensor.detach()).resolve_conj()
             total = own.clone(memory_format=torch.contiguous_format).div_(self._group.size())
             sums.append((tensor, total, start_all_reduce(self._group, total)))
@@ -145,6 +224,20 @@ class Buffers:
                     without_repeats(tensor.data).copy_(total)
 
         return finish
+
+    def _to_exchange(self, policy: str) -> list[torch.Tensor]:
+        """Return the buffers of ``policy``, each once; others in place of those that have changed.
+
+        What comes into the others' place is of no use: :meth:`agree` follows.
+        """
+        found = []
+        for slot, form in self._agreed.items():
+            if form is not None and slot.policy == policy and slot.name == form.first_name:
+                tensor = slot.tensor()
+                if tensor is None or not form.is_that_of(tensor):
+                    tensor = torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+                found.append(tensor)
+        return found
 
     def _may_write(self, tensor: torch.Tensor) -> bool:
         """Whether no graph that autograd may still run backward has saved ``tensor``.
@@ -176,6 +269,23 @@ class Buffers:
 def _wait_for(futures: Iterable[torch.futures.Future[Any]]) -> None:
     for future in futures:
         future.wait()
+
+
+def _mismatch(by_rank: Sequence[Mapping[str, Sequence[str]]]) -> ModelMismatch:
+    """Return the error for buffers that differ; each rank tells form and first name by name."""
+    rank, name = next(
+        (rank, name)
+        for rank, theirs in enumerate(by_rank)
+        for name in [*theirs, *by_rank[0]]
+        if theirs.get(name) != by_rank[0].get(name)
+    )
+    theirs, first = (by_rank[each].get(name, ["not there"])[0] for each in (rank, 0))
+    return ModelMismatch(
+        f"The buffer {name!r} is {theirs} on rank {rank} and {first} on rank 0, so it can't be "
+        "kept alike. If it is a cache that each rank makes for its own samples, leave it to the "
+        f"ranks: broadcast_buffers={{{name!r}: 'local'}}. If it is state of the training, give it "
+        "one form on every rank."
+    )
 
 
 def _has_mean(tensor: torch.Tensor) -> bool:

@@ -103,6 +103,7 @@ class Engine:
         self._deferred: list[tuple[list[nn.Parameter], type[PendingBucket]]] = []
         self._has_runs = False
         self._find_buffers(module)
+        self.buffers.accept()
         self._take(module)
 
     @property
@@ -113,7 +114,7 @@ class Engine:
     def _take(self, module: nn.Module, previous: Reducer | None = None) -> None:
         """Reduce the parameters that ``module`` has now, instead of those of ``previous``."""
         own = self._own_parameters(module)
-        self._description = _describe(own, module)
+        self._description = _describe(own)
         trained = [(name, parameter) for name, parameter in own if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in trained]
         self._look_at_places(module)
@@ -312,11 +313,12 @@ class Engine:
         if module is None:
             return
         own = self._own_parameters(module)
-        if _describe(own, module) == self._description:
+        self._find_buffers(module)
+        if _describe(own) == self._description:
             self._look_at_places(module)
-            return
+            return  # if there are other buffers, the ranks agree on them after the backward
         if not self.number:
-            self._find_buffers(module)
+            self.buffers.accept()
             self._take(module, self.reducer)
             return
         trained = {id(p) for _, p in own if p.requires_grad}
@@ -335,10 +337,8 @@ class Engine:
                 "Change the model in the same way, at the same time, on every rank."
             )
             raise
-        old_buffers = set(self.buffers.named())
-        self._find_buffers(module)
-        more = [b for name, b in self.buffers.named().items() if name not in old_buffers]
-        known = {key for key, *_ in self._description[0]}
+        more = self.buffers.accept()
+        known = {key for key, *_ in self._description}
         added = {name: p.detach() for name, p in own if id(p) not in known}
         before = [p.clone() for p in added.values()] if in_backward else []
         broadcast_tensors(self.process_group, [*more, *added.values()])
@@ -418,12 +418,9 @@ class Engine:
         return [*(parameter for _, parameter in own), *self.buffers.named().values()]
 
 
-def _describe(
-    own: Sequence[tuple[str, nn.Parameter]], module: nn.Module
-) -> tuple[list[tuple[int, bool, torch.dtype]], list[str]]:
-    """What a refresh depends on: id(), requires_grad and dtype of parameters, names of buffers."""
-    parameters = [(id(p), p.requires_grad, gradient_dtype(p)) for _, p in own]
-    return parameters, [name for name, _ in module.named_buffers()]
+def _describe(own: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[int, bool, torch.dtype]]:
+    """What a refresh depends on: id(), requires_grad and dtype of parameters."""
+    return [(id(p), p.requires_grad, gradient_dtype(p)) for _, p in own]
 
 
 def sparse_indices(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[int]:
