@@ -22,6 +22,7 @@ README = Path(__file__).parent.parent / "README.md"
 LAYERS = {
     "status": -1,
     "tables": -1,
+    "tree": 0,
     "torch_private": 0,
     "errors": 0,
     "spans": 0,

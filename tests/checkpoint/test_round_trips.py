@@ -47,9 +47,16 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(
             same(x, y) for pair in zip(a.items(), b.items(), strict=True) for x, y in [pair]
         )
+    if isinstance(a, deque) and a.maxlen != b.maxlen:
+        return False
     if isinstance(a, list | tuple | deque):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return a == b or (a != a and b != b)
+
+
+def queues(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[deque[Any]]:
+    sizes = st.none() | st.integers(0, 3)
+    return st.builds(deque, st.lists(inner, max_size=3), maxlen=sizes)
 
 
 @st.composite
@@ -78,7 +85,7 @@ TREES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
         *(st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple)),
-        *(st.lists(inner, max_size=3).map(deque), st.dictionaries(KEYS, inner, max_size=3)),
+        *(queues(inner), st.dictionaries(KEYS, inner, max_size=3)),
         st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict),
     ),
     max_leaves=12,

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.checkpoint.tree import Header, Range, from_flat
 from lockstep.comm import bytes_of
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, SaveFailed
+from lockstep.tree import Header, Range, from_flat
 
 VERSION = 1
 MANIFEST = "manifest.json"

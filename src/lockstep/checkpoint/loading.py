@@ -20,7 +20,7 @@ from lockstep.checkpoint.folder import Manifest, newest
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.saving import background_of
 from lockstep.checkpoint.things import kind_of, names_of, prepare
-from lockstep.checkpoint.tree import decode
+from lockstep.tree import decode
 
 
 def load(

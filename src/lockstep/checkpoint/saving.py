@@ -27,8 +27,8 @@ from lockstep.arguments import as_whole_number, check_flag
 from lockstep.checkpoint.folder import Place, explained, file_of, in_pieces, padded, write_bytes
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.things import encode, kind_of
-from lockstep.checkpoint.tree import Collector, Range
 from lockstep.spans import span
+from lockstep.tree import Collector, Range
 
 # Smaller tensors are written by rank 0 alone, so that those that may differ between the ranks, such
 # as buffers, are those of one rank.

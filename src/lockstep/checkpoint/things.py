@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.folder import Manifest
-from lockstep.checkpoint.tree import Collector, check_tensor, decode, header_of
 from lockstep.errors import CheckpointMismatch
 from lockstep.nn import DataParallel
 from lockstep.optim import has_own_state, inner_optimizer, sharding_of
+from lockstep.tree import Collector, check_tensor, decode, header_of
 
 _WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel
 # What torch's schedulers add to an optimizer's groups.

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from lockstep.checkpoint.folder import Manifest, newest
-from lockstep.checkpoint.tree import decode
 from lockstep.errors import CheckpointMismatch, MissingExtra, SaveFailed
 from lockstep.tables import FittedTable
+from lockstep.tree import decode
 
 
 class DcpReader(StorageReader):

@@ -17,6 +17,7 @@ from lockstep.optim.divided import State
 from lockstep.optim.flat import FlatParameters, elements_of
 from lockstep.optim.partial import elements_from
 from lockstep.optim.shard import MASTER, Shard, is_by_element, update_dtype
+from lockstep.tree import Collector, Header, decode, from_flat
 
 
 class StatePart(NamedTuple):
@@ -65,24 +66,24 @@ def gather_state(
             own.append(([piece.parameter for piece in shard.pieces], parts, others))
     payload, device = json.dumps(own).encode(), flat.parameters[0].device
     found: dict[int, State] = {}
-    divided: set[tuple[int, str]] = set()  # state by element: index of the parameter, and name
-    dtypes: dict[str, str] = {}
+    # State by element: index of the parameter, name and dtype.
+    divided: set[tuple[int, str, str]] = set()
     for answer in all_gather_bytes(flat.group, payload, device):
         for indices, parts, others in json.loads(answer):
-            dtypes |= parts
-            divided |= {(index, name) for index in indices for name in parts}
+            divided |= {(index, *part) for index in indices for part in parts.items()}
             for index in indices:
                 decoded = {name: _decoded(value) for name, value in others.items()}
                 found.setdefault(index, dict.fromkeys(parts) | decoded)
-    for name, dtype in sorted(dtypes.items()):
+    # Under one name, parameters may have state of several dtypes, as of eight bits if they are big.
+    for name, dtype in sorted({part[1:] for part in divided}):
         memory = flat.new_memory(getattr(torch, dtype))
         for shard in shards:
-            value = (shard.state_in(state) or {}).get(name)
-            if value is not None and is_by_element(flat, shard.tensor, name, value):
-                flat.part(memory, shard.pieces).copy_(elements_of(value, shard.tensor))
+            there: Any = (shard.state_in(state) or {}).get(name)
+            if is_by_element(flat, shard.tensor, name, there) and there.dtype is memory.dtype:
+                flat.part(memory, shard.pieces).copy_(elements_of(there, shard.tensor))
         all_gather_in_place(flat.group, memory)
         for index, view in enumerate(flat.views_of(memory)):
-            if (index, name) in divided:
+            if (index, name, dtype) in divided:
                 found[index][name] = view.clone()
     return {flat.parameters[index]: found[index] for index in sorted(found)}
 
@@ -97,7 +98,8 @@ def stand_ins(
     Yields the parameters by these tensors.
     """
     parameters: dict[torch.Tensor, torch.Tensor] = {}
-    before = [group["params"] for group in optimizer.param_groups]
+    # Also of the groups that the optimizer has before, which the program may hold.
+    before = [(group, group["params"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         own = group["params"]
         dtypes = [update_dtype(parameter.dtype, master_dtype) for parameter in own]
@@ -109,8 +111,8 @@ def stand_ins(
     try:
         yield parameters
     finally:
-        for group, own in zip(optimizer.param_groups, before, strict=True):
-            group["params"] = own
+        for group, (held, own) in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = held["params"] = own
 
 
 def put_state(
@@ -132,9 +134,13 @@ def put_state(
 
     def key(index: int) -> str:
         own = once(index)
-        return json.dumps(own and {name: _encoded(name, value) for name, value in own.items()})
+        if own is None:
+            return ""
+        items = whole[parameters[index]].items()
+        dtypes = {name: str(value.dtype) for name, value in items if name not in own}
+        return json.dumps([dtypes, {name: _encoded(name, value) for name, value in own.items()}])
 
-    parts = shard.split(key, {})
+    parts = shard.split(key, {}) if len(shard.pieces) > 1 else [shard]
     for part in parts:
         first = part.pieces[0].parameter
         values = once(first)
@@ -157,24 +163,27 @@ def put_state(
     return parts
 
 
-def _encoded(name: str, value: object) -> object:
+def _encoded(name: str, value: object) -> list[Any]:
     """Return ``value`` as JSON can represent it."""
-    if isinstance(value, torch.Tensor):
-        elements = value.detach().cpu().contiguous()  # kept until its bytes have been read
-        data = bytes(bytes_of(elements))
-        dtype = str(value.dtype).removeprefix("torch.")
-        return [dtype, list(value.shape), str(value.device), base64.b64encode(data).decode()]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(
-        f"The optimizer's state {name!r} is a {type(value).__name__}, which can't be divided among "
-        "ranks: numbers, strings and tensors can."
-    )
+    found = Collector()
+    encoded = found.encode(value, f"state.{name}")
+    tensors = {}
+    for key, header in found.headers.items():
+        elements = found.whole[key]
+        data = base64.b64encode(bytes(bytes_of(elements.cpu()))).decode()
+        tensors[key] = [*header, str(elements.device), data]
+    return [encoded, tensors]
 
 
-def _decoded(value: Any) -> object:
-    if not isinstance(value, list):
-        return value
-    dtype, shape, device, data = value
-    flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
-    return flat.view(getattr(torch, dtype)).view(shape).to(device)
+def _decoded(value: Any) -> Any:
+    encoded, tensors = value
+
+    def tensor_of(key: str) -> torch.Tensor:
+        *parts, device, data = tensors[key]
+        header, elements = Header(*parts), bytearray(base64.b64decode(data))
+        flat = torch.empty(0, dtype=header.torch_dtype)
+        if elements:
+            flat = torch.frombuffer(elements, dtype=header.torch_dtype)
+        return from_flat(flat.to(device), header)
+
+    return decode(encoded, tensor_of)

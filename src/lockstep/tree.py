@@ -94,6 +94,8 @@ class Collector:
                 return {
                     name: [[self.encode(k, path), self.encode(v, f"{path}.{k}")] for k, v in pairs]
                 }
+        if kind is deque and value.maxlen is not None:
+            return {"bounded": [value.maxlen, self.encode([*value], path)]}
         if kind in _SEQUENCES.values():
             found = [self.encode(each, f"{path}.{i}") for i, each in enumerate(value)]
             # The order of a set differs from process to process.
@@ -167,6 +169,8 @@ def decode(encoded: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
         return _MAPPINGS[kind]({decode(k, tensor_of): decode(v, tensor_of) for k, v in value})
     if kind in _SEQUENCES:
         return _SEQUENCES[kind]([decode(each, tensor_of) for each in value])
+    if kind == "bounded":
+        return deque(decode(value[1], tensor_of), maxlen=value[0])
     if kind == "tensor":
         return tensor_of(value)
     if kind in ("ndarray", "scalar"):
