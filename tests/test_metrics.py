@@ -331,6 +331,15 @@ def test_gather_all_tensors_takes_any_shapes(backend: str) -> None:
         assert_same(torch.cat(gather_all_tensors(targets, group)), torch.tensor([1, 2, 3]))
         assert_same(gather_all_tensors(torch.tensor([]), group), [torch.tensor([])] * 3)
         assert_same(gather_all_tensors(torch.tensor(rank), group), [*torch.arange(3)])
+        # A state to add to stays a number of float32, or whole, on a rank without data.
+        sums = [torch.tensor(0.5, dtype=torch.float64), torch.tensor(0.0), torch.tensor(0)][rank]
+        total = torch.stack(gather_all_tensors(sums, group))
+        assert_same(total, torch.tensor([0.5, 0, 0], dtype=torch.float64))
+        parts = [torch.ones(2).half(), torch.tensor([]).double(), torch.ones(1).bfloat16()][rank]
+        assert_same(torch.cat(gather_all_tensors(parts, group)), torch.ones(3))
+        labels = torch.ones(2, dtype=torch.int64 if rank == 1 else torch.float32)
+        with pytest.raises(CollectiveMismatch, match="int64 of 1 dimensions on rank 1 and"):
+            gather_all_tensors(labels, group)
         other = torch.ones(1) if rank == 2 else torch.ones(1, 1)
         with pytest.raises(CollectiveMismatch, match="of 1 dimensions on rank 2 and"):
             gather_all_tensors(other, group)

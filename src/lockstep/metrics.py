@@ -111,8 +111,9 @@ def gather_all_tensors(result: Tensor, group: dist.ProcessGroup | None = None) -
         metric = MulticlassAUROC(10, dist_sync_fn=lockstep.integrations.gather_all_tensors)
 
     Every rank must call it; it blocks. This rank's own keeps its graph. Shapes may differ in every
-    dimension. An empty vector, which is the state of a rank without data, gets the dtype and the
-    other dimensions of the rest, so that it changes nothing in their concatenation.
+    dimension. The state of a rank without data changes nothing: an empty vector gets the dtype and
+    the other dimensions of the rest; and where floating-point dtypes differ, or dtypes of numbers
+    (tensors without dimensions), all get the one to which torch promotes them, as in one process.
 
     Raises:
         CollectiveMismatch: On every rank, if dtypes or numbers of dimensions differ otherwise.
@@ -122,14 +123,20 @@ def gather_all_tensors(result: Tensor, group: dist.ProcessGroup | None = None) -
     facts = json.dumps({"result": _fact(own["result"])})
     by_rank = [*map(json.loads, all_gather_bytes(ranks, facts.encode(), device))]
     gathered = [theirs["result"].to(result.device) for theirs in _all_values(ranks, own, by_rank)]
-    like = next((tensor for tensor in gathered if tensor.shape != (0,)), None)
-    if like is not None:
-        empty = like.new_empty(0, *like.shape[1:])
-        gathered = [empty if tensor.shape == (0,) else tensor for tensor in gathered]
-        forms = [f"a tensor {each.dtype} of {each.dim()} dimensions" for each in gathered]
-        check_same_facts(ranks, "gather_all_tensors", [{"result": form} for form in forms])
-    if result.shape != (0,):
-        gathered[ranks.rank()] = result
+    gathered[ranks.rank()] = result
+    filled = [tensor for tensor in gathered if tensor.shape != (0,)]
+    if not filled:
+        return gathered
+    are_alike = all(each.is_floating_point() for each in filled) or not any(map(Tensor.dim, filled))
+    dtype = fold(torch.promote_types, [each.dtype for each in filled]) if are_alike else None
+    empty = filled[0].new_empty(0, *filled[0].shape[1:])
+    gathered = [(empty if each.shape == (0,) else each).to(dtype) for each in gathered]
+    forms = [f"a tensor {each.dtype} of {each.dim()} dimensions" for each in gathered]
+    cure = (
+        "Give update() tensors of the same on all ranks, with a first dimension of samples; and "
+        "tensors without samples on a rank that has none."
+    )
+    check_same_facts(ranks, "gather_all_tensors", [{"result": form} for form in forms], cure)
     return gathered
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +143,37 @@ def global_batches() -> list[int]:
     accelerator = accelerate.Accelerator(cpu=True)
     ours = accelerator.prepare(lockstep.DataLoader(dataset(), 5, shuffle=True, seed=0))
     return [len(lockstep.reduce(x, "cat")) for x, _ in ours]
+
+
+def resume(folder: str) -> None:
+    """Two batches of the second epoch, and the rest of it by another loader."""
+    import accelerate
+
+    lockstep.init()
+
+    def prepare() -> tuple[Any, Any]:
+        accelerator = accelerate.Accelerator(cpu=True)
+        ours = lockstep.DataLoader(dataset(), 5, shuffle=True, seed=0)
+        return accelerator, accelerator.prepare(ours)
+
+    def batches(loader: Any, number: int | None = None) -> list[Any]:
+        return [x.tolist() for x, _ in itertools.islice(loader, number)]
+
+    _, whole = prepare()
+    epochs = [batches(whole) for _ in range(3)]
+    accelerator, stopped = prepare()
+    batches(stopped)
+    first = batches(stopped, 2)
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    accelerator, resumed = prepare()
+    accelerator.load_state(folder)
+    assert first + batches(resumed) == epochs[1]
+    assert batches(resumed) == epochs[2]
+
+
+def test_saved_state_has_our_loaders(forks: Forks, tmp_path: Path) -> None:
+    forks.run(resume, 2, str(tmp_path))
 
 
 def test_our_loader_has_the_same_global_batches(forks: Forks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import random
 import threading
@@ -171,6 +172,67 @@ def test_epochs_advance_by_themselves_or_by_set_epoch() -> None:
     assert [*restored] == order(2)
 
 
+class Stateful:
+    """A loader that saves its sampler and the sampler's iterator, in the order of torchdata's."""
+
+    def __init__(self, sampler: Any, state: Any = None) -> None:
+        self.sampler, self.given = sampler, iter(sampler)
+        if state is not None:
+            sampler.load_state_dict(state["sampler"])
+            self.given = iter(sampler)
+            self.given.load_state_dict(state["given"])
+            if state["is_over"]:
+                self.given = iter(sampler)
+
+    def state_dict(self, *, is_over: bool) -> Any:
+        states = {"sampler": self.sampler.state_dict(), "given": self.given.state_dict()}
+        return states | {"is_over": is_over}
+
+
+@pytest.mark.parametrize("mode", ["pad", "drop", "exact"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_loader_that_saves_its_sampler_goes_on_within_the_epoch(backend: str, mode: Any) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        def make() -> Any:
+            return lockstep.DistributedSampler(range(9), mode=mode, process_group=group)
+
+        plain = make()
+        epochs = [[*plain] for _ in range(3)]
+        for number in range(4):
+            began = Stateful(make())
+            list(began.given)
+            began.given = iter(began.sampler)
+            taken = [*itertools.islice(began.given, number)]
+            again = Stateful(make(), began.state_dict(is_over=False))
+            assert [*taken, *again.given] == epochs[1]
+            assert [*again.sampler] == epochs[2]
+        list(began.given)
+        assert [*Stateful(make(), began.state_dict(is_over=True)).given] == epochs[2]
+        assert [*Stateful(make(), began.state_dict(is_over=False)).given] == []
+
+    run_ranks(2, body, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_replicas": 4}, "num_replicas was 2, and this one's is 4"),
+        ({"mode": "exact"}, "mode was 'pad'"),
+        ({"dataset": range(9)}, "length was 8"),
+        ({"seed": 1}, "seed was 0"),
+        ({"shuffle": False}, "shuffle was True"),
+    ],
+)
+def test_position_in_other_indices_is_refused(options: dict[str, Any], message: str) -> None:
+    usual = {"dataset": range(8), "num_replicas": 2, "rank": 0}
+    given: Any = iter(lockstep.DistributedSampler(**usual))
+    next(given)
+    other: Any = iter(lockstep.DistributedSampler(**usual | options))
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(given.state_dict())
+    assert other.state_dict()["num_given"] == 0
+
+
 def test_epoch_is_told_to_the_sampler_within() -> None:
     inner: Any = TorchSampler(range(20), 1, 0)
     sampler: Any = lockstep.DistributedSampler(inner, 1, 0)
@@ -241,7 +303,9 @@ def test_sampler_of_another_order_on_each_rank_is_named() -> None:
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         sampler = lockstep.DistributedSampler(Own(5, rank == 1), process_group=group)
-        with pytest.raises(CollectiveMismatch, match=r"order of the sampler.* on rank 1 and"):
+        with pytest.raises(
+            CollectiveMismatch, match=r"order of the sampler.* on rank 1 and.* in the same order"
+        ):
             iter(sampler)
 
     run_ranks(2, body)

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.utils.data import (
-    DistributedSampler,
-)
+from torch.utils.data import BatchSampler, DistributedSampler, SubsetRandomSampler
 
 import lockstep
 from lockstep.errors import SplitError
@@ -42,11 +40,11 @@ def test_a_sampler_that_gives_an_index_twice_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"seed": 1}, "seed"),
-        ({"batch_size": 6}, "batch_size"),
-        ({"shares": [2, 1]}, "shares"),
-        ({"dataset": Numbers(11)}, "length of the dataset"),
-        ({"sampler": list(range(9, -1, -1))}, "samplers|order of samples"),
+        ({"seed": 1}, "seed is .* Give the same seed"),
+        ({"batch_size": 6}, "batch_size is .* Make the same loader"),
+        ({"shares": [2, 1]}, "shares is .* Make the same loader"),
+        ({"dataset": Numbers(11)}, "length of the dataset is .* the whole dataset"),
+        ({"sampler": range(9, -1, -1)}, "samplers is .* Make the same loader"),
     ],
 )
 def test_ranks_that_differ_are_named(options: dict[str, Any], named: str) -> None:
@@ -54,10 +52,33 @@ def test_ranks_that_differ_are_named(options: dict[str, Any], named: str) -> Non
         own: dict[str, Any] = {"dataset": Numbers(10), "batch_size": 4, "seed": 0}
         own |= options if rank else {}
         each = lockstep.DataLoader(process_group=group, **own)
-        with pytest.raises(SplitError, match=f"({named}) is .* on rank 1"):
+        with pytest.raises(SplitError, match=named) as caught:
             iter(each)
+        assert " on rank 1 and " in str(caught.value)
 
     run_ranks(2, body)
+
+
+def test_a_sampler_of_a_ranks_samples_is_told_to_give_all() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        mine = range(rank, 10, 2)
+        batches = BatchSampler(SubsetRandomSampler(mine), 2, drop_last=False)
+        for own in ({"sampler": mine, "batch_size": 4}, {"batch_sampler": batches}):
+            each = lockstep.DataLoader(Numbers(10), process_group=group, **own)  # type: ignore[arg-type]
+            with pytest.raises(SplitError, match=r"order of samples .* all samples on every rank"):
+                iter(each)
+
+    run_ranks(2, body)
+
+
+def test_shares_of_other_numbers_of_ranks_are_those_of_one() -> None:
+    """A script's shares don't keep it from a run on one rank."""
+    for shares in ([3, 1], [0, 2, 5], [7]):
+        each = lockstep.DataLoader(Numbers(6), 4, shares=shares)
+        assert [len(batch) for batch in each] == [4, 2]
+    for wrong in ([], [0, 0], [3, -1]):
+        with pytest.raises(SplitError, match="shares is"):
+            lockstep.DataLoader(Numbers(6), 4, shares=wrong)
 
 
 def test_ranks_in_different_epochs_are_named() -> None:

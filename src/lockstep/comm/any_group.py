@@ -194,7 +194,12 @@ def differing_facts(
     return [json.loads(theirs) for theirs in all_gather_bytes(group, payload, device)]
 
 
-def check_same_facts(group: ProcessGroup, call: str, by_rank: Sequence[Mapping[str, Any]]) -> None:
+def check_same_facts(
+    group: ProcessGroup,
+    call: str,
+    by_rank: Sequence[Mapping[str, Any]],
+    cure: str = "Give the same on all.",
+) -> None:
     """Raise CollectiveMismatch, naming both, if a rank told ``call`` other facts than rank 0."""
     for rank, facts in enumerate(by_rank):
         for name in [*by_rank[0], *facts]:
@@ -202,7 +207,7 @@ def check_same_facts(group: ProcessGroup, call: str, by_rank: Sequence[Mapping[s
             if other != first:
                 here, there = global_rank(group, rank), global_rank(group, 0)
                 text = f"{name} is {other} on rank {here} and {first} on rank {there}."
-                raise CollectiveMismatch(f"{call}: {text} Give the same on all.", [here], call)
+                raise CollectiveMismatch(f"{call}: {text} {cure}", [here], call)
 
 
 def all_gather(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:

@@ -33,6 +33,18 @@ _T_co = TypeVar("_T_co", covariant=True)
 _VERSION = 1
 _END = object()
 _STATE = {"version", "seed", "epoch", "num_batches", "digest", "facts"}
+_SAME_LOADER = "Make the same loader of the same dataset on every rank."
+# What to do if ranks differ, by what in.
+_CURES = {
+    "seed": "Give the same seed on every rank, or none.",
+    "epoch": "Call set_epoch() with the same number on every rank, or on none.",
+    "number of batches given": "Load the same state on every rank.",
+    "length of the dataset": "This loader gives each rank its part of every batch: give all ranks "
+    "the whole dataset.",
+    "order of samples": "This loader gives each rank its part of every batch: let the sampler give "
+    "all samples on every rank, not a rank's, in one order that depends on the epoch alone or on "
+    "random numbers of torch, random or numpy.random; or leave it out.",
+}
 
 
 class DataLoader(torch.utils.data.DataLoader[_T_co]):
@@ -78,8 +90,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         seed: Of all random numbers; by default that of ``generator``, or else of
             :func:`torch.manual_seed` on the first rank.
         shares: How much of each batch the ranks get, one whole number for each, such as ``[3, 1]``
-            for a fast and a slow device. ``"auto"``: as much as they computed lately in the same
-            time; what a rank waits for others in lockstep's collectives doesn't count.
+            for a fast and a slow device; a single rank gets all, whatever they are. ``"auto"``: as
+            much as they computed lately in the same time; what a rank waits for others in
+            lockstep's collectives doesn't count.
         self_sharding: Whether an iterable dataset divides its samples among the ranks itself. By
             default it is found out.
         process_group: The ranks; by default all of :func:`lockstep.init`.
@@ -96,8 +109,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     StatefulDataLoader.
     """
 
-    # Accelerate's prepare() leaves it alone, whose ranks would get twice as large global batches.
+    # Accelerate's prepare() leaves it alone, whose ranks would get twice as large global batches;
+    # its save_state() saves what state_dict() gives, and load_state() loads it.
     _is_accelerate_prepared = True
+    use_stateful_dataloader = True
 
     def __init__(
         self,
@@ -386,8 +401,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 if value != by_rank[0].get(name):
                     raise SplitError(
                         f"The ranks' DataLoaders differ: {name} is {value!r} on rank {rank} and "
-                        f"{by_rank[0].get(name)!r} on rank 0. Make the same loader of the same "
-                        "dataset on every rank."
+                        f"{by_rank[0].get(name)!r} on rank 0. {_CURES.get(name, _SAME_LOADER)}"
                     )
         length = facts["length of the dataset"]
         if self._length not in (None, length):
@@ -445,9 +459,10 @@ def _checked_shares(shares: Any, num_ranks: int) -> tuple[int, ...]:
     if isinstance(shares, str) or not isinstance(shares, Sequence):
         raise TypeError(refusal("shares", shares, wanted))
     checked = tuple(as_whole_number("shares", share, wanted) for share in shares)
-    if len(checked) != num_ranks or min(checked) < 0 or not any(checked):
+    fits = len(checked) == num_ranks or (num_ranks == 1 and checked)
+    if not fits or min(checked) < 0 or not any(checked):
         raise SplitError(f"shares is {list(shares)}; needed is {wanted}, and not all of them 0.")
-    return checked
+    return checked if num_ranks > 1 else (1,)
 
 
 def _length_of(dataset: Any) -> int | None:

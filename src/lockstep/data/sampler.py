@@ -24,6 +24,10 @@ from lockstep.world import group_or_all
 Mode = Literal["pad", "drop", "exact"]
 
 _T_co = TypeVar("_T_co", covariant=True)
+_CURE = (
+    "It gives each rank its part of all indices: make it with the same options on all ranks, of "
+    "the whole dataset, or of a sampler that gives all indices in the same order."
+)
 
 
 class DistributedSampler(TorchSampler[_T_co]):
@@ -103,18 +107,19 @@ class DistributedSampler(TorchSampler[_T_co]):
         if self._has_begun:
             self.epoch += 1
         self._has_begun = True
-        order = self._order()
-        self._check(order)
-        if self.mode == "pad":
-            order = [*itertools.islice(itertools.cycle(order), self.total_size)]
-        return iter(order[self.rank : self.total_size : self.num_replicas])
+        return _Indices(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next ``iter()`` be of this epoch."""
         self.epoch, self._has_begun = as_whole_number("epoch", epoch), False
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch that the next ``iter()`` begins."""
+        """The epoch that the next ``iter()`` begins.
+
+        How far an epoch is, the iterators' ``state_dict()`` says: torchdata's StatefulDataLoader
+        saves both, where this is its ``sampler`` or ``batch_sampler``. Loaders read ahead, so only
+        one that saves a state knows how much of the epoch it has given.
+        """
         return {"epoch": self.epoch + self._has_begun}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -123,6 +128,14 @@ class DistributedSampler(TorchSampler[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_group": None}  # which can't be pickled or copied
+
+    def _own_indices(self) -> list[_T_co]:
+        """Return this rank's indices in this epoch. Every rank calls it; it compares them."""
+        order = self._order()
+        self._check(order)
+        if self.mode == "pad":
+            order = [*itertools.islice(itertools.cycle(order), self.total_size)]
+        return order[self.rank : self.total_size : self.num_replicas]
 
     def _order(self) -> list[_T_co]:
         """Return the indices of all ranks in this epoch, the same on each rank."""
@@ -156,7 +169,7 @@ class DistributedSampler(TorchSampler[_T_co]):
             own = None if self.rank == self._group.rank() else self.rank
             by_rank = differing_facts(self._group, facts | {"rank": own})
             numbers = [theirs.pop("rank") for theirs in by_rank]
-            check_same_facts(self._group, "DistributedSampler", by_rank)
+            check_same_facts(self._group, "DistributedSampler", by_rank, _CURE)
             numbers = [rank if own is None else own for rank, own in enumerate(numbers)]
             for rank, number in enumerate(numbers):
                 if number in numbers[:rank]:
@@ -172,6 +185,53 @@ class DistributedSampler(TorchSampler[_T_co]):
                 f"{type(self.dataset).__name__} has {len(order)} {what} and its length was "
                 f"{self._length}. Make a new DistributedSampler when it changes."
             )
+
+
+class _Indices(Iterator[_T_co]):
+    """A rank's indices in an epoch, whose state torchdata's StatefulDataLoader saves."""
+
+    def __init__(self, sampler: DistributedSampler[_T_co]) -> None:
+        self._sampler, self._epoch, self._num_given = sampler, sampler.epoch, 0
+        self._rest = iter(sampler._own_indices())
+
+    def __next__(self) -> _T_co:
+        index = next(self._rest)
+        self._num_given += 1
+        return index
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many indices of which epoch it has given."""
+        facts = _facts_of_order(self._sampler)
+        return {"epoch": self._epoch, "num_given": self._num_given, "facts": facts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; the sampler's next ``iter()`` begins the epoch after it.
+
+        Raises:
+            ValueError: If the indices of the other sampler were others; nothing has changed.
+        """
+        for name, value in _facts_of_order(self._sampler).items():
+            if (saved := state["facts"].get(name)) != value:
+                raise ValueError(
+                    f"This state is of a DistributedSampler whose {name} was {saved!r}, and this "
+                    f"one's is {value!r}: the rest of its epoch would be other samples. Make the "
+                    "sampler as it was, or begin a new epoch."
+                )
+        sampler, self._epoch, self._num_given = self._sampler, state["epoch"], state["num_given"]
+        sampler.set_epoch(self._epoch)
+        sampler._has_begun = True
+        self._rest = itertools.islice(sampler._own_indices(), self._num_given, None)
+
+
+def _facts_of_order(sampler: DistributedSampler[Any]) -> dict[str, Any]:
+    """What a rank's indices in an epoch depend on, besides the epoch and the rank."""
+    return {
+        "num_replicas": sampler.num_replicas,
+        "mode": sampler.mode,
+        "length": sampler._length,
+        "seed": sampler.seed,
+        "shuffle": bool(sampler.shuffle),
+    }
 
 
 def _group_of(
