@@ -67,6 +67,30 @@ def test_first_failure_is_reported_though_its_peers_fail_too(bench: Bench, kind:
     assert "runpy" not in verdict
 
 
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("stop", ["break", pytest.param("sys.exit(0)", marks=pytest.mark.long)])
+def test_a_rank_that_stops_alone_is_named_with_its_cause(
+    bench: Bench, stop: str, backend: str
+) -> None:
+    script = bench.script(
+        f"""
+        import sys
+        import lockstep
+
+        world = lockstep.init(backend="{backend}")
+        for step in range(3):
+            if world.rank == 1 and step == 1:
+                {stop}
+            lockstep.reduce(step, "sum")
+        """
+    )
+    done = bench.run("run", "-n", 2, script)
+    assert done.returncode == 1
+    assert "lockstep: rank 0 of 2 failed first: exit code 1. But rank 1 had ended" in done.stderr
+    assert "PeerLost: Rank 1 is gone" in done.stderr
+    assert done.stderr.count("if lockstep.reduce(stop, 'max'): break") == 1 + (backend == "shm")
+
+
 def test_message_that_has_no_encoding_is_told_all_the_same(bench: Bench) -> None:
     done = bench.run("run", "-n", 1, bench.script("raise ValueError('bad name: \\udcff')"))
     assert done.returncode == 1

@@ -126,6 +126,28 @@ def test_message_names_those_that_failed_after() -> None:
     assert rest == ["", "ValueError: bad"]
 
 
+@pytest.mark.parametrize(("text", "is_told"), [(LOST, True), ("ValueError: bad", False)])
+def test_message_names_those_that_stopped_before_the_others_were_through(
+    text: str, is_told: bool
+) -> None:
+    """But not where the failure is another one."""
+    message = failure_outcome([raised(0, 1.0, text).failure], 3, ended_well=[2, 1]).message
+    assert message is not None
+    said = "But ranks 1, 2 had ended with exit code 0 while others went on: by fewer steps"
+    assert (said in message) == is_told
+
+
+def test_a_rank_that_is_ended_in_its_exit_handlers_had_ended_well() -> None:
+    through = killed(0, 1.0, signal.SIGTERM, asked=True)
+    assert not through.has_ended_well()
+    through.is_through = True
+    assert through.has_ended_well()
+    assert WELL.has_ended_well()
+    crashed_at_exit = killed(0, 1.0, signal.SIGSEGV)
+    crashed_at_exit.is_through = True
+    assert not crashed_at_exit.has_ended_well()
+
+
 def test_message_shows_what_a_crash_left() -> None:
     words = (
         'Fatal Python error: Aborted\n\n  File "train.py", line 1 in <module>\n'

@@ -34,6 +34,10 @@ _LOST_A_PEER = re.compile(
     r"|\bPeerLost\b",
     re.IGNORECASE,
 )
+_EARLY_STOP = (
+    "by fewer steps of a loop, or by a break, return or sys.exit() that not all ranks came to. Let "
+    "them decide together when to stop: if lockstep.reduce(stop, 'max'): break."
+)
 _MOST_RANKS_SHOWN = 16
 # Lines to leave out of faulthandler's report: frames that started the program, and libraries.
 _NOISE = re.compile(r'  File "(<string>|.*/lockstep/launcher/\w+\.py)"|Extension modules: ')
@@ -112,13 +116,20 @@ class Outcome:
 
 
 def failure_outcome(
-    failures: Sequence[Failure], world_size: int, *, full_traceback: bool = False
+    failures: Sequence[Failure],
+    world_size: int,
+    *,
+    ended_well: Sequence[int] = (),
+    full_traceback: bool = False,
 ) -> Outcome:
-    """The outcome of a job in which these ranks failed, at least one."""
+    """The outcome of a job in which these ranks failed, at least one.
+
+    ``ended_well`` are ranks whose programs had come to their ends, and not because of the failure.
+    """
     culprit = first_failure(failures)
     return Outcome(
         culprit.exit_code,
-        message=_message(culprit, failures, world_size, full_traceback),
+        message=_message(culprit, failures, ended_well, world_size, full_traceback),
         rank=culprit.rank,
         signal=None if culprit.signal is None else signal_name(culprit.signal),
         traceback=culprit.traceback,
@@ -133,7 +144,11 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
 
 def _message(
-    culprit: Failure, failures: Sequence[Failure], world_size: int, full_traceback: bool
+    culprit: Failure,
+    failures: Sequence[Failure],
+    ended_well: Sequence[int],
+    world_size: int,
+    full_traceback: bool,
 ) -> str:
     if culprit.refusal is not None:
         return culprit.refusal
@@ -142,6 +157,9 @@ def _message(
     if others:
         ranks = _ranks([failure.rank for failure in others])
         headline += f" After it, and likely because of it, failed {ranks}."
+    if culprit.lost_a_peer and ended_well:
+        who = _ranks(sorted(ended_well))
+        headline += f" But {who} had ended with exit code 0 while others went on: {_EARLY_STOP}"
     own_error = None if culprit.told is None else culprit.told.error
     told = [
         f"Rank {failure.rank}: {failure.told.error}"

@@ -129,6 +129,7 @@ class RankProcess:
     wants_result: bool = False  # whether it runs a function
     is_running: bool = True  # until its exit is known
     asked: bool = False  # whether the launcher asked it to end before it failed
+    is_through: bool = False  # whether it reported the end of its program, before exit handlers
     failure: Failure | None = None  # by its own report or else by its exit
     result: bytes | None = None  # of its function, pickled
     _received: bytearray = field(default_factory=bytearray)
@@ -167,6 +168,12 @@ class RankProcess:
             return None
         return replace(self.failure, last_words=self._stderr.decode(errors="replace").rstrip("\n"))
 
+    def has_ended_well(self) -> bool:
+        """Whether its program has come to its end, and not because it was asked to."""
+        if self.is_through:  # it may be ended while it runs exit handlers
+            return self.failure is None or self.asked
+        return self.failure is None and not self.is_running and not self.asked
+
     def note_exit(self) -> None:
         """Note how the rank ended, if it has."""
         if self.is_running and (code := processes.exit_code_of_child(self.pid)) is not None:
@@ -200,6 +207,7 @@ class RankProcess:
             end = LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "little")
             if len(self._received) >= end:
                 self.failure, self.result = pickle.loads(self._received[LENGTH_BYTES:end])
+                self.is_through = self.failure is None
                 del self._received[:end]
                 continue
             try:
@@ -311,7 +319,10 @@ class _Watch:
     def outcome(self) -> Outcome:
         if failures := self._failures():
             return failure_outcome(
-                failures, self._host.world_size, full_traceback=self._job.full_traceback
+                failures,
+                self._host.world_size,
+                ended_well=[rank.rank for rank in self._ranks if rank.has_ended_well()],
+                full_traceback=self._job.full_traceback,
             )
         number = self._interrupted_by
         if self._peer_failed or number is None:  # the peer's host tells of it

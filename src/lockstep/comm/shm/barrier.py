@@ -257,7 +257,9 @@ def advice_after(left: Fault | None, ranks: Sequence[int]) -> str:
     return (
         "It left the group in good order: its program ended, or it called destroy_process_group. "
         "Make all ranks take equally many steps, as with lockstep.DataLoader, or put their loops "
-        "into 'with lockstep.join(model):', and leave after the last step."
+        "into 'with lockstep.join(model):', and leave after the last step. If it stopped by a "
+        "break, return or sys.exit() of its own, let all ranks decide together when to stop: if "
+        "lockstep.reduce(stop, 'max'): break."
     )
 
 

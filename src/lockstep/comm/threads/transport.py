@@ -30,7 +30,8 @@ _states: weakref.WeakValueDictionary[str, ThreadTransportState] = weakref.WeakVa
 
 _LEFT = (
     "has left the group (destroy_process_group). Make all ranks take equally many steps, or put "
-    "their loops into 'with lockstep.join(model):', and leave after the last step."
+    "their loops into 'with lockstep.join(model):', and leave after the last step. If it stopped "
+    "by itself, let all decide together when to stop: if lockstep.reduce(stop, 'max'): break."
 )
 _ABORTED = "has aborted the group. See what it raised before."
 
