@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.comm import Deadline
-from lockstep.errors import InitError, RendezvousFailed
+from lockstep.errors import ContradictoryInit, InitError, RendezvousFailed
 from lockstep.status import files_in_memory, stat_fields
 from lockstep.world.environment import Placement, Starter
 
@@ -54,6 +54,10 @@ def meet(place: Placement, timeout: timedelta) -> dist.Store:
             return _connect(place, place.master, timeout)
         if place.master not in _held_open:
             _held_open[place.master] = _open_store(place, *place.master, timeout)
+            name = _name_of_port(*place.master)
+            # It only names this process, to another one that claims to be rank 0.
+            with contextlib.suppress(OSError):
+                _open_files[name] = os.memfd_create(f"{name}-{os.getpid()}")
         return _held_open[place.master]
     if place.on_one_host:
         return _meet_by_name(place, timeout)
@@ -62,6 +66,49 @@ def meet(place: Placement, timeout: timedelta) -> dist.Store:
     raise InitError(
         f"{place.starter.value} started {place.world_size} ranks but told them no address to "
         "meet at. Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there."
+    )
+
+
+def claim(store: dist.Store, place: Placement) -> None:
+    """Be this rank in ``store``, where processes meet, and let no other process be it.
+
+    Raises:
+        ContradictoryInit: If a process that runs on this host is this rank already.
+    """
+    key, own = _claim_of(place.rank), f"{socket.gethostname()}/{_process(os.getpid())}"
+    other = store.compare_set(key, "", own).decode()
+    if _is_another(other):
+        raise _twice(other.rpartition("/")[2].partition("-")[0], place)
+    store.set(key, own)  # in place of a process that has ended: the run was restarted
+
+
+def _claim_of(rank: int) -> str:
+    return f"lockstep/claim/{rank}"
+
+
+def _process(pid: int) -> str:
+    """The process id, and the start time, which another process of this id doesn't have."""
+    return f"{pid}-{stat_fields(pid)[19]}"
+
+
+def _is_another(who: str) -> bool:
+    """Whether ``who`` is another process of this host that runs; of other hosts' it isn't known."""
+    host, _, process = who.rpartition("/")
+    pid = int(process.partition("-")[0] or 0)
+    if host != socket.gethostname() or pid in (0, os.getpid()):
+        return False
+    try:
+        return _process(pid) == process
+    except OSError:
+        return False
+
+
+def _twice(first: str, place: Placement) -> ContradictoryInit:
+    return ContradictoryInit(
+        f"Two processes claim to be rank {place.rank} of {place.world_size}: process {first}, "
+        f"which came first, and process {os.getpid()}, this one. Give each process a RANK of its "
+        "own, from 0 on; and if they are of different runs, give each run a MASTER_PORT of its "
+        "own. 'lockstep run', torchrun, srun and mpiexec do."
     )
 
 
@@ -108,6 +155,9 @@ def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> d
         options |= {"is_master": True, "wait_for_workers": False, "timeout": timeout}
         return dist.TCPStore(host, port, place.world_size, **options)
     except (OSError, RuntimeError) as error:
+        # Not asked at the port: another program may listen there, and never answer.
+        if (path := _file_of_rank_0(_name_of_port(host, port))) is not None:
+            raise _twice(Path(path).parts[2], place) from error
         raise RendezvousFailed(
             f"rank 0 could not open a store at {host}:{port} ({first_line(error)}). Choose "
             "another MASTER_PORT, or start with 'lockstep run', which finds a free one."
@@ -175,6 +225,10 @@ def _file_store(descriptor: int, timeout: timedelta) -> dist.Store:
 
 def _name_of(job: str) -> str:
     return f"lockstep-{hashlib.sha256(job.encode()).hexdigest()}"
+
+
+def _name_of_port(host: str, port: int) -> str:
+    return _name_of(f"rank 0 at {host}:{port}")
 
 
 def _file_of_rank_0(name: str) -> str | None:

@@ -23,7 +23,7 @@ from lockstep.spans import span
 from lockstep.torch_private import _get_default_store
 from lockstep.world.apart import look_at_the_end, watch_optimizers
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
-from lockstep.world.rendezvous import first_line, interface_towards, meet, roll_call
+from lockstep.world.rendezvous import claim, first_line, interface_towards, meet, roll_call
 
 _log = logging.getLogger("lockstep")
 
@@ -294,7 +294,9 @@ def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
     # In the environment for the children too, which are on the same host.
     for name, value in variables.items():
         os.environ.setdefault(name, value)
-    store = dist.PrefixStore(rank.new_prefix(), meet(place, wanted.timeout))
+    store = meet(place, wanted.timeout)
+    claim(store, place)
+    store = dist.PrefixStore(rank.new_prefix(), store)
     hosts = roll_call(store, place, wanted.timeout, note=socket.gethostname())
     local = _place_on_host(place, hosts)
     device = _usable_device(place, local, wanted)
