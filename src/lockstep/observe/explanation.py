@@ -113,8 +113,9 @@ class Explanation:
             yield f"[bold]{escape(' = '.join(same))}[/bold]: one parameter, reduced once."
         sizes = [f"{name} {n:,}" for name, n in facts["bytes_per_step"].items() if n]
         if sizes:
-            who = "moved" if facts["kind"] == "DataParallel" else "that each rank sends"
-            yield f"Bytes {who} in a step: {', '.join(sizes)}.{_about_bytes(facts)}"
+            moved = "that each rank sends in a backward"
+            moved = "moved in a step" if facts["kind"] == "DataParallel" else moved
+            yield f"Bytes {moved}: {', '.join(sizes)}.{_about_bytes(facts)}"
         yield facts["overlap"]
         for finding in facts["unusual"]:
             yield f"[bold]note[/bold]  {escape(finding['what'])}\n      {escape(finding['mend'])}"
