@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +15,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.comm import can_overlap, have_same
+from lockstep.comm import any_rank, can_overlap, have_same
 from lockstep.errors import ModelMismatch
 from lockstep.grad import MIB, assign_buckets
 from lockstep.nn import defer_gradients, finish_failed
 from lockstep.optim.divided import DividedState, State, without
-from lockstep.optim.flat import FlatParameters, with_memory_of_others
+from lockstep.optim.flat import FlatParameters, shares_memory, with_memory_of_others
 from lockstep.optim.partial import state_to_come
 from lockstep.optim.shard import MASTER, Shard, make_shards
 from lockstep.optim.state import StatePart, gather_state, parts_of_state, put_state
 from lockstep.optim.whole import whole_parameters
+
+_log = logging.getLogger(__name__)
 
 # Optimizers whose update of an element depends on nothing but the element's value, gradient and
 # state, on options, and on the number of steps.
@@ -88,6 +91,11 @@ class Division:
         for (ranks, *_), own in together.items():
             finish_failed(ranks)
             self._check_same(ranks, own, [number[parameter] for parameter in own])
+            shared = any_rank(ranks, [*map(shares_memory, own)])
+            local.update(self._left_whole(own, shared))
+            own = [p for p in own if p not in local]
+            if not own:
+                continue
             overlaps = options.overlaps and can_overlap(ranks)
             for part in _parts_of(own) if overlaps and not keeps_whole else [own]:
                 flat = FlatParameters(ranks, part, keeps_whole=keeps_whole, overlaps=overlaps)
@@ -98,6 +106,23 @@ class Division:
         self.local = [[p for p in group["params"] if p in local] for group in groups]
         self.parameters = [[*group["params"]] for group in groups]
         self.state: DividedState
+
+    def _left_whole(
+        self, own: Sequence[nn.Parameter], are_shared: Sequence[bool]
+    ) -> list[nn.Parameter]:
+        """Return those of ``own`` that share memory, and so aren't moved; tell of them."""
+        shared = [*compress(own, are_shared)]
+        if shared:
+            _log.warning(
+                "%s of the parameters of this %s, such as one of shape %s, share their memory with "
+                "another tensor (a buffer, a kept state_dict(), share_memory()), which a sharded "
+                "optimizer would leave behind. So every rank updates them whole. Drop or clone "
+                "that tensor before the optimizer is sharded to have them divided.",
+                len(shared),
+                type(self._optimizer).__name__,
+                tuple(shared[0].shape),
+            )
+        return shared
 
     def _check_same(
         self, ranks: dist.ProcessGroup, own: Sequence[nn.Parameter], numbers: Sequence[int]
@@ -133,6 +158,7 @@ class Division:
             return True
         tied = with_memory_of_others([*chain(*self.parameters)])
         is_free = tied.isdisjoint(chain(*(flat.parameters for flat in moved)))
+        is_free = is_free and all(flat.can_take_back() for flat in moved)
         return is_free and all([*map(FlatParameters.take_back, moved)])
 
     def set_state(self, state: Mapping[Any, State]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep.comm import (
     all_gather_in_place,
+    any_rank,
     bytes_of,
     meet,
     one_copy,
@@ -30,6 +31,7 @@ from lockstep.grad import (
 )
 from lockstep.optim.arriving import Arrival
 from lockstep.optim.layout import Layout, Piece, cut_evenly, keep_whole, pieces_of
+from lockstep.torch_private import storage_use_count
 
 _NOTE_BYTES = 8
 
@@ -92,6 +94,8 @@ class FlatParameters:
             self._memory = self._updated = self.new_memory(dtype)
         self._views = self.views_of(self._memory)
         self._pointers = [view.data_ptr() for view in self._views]
+        # Of each parameter, as long as its data is in the memory.
+        self._storages: dict[int, torch.UntypedStorage] = {}
         self._order = self.in_order()
         self._followed: weakref.ref[PendingBucket] | None = None
         self._means: torch.Tensor | None = None
@@ -184,11 +188,26 @@ class FlatParameters:
         """
         if [*map(_kind, self.parameters)] != self._kinds:
             return False
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.detach())
                 parameter.data = _with_storage_of_its_own(view)
+                self._storages[index] = parameter.untyped_storage()
         return True
+
+    def can_take_back(self) -> bool:
+        """Whether no tensor but the parameters has the data to be moved, or its former place.
+
+        On any rank. Every rank must call it, if :meth:`has_moved`.
+        """
+        is_held = any(
+            shares_memory(parameter) or storage_use_count(self._storages[index]._cdata) > 1
+            for index, (parameter, pointer) in enumerate(
+                zip(self.parameters, self._pointers, strict=True)
+            )
+            if parameter.data_ptr() != pointer
+        )
+        return not any_rank(self.ranks, [is_held])[0]
 
     def begin_update(self) -> None:
         """Prepare for an update of this rank's block, from the values that this rank sees there.
@@ -198,6 +217,7 @@ class FlatParameters:
         if self._copy is None:
             return
         meet(self.group, "begin of an update")
+        self._copy.is_updated = True
         self._notes[self.group.rank()] = 2 * self._num_updates + 1
         self._changed = self._copy.changed()
         size = self._layout.block * self._memory.element_size()
@@ -221,6 +241,7 @@ class FlatParameters:
             self._notes[self.group.rank()] = 2 * self._num_updates + 2
             meet(self.group, "end of an update")
             self._copy.drop(self._changed)
+            self._copy.is_updated = False
         elif not self._overlaps:
             all_gather_in_place(self.group, self._memory)
         self._num_updates += 1
@@ -243,6 +264,15 @@ def with_memory_of_others(parameters: Sequence[nn.Parameter]) -> set[nn.Paramete
         if parameter.layout is torch.strided and parameter.numel():
             owners[parameter.untyped_storage().data_ptr()].append(parameter)
     return {parameter for own in owners.values() if len(own) > 1 for parameter in own}
+
+
+def shares_memory(parameter: torch.Tensor) -> bool:
+    """Whether other tensors have the memory of ``parameter`` too, or other processes."""
+    if parameter.layout is not torch.strided or not parameter.numel():
+        return False
+    storage = parameter.untyped_storage()
+    is_shared = parameter.device.type == "cpu" and parameter.is_shared()
+    return is_shared or storage_use_count(storage._cdata) > 2  # its own, and Python's
 
 
 def elements_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

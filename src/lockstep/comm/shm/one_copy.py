@@ -6,19 +6,24 @@ has this page alone, and drops it when all agree on its values. Which pages thos
 the kernel. It is asked only if there was a page fault since it was last: a page becomes private in
 one, and most training steps have none.
 
+A process that is forked must not see later steps. So before a fork all pages become this process's
+own, which the child inherits as it does other memory.
+
 Source: ``mmap(2)``, ``proc_pid_fd(5)``, ``proc_pid_pagemap(5)``, ``getrusage(2)``.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import resource
 import sys
+import weakref
 from collections.abc import Sequence
 from mmap import PAGESIZE
 
-from lockstep.comm.shm.memory import drop_pages, map_memory
+from lockstep.comm.shm.memory import bytes_of, drop_pages, map_memory
 
 _PAGEMAP = "/proc/self/pagemap"
 _ENTRY_BYTES = 8
@@ -26,6 +31,20 @@ _ENTRY_BYTES = 8
 # is of a file or shared. So these translate it: to 1 for a private page.
 _IS_OWN = bytes(byte >> 5 in (0b100, 0b010) for byte in range(256))
 _OWN_PAGES = re.compile(b"\1+")
+
+
+# Those of this process, whose pages are taken before a fork; empty until the first is made.
+_copies: weakref.WeakSet[OneCopy] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(before=_take_pages_of_all)
+
+
+def _take_pages_of_all() -> None:
+    for copy in list(_copies):
+        copy.take_pages()
 
 
 def name_of(descriptor: int) -> list[int]:
@@ -43,9 +62,10 @@ class OneCopy:
     Attributes:
         shared: The bytes that all ranks see.
         private: The same bytes as this rank sees them, with its own changes.
+        is_updated: Whether an update runs, in which this rank must get no further pages.
     """
 
-    _pagemap = -1
+    _pagemap, is_updated = -1, False
     # The number of page faults before the kernel was last asked for private pages, or -1; and
     # those pages, as far as they have not been dropped.
     _num_faults = -1
@@ -64,6 +84,14 @@ class OneCopy:
         self._num_pages = -(-num_bytes // PAGESIZE)
         self._pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
         self._check()
+        _watch_forks()
+        _copies.add(self)
+
+    def take_pages(self) -> None:
+        """Make all pages this rank's own, as if it had written to each."""
+        if not self.is_updated:
+            firsts = bytes_of(self.private)[::PAGESIZE]
+            firsts[:] = firsts
 
     def _check(self) -> None:
         """Raise OSError if the kernel doesn't tell which pages this rank has alone."""

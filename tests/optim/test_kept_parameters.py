@@ -1,0 +1,128 @@
+"""Tensors that share memory with parameters of a sharded optimizer, before and after it is."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.comm.shm.one_copy import OneCopy, name_of
+from tests.counts import pairs
+from tests.nn.test_parallelize import net, parts
+from tests.ranks import run_ranks
+from tests.same import assert_same
+
+Values = list[torch.Tensor]
+
+
+def keep_data(parameters: list[nn.Parameter], step: int, kept: Values) -> None:
+    """As of weights that are averaged by swapping."""
+    kept += [p.data for p in parameters]
+    for parameter in parameters:
+        parameter.data = 1.5 * parameter.data
+
+
+def set_kept(parameters: list[nn.Parameter], step: int, kept: Values) -> None:
+    new = [1.5 * p.data for p in parameters]
+    kept += new
+    for parameter, value in zip(parameters, new, strict=True):
+        parameter.data = value
+
+
+def swap_and_back(parameters: list[nn.Parameter], step: int, kept: Values) -> None:
+    own = [p.data for p in parameters]
+    kept += own
+    for parameter in parameters:
+        parameter.data = torch.zeros_like(parameter)
+    for parameter, value in zip(parameters, own, strict=True):
+        parameter.data = value
+
+
+def alias(parameters: list[nn.Parameter], step: int, kept: Values) -> None:
+    """Before the optimizer is sharded."""
+    if step == 0:
+        kept += [parameters[0].data, parameters[1].detach().view(-1)]
+
+
+def share_memory(parameters: list[nn.Parameter], step: int, kept: Values) -> None:
+    """As for actors in other processes, which have the same memory."""
+    if step == 0:
+        kept.append(parameters[0].data.share_memory_())
+
+
+def train(
+    model: nn.Module, x: torch.Tensor, change: Callable, shard: Callable[[torch.optim.SGD], object]
+) -> Values:
+    parameters, kept, seen = list(model.parameters()), [], []
+    change(parameters, 0, kept)
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    shard(optimizer)
+    for step in range(1, 5):
+        if step % 2 == 0:
+            change(parameters, step, kept)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        seen += [tensor.detach().clone() for tensor in [*kept, *parameters]]
+    return seen
+
+
+CHANGES = [keep_data, set_kept, swap_and_back, alias, share_memory]
+BACKENDS = ["threads", "shm", "gloo"]
+
+
+@pairs("change, backend", CHANGES, BACKENDS)
+def test_tensors_with_memory_of_parameters_are_as_in_one_process(
+    change: Callable, backend: str
+) -> None:
+    expected = train(net(), parts(2).flatten(0, 1), change, lambda optimizer: None)
+
+    def body(rank: int, group: dist.ProcessGroup) -> Values:
+        model = lockstep.parallelize(copy.deepcopy(net()), process_group=group)
+        return train(
+            model,
+            parts(2)[rank],
+            change,
+            lockstep.shard_optimizer,
+        )
+
+    for seen in run_ranks(2, body, backend=backend):
+        assert_same(seen, expected)
+
+
+def test_parameters_that_share_memory_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(copy.deepcopy(net()), process_group=group)
+        kept = model.state_dict() if rank == 1 else None
+        lockstep.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        del kept
+
+    run_ranks(2, body)
+    assert "share their memory with another tensor" in caplog.text
+
+
+def test_a_forked_child_does_not_see_later_values() -> None:
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, 3 * 4096)
+    mine = OneCopy(name_of(descriptor), 3 * 4096)
+    go, told = os.pipe(), os.pipe()
+    mine.shared.fill_(1)
+    child = os.fork()
+    if child == 0:
+        os.read(go[0], 1)
+        os.write(told[1], bytes(mine.private[::4096].tolist()))
+        os._exit(0)
+    mine.drop(mine.changed())
+    mine.shared.fill_(2)
+    os.write(go[1], b"1")
+    assert os.read(told[0], 3) == b"\1\1\1"
+    assert mine.private[::4096].tolist() == [2, 2, 2]
+    os.waitpid(child, 0)
+    for end in (*go, *told, descriptor):
+        os.close(end)
