@@ -177,6 +177,14 @@ def test_a_global_batch_is_made_of_samples() -> None:
         global_batch(padded, [part([torch.ones(n)], padded, draws=True) for n in (1, 3)])
 
 
+def test_parts_without_samples_are_left_out() -> None:
+    full = Part(batch_of([1]), [torch.ones(1, 6), torch.ones(1)], None)
+    without = Batch([], False, True, False, (), "b", 0)
+    empty = Part(without, [torch.ones(0, 6), torch.ones(0)], None)
+    x, y = global_batch(None, [full, empty])
+    assert (x.shape, y.shape) == ((1, 6), (1,))
+
+
 def test_a_batch_that_all_ranks_have_is_one() -> None:
     parts = [part([torch.ones(2)], padded)] * 2
     assert global_batch(padded, parts).tolist() == [[1, 1]]

@@ -100,7 +100,8 @@ def global_batch(collate: Callable[[Any], Any] | None, parts: Sequence[Part]) ->
     known = [samples for samples in given if samples is not None and not samples.draws]
     if collate is not None and known and len(known) == len(given):
         return collate([sample for each in known for sample in each.samples()])
-    return joined([part.value for part in parts])
+    # An empty part doesn't show whether it is a tuple of fields or of samples.
+    return joined([part.value for part in parts if not part.batch.is_empty] or [parts[0].value])
 
 
 def is_empty(value: object) -> bool:
