@@ -39,15 +39,23 @@ class DividedState(defaultdict[Any, State]):
 
     Args:
         kind: The name of the optimizer's class.
-        owners: The divided parameters whose state isn't here, and the rank that has it; None if it
-            is divided among several ranks.
     """
 
-    def __init__(self, kind: str, owners: Mapping[torch.Tensor, int | None]) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(dict)
-        self._kind, self._owners = kind, owners
+        self._kind = kind
+        # The divided parameters whose state isn't here, and the rank that has it; None for several.
+        self._owners: Mapping[torch.Tensor, int | None] = {}
         # What the program has put; nothing where it has deleted state.
         self._changes: dict[torch.Tensor, State] = {}
+
+    def reset(self, owners: Mapping[torch.Tensor, int | None]) -> None:
+        """Drop all state, and refuse from now on that of ``owners``, divided parameters.
+
+        The value is the rank that has it, or None if it is divided among several ranks.
+        """
+        self.clear()
+        self._owners, self._changes = owners, {}
 
     def set_marked(self, is_marked: bool) -> None:
         """Let a :class:`Divided` represent the state of all ranks, or not."""

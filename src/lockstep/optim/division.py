@@ -24,25 +24,11 @@ from lockstep.optim.flat import FlatParameters, shares_memory, with_memory_of_ot
 from lockstep.optim.partial import state_to_come
 from lockstep.optim.shard import MASTER, Shard, make_shards
 from lockstep.optim.state import StatePart, gather_state, parts_of_state, put_state
+from lockstep.optim.verdict import ELEMENTWISE
 from lockstep.optim.whole import whole_parameters
 
 _log = logging.getLogger(__name__)
 
-# Optimizers whose update of an element depends on nothing but the element's value, gradient and
-# state, on options, and on the number of steps.
-_ELEMENTWISE = {
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-}
 # The size from which parameters that overlap have another memory.
 _CAP_BYTES = 25 * MIB
 # Returns for each parameter the ranks that keep it in step; None for one that isn't divided.
@@ -84,7 +70,7 @@ class Division:
                 local.add(parameter)
             else:
                 together[ranks, parameter.dtype, parameter.device].append(parameter)
-        keeps_whole = type(optimizer) not in _ELEMENTWISE
+        keeps_whole = type(optimizer) not in ELEMENTWISE
         make = whole_parameters if keeps_whole else make_shards
         self.flats: list[FlatParameters] = []
         self.shards: list[Shard] = []
@@ -164,8 +150,10 @@ class Division:
     def set_state(self, state: Mapping[Any, State]) -> None:
         """Set the optimizer's state to this rank's part of ``state``, which is by parameter."""
         whole = {**state}
-        owners = {p: owner for flat in self.flats for p, owner in flat.owners().items()}
-        own = DividedState(type(self._optimizer).__name__, owners)
+        own: Any = self._optimizer.state
+        if not isinstance(own, DividedState):
+            own = DividedState(type(self._optimizer).__name__)
+        own.reset({p: owner for flat in self.flats for p, owner in flat.owners().items()})
         own.update(without(whole, self.divided()))
         own.set_marked(bool(whole))
         self.shards = [part for shard in self.shards for part in put_state(shard, whole, own)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,7 +14,10 @@ from lockstep.arguments import check_flag, check_type, divided_by_torch, refusal
 from lockstep.comm import SingleRankGroup
 from lockstep.errors import AlreadyParallel, ModelError
 from lockstep.nn import are_parallel, groups_of
+from lockstep.optim.probe import Outcome
 from lockstep.optim.sharding import Sharding
+from lockstep.optim.undivided import draw_alike, is_undivided, leave_undivided
+from lockstep.optim.verdict import Undivided, judge
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -25,7 +27,11 @@ _TRAINERS = {"accelerate", "ignite", "lightning", "lightning_fabric", "pytorch_l
 
 
 def shard_optimizer(
-    optimizer: OptimizerT, *, master_dtype: torch.dtype | None = None, overlap: bool = False
+    optimizer: OptimizerT,
+    *,
+    master_dtype: torch.dtype | None = None,
+    overlap: bool = False,
+    undivided: Undivided = "warn",
 ) -> OptimizerT:
     """Divide the work and the state of ``optimizer`` among the ranks, in place.
 
@@ -58,11 +64,17 @@ def shard_optimizer(
     RAdam, ASGD, Rprop) update equal parts of the elements on each rank, wherever that cuts a
     parameter. (With ``fused=True``, torch computes elements at the end of a tensor in another way,
     so that parameters may differ in their last bit from those of an unsharded optimizer.) Any other
-    optimizer updates whole parameters, about the same number of elements on each rank; its update
-    of a parameter must not depend on other parameters. In a step its groups have the parameters
-    that this rank updates, the program's own objects. Its public methods that torch's optimizers
-    don't have and that use the state, such as Schedule-Free's ``eval()`` and ``train()``, are
-    divided as a step is: every rank must call them, and they block.
+    optimizer updates whole parameters, about the same number of elements on each rank. In a step
+    its groups have the parameters that this rank updates, the program's own objects. Its public
+    methods that torch's optimizers don't have and that use the state, such as Schedule-Free's
+    ``eval()`` and ``train()``, are divided as a step is: every rank must call them, and they block.
+
+    An optimizer of a class that isn't torch's is tried before: rank 0 lets copies of it take some
+    steps on small stand-ins of its parameters, all together and divided, and compares their bits.
+    If they differ, as with Prodigy, whose estimate is one for all parameters, or if it draws random
+    numbers or can't be tried, the optimizer is left undivided, with a warning that has the reason:
+    each rank updates all parameters and has all of the state. Its steps draw the random numbers
+    that rank 0 draws, and then every rank has to take them; in join() they are refused.
 
     ``optimizer.state`` holds this rank's part of the state: by parameter, or with torch's
     element-wise optimizers by tensors of the optimizer's own. To read other state there raises an
@@ -102,13 +114,18 @@ def shard_optimizer(
 
             On lockstep's own groups it changes nothing.
 
+        undivided: What to do with an optimizer that can't be divided: ``"warn"`` to leave it
+            undivided with a warning, or ``"error"``, for those who need the memory. With
+            ``"always"`` it isn't tried, and is left undivided.
+
     Returns:
         ``optimizer`` itself.
 
     Raises:
         ModelError: If no parallel module has any of its parameters; if it is an LBFGS, whose
-            update of each parameter depends on all others; or if it has another optimizer in it,
-            as timm's Lookahead does: shard that one.
+            update of each parameter depends on all others; if it has another optimizer in it, as
+            timm's Lookahead does: shard that one; if it calls its closure several times in a step;
+            or if it can't be divided and ``undivided`` is ``"error"``.
         ModelMismatch: If the ranks' optimizers differ.
         AlreadyParallel: If it is sharded already, by torch too (DTensors).
         TypeError: If it isn't an optimizer, or ``master_dtype`` no floating-point dtype.
@@ -124,8 +141,7 @@ def shard_optimizer(
         raise TypeError(refusal("master_dtype", master_dtype, "a dtype such as torch.float32"))
     given, optimizer = optimizer, cast(OptimizerT, inner_optimizer(optimizer))
     kind = type(optimizer).__name__
-    is_sharded = getattr(optimizer.state_dict, "__func__", None) is _undivided_state_dict
-    if is_sharded or sharding_of(optimizer) is not None:
+    if is_undivided(optimizer) or sharding_of(optimizer) is not None:
         raise AlreadyParallel(f"This {kind} is sharded already. Go on with it as it is.")
     if isinstance(optimizer, LBFGS):
         raise ModelError(
@@ -150,18 +166,24 @@ def shard_optimizer(
             f"No parameter of this {kind} is a parallel module's, so the ranks' gradients differ "
             "and their updates can't be shared. Call lockstep.parallelize(model) before."
         )
-    if any(group is not None for group in groups_of(parameters)):
-        Sharding(optimizer, groups_of, master_dtype=master_dtype, overlaps=overlap)
-    elif master_dtype is not None:
-        Sharding(optimizer, _alone, master_dtype=master_dtype)
+    groups = [*dict.fromkeys(filter(None, groups_of(parameters)))]
+    verdict = judge(optimizer, groups, undivided) if groups else None
+    if verdict is not None and verdict.outcome is Outcome.DIVIDE:
+        Sharding(
+            optimizer,
+            groups_of,
+            master_dtype=master_dtype,
+            overlaps=overlap,
+            updates_all=verdict.updates_all,
+        )
+        return given
+    if master_dtype is not None:
+        Sharding(optimizer, _alone, master_dtype=master_dtype, updates_all=True)
     else:
-        vars(optimizer).update(state_dict=MethodType(_undivided_state_dict, optimizer))
+        leave_undivided(optimizer)
+    if verdict is not None and verdict.may_draw:
+        draw_alike(optimizer, groups)
     return given
-
-
-def _undivided_state_dict(optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-    """Return the state dict, with the option that it has where it is divided among ranks."""
-    return type(optimizer).state_dict(optimizer)
 
 
 def _alone(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | None]:

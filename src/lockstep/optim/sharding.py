@@ -50,7 +50,8 @@ class Sharding:
 
     With ``is_joinable``, the optimizer is in torch's Join context itself, which lets ranks without
     data take its steps. With ``overlaps``, ranks that can't read each other's memory send gradients
-    to their owners alone while the backward runs, and parameters while the program goes on.
+    to their owners alone while the backward runs, and parameters while the program goes on. With
+    ``updates_all``, steps change parameters without gradient too.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Sharding:
         is_joinable: bool = False,
         master_dtype: torch.dtype | None = None,
         overlaps: bool = False,
+        updates_all: bool = False,
     ) -> None:
         self._optimizer, self._is_joinable = optimizer, is_joinable
+        self._updates_all = updates_all
         self._options = Options(groups_of, master_dtype, overlaps)
         # Not the code that torch.compile() made of it, which takes no list of another class.
         own_step: Any = optimizer.step
@@ -204,8 +207,11 @@ class Sharding:
             for shard in shards:
                 shard.take_gradient()
                 parts[shard.group].summed.append(shard.tensor)
-            updated = [p for p in flat.parameters if p.requires_grad or not lacks_gradient(p)]
-            self._updated[flat] = updated
+            self._updated[flat] = [
+                p
+                for p in flat.parameters
+                if not lacks_gradient(p) or (self._updates_all and p.requires_grad)
+            ]
             return shards
         lacks = [*map(lacks_gradient, flat.parameters)]
         self._updated[flat] = [*compress(flat.parameters, map(operator.not_, lacks))]

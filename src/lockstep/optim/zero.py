@@ -13,7 +13,10 @@ from torch.optim import Optimizer
 
 from lockstep.arguments import divided_by_torch, refusal
 from lockstep.comm import global_rank
+from lockstep.optim.probe import Outcome
 from lockstep.optim.sharding import Sharding
+from lockstep.optim.undivided import draw_alike
+from lockstep.optim.verdict import judge
 from lockstep.world import group_or_all
 
 with warnings.catch_warnings():
@@ -91,8 +94,21 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
         self._default_device = self.param_groups[0]["params"][0].device
         self._sharding: Sharding | None = None
         if group is not None and group.size() > 1:
-            self._sharding = Sharding(self.optim, lambda ps: [group] * len(ps), is_joinable=True)
+            self._divide(group)
         self._whole: dict[str, Any] | None = None
+
+    def _divide(self, group: dist.ProcessGroup) -> None:
+        verdict = judge(self.optim, [group])
+        if verdict.outcome is Outcome.DIVIDE:
+            self._sharding = Sharding(
+                self.optim,
+                lambda ps: [group] * len(ps),
+                is_joinable=True,
+                updates_all=verdict.updates_all,
+            )
+            self.state = self.optim.state
+        elif verdict.may_draw:
+            draw_alike(self.optim, [group])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, on every rank alike."""

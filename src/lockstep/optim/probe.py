@@ -1,0 +1,392 @@
+"""Tries an optimizer of an unknown class, before its steps are divided among the ranks.
+
+Its update of a parameter may depend on others: on a norm over all of them, on an estimate such as
+Prodigy's, on numbers that are drawn one after the other. Nothing of that can be read off a class.
+So copies of the optimizer take steps on small stand-ins for its parameters: one copy with all of
+them, and others with the parts that ranks would have. After each step the parts have to have the
+bits of the whole.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from enum import StrEnum
+from functools import partial
+from typing import Any, NamedTuple, TextIO, cast
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.optim.generators import Generators
+from lockstep.optim.methods import methods_with_state, names_used
+from lockstep.optim.stand_ins import Copy, choose
+
+# Rounding hides small differences: so more steps are taken in float64 than in the own dtype.
+_NUM_STEPS, _NUM_STEPS_IN_OWN_DTYPE = 32, 12
+# The number of first steps in which two equal copies are compared, and another division of the
+# stand-ins is tried.
+_NUM_REPEATED, _NUM_OTHERWISE = 4, 16
+# By step: most at one scale, then on both sides of thresholds such as those of clipping.
+_SCALES = [1.0] * 10 + [2.0**-12, 2.0**9, 1.0, 1.0, 2.0**-4, 2.0**5]
+# Steps from this one on leave some stand-ins without gradient.
+_FIRST_WITHOUT = 3
+
+
+class Outcome(StrEnum):
+    """What to do with an optimizer that was tried."""
+
+    DIVIDE = "divide"
+    UNDIVIDED = "undivided"  # each rank updates all parameters
+    REFUSE = "refuse"
+
+
+class Verdict(NamedTuple):
+    """What a trial has found.
+
+    Attributes:
+        outcome: What to do.
+        reason: Why it isn't divided, as a clause.
+        may_draw: Whether a step may draw random numbers.
+        updates_all: Whether a step may update a parameter that has no gradient.
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    may_draw: bool = False
+    updates_all: bool = False
+
+
+class _Told(Exception):
+    """A part differs from the whole, for a reason."""
+
+
+class _Refused(_Told):
+    """No rank could take the step, for a reason."""
+
+
+class _NotTried(Exception):
+    """A copy can't take steps, for a reason."""
+
+
+def probe(optimizer: Optimizer) -> Verdict:
+    """Try whether ranks that update a part of the parameters each would leave the same bits.
+
+    It takes no step of ``optimizer`` itself and changes nothing of it. The states of generators are
+    put back. It takes some hundredths of a second.
+    """
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    with _undisturbed(optimizer):
+        fine = Verdict(Outcome.UNDIVIDED)
+        if dtypes != {torch.float64}:
+            fine = _try(optimizer, torch.float64, _NUM_STEPS)
+        is_told = fine.outcome is Outcome.REFUSE or (fine.reason and not fine.may_draw)
+        if is_told:
+            return fine
+        num_steps = _NUM_STEPS_IN_OWN_DTYPE if fine.outcome is Outcome.DIVIDE else _NUM_STEPS
+        own = _try(optimizer, None, num_steps)
+        return own._replace(updates_all=own.updates_all or fine.updates_all)
+
+
+@contextmanager
+def _undisturbed(optimizer: Optimizer) -> Iterator[None]:
+    """Keep what steps of copies may change of the process, or show."""
+    warns_always = torch.is_warn_always_enabled()
+    # Else torch would give a warning that it gives once to the trial, and not to the program.
+    torch.set_warn_always(True)
+    try:
+        with (
+            Generators(optimizer).kept(),
+            torch.compiler.set_stance("force_eager"),
+            warnings.catch_warnings(action="ignore"),
+            redirect_stdout(cast(Any, _Muted(sys.stdout))),
+        ):
+            yield
+    finally:
+        torch.set_warn_always(warns_always)
+
+
+class _Muted:
+    """Standard output without what this thread prints, as some optimizers do in each step."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Write what other threads print."""
+        is_own = threading.get_ident() == self._thread
+        return len(text) if is_own else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _try(optimizer: Optimizer, dtype: torch.dtype | None, num_steps: int) -> Verdict:
+    """Try it with stand-ins of ``dtype``; with gradients for all if it needs them."""
+    for leaves_out in True, False:
+        trial = None
+        try:
+            trial = _Trial(optimizer, dtype, leaves_out=leaves_out)
+            trial.run(num_steps)
+            return Verdict(Outcome.DIVIDE, updates_all=trial.updates_all)
+        except _Refused as found:
+            return Verdict(Outcome.REFUSE, str(found))
+        except _Told as found:
+            may_draw = trial is None or trial.draws_in(num_steps)
+            return Verdict(Outcome.UNDIVIDED, str(found), may_draw=may_draw)
+        except _NotTried as found:
+            verdict = Verdict(Outcome.UNDIVIDED, str(found), may_draw=True)
+    return verdict
+
+
+class _Part:
+    """A copy of the optimizer that updates some of its stand-ins, as a rank would.
+
+    Attributes:
+        owned: The indices of these.
+    """
+
+    def __init__(self, made: Copy, owned: set[int] | None = None) -> None:
+        self.optimizer, self.stand_ins = made.optimizer, made.stand_ins
+        self.owned = {*range(len(self.stand_ins))} if owned is None else owned
+        own = {id(self.stand_ins[index]) for index in self.owned}
+        groups = self.optimizer.param_groups
+        self._groups = [[p for p in group["params"] if id(p) in own] for group in groups]
+        with suppress(Exception):  # without this, Schedule-Free's takes no step
+            self.act(self.optimizer.train)  # type: ignore[attr-defined]
+
+    def values(self) -> list[torch.Tensor]:
+        """Return the values of the stand-ins."""
+        return [p.detach().clone() for p in self.stand_ins]
+
+    def step(
+        self, gradients: Sequence[torch.Tensor | None], closure: Callable[[], Any] | None
+    ) -> None:
+        """Take a step with the stand-ins that it owns."""
+        for p, gradient in zip(self.stand_ins, gradients, strict=True):
+            p.grad = None if gradient is None else gradient.clone()
+        step = partial(type(self.optimizer).step, self.optimizer)
+        self.act(step if closure is None else partial(step, closure))
+
+    def act(self, method: Callable[[], Any]) -> None:
+        """Call a method with the stand-ins that it owns in the groups."""
+        groups = self.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        for group, own in zip(groups, self._groups, strict=True):
+            group["params"] = own
+        try:
+            method()
+        finally:
+            for group, every in zip(self.optimizer.param_groups, before, strict=True):
+                group["params"] = every
+
+
+class _Trial:
+    """Steps of a copy with all stand-ins, and of copies with some, beside each other.
+
+    Attributes:
+        updates_all: Whether a step has changed a stand-in without gradient.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, dtype: torch.dtype | None, *, leaves_out: bool
+    ) -> None:
+        self._make = partial(Copy, optimizer, choose(optimizer), dtype)
+        self._kind, self._leaves_out = type(optimizer), leaves_out
+        self._num_steps, self._takes_closure = 0, False
+        self._has_moved = self.updates_all = False
+        try:
+            self._whole, self._again = _Part(self._make()), _Part(self._make())
+            every = self._whole.owned
+            thirds = [{index for index in every if index % 3 == rank} for rank in range(3)]
+            self._parts = [_Part(self._make(), own) for own in thirds if own]
+            self._other_parts = [
+                _Part(self._make(), own) for own in (every & {0}, every - {0}) if own
+            ]
+        except Exception as error:
+            raise _NotTried(f"it can't be copied to try it ({_told(error)})") from error
+        self._pool = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0))
+
+    def run(self, num_steps: int) -> None:
+        """Take steps, and call the methods that are divided as steps are."""
+        for _ in range(num_steps):
+            self._step()
+        if not self._has_moved:
+            raise _NotTried("its steps change nothing when it is tried")
+        tried = names_used(self._kind, "step")
+        if methods := [name for name in methods_with_state(self._kind) if name not in tried]:
+            for name in methods:
+                self._call(name)
+            self._step()
+
+    def draws_in(self, num_steps: int) -> bool:
+        """Whether the whole draws random numbers in the rest of the steps, or fails."""
+        try:
+            while self._num_steps < num_steps:
+                self._step_whole(self._gradients())
+        except (_Told, _NotTried):
+            return True
+        return False
+
+    def _step(self) -> None:
+        gradients, before = self._gradients(), self._whole.values()
+        self._step_whole(gradients)
+        for old, p, gradient in zip(before, self._whole.stand_ins, gradients, strict=True):
+            if not _have_same_bits(old, p):
+                self._has_moved = True
+                self.updates_all |= gradient is None
+        if self._num_steps <= _NUM_REPEATED:
+            self._again.step(gradients, self._closure_of(self._again))
+            if not all(map(_have_same_bits, self._whole.stand_ins, self._again.stand_ins)):
+                raise _Refused("two equal copies of it take different steps, and so would ranks")
+        for parts in self._divisions():
+            for part in parts:
+                self._act(part, partial(part.step, gradients, self._closure_of(part)))
+            self._compare(parts)
+
+    def _divisions(self) -> list[list[_Part]]:
+        """Return the divisions of the stand-ins that are still tried."""
+        is_early = self._num_steps <= _NUM_OTHERWISE
+        return [self._parts, self._other_parts] if is_early else [self._parts]
+
+    def _closure_of(self, part: _Part) -> _Closure | None:
+        return _Closure(part) if self._takes_closure else None
+
+    def _step_whole(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        generators = Generators(self._whole.optimizer)
+        before = generators.read()
+        closure = self._closure_of(self._whole)
+        try:
+            self._whole.step(gradients, closure)
+        except Exception as error:
+            if self._num_steps or closure is not None:
+                raise _NotTried(f"it can't be tried: its step raises {_told(error)}") from error
+            self._takes_closure, self._whole = True, _Part(self._make())
+            self._step_whole(gradients)
+            return
+        if closure is not None and closure.is_misused:
+            raise _Refused(
+                "it calls its closure several times in a step, or after it has changed parameters, "
+                "of which each rank would have a part. So don't shard it: with a parallel model, "
+                "it takes the same steps on every rank"
+            )
+        self._num_steps += 1
+        if generators.read() != before:
+            raise _Told("it draws random numbers")
+
+    def _call(self, name: str) -> None:
+        """Call a method of the whole and of the parts."""
+
+        def call(part: _Part) -> None:
+            part.act(getattr(part.optimizer, name))
+
+        try:
+            call(self._whole)
+        except Exception as error:
+            told = f"its method {name}() uses the state and can't be tried ({_told(error)})"
+            raise _Told(told) from error
+        for parts in self._divisions():
+            for part in parts:
+                self._act(part, partial(call, part))
+            self._compare(parts)
+
+    def _act(self, part: _Part, action: Callable[[], None]) -> None:
+        """Let a part act, which may raise nothing and change only what it owns."""
+        before = part.values()
+        try:
+            action()
+        except Exception as error:
+            raise _Told(
+                f"with a part of the parameters it raises {_told(error)}, and with all it doesn't"
+            ) from error
+        for index, (old, p) in enumerate(zip(before, part.stand_ins, strict=True)):
+            if index not in part.owned and not _have_same_bits(old, p):
+                raise _Told("it changes parameters that aren't in its groups")
+
+    def _compare(self, parts: Sequence[_Part]) -> None:
+        """Compare the stand-ins of parts with the whole's, and publish them to each other."""
+        for owner in parts:
+            for index in owner.owned:
+                own, expected = owner.stand_ins[index], self._whole.stand_ins[index]
+                if not _have_same_bits(own, expected):
+                    raise _Told(_difference(self._whole.optimizer, owner.optimizer))
+                for part in parts:
+                    if part is not owner:
+                        part.stand_ins[index].data.copy_(own.detach())
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """Return gradients mostly to one side, by which estimates of distances grow."""
+        step, pool = self._num_steps, self._pool
+        found: list[torch.Tensor | None] = []
+        for index, p in enumerate(self._whole.stand_ins):
+            is_left_out = step >= _FIRST_WITHOUT and (index + step) % 11 == 5
+            if not p.requires_grad or (is_left_out and self._leaves_out and (index + step) % 2):
+                found.append(None)
+            elif is_left_out:
+                found.append(torch.zeros_like(p))
+            else:
+                drift = pool[index * 97 :][: p.numel()]
+                noise = pool[8192 + (index * 1009 + step * 4099) % (1 << 16) :][: p.numel()]
+                scale = 2.0 ** (3 * index % 5 - 2) * _SCALES[step % len(_SCALES)]
+                values = torch.add(drift, noise, alpha=0.3).mul_(scale)
+                found.append(values.view(p.shape).to(p))
+        return found
+
+
+class _Closure:
+    """The closure of a step, which notes how it is called.
+
+    Attributes:
+        is_misused: Whether it was called twice, or after a parameter had been changed.
+    """
+
+    def __init__(self, part: _Part) -> None:
+        self._stand_ins, self._versions = part.stand_ins, [p._version for p in part.stand_ins]
+        self._num_calls, self.is_misused = 0, False
+
+    def __call__(self) -> torch.Tensor:
+        """Return a loss."""
+        self._num_calls += 1
+        has_changed = [p._version for p in self._stand_ins] != self._versions
+        self.is_misused |= self._num_calls > 1 or has_changed
+        return torch.tensor(0.7, dtype=self._stand_ins[0].dtype, requires_grad=True) * 1.0
+
+
+def _have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a.detach(), b.detach()
+    if a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _difference(whole: Optimizer, part: Optimizer) -> str:
+    """Return why a part leaves other values, by the options that differ."""
+    expected, found = _numbers(whole), _numbers(part)
+    names = [name for name, value in expected.items() if value != found.get(name, value)]
+    if not names:
+        return "with a part of the parameters it updates them to other values than with all"
+    return f"{', '.join([*dict.fromkeys(names)][:3])} would differ between the ranks"
+
+
+def _numbers(optimizer: Optimizer) -> dict[str, float]:
+    """Return options and attributes that are numbers, as estimates for all parameters are."""
+    places = [
+        (f"group[{name!r}]" + f" of group {index}" * bool(index), value)
+        for index, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+    ]
+    places += [(f"its {name}", value) for name, value in vars(optimizer).items()]
+    return {
+        name: float(value)
+        for name, value in places
+        if isinstance(value, float | int)
+        or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    }
+
+
+def _told(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:120]}"
