@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -302,6 +303,29 @@ def test_launches_at_once_and_within_a_rank() -> None:
         return found
 
     assert launch(outer, 3, ranks="threads") == [[1.0] * 2, [21.0] * 2, [41.0] * 2]
+
+
+def test_one_rank_at_a_time_starts_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What libraries do around a fork may refuse another one meanwhile."""
+    start, now = BaseProcess.start, threading.Semaphore(1)
+    together: list[bool] = []
+
+    def watched(process: BaseProcess) -> None:
+        together.append(not now.acquire(timeout=0.05))
+        start(process)
+        if not together[-1]:
+            now.release()
+
+    monkeypatch.setattr(BaseProcess, "start", watched)
+
+    def body(_: World) -> int:
+        loader = torch.utils.data.DataLoader(torch.arange(8), num_workers=2)
+        return sum(map(len, loader))
+
+    assert launch(body, nprocs=3, ranks="threads") == [8] * 3
+    assert len(together) == 6
+    assert not any(together)
+    assert BaseProcess.start is watched
 
 
 def test_torchs_own_ddp_runs_over_it() -> None:

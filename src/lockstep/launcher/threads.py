@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 import torch
@@ -58,9 +60,10 @@ def run_threads(
     ]
     num_threads_before = torch.get_num_threads()
     try:
-        for thread in threads:
-            thread.start()
-        failures = _wait_for_endings(ended, num_ranks)
+        with _one_start_at_a_time():
+            for thread in threads:
+                thread.start()
+            failures = _wait_for_endings(ended, num_ranks)
     except BaseException:
         rank_threads.interrupt("The caller of launch() was interrupted.")
         with suppress(KeyboardInterrupt):
@@ -80,6 +83,25 @@ def run_threads(
             outcome = replace(outcome, message=f"{outcome.message}{running}")
         outcome.check()
     return [results[rank] for rank in range(num_ranks)]
+
+
+@contextmanager
+def _one_start_at_a_time() -> Iterator[None]:
+    """Let one rank at a time start a process, such as a worker of a DataLoader.
+
+    What libraries do around a fork may refuse another fork meanwhile: filelock on Python 3.12.
+    """
+    start, lock, own = BaseProcess.start, threading.Lock(), os.getpid()
+
+    def start_alone(self: BaseProcess) -> None:
+        with lock if os.getpid() == own else nullcontext():  # in a child it stays locked
+            start(self)
+
+    BaseProcess.start = start_alone  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BaseProcess.start = start  # type: ignore[method-assign]
 
 
 def _wait_for_endings(ended: queue.SimpleQueue[Failure | None], num_ranks: int) -> list[Failure]:
