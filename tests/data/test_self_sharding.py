@@ -93,6 +93,21 @@ class Once(OfARank):
         return self.stream
 
 
+class OfFiles(OfARank):
+    """As webdataset: reads whole files, and refuses to be a worker that gets none of them."""
+
+    def __init__(self, rank: int, num_ranks: int, num_files: int = 4) -> None:
+        super().__init__(rank, num_ranks)
+        self.num_files = num_files
+
+    def __iter__(self) -> Iterator[int]:
+        number, num_workers = Numbers.part(self)
+        files = range(self.rank, self.num_files, self.num_ranks)[number::num_workers]
+        if not files:
+            raise ValueError("fewer files than workers")
+        return (number for file in files for number in range(file, LENGTH, self.num_files))
+
+
 class Asking(Numbers):
     """As webdataset's split_by_node."""
 
@@ -128,10 +143,23 @@ def test_each_sample_comes_once_whoever_divides(
     assert_once(run_ranks(num_ranks, lambda rank, group: samples(make(rank, num_ranks), group)))
 
 
-@pytest.mark.parametrize("make", [OfARank, Named])
+@pytest.mark.parametrize("make", [OfARank, Named, OfFiles])
 def test_with_workers(make: Callable[[int, int], Any]) -> None:
     options = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}
     assert_once(run_ranks(2, lambda rank, group: samples(make(rank, 2), group, **options)))
+
+
+def test_a_dataset_that_fails_as_one_of_more_workers_than_there_are() -> None:
+    assert_once(run_ranks(2, lambda rank, group: samples(OfFiles(rank, 2, 2), group)))
+
+
+@pytest.mark.parametrize("makes", [lambda rank: OfFiles(rank, 2, 0), lambda _: OfFiles(0, 2, 0)])
+def test_a_dataset_that_fails_in_any_case_raises_what_it_raised(makes: Any) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        with pytest.raises(ValueError, match="fewer files"):
+            samples(makes(rank), group)
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("make", [Asking, AskingToSay])

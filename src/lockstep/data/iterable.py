@@ -36,6 +36,7 @@ class Request(NamedTuple):
     size: int | None  # the number of samples; None if the dataset makes batches itself
     drop_last: bool  # whether a last part of fewer samples is left out
     view: View = View.ALL  # which workers the dataset is shown
+    is_trial: bool = False  # whether that may be the wrong view, in which a dataset may fail
 
 
 class Answer(NamedTuple):
@@ -61,8 +62,9 @@ class Asked:
         return self.request
 
     def ask(self, view: View) -> None:
-        """Ask for another iteration from now on."""
-        self.request = self.request._replace(iteration=self.request.iteration + 1, view=view)
+        """Ask for another iteration from now on, in a view that is known."""
+        iteration = self.request.iteration + 1
+        self.request = self.request._replace(iteration=iteration, view=view, is_trial=False)
 
 
 class StreamReader:
@@ -103,8 +105,14 @@ class StreamReader:
         notes = noting_rank if is_new and self._num_ranks > 1 else nullcontext
         with self._random(), shown_as_worker(number, num_shards, self.dataset):
             size = 1 if request.size is None else request.size
-            with notes() as asked:
-                samples = [*itertools.islice(self._samples, size)]
+            try:
+                with notes() as asked:
+                    samples = [*itertools.islice(self._samples, size)]
+            except Exception:
+                if not request.is_trial:
+                    raise
+                self._shard = Shard(asked_rank=bool(asked), has_failed=True)
+                return end._replace(shard=self._shard)
             if is_new:
                 first = fingerprint.of_sample(samples[0]) if samples else None
                 self._shard = Shard(first, bool(asked))
@@ -180,6 +188,9 @@ def global_stream(
         asked.ask(View.PROBE)
         _, probed = _first_answers(asked, answers, num_workers, group)
         asked.ask(settle(probed))
+        first, shards = _first_answers(asked, answers, num_workers, group)
+    elif any(shard.has_failed for own in shards for shard in own):
+        asked.ask(asked.request.view)  # now it raises what it raised
         first, shards = _first_answers(asked, answers, num_workers, group)
     check_shards(shards, asked.request.view)
     if note_view is not None:

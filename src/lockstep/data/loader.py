@@ -345,7 +345,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             size = bounds[self._rank + 1] - bounds[self._rank]
         self._iteration += 3  # as many as it may take to find out the view
         seed, view = mixed(self._seed, self._epoch), self._view or View.ALL
-        asked = Asked(Request(self._iteration, seed, size, self.drop_last, view))
+        is_trial = self._view is None and self._num_ranks > 1
+        asked = Asked(Request(self._iteration, seed, size, self.drop_last, view, is_trial))
         answers, num_workers = self._read(asked), max(1, self.num_workers)
         note_view = functools.partial(setattr, self, "_view") if self._view is None else None
         stream = global_stream(asked, answers, self._reader, num_workers, self._group, note_view)

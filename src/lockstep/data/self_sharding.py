@@ -46,6 +46,7 @@ class Shard(NamedTuple):
     asked_rank: bool = False  # whether the dataset asked for its rank when it began
     is_repeatable: bool = True  # whether it gives the same samples if it begins again
     is_same: bool = True  # whether all ranks have the same dataset, as far as that is known
+    has_failed: bool = False  # whether it raised an error when it began, in a view on trial
 
 
 # By whether the dataset divides itself among the ranks, and whether two shards are of one rank.
