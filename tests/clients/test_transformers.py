@@ -105,3 +105,51 @@ def test_the_trainer_gives_what_one_process_gives(forks: Forks, alone: Any, kind
 def test_the_trainer_compiles(forks: Forks, alone: Any) -> None:
     how = {"torch_compile": True, "torch_compile_backend": "eager"}
     assert_same(forks.run(train, 2, "wrapper", **how), alone)
+
+
+def save_and_resume(num_ranks: int) -> Any:
+    """Train two steps, save, and go on in another Trainer: with the optimizer sharded, or not."""
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from lockstep.integrations import replace_torch_ddp
+
+    class Shard(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, optimizer: Any, **others: Any) -> None:
+            lockstep.shard_optimizer(optimizer)
+
+    lockstep.init()
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        if num_ranks > 1:
+            dist.broadcast_object_list(folders)
+        for num_steps in 2, 4:
+            arguments = TrainingArguments(
+                folders[0],
+                use_cpu=True,
+                per_device_train_batch_size=GLOBAL_BATCH // num_ranks,
+                max_steps=num_steps,
+                learning_rate=0.1,
+                optim="adamw_torch",
+                adam_epsilon=0.1,
+                logging_strategy="no",
+                save_steps=2,
+                report_to="none",
+                disable_tqdm=True,
+            )
+            net = gpt2()
+            callbacks = [Shard()] if num_ranks > 1 else []
+            trainer = Trainer(net, arguments, train_dataset=Tokens(), callbacks=callbacks)
+            with replace_torch_ddp():
+                trainer.train(resume_from_checkpoint=num_steps == 4)
+        saved = torch.load(f"{folders[0]}/checkpoint-4/optimizer.pt")["state"]
+        if num_ranks > 1:
+            dist.barrier()
+    return parameters_of(net), {key: own["exp_avg"].norm().item() for key, own in saved.items()}
+
+
+def test_the_trainer_saves_a_sharded_optimizer(forks: Forks) -> None:
+    ((expected, state),) = forks.run(save_and_resume, 1, 1)
+    for found, saved in forks.run(save_and_resume, 2, 2):
+        assert saved == pytest.approx(state)
+        assert_same([found], expected)

@@ -248,3 +248,20 @@ def test_a_group_that_differs_among_ranks_leaves_the_optimizer_as_it_was() -> No
         assert not torch.equal(first, before)
 
     run_ranks(2, body)
+
+
+def test_a_state_dict_of_one_rank_alone_says_what_it_was() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
+        train_steps(model, optimizer, rank, steps=1)
+        if rank == 0:
+            with pytest.raises(CollectiveFailed) as failed:
+                optimizer.state_dict()
+            told = "\n".join(failed.value.__notes__)
+            assert "state_dict() of a sharded AdamW, which every rank must call" in told
+            return
+        with pytest.raises(CollectiveFailed):
+            train_steps(model, optimizer, rank, steps=1)
+
+    run_ranks(2, body)

@@ -66,7 +66,10 @@ def clip_grad_norm_(
     norms = []
     for bucket in buckets:
         own = {*map(id, bucket.parameters)}
-        norm = _norm(bucket, power, is_whole=own <= {*map(id, every)})
+        given = [parameter for parameter in every if id(parameter) in own]
+        # Torch's counts and scales the gradient of a parameter as often as it is given.
+        is_whole = len(given) == len(own) == len({*map(id, given)})
+        norm = _norm(bucket, power, is_whole=is_whole)
         if norm is not None:
             norms.append(norm)
             every = [parameter for parameter in every if id(parameter) not in own]

@@ -100,10 +100,11 @@ class Shard:
         """Set its gradient to its elements of ``bucket``, which has the same layout."""
         self._use(bucket.means(self._start, self._start + self.values.numel()))
 
-    def take_gradient(self) -> None:
+    def take_gradient(self, *, may_be_view: bool = True) -> None:
         """Set its gradient to those of its parameters, all of which have one."""
         parameters = [self.flat.parameters[piece.parameter] for piece in self.pieces]
-        if len(self.pieces) == 1 and pending_bucket_of(parameters[0]) is None:
+        is_summed = len(self.pieces) == 1 and pending_bucket_of(parameters[0]) is None
+        if is_summed and may_be_view:
             _, start, stop = self.pieces[0]
             self._use(_elements(parameters[0])[start:stop])
             return

@@ -62,12 +62,13 @@ def shard_optimizer(
 
     torch's element-wise optimizers (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam,
     RAdam, ASGD, Rprop) update equal parts of the elements on each rank, wherever that cuts a
-    parameter. (With ``fused=True``, torch computes elements at the end of a tensor in another way,
-    so that parameters may differ in their last bit from those of an unsharded optimizer.) Any other
-    optimizer updates whole parameters, about the same number of elements on each rank. In a step
-    its groups have the parameters that this rank updates, the program's own objects. Its public
-    methods that torch's optimizers don't have and that use the state, such as Schedule-Free's
-    ``eval()`` and ``train()``, are divided as a step is: every rank must call them, and they block.
+    parameter. (On a CPU, with ``fused=True`` or in 16 bits, torch computes elements at the end of a
+    tensor in another way, so that parameters may differ in their last bit from those of an
+    unsharded optimizer.) Any other optimizer updates whole parameters, about the same number of
+    elements on each rank. In a step its groups have the parameters that this rank updates, the
+    program's own objects. Its public methods that torch's optimizers don't have and that use the
+    state, such as Schedule-Free's ``eval()`` and ``train()``, are divided as a step is: every rank
+    must call them, and they block.
 
     An optimizer of a class that isn't torch's is tried before: rank 0 lets copies of it take some
     steps on small stand-ins of its parameters, all together and divided, and compares their bits.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from itertools import chain, compress
 from types import MethodType
@@ -80,12 +81,12 @@ class Sharding:
         self._numbers: dict[dist.ProcessGroup, int] = {}
         refresh_engines_of(p for group in optimizer.param_groups for p in group["params"])
         self._arrange(optimizer.state)
-        self._before = optimizer.register_step_pre_hook(self._begin_step)
+        self._before = optimizer.register_step_pre_hook(self._before_step)
         self._after = optimizer.register_step_post_hook(self._end_step)
 
         @wraps(self._own_step)  # which a learning rate scheduler may have marked
-        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-            return self._step(closure, options)
+        def step(_: Optimizer, *args: Any, **options: Any) -> Any:
+            return self._step(*args, **options)
 
         vars(optimizer).update(
             step=MethodType(step, optimizer),
@@ -117,15 +118,15 @@ class Sharding:
             whole = division.whole_state() | changes
             self._arrange({key: own for key, own in whole.items() if own or key not in changes})
 
-    def _step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            options["closure"] = _once(loss, type(self._optimizer).__name__)
+    def _step(self, *args: Any, **options: Any) -> Any:
+        if (args[0] if args else options.get("closure")) is None:
+            self._announce_step()
+        return self._take_step(*args, **options)
+
+    def _announce_step(self) -> None:
         for ranks, number in self._numbers.items():
             finish_failed(ranks)
             self._announce(ranks, number)
-        return self._take_step(options)
 
     def _run_as_step(self, method: MethodType, *args: Any, **options: Any) -> Any:
         """Call a method that uses the optimizer's state. Every rank must call it; it blocks."""
@@ -153,7 +154,7 @@ class Sharding:
             )
         return result
 
-    def _take_step(self, options: dict[str, Any]) -> Any:
+    def _take_step(self, *args: Any, **options: Any) -> Any:
         # The program's hooks must see its own parameters: so ours runs last before the step, and
         # first after it.
         pre: Any = self._optimizer._optimizer_step_pre_hooks
@@ -162,15 +163,35 @@ class Sharding:
         post.move_to_end(self._after.id, last=False)
         self._depth = 0
         try:
-            return self._own_step(**options)
+            return self._own_step(*args, **options)
         finally:
             self._depth = 0
             self._put_parameters_back()
 
-    def _begin_step(self, *_: object) -> None:
-        self._depth += 1
-        if self._depth > 1:
-            return  # a class's step() has called that of its base class
+    def _before_step(
+        self, _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Call the closure, which the program's hooks have seen, with the parameters as they are.
+
+        Returns the arguments of the step, with its result in place of the closure.
+        """
+        if self._depth:  # a class's step() has called that of its base class
+            self._depth += 1
+            return None
+        own, *given = args
+        closure = given[0] if given else options.get("closure")
+        if closure is None:
+            self._begin_step()
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        self._announce_step()
+        self._begin_step()
+        once = _once(loss, type(own).__name__)
+        return ((own, once, *given[1:]), options) if given else (args, {**options, "closure": once})
+
+    def _begin_step(self) -> None:
+        self._depth = 1
         self._refresh()
         groups = self._optimizer.param_groups
         parts = [Part([*own], []) for own in self._division.local]
@@ -218,9 +239,12 @@ class Sharding:
         if any(lacks):
             state = self._optimizer.state
             shards = [part for one in shards for part in one.split(lacks.__getitem__, state)]
+        # With "nesterov", torch's step of all tensors at once adds to gradients in place: so that
+        # those of the program stay the same on all ranks, it doesn't get them.
+        may_be_view = [not group.get("nesterov") for group in self._optimizer.param_groups]
         for shard in shards:
             if not lacks[shard.pieces[0].parameter]:
-                shard.take_gradient()
+                shard.take_gradient(may_be_view=may_be_view[shard.group])
                 parts[shard.group].summed.append(shard.tensor)
         return shards
 
@@ -277,7 +301,7 @@ class Sharding:
         """Take a step along with ranks that still have data: with options and gradients of one."""
         take_options(self._optimizer, ranks, first)
         take_gradients(self._parameters_of(ranks), ranks, first)
-        self._take_step({})
+        self._take_step()
 
     def _parameters_of(self, ranks: dist.ProcessGroup) -> list[nn.Parameter]:
         flats = (flat for flat in self._division.flats if flat.ranks is ranks)
@@ -303,8 +327,9 @@ class Sharding:
 
         With ``rank0_only`` only rank 0's has the state.
         """
-        self._prepare()
-        whole = self._division.whole_state()
+        with self._tells("state_dict"):
+            self._prepare()
+            whole = self._division.whole_state()
         if rank0_only and any(ranks.rank() for ranks in self._numbers):
             whole = {}
         return self._as_state_dict(whole)
@@ -346,6 +371,18 @@ class Sharding:
             owned |= {flat.parameters[index]: (start, stop) for index, start, stop in flat.pieces}
         return owned
 
+    @contextmanager
+    def _tells(self, method: str) -> Iterator[None]:
+        """Note in an error that the ranks wait for each other in ``method``."""
+        try:
+            yield
+        except CollectiveFailed as error:
+            error.add_note(
+                f"It was in {method}() of a sharded {type(self._optimizer).__name__}, which every "
+                "rank must call, as each has a part of the state; also if one rank alone saves it."
+            )
+            raise
+
     def _prepare(self) -> None:
         """Finish a failed backward, and divide changed parameters anew. Every rank must call it."""
         for ranks in self._numbers:
@@ -361,7 +398,8 @@ class Sharding:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load an ordinary state dict, and keep this rank's part. Every rank must call it."""
-        self._prepare()
+        with self._tells("load_state_dict"):
+            self._prepare()
         with stand_ins(self._optimizer, self._options.master_dtype) as parameters:
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
         state: Any = self._optimizer.state

@@ -59,7 +59,7 @@ class WholeParameter(Shard):
         elif self._data is not None:
             self.parameter.data, self._data = self._data, None
 
-    def take_gradient(self) -> None:
+    def take_gradient(self, *, may_be_view: bool = True) -> None:
         """Let the master have the parameter's gradient."""
         if self.has_master:
             self._use(self.parameter.grad)

@@ -1,0 +1,90 @@
+"""Hooks, closures and gradients of a sharded step are those of an unsharded one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import lockstep
+from tests.optim.test_sharded_programs import adamw, check_same_bits, losses
+
+CLOSURES = {"by position": True, "by name": False}
+
+
+@pytest.mark.parametrize("by_position", CLOSURES.values(), ids=CLOSURES)
+def test_hooks_see_the_closure_before_it_is_called(by_position: bool) -> None:
+    def program(model: nn.Module, shard: Any, rank: int) -> list[Any]:
+        optimizer, events = shard(adamw(model.parameters())), list[Any]()
+
+        def note(_: Optimizer, args: Any, options: Any) -> None:
+            events.append((len(args), [*options]))
+
+        optimizer.register_step_pre_hook(note)
+        optimizer.register_step_post_hook(note)
+        for step in range(3):
+
+            def closure(step: int = step) -> torch.Tensor:
+                events.append("closure")
+                optimizer.zero_grad()
+                (loss,) = losses(model, rank, 1, step)
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure) if by_position else optimizer.step(closure=closure)
+            events.append(loss.item())
+        return events
+
+    check_same_bits(program)
+
+
+def test_a_hook_may_give_another_closure() -> None:
+    def program(model: nn.Module, shard: Any, rank: int) -> list[Any]:
+        optimizer = shard(adamw(model.parameters()))
+        optimizer.register_step_pre_hook(lambda own, *_: ((own, lambda: "another"), {}))
+        found = []
+        for loss in losses(model, rank, 3):
+            loss.backward()
+            found.append(optimizer.step())
+            optimizer.zero_grad()
+        return found
+
+    check_same_bits(program)
+
+
+def test_a_parameter_given_twice_is_clipped_twice() -> None:
+    def program(model: nn.Module, shard: Any, rank: int) -> list[Any]:
+        optimizer, parameters = shard(adamw(model.parameters())), [*model.parameters()]
+        found = []
+        for loss in losses(model, rank, 3):
+            loss.backward()
+            twice = [*parameters, parameters[1], parameters[1], parameters[4]]
+            found.append(lockstep.clip_grad_norm_(twice, 0.01).item())
+            found += [parameter.grad.tolist() for parameter in parameters]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    check_same_bits(program)
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_a_step_leaves_the_gradients_as_they_are(backend: str) -> None:
+    def program(model: nn.Module, shard: Any, rank: int) -> None:
+        options = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}
+        groups = [{"params": [parameter]} for parameter in model.parameters()]
+        optimizer = shard(torch.optim.SGD(groups, **options))
+        for loss in losses(model, rank, 3):
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            before = [parameter.grad.clone() for parameter in model.parameters()]
+            optimizer.step()
+            if lockstep.optim.sharding_of(optimizer) is not None:  # torch's alone changes them
+                for gradient, parameter in zip(before, model.parameters(), strict=True):
+                    assert torch.equal(gradient, parameter.grad)
+            optimizer.zero_grad()
+
+    check_same_bits(program, backend=backend)
