@@ -137,6 +137,13 @@ class Buffers:
             and (policy := policy_of(name, policies)) != "local"
         ]
         self._note_references()
+        # The program sets policies on all ranks alike.
+        slots = {slot.name: slot for slot in self._slots}
+        self._agreed = {
+            slots.get(slot.name, slot): form
+            for slot, form in self._agreed.items()
+            if slot.name in slots or policy_of(slot.name, policies) != "local"
+        }
 
     def _note_references(self) -> None:
         for tensor in self.named().values():
