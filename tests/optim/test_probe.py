@@ -163,6 +163,30 @@ def test_what_cannot_be_divided_is_told_with_the_reason(kind: Any) -> None:
         raise ModelError(probe(of_digits(kind)).reason)
 
 
+class Starting(Plain):
+    """It draws random numbers in its first step alone."""
+
+    def update(self, parameter: nn.Parameter, lr: float) -> None:
+        if parameter not in self.state:
+            self.state[parameter]["scale"] = torch.rand_like(parameter)
+        super().update(parameter, lr)
+
+
+class Rounding(Estimating):
+    """It rounds at random what is in less than double precision."""
+
+    def update(self, parameter: nn.Parameter, lr: float) -> None:
+        if parameter.dtype is not torch.double:
+            lr *= random.random()
+        super().update(parameter, lr)
+
+
+def test_what_draws_in_some_steps_or_dtypes_alone_is_known_to_draw() -> None:
+    assert probe(of_digits(Starting)).may_draw
+    assert probe(of_digits(Rounding)).may_draw
+    assert not probe(of_digits(Estimating)).may_draw
+
+
 def test_what_no_rank_could_repeat_is_refused() -> None:
     assert probe(of_digits(Unforeseeable)).outcome is Outcome.REFUSE
 

@@ -83,11 +83,12 @@ def probe(optimizer: Optimizer) -> Verdict:
         fine = Verdict(Outcome.UNDIVIDED)
         if dtypes != {torch.float64}:
             fine = _try(optimizer, torch.float64, _NUM_STEPS)
-        is_told = fine.outcome is Outcome.REFUSE or (fine.reason and not fine.may_draw)
-        if is_told:
+        if fine.outcome is Outcome.REFUSE:
             return fine
         num_steps = _NUM_STEPS_IN_OWN_DTYPE if fine.outcome is Outcome.DIVIDE else _NUM_STEPS
         own = _try(optimizer, None, num_steps)
+        if fine.reason and not fine.may_draw:  # told; and it may draw in its own dtype alone
+            return fine._replace(may_draw=own.may_draw)
         return own._replace(updates_all=own.updates_all or fine.updates_all)
 
 
@@ -197,7 +198,7 @@ class _Trial:
         self._make = partial(Copy, optimizer, choose(optimizer), dtype)
         self._kind, self._leaves_out = type(optimizer), leaves_out
         self._num_steps, self._takes_closure = 0, False
-        self._has_moved = self.updates_all = False
+        self._has_moved = self._has_drawn = self.updates_all = False
         try:
             self._whole, self._again = _Part(self._make()), _Part(self._make())
             every = self._whole.owned
@@ -223,7 +224,9 @@ class _Trial:
             self._step()
 
     def draws_in(self, num_steps: int) -> bool:
-        """Whether the whole draws random numbers in the rest of the steps, or fails."""
+        """Whether the whole has drawn random numbers, does in the rest of the steps, or fails."""
+        if self._has_drawn:
+            return True
         try:
             while self._num_steps < num_steps:
                 self._step_whole(self._gradients())
@@ -275,6 +278,7 @@ class _Trial:
             )
         self._num_steps += 1
         if generators.read() != before:
+            self._has_drawn = True
             raise _Told("it draws random numbers")
 
     def _call(self, name: str) -> None:
