@@ -54,6 +54,7 @@ def test_a_second_process_of_a_rank_is_refused(
         f"{HERE}/{2**22 + 1}-1",  # has ended
         f"elsewhere/{os.getppid()}-1",  # before a restart on this host, perhaps
     ],
+    ids=["itself", "another with its id", "one that has ended", "one elsewhere"],
 )
 def test_a_rank_that_comes_again_is_welcome(before: str) -> None:
     store = dist.HashStore()
