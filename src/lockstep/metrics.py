@@ -28,7 +28,7 @@ from lockstep.comm import (
     uncompiled,
 )
 from lockstep.errors import CollectiveFailed
-from lockstep.nn import finish_failed, refuse_in_replica
+from lockstep.nn import finish_failed, refuse_in_replica, refuse_transforms
 from lockstep.world import group_or_all
 
 __all__ = ["gather_all_tensors", "reduce"]
@@ -168,6 +168,7 @@ def _leaves_of(tree: object, op: object, device: torch.device) -> dict[str, _Lea
             raise ValueError(f"Two values are named {path}. Give keys that print differently.")
         if isinstance(value, Tensor):
             check_not_divided(path, value)
+            refuse_transforms(value)
             has_op = not (value.is_complex() and op in ("min", "max"))
             has_op &= op in ("mean", "cat") or value.dtype is not torch.uint64
             if value.layout is not torch.strided or value.is_meta or value.is_nested or not has_op:

@@ -42,6 +42,8 @@ def forward_level() -> int:
     return torch.autograd.forward_ad._current_level
 
 
+# Whether a tensor is one that torch.func's grad(), vmap() or jvp() calls a function with.
+is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 # Its queue_callback() calls a function at the end of the running backward.
 _execution_engine = torch.autograd.Variable._execution_engine
 

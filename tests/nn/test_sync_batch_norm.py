@@ -11,12 +11,15 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map
 
 import lockstep
 from lockstep import SyncBatchNorm
+from lockstep.nn import sync_batch_norm
 from tests.counts import num_examples, pairs
 from tests.ranks import BACKENDS, Backend, run_ranks
+from tests.same import assert_same
 
 CHANNELS = 3
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -137,6 +140,60 @@ def test_half_precision_is_normalised_in_float32(dtype: torch.dtype, converts: b
     torch.testing.assert_close(torch.cat(gradients).float(), whole.grad, **slack)
 
 
+class Rectified(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
+@pytest.mark.parametrize("shape", [(0, CHANNELS), (0, CHANNELS, 2), (2, CHANNELS, 0)])
+def test_a_global_batch_without_values_is_batch_norms(shape: tuple[int, ...]) -> None:
+    wholes = [[torch.zeros(shape).double()] * 2] * 2
+    assert_norm_is_that_of_one_process(nn.BatchNorm1d(CHANNELS).double(), wholes)
+
+
+def test_copies_have_the_same_group() -> None:
+    first = nn.Linear(2, CHANNELS)
+
+    def body(world: lockstep.World) -> None:
+        group = dist.new_group([0, 1])
+        model = nn.Sequential(copy.deepcopy(first), nn.BatchNorm1d(CHANNELS), Rectified(CHANNELS))
+        model = SyncBatchNorm.convert_sync_batchnorm(model.double(), group)
+        wrapped = lockstep.DistributedDataParallel(copy.deepcopy(model))
+        averaged = AveragedModel(model).module
+        x = torch.arange(6.0).view(3, 2).double() + world.rank
+        expected = model(x)
+        copies = [copy.deepcopy(model), copy.deepcopy(wrapped), copy.deepcopy(averaged)]
+        for one in (*copies, copy.copy(model[1]), pickle.loads(pickle.dumps(model[:1]))):
+            for part in one.modules():
+                assert getattr(part, "process_group", group) in (group, world.process_group)
+        for one in copies:
+            assert_same(one(x), expected)
+        with pytest.raises(RuntimeError, match="a process group of its own"):
+            pickle.dumps(model)
+        model = SyncBatchNorm.convert_sync_batchnorm(model, dist.group.WORLD)
+        loaded = pickle.loads(pickle.dumps(model))
+        assert loaded[1].process_group is loaded[2].process_group is None  # all ranks
+        assert_same(loaded(x), expected)
+
+    lockstep.launch(body, 2, ranks="threads")
+
+
+def test_evaluation_without_running_statistics_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        norm = SyncBatchNorm(CHANNELS, track_running_stats=False, process_group=group).eval()
+        x = torch.arange(4.0 * CHANNELS).view(4, CHANNELS) * (rank + 1)
+        plain = nn.BatchNorm1d(CHANNELS, track_running_stats=False)
+        for _ in range(2):
+            torch.testing.assert_close(norm(x), plain(x))
+
+    sync_batch_norm._tell_of_own_statistics.cache_clear()
+    run_ranks(2, body)
+    (record,) = caplog.records
+    assert "each rank normalises by the statistics of its own samples" in record.message
+
+
 def test_evaluation_uses_the_running_statistics_and_no_other_rank() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         norm = SyncBatchNorm(CHANNELS, process_group=group).eval()
@@ -210,7 +267,7 @@ def test_conversion_of_a_batch_norm_returns_what_takes_its_place() -> None:
 def test_one_value_per_channel_is_refused_on_every_rank() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         norm = SyncBatchNorm(CHANNELS, process_group=group)
-        with pytest.raises(ValueError, match="have 1 values per channel"):
+        with pytest.raises(ValueError, match="have one value per channel"):
             norm(torch.randn(1 - rank, CHANNELS))
 
     run_ranks(2, body)

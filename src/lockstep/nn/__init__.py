@@ -1,5 +1,6 @@
 """Modules whose replicas stay in step, and the means that they are trained on."""
 
+from lockstep.nn.autograd import refuse_transforms
 from lockstep.nn.backward import finish_failed
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.mean import average_gradients, mean
@@ -46,6 +47,7 @@ __all__ = [
     "refresh_engines_of",
     "refusal_of_divided",
     "refuse_in_replica",
+    "refuse_transforms",
     "replicate",
     "scatter",
     "scatter_kwargs",

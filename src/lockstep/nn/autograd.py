@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.comm import uncompiled
@@ -21,6 +22,7 @@ from lockstep.torch_private import (
     _current_autograd_node,
     _current_graph_task_id,
     _will_engine_execute_node,
+    is_functorch_wrapped_tensor,
 )
 
 _log = logging.getLogger(__name__)
@@ -59,6 +61,25 @@ def reached(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def is_any_reached(leaves: Sequence[torch.Tensor]) -> bool:
     """Return whether the running backward will add to the gradient of any of the ``leaves``."""
     return bool(reached(leaves[:1]) or reached(leaves))
+
+
+def refuse_transforms(*values: object) -> None:
+    """Raise ModelError if a transform of torch.func, or forward-mode AD, works with the values.
+
+    Its tensors have no memory that another rank could be sent; a group that met them in a
+    collective would end.
+    """
+    for value in values:
+        if isinstance(value, torch.Tensor) and (
+            is_functorch_wrapped_tensor(value) or unpack_dual(value).tangent is not None
+        ):
+            raise ModelError(
+                "In grad(), vmap() or jvp() of torch.func, and in forward-mode AD, a number can't "
+                "be summed over the ranks. For gradients, use backward() or torch.autograd.grad(); "
+                "or let the function return the sum of this rank's losses, and take "
+                'lockstep.reduce(gradients, "sum") afterwards, divided by the number of all '
+                "samples. Of what vmap() returns, take the mean outside of it."
+            )
 
 
 def may_be_distributed() -> bool:

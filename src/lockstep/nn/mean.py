@@ -14,7 +14,7 @@ from lockstep.arguments import as_finite_number, check_module, check_not_divided
 from lockstep.comm import mean_divisor, start_all_reduce, sum_in_step, uncompiled
 from lockstep.errors import ModelError
 from lockstep.grad import MIB, Reducer
-from lockstep.nn.autograd import is_backward_of_replicas, reached
+from lockstep.nn.autograd import is_backward_of_replicas, reached, refuse_transforms
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.engine import sparse_indices
 from lockstep.nn.parallel_state import begun_batch, count_micro_batch, note_factor
@@ -81,6 +81,7 @@ def mean(
         mean of no values.
 
     Raises:
+        ModelError: In a transform of ``torch.func``, or in forward-mode AD.
         TypeError: If ``values`` isn't a floating-point tensor, or ``weight`` isn't numbers, or one
             of them is a DTensor.
         ValueError: If the weights can't be broadcast to the shape of ``values``, or require a
@@ -93,8 +94,11 @@ def mean(
             f"mean() takes a floating-point tensor of single losses, and got {kind}. Compute the "
             'loss with reduction="none".'
         )
+    if values.is_nested:
+        raise TypeError("mean() takes no nested tensor. Give torch.cat(values.unbind()).")
     check_not_divided("values", values)
     check_not_divided("weight", weight)
+    refuse_transforms(values, weight)
     if not values.dim() and weight is None:
         raise ValueError(
             "mean() got a single number. If that is the mean of this rank's losses, the mean over "

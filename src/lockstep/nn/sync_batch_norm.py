@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -23,8 +23,12 @@ from lockstep.arguments import (
     check_type,
 )
 from lockstep.comm import gather_in_step, sum_in_step, uncompiled
+from lockstep.errors import ModelError
+from lockstep.nn.autograd import refuse_transforms
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.torch_private import _BatchNorm
+
+_log = logging.getLogger(__name__)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -36,8 +40,12 @@ class SyncBatchNorm(_BatchNorm):
     In training, mean and variance are those of the samples of all ranks together, whatever each
     rank's number of samples: outputs, gradients and running statistics are those of BatchNorm in
     one process. Every rank takes part in its forward and backward, so a rank without samples runs
-    both on an input of size 0. In evaluation, on one rank, and without a process group, it is
-    BatchNorm.
+    both on an input of size 0. On one rank, and without a process group, it is BatchNorm. So it is
+    in evaluation, where one rank may run alone: without running statistics each rank normalises by
+    those of its own samples then, as torch's does, and a warning says so once.
+
+    Gradients can be differentiated again, as in a gradient penalty; every rank must do so. Copies
+    have the same process group. With another group than the default one it can't be pickled.
 
     If it has the same process group as the model around it, the model's gradients are reduced at
     the end of each backward: ranks may compute them in different orders, so that reductions would
@@ -167,9 +175,53 @@ class SyncBatchNorm(_BatchNorm):
         group = self.process_group
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        if not self.training or group is None or group.size() == 1:
+        if group is None or group.size() == 1:
+            return kind.forward(self, *args, **kwargs)
+        if not self.training:
+            if self.running_mean is None:
+                _tell_of_own_statistics()
             return kind.forward(self, *args, **kwargs)
         return _forward_over(group, kind, self, args, kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all attributes, with a group that copies share; pickled, only the default one."""
+        group = self.process_group
+        return {**self.__dict__, "process_group": None if group is None else _Kept(group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the attributes, and the group itself."""
+        kept = state["process_group"]
+        super().__setstate__(  # type: ignore[no-untyped-call]
+            {**state, "process_group": kept.group if kept is not None else None}
+        )
+
+
+class _Kept:
+    """A process group that stays the same one in copies."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.group is not dist.group.WORLD:
+            raise RuntimeError(
+                "This SyncBatchNorm has a process group of its own, which can't be pickled. Pickle "
+                "the state_dict(), or set its process_group to None before, which stands for all "
+                "ranks."
+            )
+        return _Kept, (None,)
+
+
+@functools.cache
+def _tell_of_own_statistics() -> None:
+    _log.warning(
+        "A SyncBatchNorm without running statistics is in evaluation, where it waits for no other "
+        "rank: each rank normalises by the statistics of its own samples, and ranks differ from "
+        "one process with all of them. Give it track_running_stats=True, or evaluate in one rank."
+    )
 
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
@@ -183,7 +235,7 @@ def _synchronised(cls: type[SyncBatchNorm], kind: type[_BatchNorm]) -> type[Sync
         return self._forward_of(kind, *args, **kwargs)
 
     def reduce(self: SyncBatchNorm) -> tuple[Any, ...]:
-        return _made_of, (cls, kind), self.__dict__
+        return _made_of, (cls, kind), self.__getstate__()
 
     methods = {"forward": forward, "__reduce__": reduce, "__module__": kind.__module__}
     return type(f"Sync{kind.__name__}", (cls, kind), methods)
@@ -239,9 +291,13 @@ def _batch_norm(
     """``F.batch_norm()``, in training with the statistics of all ranks."""
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    refuse_transforms(input)
     finish_failed(group)
+    statistics = _statistics(input.detach(), group)
+    if statistics is None:  # no rank has samples
+        return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+    mean, square, count = statistics
     with torch.no_grad():
-        mean, square, count = _statistics(input, group)
         if running_mean is not None and running_var is not None:
             running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
             running_var.mul_(1 - momentum).add_(square / (count - 1), alpha=momentum)
@@ -282,8 +338,9 @@ class _Normalize(torch.autograd.Function):
         return F.batch_norm(input, mean, variance, weight, bias, training=False, eps=eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_output: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # with create_graph=True
+            return _differentiable_backward(ctx, d_output)
         input, weight, mean, variance, count = ctx.saved_tensors
         needs = ctx.needs_input_grad
         # The gradients as if the statistics were constants. Those of weight and bias are this
@@ -313,18 +370,86 @@ class _Normalize(torch.autograd.Function):
         return d_input if needs[0] else None, d_weight, d_bias, *[None] * 5
 
 
+@uncompiled
+class _Total(torch.autograd.Function):
+    """The sum over the ranks, in a loss that is itself the sum of those of all ranks.
+
+    ``name`` is a number, the same on all ranks for the same sum. A rank without samples may have
+    another graph, of which autograd computes sums in another order.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: torch.Tensor, name: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.name, ctx.group = name, group
+        backward_sync_of(group).begin_before_collective()
+        total = torch.cat([own, torch.stack([name, torch.ones_like(name)])])
+        sum_in_step(group, total)
+        names, count = total[-2:]
+        if not torch.isclose(names, name * count, rtol=1e-9):
+            raise ModelError(
+                "The ranks differentiate gradients of SyncBatchNorms in different orders, as a "
+                "rank without samples may do. Give each rank samples, or put the model in eval()."
+            )
+        summed: torch.Tensor = total[:-2]
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        total: torch.Tensor = _Total.apply(  # type: ignore[no-untyped-call]
+            gradient, ctx.name * 1.5, ctx.group
+        )
+        return total, None, None
+
+
+def _differentiable_backward(ctx: Any, d_output: torch.Tensor) -> tuple[Any, ...]:
+    """The backward in functions that have one, in which the statistics depend on the inputs too.
+
+    It sums over the ranks twice more, and computes in float64.
+    """
+    input, weight, mean, variance, count = ctx.saved_tensors
+    needs, dims = ctx.needs_input_grad, [dim for dim in range(input.dim()) if dim != 1]
+    per_channel = [1, -1, *[1] * (input.dim() - 2)]
+    wide, d_wide, mean, variance = (each.double() for each in (input, d_output, mean, variance))
+    # All ranks have the same statistics, and other layers have others.
+    names = (mean.sum() + number * variance.sum() for number in range(1, 5))
+
+    def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+        own = values.sum(dims), next(names), ctx.group
+        total: torch.Tensor = _Total.apply(*own)  # type: ignore[no-untyped-call]
+        return total.div(count).view(per_channel)
+
+    center, spread = mean.view(per_channel), variance.view(per_channel)
+    if needs[0]:
+        center = mean_over_ranks(wide)
+        spread = mean_over_ranks((wide - center).square())
+    inverse = (spread + ctx.eps).rsqrt()
+    normal = (wide - center) * inverse
+    d_input = None
+    if needs[0]:
+        factor = inverse if weight is None else inverse * weight.double().view(per_channel)
+        slope = mean_over_ranks(d_wide * normal)
+        d_input = factor * (d_wide - mean_over_ranks(d_wide) - normal * slope)
+        d_input = d_input.to(input.dtype)
+    d_weight = (d_wide * normal).sum(dims).to(ctx.dtype) if needs[1] else None
+    d_bias = d_wide.sum(dims).to(ctx.dtype) if needs[2] else None
+    return d_input, d_weight, d_bias, *[None] * 5
+
+
 def _statistics(
     input: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Return mean, sum of squared deviations and count per channel, over all ranks.
 
-    They are computed in float64 and summed in rank order, so that all ranks get the same bits.
+    None if no rank has any values. They are computed in float64 and summed in rank order, so that
+    all ranks get the same bits.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
     sample variances", 1979.
     """
     channels = input.shape[1]
-    count = input.numel() // channels
+    count = input.numel() // max(channels, 1)
     own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
     if count:
         dims = [dim for dim in range(input.dim()) if dim != 1]
@@ -336,8 +461,10 @@ def _statistics(
     total = counts.sum(0)
     # A rank with two values needs no look at the total, which would wait for a GPU.
     if count < 2 and total < 2:
+        if not total:
+            return None
         raise ValueError(
-            f"All ranks together have {int(total)} values per channel, of an input of shape "
+            "All ranks together have one value per channel, of an input of shape "
             f"{tuple(input.shape)} here, and a variance takes two. Give a larger batch."
         )
     mean = (means * counts).sum(0) / total
