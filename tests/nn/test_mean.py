@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -189,7 +190,25 @@ def test_accumulation_is_decided_at_backward(where: str) -> None:
     assert torch.equal(first, second) == (where == "forward inside")
 
 
-def test_a_batch_that_was_dropped_does_not_count() -> None:
+def drop_but_one(model: nn.Module) -> None:
+    """As where a parameter is in no optimizer."""
+    for parameter in [*model.parameters()][1:]:
+        parameter.grad = None
+    next(model.parameters()).grad.zero_()
+
+
+DROPS: dict[str, Callable[[nn.Module], None]] = {
+    "to None": lambda model: model.zero_grad(),
+    "to zero": lambda model: model.zero_grad(set_to_none=False),
+    "all but one": drop_but_one,
+}
+
+
+@pytest.mark.parametrize("drop", DROPS.values(), ids=DROPS.keys())
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_batch_that_was_dropped_does_not_count(
+    num_ranks: int, drop: Callable[[nn.Module], None]
+) -> None:
     (x, y, _), oracle = samples(), classifier()
     losses_of(oracle, x[4:], y[4:]).mean().backward()
 
@@ -197,13 +216,24 @@ def test_a_batch_that_was_dropped_does_not_count() -> None:
         model = in_place(classifier(), group)
         with lockstep.accumulate(model):
             lockstep.mean(losses_of(model, x[:4], y[:4]), process_group=group).backward()
-        model.zero_grad()
+        drop(model)
         with lockstep.accumulate(model):
             lockstep.mean(losses_of(model, x[4:6], y[4:6]), process_group=group).backward()
         lockstep.mean(losses_of(model, x[6:], y[6:]), process_group=group).backward()
         assert_gradients(model, oracle)
 
-    run_ranks(2, body)
+    run_ranks(num_ranks, body)
+
+
+def test_a_micro_batch_whose_gradients_are_zero_counts() -> None:
+    x = torch.randn(4, 3, dtype=torch.float64)
+    oracle = nn.Linear(3, 1).double()
+    model = lockstep.parallelize(copy.deepcopy(oracle))
+    (oracle(x)[2:].square().sum() / 4).backward()
+    with lockstep.accumulate(model):
+        lockstep.mean(model(x)[:2].square() * 0).backward()
+    lockstep.mean(model(x)[2:].square()).backward()
+    assert_gradients(model, oracle)
 
 
 def test_another_models_mean_is_left_out_of_the_batch() -> None:

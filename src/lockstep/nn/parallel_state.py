@@ -29,6 +29,7 @@ from lockstep.nn.engine import Engine, Options
 from lockstep.nn.global_hooks import unwatch, watch
 from lockstep.nn.verify import check_same_model, refusal_of_divided
 from lockstep.nn.wrapper import Wrapper
+from lockstep.torch_private import _execution_engine
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +69,9 @@ class ParallelState:
         # The task of the last backward, the weight of its micro-batch, and that of the batch with
         # it.
         self._last: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        # The parameters that had a gradient at the end of the last micro-batch's backward, with the
+        # version of that; None if it isn't known, as in backwards of replicas.
+        self._had_gradients: list[tuple[nn.Parameter, int]] | None = None
         # The number of micro-batches in the batch, and the small factors of their losses.
         self._num_micro_batches = 0
         self._factors: list[float] = []
@@ -100,6 +104,25 @@ class ParallelState:
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that the model has."""
         return [p.grad for p in self._parameters() if p.grad is not None]
+
+    def has_batch(self) -> bool:
+        """Whether there are gradients of an accumulated batch, which zero_grad() has not dropped.
+
+        It has if a parameter that had a gradient has none any more, or if all are zero and have
+        been written to. Not all need have none: some may be in no optimizer.
+        """
+        if self.count is None or not self._had_gradients:
+            return self.count is not None and bool(self.gradients())
+        gradients = [p.grad for p, _ in self._had_gradients if p.grad is not None]
+        if len(gradients) < len(self._had_gradients):
+            return False
+        versions = [version for _, version in self._had_gradients]
+        pairs = zip(gradients, versions, strict=True)
+        return any(gradient._version == version or gradient.any() for gradient, version in pairs)
+
+    def _note_gradients(self) -> None:
+        found = ((parameter, parameter.grad) for parameter in self._parameters())
+        self._had_gradients = [(p, grad._version) for p, grad in found if grad is not None]
 
     def _parameters(self) -> list[nn.Parameter]:
         module = self.module()
@@ -143,7 +166,9 @@ class ParallelState:
                         gradient.mul_(scale.to(gradient.device))
                         scaled.add(id(gradient))
         self._last = (task, count, total) if task != -1 else None
-        self.count = total if self.num_contexts else None
+        self.count, self._had_gradients = total if self.num_contexts else None, None
+        if self.num_contexts and task != -1 and not is_backward_of_replicas():
+            _execution_engine.queue_callback(self._note_gradients)
         return total
 
     def note_factor(self, factor: float) -> None:
@@ -394,7 +419,7 @@ def begun_batch() -> tuple[int, bool]:
     """Return this thread, and whether it has gradients of earlier micro-batches of a step."""
     thread = this_thread()
     states = _with_open_batches(thread)
-    return thread, any(state.count is not None and state.gradients() for state in states)
+    return thread, any(state.has_batch() for state in states)
 
 
 def count_micro_batch(
