@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -28,6 +29,7 @@ from lockstep.errors import ModelMismatch
 
 _log = logging.getLogger(__name__)
 
+_kind_of = operator.attrgetter("shape", "dtype", "device")
 # The number of backwards in a row that couldn't write a buffer, after which a warning is logged.
 _MANY_SKIPS = 10
 
@@ -90,6 +92,24 @@ class _Form(NamedTuple):
         return (tensor.shape, tensor.dtype, tensor.device) == self[:3]
 
 
+class _Snapshot(NamedTuple):
+    """The buffers as they were found to have the forms that all ranks have agreed on.
+
+    To find that nothing has changed since takes a tenth of finding the forms.
+    """
+
+    places: list[tuple[dict[str, torch.Tensor | None], str]]  # of each slot, its module's buffers
+    tensors: list[torch.Tensor | None]
+    kinds: list[Any]  # of those that are there
+    exchanged: dict[str, list[torch.Tensor]]  # by policy
+
+    def is_current(self) -> bool:
+        now = [buffers.get(attribute) for buffers, attribute in self.places]
+        if not all(map(operator.is_, now, self.tensors)):
+            return False
+        return [_kind_of(tensor) for tensor in now if tensor is not None] == self.kinds
+
+
 class Buffers:
     """Keeps the buffers of one module equal on all ranks, each by its policy.
 
@@ -109,6 +129,7 @@ class Buffers:
         self._slots: list[_Slot] = []
         # Those that all ranks have, with their forms.
         self._agreed: dict[_Slot, _Form | None] = {}
+        self._snapshot: _Snapshot | None = None
         # For each buffer: the number of references apart from those of graphs (a view or a scripted
         # module has one), and the number of backwards in a row that found more.
         self._num_references = WeakIdKeyDictionary()
@@ -144,6 +165,7 @@ class Buffers:
             for slot, form in self._agreed.items()
             if slot.name in slots or policy_of(slot.name, policies) != "local"
         }
+        self._snapshot = None
 
     def _note_references(self) -> None:
         for tensor in self.named().values():
@@ -152,7 +174,7 @@ class Buffers:
     def accept(self) -> list[torch.Tensor]:
         """Take the buffers as all ranks', whose models are the same; return those that are new."""
         known = {slot.name for slot in self._agreed}
-        self._agreed = self._forms()
+        self._agreed, self._snapshot = self._forms(), None
         return [buffer for name, buffer in self.named().items() if name not in known]
 
     def _forms(self) -> dict[_Slot, _Form | None]:
@@ -169,7 +191,22 @@ class Buffers:
 
     def has_changed(self) -> bool:
         """Whether any buffer has another form than ranks have agreed on."""
-        return self.hook is None and self._forms() != self._agreed
+        if self.hook is not None or (self._snapshot is not None and self._snapshot.is_current()):
+            return False
+        self._snapshot = None
+        if self._forms() != self._agreed:
+            return True
+        modules = [slot.module() for slot in self._slots]
+        if all(isinstance(getattr(module, "_buffers", None), dict) for module in modules):
+            places = [
+                (module._buffers, slot.attribute)  # type: ignore[union-attr]
+                for module, slot in zip(modules, self._slots, strict=True)
+            ]
+            tensors = [slot.tensor() for slot in self._slots]
+            kinds = [_kind_of(tensor) for tensor in tensors if tensor is not None]
+            exchanged = {policy: self._to_exchange(policy) for policy in ("rank0", "mean", "late")}
+            self._snapshot = _Snapshot(places, tensors, kinds, exchanged)
+        return False
 
     def agree(self) -> None:
         """Compare the forms of all ranks' buffers, and exchange these. Every rank must call it.
@@ -186,7 +223,7 @@ class Buffers:
         by_rank = differing_facts(self._group, facts)
         if by_rank:
             raise _mismatch(by_rank)
-        self._agreed = forms
+        self._agreed, self._snapshot = forms, None
         self._note_references()
         self.start()()
 
@@ -237,6 +274,8 @@ class Buffers:
 
         What comes into the others' place is of no use: :meth:`agree` follows.
         """
+        if self._snapshot is not None and self._snapshot.is_current():
+            return self._snapshot.exchanged[policy]
         found = []
         for slot, form in self._agreed.items():
             if form is not None and slot.policy == policy and slot.name == form.first_name:
