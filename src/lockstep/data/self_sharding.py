@@ -28,7 +28,11 @@ from lockstep.errors import SplitError
 NUM_PROBED = 4
 _ASKING = {dist.get_rank.__code__, dist.get_world_size.__code__}
 _READING_ENVIRONMENT = type(os.environ).__getitem__.__code__
-_VARIABLES = {"RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
+_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "PMI_RANK", "PMI_SIZE"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
 
 
 class View(IntEnum):

@@ -52,7 +52,8 @@ def judge(
     if undivided not in get_args(Undivided):
         raise ValueError(refusal("undivided", undivided, '"warn", "error" or "always"'))
     if undivided == "always":
-        return Verdict(Outcome.UNDIVIDED, may_draw=True)
+        is_known = type(optimizer) in ELEMENTWISE | _BY_PARAMETER
+        return Verdict(Outcome.UNDIVIDED, may_draw=not is_known)
     if type(optimizer) in ELEMENTWISE | _BY_PARAMETER:
         return Verdict(Outcome.DIVIDE)
     verdict, kind = _tried(optimizer, groups), type(optimizer).__name__

@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -40,9 +41,12 @@ _log = logging.getLogger("lockstep")
 # Facts are left before the steps 1, 2, 4, 8 and so on, and each of so many.
 _INTERVAL = 64
 # How long the first rank waits for the facts of others when it ends.
-_PATIENCE = timedelta(seconds=0.3)
-# How many of its steps an optimizer is watched whose gradients are found to be the same.
-_MAX_STEPS = 8
+_PATIENCE_SECONDS = 0.3
+# Of how many looks facts are kept in the store.
+_NUM_SLOTS = 4
+# How many steps of an optimizer that nothing is known to keep in step are watched, and after how
+# many the first rank looks no more whether others have come as far.
+_MAX_STEPS, _MOST_STEPS = 8, 1024
 # Of how many gradients, and of how many of their elements, there is a checksum.
 _NUM_GRADIENTS, _NUM_ELEMENTS = 8, 4096
 # Options that mean the same on all ranks. Others may be what an optimizer remembers of its part.
@@ -69,13 +73,15 @@ class _Watched:
         number: Its number among those of this rank.
         num_steps: How many steps it has begun.
         is_done: Whether it isn't watched any more.
-        facts: What was left in the store for other ranks to see, by step.
+        steps: The last two before which facts were left in the store.
+        num_looks: How often that was done.
     """
 
     number: int
     num_steps: int = 0
     is_done: bool = False
-    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    num_looks: int = 0
 
 
 _lock = threading.Lock()
@@ -113,11 +119,13 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
             watched.is_done = _look(optimizer, watched)
 
 
-def _look(optimizer: Optimizer, watched: _Watched, wait: timedelta | None = None) -> bool:
+def _look(optimizer: Optimizer, watched: _Watched, wait: float | None = None) -> bool:
     """Leave facts about ``optimizer``, and look at those of others; return whether to end that.
 
-    The first rank may ``wait`` for those of others.
+    The first rank may ``wait`` for those of others, for so many seconds.
     """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False  # where nothing may be read
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     group = next((one for keeper in keepers for one in keeper(parameters)), dist.group.WORLD)
     if group is None:
@@ -126,7 +134,7 @@ def _look(optimizer: Optimizer, watched: _Watched, wait: timedelta | None = None
         ranks = dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):  # a group that torch doesn't know
         return True
-    form = [type(optimizer).__name__, *(list(p.shape) for p in parameters)]
+    form = zlib.crc32(repr([type(optimizer).__name__, *(p.shape for p in parameters)]).encode())
     facts: dict[str, Any] = {"form": form}
     is_kept = any(one for keeper in keepers for one in keeper(parameters))
     if is_kept:
@@ -135,57 +143,62 @@ def _look(optimizer: Optimizer, watched: _Watched, wait: timedelta | None = None
         return False
     else:
         facts["gradients"] = checksums
-    if len(ranks) > 1:
+    if len(ranks) == 1:
+        return True
+    is_first = dist.get_rank() == ranks[0]
+    if is_kept or watched.num_steps <= _MAX_STEPS:
         _leave(watched, ranks, facts)
-        if wait is not None and dist.get_rank() == ranks[0]:
-            keys = [_key(watched, ranks, watched.num_steps, rank) for rank in ranks]
-            with contextlib.suppress(RuntimeError):
-                _get_default_store().wait(keys, wait)
-        for step in watched.facts:
-            found = _facts_of_ranks(watched, ranks, step)
-            are_alike = all(one["form"] == found[0]["form"] for one in found)
+    if is_first:
+        for step in watched.steps:
+            found = _facts_of_ranks(watched, ranks, step, wait)
+            are_alike = all(one["form"] == facts["form"] for one in found)
             differing = _first_difference(found) if are_alike else None
             if differing is not None:
-                if _is_first_to_tell(watched, ranks):
-                    _tell(optimizer, parameters, ranks, step, differing)
+                _tell(optimizer, parameters, ranks, step, differing)
                 return True
-    return len(ranks) == 1 or (not is_kept and watched.num_steps >= _MAX_STEPS)
+    # The first rank may be ahead of those that are to be compared with it.
+    return not is_kept and watched.num_steps >= (_MOST_STEPS if is_first else _MAX_STEPS)
 
 
 def look_at_the_end() -> None:
     """Look at the options of the last steps, before the first rank takes the store with it."""
+    end = time.monotonic() + _PATIENCE_SECONDS
     with contextlib.suppress(Exception):  # whatever is gone by now
         for optimizer, watched in [*_watched.items()]:
-            if not watched.is_done and watched.num_steps not in watched.facts:
-                _look(optimizer, watched, wait=_PATIENCE)
+            if not watched.is_done and watched.num_steps not in watched.steps:
+                _look(optimizer, watched, wait=max(0.01, end - time.monotonic()))
 
 
 def _leave(watched: _Watched, ranks: Sequence[int], facts: dict[str, Any]) -> None:
-    store, step = _get_default_store(), watched.num_steps
-    store.set(_key(watched, ranks, step, dist.get_rank()), json.dumps(facts))
-    watched.facts[step] = facts
-    while len(watched.facts) > 2:
-        old = next(iter(watched.facts))
-        del watched.facts[old]
-        store.delete_key(_key(watched, ranks, old, dist.get_rank()))
+    watched.steps = [*watched.steps[-1:], watched.num_steps]
+    facts["step"] = watched.num_steps
+    key = _key(watched, ranks, watched.num_looks, dist.get_rank())
+    _get_default_store().set(key, json.dumps(facts))
+    watched.num_looks += 1
 
 
-def _facts_of_ranks(watched: _Watched, ranks: Sequence[int], step: int) -> list[dict[str, Any]]:
-    """Return the facts of all ranks, by rank; none if some aren't there."""
+def _facts_of_ranks(
+    watched: _Watched, ranks: Sequence[int], step: int, wait: float | None
+) -> list[dict[str, Any]]:
+    """Return the facts of all ranks before ``step``, by rank; none if some aren't there.
+
+    A key that is there stays, with later facts: to get one that isn't would wait for it.
+    """
     store = _get_default_store()
-    keys = [_key(watched, ranks, step, rank) for rank in ranks]
+    slot = watched.num_looks - len(watched.steps) + watched.steps.index(step)
+    keys = [_key(watched, ranks, slot, rank) for rank in ranks]
+    if wait is not None:
+        with contextlib.suppress(RuntimeError):
+            store.wait(keys, timedelta(seconds=wait))
     if not store.check(keys):
         return []
-    return [json.loads(store.get(key)) for key in keys]
+    found = [json.loads(store.get(key)) for key in keys]
+    return found if all(facts["step"] == step for facts in found) else []
 
 
-def _is_first_to_tell(watched: _Watched, ranks: Sequence[int]) -> bool:
-    return bool(_get_default_store().add(_key(watched, ranks, 0, ranks[0]), 1) == 1)
-
-
-def _key(watched: _Watched, ranks: Sequence[int], step: int, rank: int) -> str:
+def _key(watched: _Watched, ranks: Sequence[int], slot: int, rank: int) -> str:
     among = "all" if len(ranks) == dist.get_world_size() else zlib.crc32(repr(ranks).encode())
-    return f"lockstep/apart/{among}/{watched.number}/{step}/{rank}"
+    return f"lockstep/apart/{among}/{watched.number}/{slot % _NUM_SLOTS}/{rank}"
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -230,7 +243,7 @@ def _first_difference(by_rank: Sequence[dict[str, Any]]) -> Any:
     for index, groups in enumerate(zip(*(f.get("options", ()) for f in by_rank), strict=False)):
         for name in groups[0]:
             values = [group.get(name) for group in groups]
-            if any(value != values[0] for value in values):
+            if len({json.dumps(value) for value in values}) > 1:  # NaN is like NaN
                 return index, name, values
     return None
 
@@ -245,7 +258,9 @@ def _tell(
     kind = type(optimizer).__name__
     if isinstance(differing, tuple):
         index, name, values = differing
-        other = next(i for i, value in enumerate(values) if value != values[0])
+        other = next(
+            i for i, each in enumerate(values) if json.dumps(each) != json.dumps(values[0])
+        )
         _log.warning(
             "The options of this %s differ between the ranks: %r of group %d is %s on rank %d and "
             "%s on rank %d at step %d, so that the replicas part, although their gradients are the "
