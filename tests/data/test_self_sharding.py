@@ -176,7 +176,21 @@ class OfAConstant(Numbers):
         return RANK.rank, 2
 
 
-def test_a_dataset_that_refers_to_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_this_rank(numbers: list[int]) -> list[int]:
+    return numbers[RANK.rank :: 2]
+
+
+class OfAFunction(Numbers):
+    """Calls a function that refers to the rank."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(of_this_rank(self.order()))
+
+
+@pytest.mark.parametrize("make", [OfAConstant, OfAFunction])
+def test_a_dataset_that_refers_to_its_rank(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]
+) -> None:
     """Ranks that are threads have one module; what their code refers to differs by thread."""
 
     class Mine:
@@ -189,7 +203,7 @@ def test_a_dataset_that_refers_to_its_rank(monkeypatch: pytest.MonkeyPatch) -> N
             return dist.get_rank()
 
     monkeypatch.setitem(globals(), "RANK", Mine())
-    assert_once(lockstep.launch(lambda _: samples(OfAConstant(), None), nprocs=2, ranks="threads"))
+    assert_once(lockstep.launch(lambda _: samples(make(), None), nprocs=2, ranks="threads"))
 
 
 @pytest.mark.parametrize("make", [Drawn, Once])
@@ -270,11 +284,27 @@ class Generators(Dataset[Any]):
         return index, *drawn, python.random(), self.state.rand()
 
 
+class Lazy(Generators):
+    """Makes them with the first sample."""
+
+    def __init__(self) -> None:
+        self.is_made = False
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.is_made:
+            super().__init__()
+            self.is_made = True
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("make", [Generators, Lazy])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_generators_of_a_dataset_draw_the_same_for_any_number_of_ranks(num_workers: int) -> None:
+def test_generators_of_a_dataset_draw_the_same_for_any_number_of_ranks(
+    num_workers: int, make: Callable[[], Any]
+) -> None:
     def body(rank: int, group: dist.ProcessGroup | None) -> list[list[float]]:
         loader = lockstep.DataLoader(
-            Generators(), 6, seed=1, num_workers=num_workers, process_group=group
+            make(), 6, seed=1, num_workers=num_workers, process_group=group
         )
         batches = [torch.stack([*map(torch.as_tensor, batch)], 1) for batch in loader]
         return torch.cat(batches).tolist()

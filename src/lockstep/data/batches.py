@@ -179,10 +179,11 @@ class Reader:
     def _reset(self) -> None:
         self._unused: list[Source] = [*sources(), *sources_in(self.dataset)]
         self._used: list[Source] = []
+        self._is_first = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker's process needs, which has generators of its own."""
-        left_out = ("_unused", "_used")
+        left_out = ("_unused", "_used", "_is_first")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -213,6 +214,13 @@ class Reader:
                 for source in found:
                     source.rewind()
                 batch = self._read(part)
+            if self._is_first:  # a dataset may make generators with its first sample
+                self._is_first = False
+                if made := sources_in(self.dataset, [*self._unused, *self._used]):
+                    for source in made:
+                        source.begin()
+                    self._used += made
+                    batch = self._read(part)
             return batch
         finally:
             for source in self._used:

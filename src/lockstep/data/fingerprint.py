@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import sys
 import types
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ import torch
 # How much is read of each attribute of a dataset, and of each tensor in it: rank-wise parts differ
 # from their beginning.
 _MAX_BYTES = 2**20
+# How far functions are followed that others refer to.
+_MAX_DEPTH = 3
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -101,19 +104,27 @@ def _checksum(value: Any, max_bytes: int) -> int:
     return file.value
 
 
-def _plain_values(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values that a function refers to: its closure's, and global ones."""
-    code: Any = function.__code__
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    for name, cell in cells:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not set yet
-            continue
+def _plain_values(function: Any, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, Any]]:
+    """Yield the plain values that a function refers to: its closure's, and global ones.
+
+    So do the functions that it refers to, and what it names of modules.
+    """
+    code, names = function.__code__, function.__globals__
+    found = {name: names[name] for name in code.co_names if name in names}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it isn't set yet
+            found[name] = cell.cell_contents
+    for module in [*found.values()]:
+        if isinstance(module, types.ModuleType) and not _is_of_torch(module.__name__):
+            found |= {name: vars(module)[name] for name in code.co_names if name in vars(module)}
+    for name, value in found.items():
         yield name, _plain(value)
-    for name in code.co_names:
-        if name in function.__globals__:
-            yield name, _plain(function.__globals__[name])
+        if depth and isinstance(value, types.FunctionType) and not _is_of_torch(value.__module__):
+            yield from _plain_values(value, depth - 1)
+
+
+def _is_of_torch(name: str) -> bool:
+    return name.partition(".")[0] == "torch"
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,8 @@ class _Methods(NamedTuple):
 class _Own:
     """A generator of the program's own."""
 
-    def __init__(self, methods: _Methods) -> None:
-        self._methods = methods
+    def __init__(self, generator: Any, methods: _Methods) -> None:
+        self.generator, self._methods = generator, methods
         self.seed = methods.seed
 
     def begin(self) -> None:
@@ -42,9 +42,11 @@ class _Own:
         self._methods.set_state(self._before)
 
 
-def sources_in(dataset: Any) -> list[Source]:
-    """Return the generators that ``dataset`` has."""
-    return [*map(_Own, filter(None, map(_methods_of, _objects_in(dataset, set()))))]
+def sources_in(dataset: Any, known: Sequence[Source] = ()) -> list[Source]:
+    """Return the generators that ``dataset`` has, apart from those that are ``known``."""
+    seen = {id(source.generator) for source in known if isinstance(source, _Own)}
+    found = ((each, _methods_of(each)) for each in _objects_in(dataset, seen))
+    return [_Own(each, methods) for each, methods in found if methods is not None]
 
 
 def _methods_of(value: Any) -> _Methods | None:
