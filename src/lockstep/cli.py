@@ -313,7 +313,7 @@ def _parser() -> argparse.ArgumentParser:
         "--grace SECONDS",
         "How long ranks have to end by themselves, with a checkpoint say, once SIGTERM, SIGHUP or "
         "Ctrl-C has asked them to; by default 30. Then, or at a second Ctrl-C, they are killed. "
-        "After a rank has failed, the others have 3, unless this is given.",
+        "After a rank has failed, the others have 3 at most.",
     )
     run.option("--nnodes N", "On how many hosts this command is given; by default 1.")
     run.option(

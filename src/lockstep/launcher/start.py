@@ -139,7 +139,7 @@ def launch(
         log_dir: A directory in which to keep each rank's output, as ``rank-R.log``.
         grace: How many seconds the ranks have to end by themselves before they are killed, after
             Ctrl-C or the end of this process has asked them to; by default 30. After a rank has
-            failed, the others have 3, unless ``grace`` is given. (Threads can't be killed.)
+            failed, the others have 3 at most. (Threads can't be killed.)
 
     Returns:
         The ranks' results, in the order of ranks.

@@ -294,7 +294,8 @@ class _Watch:
         self._escalation: Escalation | None = None  # None as long as all goes well
         given = job.grace_seconds
         self._grace_seconds = GRACE_SECONDS if given is None else given
-        self._failure_grace_seconds = FAILURE_GRACE_SECONDS if given is None else given
+        # A failure ends the run within seconds, however long a checkpoint takes at its own end.
+        self._failure_grace_seconds = min(FAILURE_GRACE_SECONDS, self._grace_seconds)
         self._selector = selectors.DefaultSelector()
         self._when_readable(self.signals.fileno(), self.signals.pull)
         if job.caller is not None:
