@@ -400,7 +400,8 @@ class Engine:
             ParameterChanged: If the module has got other parameters without telling torch.
         """
         failed_elsewhere = self.reducer.finish()
-        self.refuse_put_behind()
+        if not self.is_stale:  # else torch has told of the change
+            self.refuse_put_behind()
         return failed_elsewhere
 
     def end_backward(self) -> None:

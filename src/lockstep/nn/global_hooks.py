@@ -291,7 +291,12 @@ def _refuse_put_behind(parameters: Sequence[torch.Tensor], engines: Collection[E
     of ``engines``. An engine that has reduced gradients since the last step has looked for itself.
     """
     for engine in all_engines():
-        if engine.is_syncing and engine.num_backwards == engine.num_backwards_stepped:
+        is_told = engine.is_stale  # torch has told of the change
+        if (
+            engine.is_syncing
+            and not is_told
+            and engine.num_backwards == engine.num_backwards_stepped
+        ):
             new = {*map(id, engine.put_behind().values())}
             if new and (engine in engines or not new.isdisjoint(map(id, parameters))):
                 mark_stale(engine)
