@@ -191,9 +191,9 @@ LATE = """
     world = lockstep.init()
     model = lockstep.parallelize(torch.nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(7):
+    for step in range({num_steps}):
         model(torch.ones(2, 3)).sum().backward()
-        if step == 5 and world.rank:
+        if step == {num_steps} - 2 and world.rank:
             optimizer.param_groups[0]["lr"] = 0.025
         optimizer.step()
 """
@@ -209,8 +209,9 @@ def test_ranks_that_have_not_met_are_told_of(bench: Bench, num_ranks: int) -> No
 
 
 @pytest.mark.forks
-def test_options_are_compared_at_the_end_too(bench: Bench) -> None:
-    bench.script(LATE, "train.py")
+@pytest.mark.parametrize("num_steps", [7, 70])
+def test_options_are_compared_at_the_end_too(bench: Bench, num_steps: int) -> None:
+    bench.script(LATE.replace("{num_steps}", str(num_steps)), "train.py")
     done = bench.run("run", "-n", 2, "train.py")
     assert done.returncode == 0
     assert done.stderr.count("'lr' of group 0 is 0.1 on rank 0 and 0.025 on rank 1") == 1

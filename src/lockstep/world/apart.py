@@ -43,7 +43,7 @@ _INTERVAL = 64
 # How long the first rank waits for the facts of others when it ends.
 _PATIENCE_SECONDS = 0.3
 # Of how many looks facts are kept in the store.
-_NUM_SLOTS = 4
+_NUM_SLOTS, _LAST_LOOK = 4, -1
 # How many steps of an optimizer that nothing is known to keep in step are watched, and after how
 # many the first rank looks no more whether others have come as far.
 _MAX_STEPS, _MOST_STEPS = 8, 1024
@@ -166,6 +166,7 @@ def look_at_the_end() -> None:
     with contextlib.suppress(Exception):  # whatever is gone by now
         for optimizer, watched in [*_watched.items()]:
             if not watched.is_done and watched.num_steps not in watched.steps:
+                watched.num_looks = _LAST_LOOK  # alike on all ranks: a place of its own
                 _look(optimizer, watched, wait=max(0.01, end - time.monotonic()))
 
 
@@ -186,6 +187,10 @@ def _facts_of_ranks(
     """
     store = _get_default_store()
     slot = watched.num_looks - len(watched.steps) + watched.steps.index(step)
+    if wait is not None:
+        if step != watched.num_steps:
+            return []
+        slot = _LAST_LOOK
     keys = [_key(watched, ranks, slot, rank) for rank in ranks]
     if wait is not None:
         with contextlib.suppress(RuntimeError):
@@ -198,7 +203,9 @@ def _facts_of_ranks(
 
 def _key(watched: _Watched, ranks: Sequence[int], slot: int, rank: int) -> str:
     among = "all" if len(ranks) == dist.get_world_size() else zlib.crc32(repr(ranks).encode())
-    return f"lockstep/apart/{among}/{watched.number}/{slot % _NUM_SLOTS}/{rank}"
+    return (
+        f"lockstep/apart/{among}/{watched.number}/{slot if slot < 0 else slot % _NUM_SLOTS}/{rank}"
+    )
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
