@@ -96,6 +96,7 @@ SAMPLES = {
     "torch._dynamo.eval_frame.OptimizedModule": lambda: torch.compile(
         nn.Linear(1, 1), backend="eager"
     ),
+    "torch.amp.GradScaler": lambda: torch.amp.GradScaler("cpu"),
     "torch.compile": lambda: torch.compile(ignoring, backend="eager"),
     "torch.nn.Module": nn.Module,
     "torch.nn.Module.state_dict": lambda: nn.Linear(1, 1).state_dict(),

@@ -130,6 +130,10 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_optimizer_step_post_hooks": "put in order: that of a sharded optimizer comes first",
         "_optimizer_step_pre_hooks": "the same; it comes last",
     },
+    "torch.amp.GradScaler": {
+        "_scale": "the loss scale on its device, which is the same on all ranks",
+        "_unscale_grads_": "is replaced: all ranks skip the same steps",
+    },
     "torch.nn.RNN": {
         "_flat_weights": "a recurrent module's second list of its parameters",
         "_flat_weights_names": "their names",

@@ -269,6 +269,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if new and _is_in_a_step():
         return  # the outer optimizer, which steps this one, has called this hook before
     _refuse_put_behind(parameters, engines)
+    receive_gradients(optimizer, engines)
+    note_step(optimizer, engines)
+
+
+def receive_gradients(optimizer: Optimizer, engines: Collection[Engine]) -> None:
+    """Take part in backwards in which this rank has had no gradient since the last step."""
     for engine in engines:
         if backward_sync_of(engine.process_group).is_in_backward(engine):
             raise ModelError(
@@ -278,8 +284,13 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
                 "register_post_accumulate_grad_hook(), which is called when the gradient is the "
                 "mean over the ranks."
             )
-        if engine.num_backwards == engine.stepped_by[optimizer]:
+        if engine.num_backwards == engine.stepped_by.get(optimizer, engine.num_backwards_stepped):
             _take_part(engine)
+
+
+def note_step(optimizer: Optimizer, engines: Collection[Engine]) -> None:
+    """Note that ``optimizer`` steps with the gradients of all backwards until now, or skips it."""
+    for engine in engines:
         engine.num_backwards_stepped = engine.num_backwards
         engine.stepped_by[optimizer] = engine.num_backwards
 

@@ -27,6 +27,7 @@ from lockstep.nn.autograd import current_task, is_any_reached, is_backward_of_re
 from lockstep.nn.backward import all_engines, backward_sync_of, engines_with, finish_failed
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.global_hooks import unwatch, watch
+from lockstep.nn.loss_scale import watch_scalers
 from lockstep.nn.verify import check_same_model, refusal_of_divided
 from lockstep.nn.wrapper import Wrapper
 from lockstep.torch_private import _execution_engine
@@ -312,6 +313,7 @@ def attach(
         if engine.parameters:
             own.append(engine)
             watch(engine)
+            watch_scalers()
     inner_engines = [engine for state in inner.values() for engine in state.engines]
     state = ParallelState(module, [*inner_engines, *own], is_wrapped=owner is not module)
     with _lock:  # also for the owners of the state that this one replaces
