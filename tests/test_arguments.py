@@ -165,7 +165,8 @@ OTHERS = [
         r"^mixed_precision\.reduce_dtype is 'fp16' .*, not a torch\.dtype",
     ),
     Wrong(wrapped, "device_ids", "cuda:0", TypeError, "^device_ids is 'cuda:0' .*, not a list"),
-    Wrong(wrapped, "bucket_cap_mb_list", ["a"], ValueError, r"^bucket_cap_mb_list\[-1\] is 'a'"),
+    Wrong(wrapped, "bucket_cap_mb_list", [1, "a"], ValueError, r"^bucket_cap_mb_list\[1\] is 'a'"),
+    Wrong(wrapped, "bucket_cap_mb_list", [0, 1], ValueError, r"^bucket_cap_mb_list\[0\] is 0,"),
     Wrong(wrapped, "bucket_cap_mb_list", 25, TypeError, "^bucket_cap_mb_list is 25 .*, not a list"),
     Wrong(buffer_hook, "hook", "fp16", TypeError, "^hook is 'fp16' .*, not a function"),
     Wrong(

@@ -48,7 +48,6 @@ ON_PURPOSE = {
         "broadcast_buffers is not deprecated: it takes policies",
         "0 not greater than 0",
     ),
-    "test_ddp_bucket_cap_mb_list": ("all buckets have one size", "bucket_bytes_cap_list"),
     "test_ddp_buffer_hook_allreduce": (
         "a hook of buffers runs with the backward, wherever it was to run",
         "not close",

@@ -54,6 +54,19 @@ def test_a_gradient_above_the_cap_takes_along_what_is_there():
     assert assign_buckets([1, 100, 1], [0] * 3, range(3), cap_bytes=10) == [[0, 1], [2]]
 
 
+def test_the_first_buckets_may_have_caps_of_their_own():
+    """The last of them is that of all that follow; there is no smaller first one then."""
+    for caps, expected in (
+        ([8, 4], [[5, 4], [3], [2], [1], [0]]),
+        ([4, 12, 8], [[5], [4, 3, 2], [1, 0]]),
+        ([24], [[5, 4, 3, 2, 1, 0]]),
+    ):
+        order = [5, 4, 3, 2, 1, 0]
+        assert assign_buckets([4] * 6, [0] * 6, order, cap_bytes=caps, first_cap_bytes=1) == (
+            expected
+        )
+
+
 def test_kinds_never_mix():
     kinds = ["float32", "float64", "float32", "float64"]
     assert assign_buckets([1] * 4, kinds, range(4), cap_bytes=10) == [[0, 2], [1, 3]]

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -116,6 +118,28 @@ def test_dtensors_may_be_left_out() -> None:
         (model.head(wrapper(x)) * (world.rank + 1)).sum().backward()
         assert_same(model.head.bias.grad, torch.full((1,), 1.5).double())
         assert model.first.weight.grad.device_mesh == mesh
+
+    launch(body)
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+def test_what_is_left_out_need_not_be_describable() -> None:
+    """A ShardedTensor has no numel(), stride() or nbytes."""
+
+    def body(world: lockstep.World, mesh: DeviceMesh) -> None:
+        model = nn.Module()
+        spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        model.table = nn.Parameter(sharded_tensor.rand(spec, 4, 5))
+        model.layer = nn.Linear(2, 3).double()
+        wrap = lockstep.DistributedDataParallel
+        wrap._set_params_and_buffers_to_ignore_for_model(model, ["table"])
+        wrapper = wrap(model)
+        model.layer(torch.full((1, 2), world.rank + 1.0).double()).sum().backward()
+        assert_same(model.layer.weight.grad, torch.full((3, 2), 1.5).double())
+        facts = wrapper._get_ddp_logging_data()
+        assert (facts["num_parameter_tensors"], facts["total_parameter_size_bytes"]) == (2, 72)
+        assert wrapper.device == torch.device("cpu")
+        assert "29 parameters" in str(lockstep.explain(wrapper))
 
     launch(body)
 

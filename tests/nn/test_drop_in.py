@@ -21,6 +21,7 @@ from tests.same import assert_same, gradients_of
 OurDDP = lockstep.DistributedDataParallel
 # torch before 2.13 has broadcast_buffers alone, which is True where it has become None since.
 HAS_NEWER_NAME = "forward_sync_buffers" in inspect.signature(TorchDDP).parameters
+HAS_CAPS = "bucket_cap_mb_list" in inspect.signature(TorchDDP).parameters
 
 
 def launch(body: Any, world_size: int = 2) -> list[Any]:
@@ -222,11 +223,24 @@ def test_attributes_are_those_of_torchs() -> None:
         "parameters_to_ignore",
         "require_backward_grad_sync",
         "bucket_bytes_cap",
+        *["bucket_bytes_cap_list", "bucket_bytes_cap_default"] * HAS_CAPS,
+        *["batched_grad_copy"] * HAS_NEWER_NAME,
+        "skip_all_reduce_unused_params",
         "training",
     )
+    of_caps = [
+        {"bucket_cap_mb_list": [0.5, 2, 1]},
+        {"bucket_cap_mb_list": [2], "bucket_cap_mb": 3},
+        {"bucket_cap_mb_list": []},
+    ]
 
     def body(world: lockstep.World) -> None:
-        for options in ({}, {"bucket_cap_mb": 3}, {"find_unused_parameters": True}):
+        for options in (
+            {},
+            {"bucket_cap_mb": 3},
+            {"find_unused_parameters": True},
+            *of_caps * HAS_CAPS,
+        ):
             inner = Counting()
             ours, theirs = OurDDP(inner, **options), TorchDDP(Counting(), **options)
             for name in names:
@@ -241,6 +255,19 @@ def test_attributes_are_those_of_torchs() -> None:
             ]
 
     launch(body)
+
+
+def test_buckets_have_the_caps_of_a_list() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[int]:
+        inner = nn.Sequential(*(nn.Linear(4, 4, bias=False).double() for _ in range(4)))
+        caps = [256 / 2**20, 1 / 2**20]  # two layers, and then one
+        model = OurDDP(inner, process_group=group, bucket_cap_mb=1, bucket_cap_mb_list=caps)
+        for _ in range(2):  # with the second, buckets have their final arrangement
+            model(parts(2)[rank]).sum().backward()
+        sizes: list[int] = model._get_ddp_logging_data()["bucket_sizes"]
+        return sizes
+
+    assert run_ranks(2, body) == [[256, 128, 128]] * 2
 
 
 @pytest.mark.parametrize("size", [1, 2])

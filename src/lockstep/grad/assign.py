@@ -17,7 +17,7 @@ def assign_buckets(
     kinds: Sequence[Hashable],
     order: Sequence[int],
     *,
-    cap_bytes: int,
+    cap_bytes: int | Sequence[int],
     first_cap_bytes: int = FIRST_BUCKET_BYTES,
 ) -> list[list[int]]:
     """Divide gradients into buckets, in the order in which they become ready.
@@ -31,15 +31,17 @@ def assign_buckets(
         num_bytes: The size of each gradient.
         kinds: The kind of each gradient; only equal kinds share a bucket.
         order: The indices of all gradients, in the order in which they become ready.
-        cap_bytes: The size from which a bucket is full.
-        first_cap_bytes: The same for the first bucket, unless that is a large part of all
-            gradients.
+        cap_bytes: The size from which a bucket is full. Several are those of the first bucket to be
+            full, the second, and so on; the last of them is that of all that follow.
+        first_cap_bytes: The size of the first bucket instead of one ``cap_bytes``, unless that is
+            a large part of all gradients.
 
     Returns:
         The indices of each bucket's gradients. Every index is in exactly one bucket.
     """
-    if sum(num_bytes[index] for index in order) < _MIN_FIRST_BUCKETS * first_cap_bytes:
-        first_cap_bytes = cap_bytes
+    if isinstance(cap_bytes, int):
+        is_little = sum(num_bytes[index] for index in order) < _MIN_FIRST_BUCKETS * first_cap_bytes
+        cap_bytes = [cap_bytes if is_little else min(first_cap_bytes, cap_bytes), cap_bytes]
     full: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
     filled_bytes: dict[Hashable, int] = {}
@@ -49,7 +51,7 @@ def assign_buckets(
             filling[kind], filled_bytes[kind] = [], 0
         filling[kind].append(index)
         filled_bytes[kind] += size
-        if filled_bytes[kind] >= (cap_bytes if full else min(first_cap_bytes, cap_bytes)):
+        if filled_bytes[kind] >= cap_bytes[min(len(full), len(cap_bytes) - 1)]:
             full.append(filling.pop(kind))
     position = {index: number for number, index in enumerate(order)}
     return sorted(full + list(filling.values()), key=lambda bucket: position[bucket[-1]])

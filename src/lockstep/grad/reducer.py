@@ -51,7 +51,7 @@ class Reducer(GradientOrder):
 
     Args:
         named_parameters: The parameters to reduce, in the same order on every rank of ``group``.
-        cap_bytes: The size from which a bucket is full; of the first one, ``first_cap_bytes``.
+        cap_bytes, first_cap_bytes: As for :func:`assign_buckets`.
         skip_unused: Whether buckets are not sent if no rank uses any of their parameters.
         sparse: The indices of parameters with sparse gradients.
         is_kept: Whether it reduces more than one backward. Then it logs unusual gradients, and its
@@ -71,7 +71,7 @@ class Reducer(GradientOrder):
         named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
         group: dist.ProcessGroup,
         *,
-        cap_bytes: int,
+        cap_bytes: int | Sequence[int],
         first_cap_bytes: int = FIRST_BUCKET_BYTES,
         skip_unused: bool = False,
         sparse: Collection[int] = (),

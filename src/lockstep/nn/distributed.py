@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,14 @@ from torch.func import functional_call
 from torch.futures import Future
 
 from lockstep.arguments import Device, check_flag, check_module, check_type, only_device, refusal
-from lockstep.comm import SingleRankGroup, broadcast_tensors, default_group, mean_divisor
-from lockstep.grad import MIB, CommHook, GradBucket, describe_buckets
+from lockstep.comm import SingleRankGroup, broadcast_tensors, default_group
+from lockstep.grad import MIB, CommHook, describe_buckets
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.global_hooks import mark_stale
 from lockstep.nn.join import DDPJoinHook, begin_joined_iteration
+from lockstep.nn.mixed_precision import MixedPrecision, check_precision, reduce_in_dtype
 from lockstep.nn.parallel_state import attach, release, state_of
 from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, check_bucket_cap, join
 from lockstep.nn.wrapper import Wrapper
@@ -47,38 +48,6 @@ _REDUCER = SimpleNamespace(
     _delay_all_reduce=lambda: None,
     _check_reducer_finalized=lambda: None,
 )
-
-
-@runtime_checkable
-class MixedPrecision(Protocol):
-    """The interface of torch's ``_MixedPrecision``; None leaves a dtype as it is.
-
-    Attributes:
-        param_dtype: The dtype of parameters and floating-point inputs in forward.
-        reduce_dtype: The dtype in which gradients are reduced.
-        buffer_dtype: The dtype of floating-point buffers.
-    """
-
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    buffer_dtype: torch.dtype | None
-
-
-def _check_precision(precision: MixedPrecision | None) -> None:
-    wanted = "an object with a param_dtype, a reduce_dtype and a buffer_dtype"
-    check_type("mixed_precision", precision, MixedPrecision | None, wanted)
-    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-        dtype = getattr(precision, name, None)
-        check_type(f"mixed_precision.{name}", dtype, torch.dtype | None, "a torch.dtype or None")
-
-
-def _reduce_in_dtype(
-    state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket
-) -> Future[torch.Tensor]:
-    """A communication hook that computes the mean over a group in a given dtype."""
-    group, dtype = state
-    narrow = bucket.buffer().div(mean_divisor(group)).to(dtype)
-    return group.allreduce([narrow], dist.AllreduceOptions()).get_future()
 
 
 class DistributedDataParallel(
@@ -131,7 +100,8 @@ class DistributedDataParallel(
         device_mesh: The ranks to keep in step, as a mesh of one dimension.
         skip_all_reduce_unused_params: Whether a bucket is not sent if no rank uses its parameters.
             All ranks must then use the same parameters.
-        bucket_cap_mb_list: Sizes of buckets, in MiB; all buckets have the last of them.
+        bucket_cap_mb_list: Sizes of full buckets instead, in MiB: of the first that is full, the
+            second, and so on, and the last of them for all that follow.
         forward_sync_buffers: torch's newer name for ``broadcast_buffers``, which it overrules.
 
     Attributes:
@@ -176,7 +146,7 @@ class DistributedDataParallel(
         check_module(module)
         check_flag("init_sync", init_sync)
         check_flag("skip_all_reduce_unused_params", skip_all_reduce_unused_params)
-        _check_precision(mixed_precision)
+        check_precision(mixed_precision)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce go together: give "
@@ -184,9 +154,11 @@ class DistributedDataParallel(
             )
         sizes = "a list of numbers of MiB"
         check_type("bucket_cap_mb_list", bucket_cap_mb_list, list | tuple | None, sizes)
-        if bucket_cap_mb is None:
-            bucket_cap_mb = [DEFAULT_BUCKET_CAP_MB, *(bucket_cap_mb_list or ())][-1]
-            check_bucket_cap(bucket_cap_mb, "bucket_cap_mb_list[-1]")
+        caps = tuple(bucket_cap_mb_list or ())
+        for number, cap in enumerate(caps):
+            check_bucket_cap(cap, f"bucket_cap_mb_list[{number}]")
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not caps
+        bucket_cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         check_bucket_cap(bucket_cap_mb)
         name, policies = "broadcast_buffers", broadcast_buffers
         if forward_sync_buffers is not None:
@@ -200,13 +172,16 @@ class DistributedDataParallel(
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
-        self.bucket_bytes_cap = int(bucket_cap_mb * MIB)
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
+        self.bucket_bytes_cap = max(self.bucket_bytes_cap_list, default=int(bucket_cap_mb * MIB))
         self.mixed_precision = mixed_precision
         self.parameters_to_ignore = frozenset(
             getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         )
         self._options = Options(
-            bucket_cap_mb,
+            caps or bucket_cap_mb,
             policies,
             init_sync,
             self.parameters_to_ignore,
@@ -226,7 +201,7 @@ class DistributedDataParallel(
             for buffer in filter(torch.is_floating_point, self.modules_buffers):
                 buffer.data = buffer.data.to(precision.buffer_dtype)
         if precision is not None and precision.reduce_dtype is not None and group is not None:
-            self._set_comm_hook(CommHook((group, precision.reduce_dtype), _reduce_in_dtype))
+            self._set_comm_hook(CommHook((group, precision.reduce_dtype), reduce_in_dtype))
         self._is_ready = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the module's
@@ -389,9 +364,14 @@ class DistributedDataParallel(
     # Attributes of torch's wrapper
 
     @property
+    def _parameters_in_step(self) -> list[nn.Parameter]:
+        ignored = self.parameters_to_ignore
+        return [p for name, p in self.module.named_parameters() if name not in ignored]
+
+    @property
     def device(self) -> torch.device:
-        """Where the model's first parameter is."""
-        return next(self.module.parameters()).device
+        """Where the first parameter is that isn't ignored."""
+        return self._parameters_in_step[0].device
 
     join_device = device  # for the tensors of torch's Join context
 
@@ -432,7 +412,7 @@ class DistributedDataParallel(
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         group, reducers = self.process_group, [engine.reducer for engine in self._engines]
-        parameters = list(self.module.parameters())
+        parameters = self._parameters_in_step
         return {
             "module_name": type(self.module).__name__,
             "world_size": group.size() if group is not None else 1,

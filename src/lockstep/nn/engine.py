@@ -41,7 +41,8 @@ _modules_of = operator.attrgetter("_modules")
 class Options(NamedTuple):
     """How the replicas of a module are kept in step; the same on every rank."""
 
-    bucket_cap_mb: float  # the size from which a bucket is full, in MiB
+    # The size from which a bucket is full, in MiB, or those of the first buckets.
+    bucket_cap_mb: float | tuple[float, ...]
     broadcast_buffers: BroadcastBuffers
     init_sync: bool = True  # whether to compare the models and start from rank 0's values
     ignored: Collection[str] = ()  # names of parameters and buffers that each rank has for itself
@@ -95,7 +96,10 @@ class Engine:
         self.parts: weakref.WeakSet[nn.Module] = weakref.WeakSet(module.modules())
         self._module = weakref.ref(module)
         self._inner = weakref.WeakSet(inner)
-        self._options, self._cap_bytes = options, int(options.bucket_cap_mb * MIB)
+        self._options, cap = options, options.bucket_cap_mb
+        self._cap_bytes = (
+            [int(mb * MIB) for mb in cap] if isinstance(cap, tuple) else int(cap * MIB)
+        )
         self._pending = _Pending()
         self._hooks: list[tuple[autograd.GradientHooks, autograd.Hook]] = []
         self._nodes: list[object] = []

@@ -303,7 +303,7 @@ def _fact(name: str, tensor: torch.Tensor) -> dict[str, Any]:
         "name": name,
         "shape": [*tensor.shape],
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "bytes": tensor.nbytes,
+        "bytes": tensor.shape.numel() * tensor.dtype.itemsize,
         "device": str(tensor.device),
     }
 
@@ -441,8 +441,8 @@ def _device_of(module: nn.Module) -> str:
 
 def _count(module: nn.Module) -> str:
     parameters = [*module.parameters()]
-    numel = sum(p.numel() for p in parameters)
-    frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+    numel = sum(p.shape.numel() for p in parameters)
+    frozen = sum(p.shape.numel() for p in parameters if not p.requires_grad)
     return f"{numel:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
 
 
