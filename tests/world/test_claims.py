@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import uuid
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,7 +43,10 @@ def test_a_second_process_of_a_rank_is_refused(
 ) -> None:
     store = dist.FileStore(str(tmp_path / "store"), -1) if in_a_file else dist.HashStore()
     store.set(KEY, of_another)
-    said = rf"rank 0 of 2: process {os.getppid()}, which came first, and process {os.getpid()}"
+    said = (
+        rf"Rank 0 of 2 was claimed by two processes: process {os.getppid()} on {HERE}, which came "
+        rf"first, and process {os.getpid()} on {HERE}"
+    )
     with pytest.raises(ContradictoryInit, match=said):
         claim(store, FIRST)
     assert store.get(KEY).decode() == of_another
@@ -52,15 +59,42 @@ def test_a_second_process_of_a_rank_is_refused(
         f"{HERE}/{_process(os.getpid())}",  # an init() before
         f"{HERE}/{os.getppid()}-1",  # has ended, and another process has its id
         f"{HERE}/{2**22 + 1}-1",  # has ended
-        f"elsewhere/{os.getppid()}-1",  # before a restart on this host, perhaps
     ],
-    ids=["itself", "another with its id", "one that has ended", "one elsewhere"],
+    ids=["itself", "another with its id", "one that has ended"],
 )
 def test_a_rank_that_comes_again_is_welcome(before: str) -> None:
     store = dist.HashStore()
     store.set(KEY, before)
     claim(store, FIRST)
     assert store.get(KEY).decode() == f"{HERE}/{_process(os.getpid())}"
+
+
+def test_a_process_of_another_host_has_the_rank_unless_a_launcher_holds_the_store() -> None:
+    store = dist.HashStore()
+    store.set(KEY, "elsewhere/12-1")
+    with pytest.raises(ContradictoryInit, match="process 12 on elsewhere, which came first, and"):
+        claim(store, FIRST)
+    claim(store, replace(FIRST, agent_hosts_store=True))  # ranks may move at a restart
+    assert store.get(KEY).decode().startswith(f"{HERE}/{os.getpid()}-")
+
+
+def test_a_second_rank_0_is_refused_where_ranks_meet_by_name() -> None:
+    """As under srun and mpiexec, without a port."""
+    place = Placement(Starter.OPEN_MPI, 0, 2, 0, 2, job_id=uuid.uuid4().hex)
+    name = rendezvous._name_of(str(place.job_id))
+    open_one = f"import os; os.memfd_create(f'{name}-{{os.getpid()}}'); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", open_one], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as first:
+        assert first.stdout is not None
+        first.stdout.readline()
+        files = set(os.listdir("/proc/self/fd"))
+        with pytest.raises(ContradictoryInit, match=f"process {first.pid} on {HERE}, which came"):
+            meet(place, SOON)
+        assert set(os.listdir("/proc/self/fd")) == files  # no rank takes its file for the store
+        first.communicate(b"\n")
+    meet(place, SOON)
+    os.close(rendezvous._open_files.pop(name))
 
 
 def test_a_second_rank_0_does_not_blame_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +104,7 @@ def test_a_second_rank_0_does_not_blame_the_port(monkeypatch: pytest.MonkeyPatch
     place = Placement(Starter.TORCHRUN, 0, 2, 0, 2, master=("127.0.0.1", free_port()))
     meet(place, SOON)
     rendezvous._held_open, held = {}, rendezvous._held_open
-    with pytest.raises(ContradictoryInit, match=f"process {os.getpid()}, which came first"):
+    with pytest.raises(ContradictoryInit, match=f"process {os.getpid()} on {HERE}, which"):
         meet(place, SOON)
     held.clear()
     for file in rendezvous._open_files.values():

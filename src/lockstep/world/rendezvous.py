@@ -73,12 +73,12 @@ def claim(store: dist.Store, place: Placement) -> None:
     """Be this rank in ``store``, where processes meet, and let no other process be it.
 
     Raises:
-        ContradictoryInit: If a process that runs on this host is this rank already.
+        ContradictoryInit: If a process is this rank already.
     """
     key, own = _claim_of(place.rank), f"{socket.gethostname()}/{_process(os.getpid())}"
     other = store.compare_set(key, "", own).decode()
-    if _is_another(other):
-        raise _twice(other.rpartition("/")[2].partition("-")[0], place)
+    if _is_another(other, place):
+        raise _twice(other, place)
     store.set(key, own)  # in place of a process that has ended: the run was restarted
 
 
@@ -91,24 +91,29 @@ def _process(pid: int) -> str:
     return f"{pid}-{stat_fields(pid)[19]}"
 
 
-def _is_another(who: str) -> bool:
-    """Whether ``who`` is another process of this host that runs; of other hosts' it isn't known."""
+def _is_another(who: str, place: Placement) -> bool:
+    """Whether ``who`` is another process that runs; of other hosts' only the store tells it."""
     host, _, process = who.rpartition("/")
-    pid = int(process.partition("-")[0] or 0)
-    if host != socket.gethostname() or pid in (0, os.getpid()):
-        return False
-    try:
-        return _process(pid) == process
-    except OSError:
-        return False
+    if host != socket.gethostname():
+        # A rank's store ends with the run. A launcher's outlives a restart, after which ranks may
+        # be on other hosts than before.
+        return not place.agent_hosts_store
+    pid = int(process.partition("-")[0])
+    with contextlib.suppress(OSError):  # it has ended
+        return pid != os.getpid() and _process(pid) == process
+    return False
 
 
 def _twice(first: str, place: Placement) -> ContradictoryInit:
+    """The error of this process, which came after ``first``: a host, and a process there."""
+    host, _, process = first.rpartition("/")
     return ContradictoryInit(
-        f"Two processes claim to be rank {place.rank} of {place.world_size}: process {first}, "
-        f"which came first, and process {os.getpid()}, this one. Give each process a RANK of its "
-        "own, from 0 on; and if they are of different runs, give each run a MASTER_PORT of its "
-        "own. 'lockstep run', torchrun, srun and mpiexec do."
+        f"Rank {place.rank} of {place.world_size} was claimed by two processes: process "
+        f"{process.partition('-')[0]} on {host}, which came first, and process {os.getpid()} on "
+        f"{socket.gethostname()}, this one. Give each process a rank of its own, from 0 on; and "
+        "if they are of different runs, give each run a MASTER_ADDR and MASTER_PORT of its own. "
+        "'lockstep run', torchrun, srun and mpiexec do. A program that a rank starts inherits its "
+        "environment variables, and so its rank: start it without them."
     )
 
 
@@ -156,8 +161,8 @@ def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> d
         return dist.TCPStore(host, port, place.world_size, **options)
     except (OSError, RuntimeError) as error:
         # Not asked at the port: another program may listen there, and never answer.
-        if (path := _file_of_rank_0(_name_of_port(host, port))) is not None:
-            raise _twice(Path(path).parts[2], place) from error
+        if (first := _file_of_rank_0(_name_of_port(host, port))) is not None:
+            raise _twice(_maker_of(first), place) from error
         raise RendezvousFailed(
             f"rank 0 could not open a store at {host}:{port} ({first_line(error)}). Choose "
             "another MASTER_PORT, or start with 'lockstep run', which finds a free one."
@@ -190,6 +195,10 @@ def _meet_by_name(place: Placement, timeout: timedelta) -> dist.Store:
         if name not in _open_files:
             # The process id distinguishes this file from those that its forks inherit.
             _open_files[name] = os.memfd_create(f"{name}-{os.getpid()}")
+            # Only now: of two processes that do this at once, one at least sees the other.
+            if (first := _file_of_rank_0(name, but=os.getpid())) is not None:
+                os.close(_open_files.pop(name))
+                raise _twice(_maker_of(first), place)
         return _file_store(_open_files[name], timeout)
     deadline = Deadline(timeout.total_seconds())
     while (path := _file_of_rank_0(name)) is None:
@@ -231,14 +240,20 @@ def _name_of_port(host: str, port: int) -> str:
     return _name_of(f"rank 0 at {host}:{port}")
 
 
-def _file_of_rank_0(name: str) -> str | None:
+def _file_of_rank_0(name: str, but: int | None = None) -> str | None:
+    """The path of the file that a process has made by this name, other than the process ``but``."""
     for pid, path in files_in_memory(f"{name}-"):
         with contextlib.suppress(OSError):  # the process has just ended
-            is_own = os.readlink(path) == f"/memfd:{name}-{pid} (deleted)"
+            is_its_own = os.readlink(path) == f"/memfd:{name}-{pid} (deleted)"
             # Root can read all processes, but must not take the file of a stranger.
-            if is_own and os.stat(path).st_uid == os.geteuid():
+            if is_its_own and pid != but and os.stat(path).st_uid == os.geteuid():
                 return path
     return None
+
+
+def _maker_of(path: str) -> str:
+    """The process whose open file is at ``path``, as one that claims a rank."""
+    return f"{socket.gethostname()}/{Path(path).parts[2]}"
 
 
 def _launching_process() -> str:
