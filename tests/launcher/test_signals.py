@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,34 @@ def test_ranks_save_with_loader_workers_after_a_signal(
     ]
     assert run.returncode == (0 if number == signal.SIGUSR1 else 128 + number), err
     assert bench.processes() == []
+
+
+WAITING = """
+    import os, signal, threading
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+
+    def wait():
+        print("ready", flush=True)
+        signal.sigwait([signal.SIGUSR1])
+        print("saved", flush=True)
+
+    if os.environ["RANK"] == "0":
+        wait()
+    else:
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        waiting.join()
+    """
+
+
+def test_a_signal_is_passed_on_to_ranks_that_wait_for_it_in_any_thread(bench: Bench) -> None:
+    run = started(bench, WAITING)
+    time.sleep(0.1)  # from the word to the wait
+    run.send_signal(signal.SIGUSR1)
+    out, err = run.communicate(timeout=60)
+    assert sorted(out.splitlines()) == ["[rank 0] saved", "[rank 1] saved"], err
+    assert run.returncode == 0
 
 
 def test_a_signal_that_no_rank_handles_is_told_of_and_ends_nothing(bench: Bench) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ MARK = "LOCKSTEP_SUPERVISOR"
 # Signals that end a launcher, and by default would leave its ranks running.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Signals that mean what a program wants them to, such as a checkpoint before its time is over. They
-# end one that has no handler, so they are passed on to ranks that have one.
+# end one that has no handler, so they are passed on to ranks that have one, or wait for them.
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (*ENDING_SIGNALS, *PASSED_SIGNALS)
 # How long the other ranks may take to report failures of their own, once one rank has failed.
@@ -36,6 +37,7 @@ _POLL_SECONDS = 0.02
 _GOODBYE = b"."
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_SIGTIMEDWAIT = {"x86_64": "128", "aarch64": "137"}  # its number among system calls
 _FLAGS_FIELD, _EXIT_CODE_FIELD, _PF_SIGNALED = 6, 49, 0x400
 
 
@@ -63,13 +65,31 @@ def ending_signal(pid: int) -> int:
     return 0
 
 
-def handles(pid: int, number: int) -> bool:
-    """Whether the process ``pid`` has a handler for the signal ``number``."""
+def expects(pid: int, number: int) -> bool:
+    """Whether the process ``pid`` has a handler for the signal ``number``, or waits for it.
+
+    It waits for a signal that its main thread blocks, by ``signal.sigwait()`` or ``signalfd(2)``.
+    """
     with contextlib.suppress(OSError):  # it is gone
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        fields = dict(line.split(":\t") for line in lines)
+        signals = int(fields["SigCgt"], 16) | int(fields["SigBlk"], 16) | _waited_for(pid)
+        return bool(signals >> (number - 1) & 1)
     return False
+
+
+def _waited_for(pid: int) -> int:
+    """The signals that a process's main thread waits for, which don't count as blocked meanwhile.
+
+    Source: ``proc_pid_syscall(5)``, and ``rt_sigtimedwait(2)`` for the arguments.
+    """
+    with contextlib.suppress(OSError):  # it is gone, or must not be looked into
+        call = Path(f"/proc/{pid}/syscall").read_text().split()
+        if call[0] == _SIGTIMEDWAIT.get(platform.machine()):
+            with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+                memory.seek(int(call[1], 16))
+                return int.from_bytes(memory.read(8), sys.byteorder)
+    return 0
 
 
 def reap(pid: int, *, wait: bool = True) -> None:

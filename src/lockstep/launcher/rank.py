@@ -80,7 +80,7 @@ def run_rank(
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     # Not before: a signal would run the supervisor's handlers.
-    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+    _unblock_signals(signal_mask)
     _report_to(status, rank)
     pid = os.getpid()
     failure, result = _run(job.program, rank, reads_stdin, job.around or nullcontext)
@@ -130,10 +130,6 @@ def _leave_supervisor(outputs: Sequence[int], reads_stdin: bool) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for passed in PASSED_SIGNALS:
-        if signal.getsignal(passed) != signal.SIG_IGN:
-            signal.signal(passed, signal.SIG_IGN)  # what has come was for the supervisor
-            signal.signal(passed, signal.SIG_DFL)
     descriptors = dict(enumerate(outputs, start=1))
     if not reads_stdin:
         descriptors[0] = os.open(os.devnull, os.O_RDONLY)
@@ -149,6 +145,16 @@ def _leave_supervisor(outputs: Sequence[int], reads_stdin: bool) -> None:
     # hook that the program installs, such as rich's, replaces this one.
     sys.excepthook = lambda kind, error, trace: None
     faulthandler.enable()
+
+
+def _unblock_signals(signal_mask: Collection[int]) -> None:
+    """Block ``signal_mask`` alone, and drop signals that came for the supervisor, or too early."""
+    passed = [number for number in PASSED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    for number in passed:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+    for number in passed:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _run(

@@ -419,7 +419,7 @@ class _Watch:
     def _pass_on(self, number: int) -> None:
         """Send the signal to the ranks that have a handler for it; it would end the others."""
         running = [rank for rank in self._ranks if rank.is_running]
-        able = [rank for rank in running if processes.handles(rank.pid, number)]
+        able = [rank for rank in running if processes.expects(rank.pid, number)]
         for rank in able:
             rank.send(number)
         if running and not able:
