@@ -84,7 +84,6 @@ def test_everything_may_be_given_by_position() -> None:
         {"bucket_cap_mb": 0.0001},
         {"bucket_cap_mb_list": [1, 2]},
         {"find_unused_parameters": True},
-        {"check_reduction": True},
         {"gradient_as_bucket_view": False},
         {"static_graph": True},
         {"skip_all_reduce_unused_params": True},
@@ -172,6 +171,25 @@ def test_buffers_start_and_follow_as_torchs_do(options: dict[str, Any]) -> None:
                 model(parts(2)[world.rank]).sum().backward()
 
     launch(body)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"check_reduction": True}, "^check_reduction is deprecated, .*: leave it out"),
+        (
+            {"broadcast_buffers": True, "forward_sync_buffers": False},
+            "^broadcast_buffers has no effect beside forward_sync_buffers",
+        ),
+    ],
+    ids=str,
+)
+def test_an_argument_without_effect_is_told_of_as_torch_tells_it(
+    options: dict[str, Any], says: str
+) -> None:
+    with pytest.warns(FutureWarning, match=says) as told:
+        OurDDP(net(), **options)
+    assert [warning.filename for warning in told] == [__file__]
 
 
 def test_whether_buffers_follow_can_be_set_later() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -102,7 +103,8 @@ class DistributedDataParallel(
             All ranks must then use the same parameters.
         bucket_cap_mb_list: Sizes of full buckets instead, in MiB: of the first that is full, the
             second, and so on, and the last of them for all that follow.
-        forward_sync_buffers: torch's newer name for ``broadcast_buffers``, which it overrules.
+        forward_sync_buffers: torch's newer name for ``broadcast_buffers``, which it overrules, with
+            a warning. Neither is deprecated.
 
     Attributes:
         module: The model.
@@ -163,6 +165,14 @@ class DistributedDataParallel(
         name, policies = "broadcast_buffers", broadcast_buffers
         if forward_sync_buffers is not None:
             name, policies = "forward_sync_buffers", forward_sync_buffers
+            if broadcast_buffers is not None:
+                ignored = (
+                    "broadcast_buffers has no effect beside forward_sync_buffers: leave it out."
+                )
+                warnings.warn(ignored, FutureWarning, stacklevel=2)
+        if check_reduction:
+            no_effect = "check_reduction is deprecated, and has no effect: leave it out."
+            warnings.warn(no_effect, FutureWarning, stacklevel=2)
         policies = True if policies is None else policies
         check_policies(policies, name)
         self._input_device = only_device(module, device_ids, output_device)

@@ -213,7 +213,7 @@ class TestFailures:
             model(torch.ones(2, 2))
 
     def test_a_lazy_module_is_refused(self) -> None:
-        with pytest.raises(RuntimeError, match="no shape yet"):
+        with pytest.raises(ValueError, match="no shape yet"):
             DataParallel(nn.LazyLinear(2), TWO)(torch.ones(2, 2))
 
     def test_bad_options_are_refused(self) -> None:

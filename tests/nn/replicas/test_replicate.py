@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def test_a_network_without_shapes_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="no shape yet"):
+    with pytest.raises(ValueError, match="no shape yet"):
         replicate(nn.Sequential(nn.LazyLinear(2)), CPUS)
 
 

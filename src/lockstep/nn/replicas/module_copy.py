@@ -137,7 +137,12 @@ def version_of(tensor: torch.Tensor) -> object:
 
 
 def check_home(tensors: Sequence[torch.Tensor], home: torch.device) -> None:
-    """Raise RuntimeError if a module's tensor isn't on the first device, or has no shape yet."""
+    """Check that a module's tensors can be those of the first replica.
+
+    Raises:
+        RuntimeError: If one isn't on the first device.
+        ValueError: If one has no shape yet, as torch raises it.
+    """
     for tensor in tensors:
         if tensor.device != home:
             raise RuntimeError(
@@ -150,7 +155,7 @@ def check_home(tensors: Sequence[torch.Tensor], home: torch.device) -> None:
 
 def _check_shapes(tensors: Iterable[torch.Tensor]) -> None:
     if any(map(is_lazy, tensors)):
-        raise RuntimeError(
+        raise ValueError(
             "A parameter has no shape yet. Run one forward of the bare module on a sample before "
             "replicating it."
         )
@@ -178,8 +183,7 @@ def replicate(network: Network, devices: Sequence[Device], detach: bool = False)
 
     Raises:
         TypeError: If ``network`` isn't a module, or contains a ScriptModule.
-        ValueError: If a device doesn't exist.
-        RuntimeError: If a parameter has no shape yet.
+        ValueError: If a device doesn't exist, or a parameter has no shape yet.
     """
     check_module(network, "network")
     parts = list(network.modules())
