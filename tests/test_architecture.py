@@ -29,6 +29,7 @@ LAYERS = {
     "arguments": 0,
     "comm": 1,
     "world": 2,
+    "generators": 2,
     "grad": 2,
     "data": 3,
     "nn": 3,

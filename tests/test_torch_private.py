@@ -29,8 +29,10 @@ PATHS = sorted(SOURCE.rglob("*.py"))
 OF_PYTHON = {"_asdict", "_at_fork_reinit", "_exit", "_extra_reducers", "_fields", "_getframe"}
 OF_PYTHON |= {"_replace", "_xoptions"}
 
+OF_NUMPY = {"_bit_generator"}
 OF_LIGHTNING = {"_ddp_kwargs", "_determine_ddp_device_ids", "_process_group_backend"}
 OF_TRANSFORMERS = {"_save_optimizer_and_scheduler"}
+OF_OTHERS = OF_PYTHON | OF_NUMPY | OF_LIGHTNING | OF_TRANSFORMERS
 
 
 @functools.cache
@@ -175,7 +177,7 @@ def test_other_files_use_what_is_listed(path: Path) -> None:
         else:
             continue
         is_torchs = text.split(".")[0] in known or name not in own_names()
-        if is_torchs and name not in LISTED | OF_PYTHON | OF_LIGHTNING | OF_TRANSFORMERS:
+        if is_torchs and name not in LISTED | OF_OTHERS:
             found.add(f"{text} (line {node.lineno})")
     assert not found, "Import it from lockstep.torch_private, or add it to its ATTRIBUTES."
 

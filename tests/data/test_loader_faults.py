@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -161,6 +162,19 @@ def test_the_program_keeps_its_own_numbers_of_random() -> None:
         random.gauss(0, 1)
         list(loader)
         assert (random.gauss(0, 1), random.random()) == expected
+
+
+def test_the_program_keeps_its_own_numbers_of_numpy() -> None:
+    """Also the second of a pair that normal() has drawn."""
+    loader = lockstep.DataLoader(Numbers(8), 4, collate_fn=lambda _: np.random.normal(size=3))
+    for _ in range(2):
+        np.random.seed(1)
+        np.random.normal()
+        expected = np.random.normal(), np.random.normal()
+        np.random.seed(1)
+        np.random.normal()
+        list(loader)
+        assert (np.random.normal(), np.random.normal()) == expected
 
 
 def test_a_repeated_index_is_named_wherever_it_is() -> None:

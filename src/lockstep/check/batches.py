@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.check.records import Batch, Records, Samples
-from lockstep.data import bytes_of
+from lockstep.comm import bytes_of
 from lockstep.errors import LockstepError
 from lockstep.torch_private import tree_leaves
 
@@ -56,7 +56,8 @@ def _add(update: Callable[[bytes], None], value: Any) -> None:
         if value.layout is not torch.strided:
             raise _Unknown
         update(f"{value.dtype}{tuple(value.shape)}".encode())
-        update(bytes_of(value.detach().cpu().contiguous()))
+        whole = value.detach().cpu().contiguous()  # kept while its memory is read
+        update(bytes(bytes_of(whole)))
     elif isinstance(value, str | bytes | int | float | complex | None):
         update(repr(value).encode())
     elif isinstance(value, dict):

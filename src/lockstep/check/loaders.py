@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, default_collate
 import lockstep.data
 from lockstep.check.batches import Part, checksum, global_batch, hashes_of_rows, is_empty
 from lockstep.check.records import Batch, Plan, Records, Samples, of_rank
-from lockstep.check.switches import Switches, have_drawn, random_state, set_random_state
+from lockstep.check.switches import Switches
+from lockstep.generators import global_generators
 from lockstep.torch_private import tree_leaves, tree_map_only
 
 
@@ -38,9 +39,10 @@ class Keeping:
             written = _written(samples)
             draws = False
         else:
-            before, written = random_state(), _written(samples)  # before collate changes them
+            before = global_generators().read()
+            written = _written(samples)  # before collate changes them
             batch = self.collate(samples)
-            draws = have_drawn(before, random_state())
+            draws = before != global_generators().read()
         name = checksum(batch)
         if name and written is not None:
             self._records.save(f"samples-{name}", Samples(written, draws))
@@ -83,7 +85,7 @@ class Loaders:
         self._classes: set[tuple[type, str]] = set()  # of loaders, with their methods
         self._iterations: Counter[str] = Counter()
         self.is_loading = False
-        self.random_state = random_state()
+        self.random_state = global_generators().read()
         self.num_rows = self.num_backwards = 0
 
     def watch(self) -> None:
@@ -148,7 +150,7 @@ class Loaders:
             content = checksum(value)
             value = self._doubled(value)
             rows = hashes_of_rows(value)
-            self.random_state = random_state()
+            self.random_state = global_generators().read()
             if is_kept:
                 kept = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
                 self._records.save(f"value-{name}-{number}", kept)
@@ -165,7 +167,7 @@ class Loaders:
             number += 1
             self.num_rows = len(rows)
             self._after_batch()
-            self.random_state = random_state()
+            self.random_state = global_generators().read()
             yield value
         self._records.save(f"{name}-{number}", None)
 
@@ -187,8 +189,8 @@ class Loaders:
             if not self._plan.divides_itself:
                 collate = loader.collate_fn if loader.batch_sampler is not None else None
                 value = self._doubled(global_batch(collate, parts))
-            set_random_state(parts[0].batch.random_state)
-            self.random_state = random_state()
+            global_generators().write(parts[0].batch.random_state)
+            self.random_state = global_generators().read()
             self.num_rows = len(hashes_of_rows(value))
             yield value
             number += 1

@@ -33,9 +33,10 @@ from lockstep.check.loaders import Finished, Loaders
 from lockstep.check.locate import Trace
 from lockstep.check.models import Models
 from lockstep.check.records import ROUNDED, Backward, End, Plan, Step, of_rank
-from lockstep.check.switches import Switches, have_drawn, random_state, rounded
+from lockstep.check.switches import Switches, rounded
 from lockstep.check.trials import Suspect, Trial, options_of
-from lockstep.data import bytes_of
+from lockstep.comm import bytes_of
+from lockstep.generators import global_generators
 from lockstep.nn import are_parallel
 from lockstep.torch_private import tree_leaves
 
@@ -111,7 +112,7 @@ class Recorder:
             self._undo.callback(timer.cancel)
         for handle in handles:
             self._undo.callback(handle.remove)
-        self._loaders.random_state = random_state()
+        self._loaders.random_state = global_generators().read()
         if self._trial.together is not None:
             self._undo.enter_context(self._trial.together)
         return self
@@ -224,8 +225,8 @@ class Recorder:
         if not tensors or not tensors[0].dim():
             return
         if tensors[0].layout is torch.strided:
-            content = bytes_of(tensors[0].detach().cpu().contiguous())
-            self._inputs = zlib.crc32(content, self._inputs)
+            first = tensors[0].detach().cpu().contiguous()  # kept while its memory is read
+            self._inputs = zlib.crc32(bytes_of(first), self._inputs)
         if self._input is None:
             rows = sum(hashes_of_rows(tensors[:1])) % _HASHES
             self._input = Backward(0.0, len(tensors[0]), rows)
@@ -272,7 +273,7 @@ class Recorder:
             self._backwards[-1] = self._backwards[-1]._replace(divisor=division.divisor)
 
     def _note_draws(self) -> None:
-        self._draws |= have_drawn(self._loaders.random_state, random_state())
+        self._draws |= self._loaders.random_state != global_generators().read()
 
     def _before_step(self, optimizer: Optimizer, args: object, options: object) -> None:
         self._depth += 1
@@ -321,7 +322,7 @@ class Recorder:
         self._trial.after_step(trained)
         self._start, self._backwards, self._inputs = {}, [], 0
         self._draws = self._accumulates = False
-        self._loaders.random_state = random_state()
+        self._loaders.random_state = global_generators().read()
         if number == self._plan.num_steps:
             raise Finished
 

@@ -1,13 +1,8 @@
-"""What a check changes for a program: no dropout, seeds for all, and float64 if asked.
-
-And the states of the generators that programs draw random numbers from without a word.
-"""
+"""What a check changes for a program: no dropout, seeds for all, and float64 if asked."""
 
 from __future__ import annotations
 
 import functools
-import random
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.data import bytes_of
+from lockstep.generators import global_generators
 
 _DROPOUTS = (
     *("dropout", "dropout1d", "dropout2d", "dropout3d"),
@@ -51,9 +46,9 @@ class Switches:
 
         torch's own begin with the same seed in every process.
         """
-        random.seed(rank)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(rank)
+        for name, generator in global_generators().items():
+            if name != "torch":
+                generator.seed(rank)
 
     def turn_off_dropout(self) -> None:
         """Let what drops values at random in training do as in evaluation."""
@@ -107,33 +102,3 @@ def rounded(tensor: torch.Tensor, eps: float) -> torch.Tensor:
     generator = torch.Generator().manual_seed(tensor.numel())
     signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
     return tensor * (1 + eps * signs.to(tensor.device, tensor.dtype))
-
-
-def random_state() -> tuple[Any, ...]:
-    """The states of all generators that programs draw from without a word."""
-    numpy = sys.modules.get("numpy")
-    return (
-        torch.get_rng_state(),
-        random.getstate(),
-        None if numpy is None else numpy.random.get_state(legacy=False),
-    )
-
-
-def set_random_state(state: tuple[Any, ...]) -> None:
-    """Set the generators to what ``random_state()`` returned, in another process maybe."""
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    if state[2] is not None and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(state[2])
-
-
-def have_drawn(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    """Whether numbers were drawn between two states of the generators."""
-    return _comparable(before) != _comparable(after)
-
-
-def _comparable(state: tuple[Any, ...]) -> tuple[Any, ...]:
-    numpy = state[2] or {"state": {"key": b"", "pos": 0}}
-    inner = numpy["state"]
-    key = inner["key"].tobytes() if hasattr(inner.get("key"), "tobytes") else repr(inner)
-    return bytes_of(state[0]), state[1], key, inner.get("pos")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.check.records import Exchange
-from lockstep.data import bytes_of
+from lockstep.comm import bytes_of
 from lockstep.errors import LockstepError
 
 BATCH_NORM = "BatchNorm"
@@ -263,7 +263,8 @@ def _are_same(one: dict[Any, torch.Tensor], other: dict[Any, torch.Tensor]) -> b
 
 
 def _state(generator: torch.Generator | None) -> bytes:
-    return bytes_of(torch.get_rng_state() if generator is None else generator.get_state())
+    state = torch.get_rng_state() if generator is None else generator.get_state()
+    return bytes(bytes_of(state))
 
 
 def _put(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

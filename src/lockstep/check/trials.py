@@ -18,8 +18,9 @@ import lockstep.nn
 import lockstep.optim
 from lockstep.check import together
 from lockstep.check.records import Exchange, Plan, of_rank
-from lockstep.check.switches import Switches, random_state, set_random_state
+from lockstep.check.switches import Switches
 from lockstep.check.together import Together, line_of_program
+from lockstep.generators import global_generators
 from lockstep.world import World
 
 
@@ -192,8 +193,9 @@ class Trial:
         """Let random and NumPy, which nothing else replaces, go on as on rank 0."""
         are_shared = self.has(Suspect.DRAWS) or self.has(Suspect.PERMUTATIONS)
         if are_shared and self._exchange is not None and not self._is_alone:
-            state = random_state()
-            set_random_state((state[0], *self._exchange.of_first("random", state[1:])))
+            generators = global_generators()
+            del generators["torch"]
+            generators.write(self._exchange.of_first("random", generators.read()))
 
     def after_step(self, trained: Iterable[torch.Tensor]) -> None:
         """Remove gradients."""

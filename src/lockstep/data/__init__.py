@@ -11,7 +11,6 @@ from lockstep.data.partition import (
     epoch_shares,
     partition,
 )
-from lockstep.data.random_state import bytes_of
 from lockstep.data.sampler import DistributedSampler
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "SizedDataset",
     "batch_share",
     "batch_slice",
-    "bytes_of",
     "cuts",
     "epoch_shares",
     "partition",

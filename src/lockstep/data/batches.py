@@ -17,9 +17,11 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lockstep.data.own_generators import sources_in
-from lockstep.data.random_state import RandomState, Source, bytes_of, exclusive, mixed, sources
+from lockstep.comm import bytes_of
+from lockstep.data.own_generators import generators_in
+from lockstep.data.random_state import RandomState, exclusive, mixed
 from lockstep.errors import SplitError
+from lockstep.generators import Generator, global_generators
 
 # How many global batches are drawn from a sampler at once.
 _NUM_DRAWN = 64
@@ -145,7 +147,8 @@ def _as_tensors(batches: Iterable[Any]) -> Iterable[Any]:
 def digest(batch: Any, before: int = 0) -> int:
     """Return a checksum of the indices of a batch, and of those ``before`` it."""
     if isinstance(batch, torch.Tensor):
-        return zlib.crc32(bytes_of(batch.cpu().contiguous()), before)
+        indices = batch.cpu().contiguous()  # kept while its memory is read
+        return zlib.crc32(bytes_of(indices), before)
     try:
         payload = array("q", batch).tobytes()
     except TypeError:  # one index, or one that isn't a number
@@ -177,8 +180,9 @@ class Reader:
         self._reset()
 
     def _reset(self) -> None:
-        self._unused: list[Source] = [*sources(), *sources_in(self.dataset)]
-        self._used: list[Source] = []
+        self._unused = [*global_generators().values()]
+        self._unused += generators_in(self.dataset, self._unused)
+        self._used: list[Generator] = []
         self._is_first = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -203,28 +207,28 @@ class Reader:
         return without_samples(batch, twice)
 
     def _read_seeded(self, part: Part) -> Any:
-        for source in (*self._unused, *self._used):
-            source.begin()
+        for generator in (*self._unused, *self._used):
+            generator.begin()
         try:
             batch = self._read(part)
             # What is drawn may depend on what other generators gave: until nothing new is found.
-            while found := [source for source in self._unused if source.has_drawn()]:
+            while found := [each for each in self._unused if each.has_drawn()]:
                 self._used += found
-                self._unused = [source for source in self._unused if source not in found]
-                for source in found:
-                    source.rewind()
+                self._unused = [each for each in self._unused if each not in found]
+                for generator in found:
+                    generator.rewind()
                 batch = self._read(part)
             if self._is_first:  # a dataset may make generators with its first sample
                 self._is_first = False
-                if made := sources_in(self.dataset, [*self._unused, *self._used]):
-                    for source in made:
-                        source.begin()
+                if made := generators_in(self.dataset, [*self._unused, *self._used]):
+                    for generator in made:
+                        generator.begin()
                     self._used += made
                     batch = self._read(part)
             return batch
         finally:
-            for source in self._used:
-                source.rewind()
+            for generator in self._used:
+                generator.rewind()
 
     def _read(self, part: Part) -> Any:
         dataset: Any = self.dataset
@@ -233,7 +237,7 @@ class Reader:
             return self._collate(dataset[part.indices[0] if part.is_one else [*part.indices]])
         if self._used:
             samples = []
-            seeds = [source.seed for source in self._used]
+            seeds = [generator.seed for generator in self._used]
             # torch's generator takes 32 bits of a seed. An odd factor keeps those of positions
             # apart, and takes less time than mixing.
             start = mixed(part.seed)
@@ -251,8 +255,8 @@ class Reader:
     def _seed(self, *numbers: int) -> None:
         if self._used:
             seed = mixed(*numbers)
-            for source in self._used:
-                source.seed(seed)
+            for generator in self._used:
+                generator.seed(seed)
 
 
 def _rows(tensors: Sequence[torch.Tensor], part: Part) -> list[torch.Tensor] | None:
