@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.check.batches import Part, checksum, global_batch, hashes_of_rows, repeated
+from lockstep.check.batches import Part, global_batch, hashes_of_rows, repeated
 from lockstep.check.causes import Facts, known, suspects, verdict
 from lockstep.check.command import Finding, _of_division
 from lockstep.check.compare import Comparison, Parting, Runs, compare
@@ -18,6 +18,7 @@ from lockstep.check.locate import Value, first_difference
 from lockstep.check.recorder import Division
 from lockstep.check.records import ALONE, ROUNDED, Backward, Batch, Records, Samples, Step
 from lockstep.check.trials import Suspect
+from lockstep.data import of_batch
 from lockstep.errors import LockstepError
 
 
@@ -158,7 +159,7 @@ def batch_of(rows: list[int], *, content: str = "a", num_backwards: int = 0) -> 
 
 def part(samples: list[Any], collate: Any, *, draws: bool = False) -> Part:
     value = collate(samples)
-    batch = batch_of(hashes_of_rows(value), content=checksum(value))
+    batch = batch_of(hashes_of_rows(value), content=of_batch(value))
     written = io.BytesIO()
     torch.save(samples, written)
     return Part(batch, value, Samples(written.getvalue(), draws))
@@ -199,8 +200,8 @@ def test_a_checksum_is_of_all_that_is_in_a_batch() -> None:
         *({"x": torch.zeros(2)}, {"x": torch.ones(2)}, {"y": torch.ones(2)}, [1, "a"], [1, "b"]),
         *(torch.ones(2, dtype=torch.float64), torch.ones(2, 1), Made(1), Made([2]), (1, 2), [1, 2]),
     ]
-    assert len({checksum(value) for value in values}) == len(values)
-    assert checksum(object()) == ""
+    assert len({of_batch(value) for value in values}) == len(values)
+    assert of_batch([1, (n for n in range(3))]) == ""
 
 
 def test_samples_of_several_ranks_are_told(tmp_path: Path) -> None:

@@ -36,46 +36,6 @@ def hashes_of_rows(value: object) -> list[int]:
     return [int.from_bytes(digest) for digest in digests]
 
 
-class _Unknown(Exception):
-    """Something in a batch has no checksum."""
-
-
-def checksum(value: object) -> str:
-    """A checksum of all that is in a batch; empty if that can't be told."""
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        _add(digest.update, value)
-    except _Unknown:
-        return ""
-    return digest.hexdigest()
-
-
-def _add(update: Callable[[bytes], None], value: Any) -> None:
-    update(type(value).__qualname__.encode())
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            raise _Unknown
-        update(f"{value.dtype}{tuple(value.shape)}".encode())
-        whole = value.detach().cpu().contiguous()  # kept while its memory is read
-        update(bytes(bytes_of(whole)))
-    elif isinstance(value, str | bytes | int | float | complex | None):
-        update(repr(value).encode())
-    elif isinstance(value, dict):
-        for key, element in value.items():
-            _add(update, key)
-            _add(update, element)
-    elif isinstance(value, list | tuple | set | frozenset):
-        update(str(len(value)).encode())
-        for element in value:
-            _add(update, element)
-    elif callable(tobytes := getattr(value, "tobytes", None)):  # NumPy's
-        update(f"{getattr(value, 'shape', '')}".encode() + tobytes())
-    elif vars_of := getattr(value, "__dict__", None):
-        _add(update, vars_of)
-    else:
-        raise _Unknown
-
-
 class Part(NamedTuple):
     """What a rank had of a global batch."""
 

@@ -12,9 +12,10 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 import lockstep.data
-from lockstep.check.batches import Part, checksum, global_batch, hashes_of_rows, is_empty
+from lockstep.check.batches import Part, global_batch, hashes_of_rows, is_empty
 from lockstep.check.records import Batch, Plan, Records, Samples, of_rank
 from lockstep.check.switches import Switches
+from lockstep.data import of_batch
 from lockstep.generators import global_generators
 from lockstep.torch_private import tree_leaves, tree_map_only
 
@@ -43,7 +44,7 @@ class Keeping:
             written = _written(samples)  # before collate changes them
             batch = self.collate(samples)
             draws = before != global_generators().read()
-        name = checksum(batch)
+        name = of_batch(batch)
         if name and written is not None:
             self._records.save(f"samples-{name}", Samples(written, draws))
         return batch
@@ -147,7 +148,7 @@ class Loaders:
         number, end = 0, object()
         is_ours = isinstance(loader, lockstep.data.DataLoader)
         while (value := self._load(next, batches, end)) is not end:
-            content = checksum(value)
+            content = of_batch(value)
             value = self._doubled(value)
             rows = hashes_of_rows(value)
             self.random_state = global_generators().read()

@@ -1,5 +1,6 @@
 """Data: the ranks' parts of a dataset and of its global batches, each sample in exactly one."""
 
+from lockstep.data.fingerprint import of_batch
 from lockstep.data.loader import DataLoader
 from lockstep.data.partition import (
     DataPartitioner,
@@ -23,5 +24,6 @@ __all__ = [
     "batch_slice",
     "cuts",
     "epoch_shares",
+    "of_batch",
     "partition",
 ]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import pickle
 import sys
 import types
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,14 +16,21 @@ import torch
 # How much is read of each attribute of a dataset, and of each tensor in it: rank-wise parts differ
 # from their beginning.
 _MAX_BYTES = 2**20
+_DIGEST_BYTES = 8
 # How far functions are followed that others refer to.
 _MAX_DEPTH = 3
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def of_sample(sample: Any) -> int:
-    """Return a checksum of ``sample``, all of it."""
-    return _checksum(sample, sys.maxsize)
+    """Return a checksum of ``sample``, all of it that can be pickled."""
+    return _checksum(sample, sys.maxsize)[0]
+
+
+def of_batch(batch: Any) -> str:
+    """Return a checksum of all that is in ``batch``; empty if that can't be told."""
+    checksum, is_complete = _checksum(batch, sys.maxsize)
+    return f"{checksum:016x}" if is_complete else ""
 
 
 def of_dataset(dataset: Any) -> int:
@@ -33,8 +40,8 @@ def of_dataset(dataset: Any) -> int:
     is the same for datasets that differ in what they are told later, or beyond the first MiB.
     """
     attributes = getattr(dataset, "__dict__", {"itself": dataset})
-    parts = [(name, _checksum(value, _MAX_BYTES)) for name, value in attributes.items()]
-    return _checksum([type(dataset), parts], _MAX_BYTES)
+    parts = [(name, _checksum(value, _MAX_BYTES)[0]) for name, value in attributes.items()]
+    return _checksum([type(dataset), parts], _MAX_BYTES)[0]
 
 
 class _IsEnough(Exception):
@@ -45,14 +52,17 @@ class _Checksum(io.RawIOBase):
     """A file that keeps nothing of what is written but a checksum."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.value, self._left = 0, max_bytes
+        self.digest, self._left = hashlib.blake2b(digest_size=_DIGEST_BYTES), max_bytes
 
     def write(self, data: Any) -> int:
-        self.value = zlib.crc32(data, self.value)
+        self.digest.update(data)
         self._left -= len(data)
         if self._left < 0:
             raise _IsEnough
         return len(data)
+
+    def value(self) -> int:
+        return int.from_bytes(self.digest.digest())
 
 
 class _Summary(pickle.Pickler):
@@ -61,6 +71,7 @@ class _Summary(pickle.Pickler):
     def __init__(self, file: _Checksum, max_bytes: int) -> None:
         super().__init__(file, protocol=4)
         self._max_bytes = max_bytes
+        self.is_complete = True
 
     def persistent_id(self, value: Any) -> Any:
         """Return a description of tensors, arrays, functions and classes."""
@@ -82,26 +93,35 @@ class _Summary(pickle.Pickler):
         flat = flat.reshape(-1)[: self._max_bytes]
         if isinstance(flat, torch.Tensor):
             flat = flat.cpu().contiguous().view(torch.uint8).numpy()
-        return tuple(shape), str(dtype), zlib.crc32(flat.tobytes())
+        digest = hashlib.blake2b(flat.tobytes(), digest_size=_DIGEST_BYTES)
+        return tuple(shape), str(dtype), digest.digest()
 
     def reducer_override(self, value: Any) -> Any:
         """Pickle ``value`` as usual, if that is possible."""
         try:
             value.__reduce_ex__(4)
         except Exception:  # whatever the pickling of a user's object raises
+            self.is_complete = False
             return str, (type(value).__qualname__,)
         return NotImplemented
 
 
-def _checksum(value: Any, max_bytes: int) -> int:
-    file = _Checksum(max_bytes)
-    try:
-        _Summary(file, max_bytes).dump(value)
-    except _IsEnough:
-        pass
-    except Exception:  # as above
-        return zlib.crc32(repr(type(value)).encode(), file.value)
-    return file.value
+def _checksum(value: Any, max_bytes: int) -> tuple[int, bool]:
+    """Return a checksum, and whether it is of all of ``value``."""
+    # First without regard to which objects are the same one, as where they have been pickled before
+    # equal ones may be one; what has a circle can't be pickled so.
+    for fast in (True, False):
+        file = _Checksum(max_bytes)
+        summary = _Summary(file, max_bytes)
+        summary.fast = fast
+        try:
+            summary.dump(value)
+            return file.value(), summary.is_complete
+        except _IsEnough:
+            return file.value(), False
+        except Exception:  # as above
+            file.digest.update(repr(type(value)).encode())
+    return file.value(), False
 
 
 def _plain_values(function: Any, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, Any]]:
