@@ -14,12 +14,12 @@ import pytest
 
 import lockstep
 from lockstep.check import check as check_here
-from tests.check import planted, right
+from tests.check import planted, programs, right
 from tests.test_examples import EXAMPLES
 
 pytestmark = pytest.mark.forks
 
-BODY = right.BEGIN + right.usual(
+BODY = programs.BEGIN + programs.usual(
     ("net()", "net(nn.Tanh(), nn.Dropout(0.3))"),
 )
 
