@@ -77,6 +77,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     :func:`torch.distributed.get_rank`, as ``split_by_node`` of webdataset, or as HF's
     ``split_dataset_by_node``) is told from others by what it gives to each rank, and sees the
     workers of its own rank; it draws the same random numbers on each rank, as in torch's loader.
+    Generators that an iterable dataset holds, such as a ``numpy.random.default_rng()``, aren't
+    seeded: all shards draw the same numbers from them, as they have to for an order that they
+    share. For noise of each shard's own, ``__iter__`` is to make a generator of the worker's number
+    (and of the rank, if the dataset divides its samples among the ranks itself).
     Batches have samples of all ranks then; an epoch lasts until no rank has any left. It goes on in
     its midst with the same numbers of ranks and workers, by reading anew what it has given.
 
