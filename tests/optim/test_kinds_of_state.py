@@ -29,6 +29,8 @@ class Collections(Plain):
             state["recent"] = deque([torch.zeros_like(parameter)], maxlen=3)
             state["factors"] = [torch.zeros(n) for n in parameter.shape] + [[], None]
             state["by_name"] = {"sum": torch.zeros_like(parameter), "n": (1, 2.5), 7: True}
+            # Names may be numbers, as heavyball's.
+            state[0], state[1] = torch.zeros_like(parameter), {2: torch.zeros(3)}
             state["dtype"], state["none"], state["empty"] = torch.bfloat16, None, torch.zeros(0, 3)
         state["recent"].append(parameter.grad.clone())
         for dim, factor in enumerate(state["factors"][:-2]):
@@ -58,7 +60,8 @@ class Same:
 
     def __init__(self, states: list[dict[int, dict[str, Any]]]) -> None:
         self.states = [
-            {k: dict(sorted(v.items())) for k, v in sorted(each.items())} for each in states
+            {k: dict(sorted(v.items(), key=repr)) for k, v in sorted(each.items())}
+            for each in states
         ]
 
     def __eq__(self, other: object) -> bool:

@@ -271,7 +271,7 @@ def write_bytes(
 def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the lists of pieces of all ranks into the manifest's entries."""
     tensors: dict[str, Any] = {}
-    divided: dict[str, dict[str, dict[str, Any]]] = {}
+    divided: dict[str, dict[str, list[Any]]] = {}
     for part in parts:
         for key, (header, pieces) in part["tensors"].items():
             entry = tensors.setdefault(key, [header, []])
@@ -279,8 +279,9 @@ def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             entry[1] += pieces
         for name, states in part["divided"].items():
             own = divided.setdefault(name, {})
-            for index, state in states.items():
-                own[index] = own.get(index, {}) | state
+            for index, pairs in states.items():
+                there = own.setdefault(index, [])
+                there += [pair for pair in pairs if pair not in there]
     for key, (header, pieces) in tensors.items():
         pieces.sort()
         ends = [0, *(stop for _, stop, *_ in pieces)]

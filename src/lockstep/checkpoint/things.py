@@ -72,18 +72,21 @@ def _encode_optimizer(
     """Return the state dict without what is divided among the ranks, and that of this rank."""
     parameters, sharding = parameters_of(optimizer), sharding_of(optimizer)
     state, parts = sharding.own_state_dict() if sharding else (optimizer.state_dict(), [])
-    divided: dict[str, Any] = {}
+    divided: dict[str, list[Any]] = {}
     index_of = {parameter: index for index, parameter in enumerate(parameters)}
     for parameter, start, by_element, once in parts:
         index = index_of[parameter]
         path = f"{name}.state.{index}"
-        encoded = divided.setdefault(str(index), {})
+        pairs = divided.setdefault(str(index), [])  # as names may be numbers
         for key, elements in by_element.items():
             own.add_range(f"{path}.{key}", parameter, start, elements)
-            encoded[key] = {"tensor": f"{path}.{key}"}
+            pairs.append([own.encode(key, path), {"tensor": f"{path}.{key}"}])
         if start == 0:  # this rank has the first element
             # Copies: several parameters of this rank have one step count.
-            encoded |= {key: own.encode(deepcopy(v), f"{path}.{key}") for key, v in once.items()}
+            pairs += [
+                [own.encode(key, path), own.encode(deepcopy(v), f"{path}.{key}")]
+                for key, v in once.items()
+            ]
     return {"shapes": [[*parameter.shape] for parameter in parameters], **state}, divided
 
 
@@ -254,7 +257,9 @@ def _read_optimizer(name: str, optimizer: Optimizer | None, manifest: Manifest) 
         thing = manifest.facts["things"][name]
         state = {**thing["tree"]["dict"]}
         pairs = [*state.pop("state").get("pairs", [])]
-        pairs += [[int(i), {"dict": each}] for i, each in manifest.facts["divided"][name].items()]
+        for index, each in manifest.facts["divided"][name].items():
+            # Earlier versions wrote a dictionary, whose names are strings.
+            pairs.append([int(index), {"dict" if isinstance(each, dict) else "pairs": each}])
         del state["shapes"]
         each = {i: decode(tree, partial(read, i)) for i, tree in sorted(pairs)}
         return {"state": each, **decode({"dict": state}, manifest.read)}

@@ -53,8 +53,8 @@ def gather_state(
     Every rank must call it, with its shards of ``flat`` and their ``state``; it blocks.
     """
     # For each shard: the indices of its parameters; the dtypes of state by element, by name; and
-    # all other state.
-    own: list[tuple[list[int], dict[str, str], dict[str, Any]]] = []
+    # all other state. Both are encoded, as names may be numbers.
+    own: list[tuple[list[int], Any, Any]] = []
     for shard in shards:
         if (whole := shard.state_in(state)) is not None:
             parts, others = {}, {}
@@ -62,20 +62,21 @@ def gather_state(
                 if is_by_element(flat, shard.tensor, name, value):
                     parts[name] = str(value.dtype).removeprefix("torch.")
                 else:
-                    others[name] = _encoded(name, value)
-            own.append(([piece.parameter for piece in shard.pieces], parts, others))
+                    others[name] = value
+            indices = [piece.parameter for piece in shard.pieces]
+            own.append((indices, _encoded(parts), _encoded(others)))
     payload, device = json.dumps(own).encode(), flat.parameters[0].device
     found: dict[int, State] = {}
     # State by element: index of the parameter, name and dtype.
-    divided: set[tuple[int, str, str]] = set()
+    divided: set[tuple[int, Any, str]] = set()
     for answer in all_gather_bytes(flat.group, payload, device):
-        for indices, parts, others in json.loads(answer):
+        for indices, encoded_parts, encoded_others in json.loads(answer):
+            parts = _decoded(encoded_parts)
             divided |= {(index, *part) for index in indices for part in parts.items()}
             for index in indices:
-                decoded = {name: _decoded(value) for name, value in others.items()}
-                found.setdefault(index, dict.fromkeys(parts) | decoded)
+                found.setdefault(index, dict.fromkeys(parts) | _decoded(encoded_others))
     # Under one name, parameters may have state of several dtypes, as of eight bits if they are big.
-    for name, dtype in sorted({part[1:] for part in divided}):
+    for name, dtype in sorted({part[1:] for part in divided}, key=repr):
         memory = flat.new_memory(getattr(torch, dtype))
         for shard in shards:
             there: Any = (shard.state_in(state) or {}).get(name)
@@ -138,7 +139,7 @@ def put_state(
             return ""
         items = whole[parameters[index]].items()
         dtypes = {name: str(value.dtype) for name, value in items if name not in own}
-        return json.dumps([dtypes, {name: _encoded(name, value) for name, value in own.items()}])
+        return json.dumps([_encoded(dtypes), _encoded(own)])
 
     parts = shard.split(key, {}) if len(shard.pieces) > 1 else [shard]
     for part in parts:
@@ -163,10 +164,10 @@ def put_state(
     return parts
 
 
-def _encoded(name: str, value: object) -> list[Any]:
-    """Return ``value`` as JSON can represent it."""
+def _encoded(state: State) -> list[Any]:
+    """Return ``state`` as JSON can represent it."""
     found = Collector()
-    encoded = found.encode(value, f"state.{name}")
+    encoded = found.encode(state, "state")
     tensors = {}
     for key, header in found.headers.items():
         elements = found.whole[key]
