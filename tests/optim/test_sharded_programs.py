@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
-from lockstep.optim.state import _decoded, _encoded
+from lockstep.optim.state import decoded, encoded
 from tests.nn.models import Digits
 from tests.ranks import run_ranks
 
@@ -434,4 +434,4 @@ def test_a_step_that_was_compiled_before_has_the_same_bits() -> None:
 def test_state_whose_elements_are_not_in_order_is_told_as_it_is() -> None:
     value = torch.arange(40_000.0).view(200, 200).t()
     for _ in range(20):  # its bytes were once read from memory that was free again
-        assert torch.equal(_decoded(_encoded({"state": value}))["state"], value)
+        assert torch.equal(decoded(encoded({"state": value}))["state"], value)

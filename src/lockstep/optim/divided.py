@@ -45,7 +45,8 @@ class DividedState(defaultdict[Any, State]):
         super().__init__(dict)
         self._kind = kind
         # The divided parameters whose state isn't here, and the rank that has it; None for several.
-        self._owners: Mapping[torch.Tensor, int | None] = {}
+        self._owners: dict[torch.Tensor, int | None] = {}
+        self._admitted: dict[torch.Tensor, int | None] = {}  # those of them whose state is
         # What the program has put; nothing where it has deleted state.
         self._changes: dict[torch.Tensor, State] = {}
 
@@ -55,7 +56,7 @@ class DividedState(defaultdict[Any, State]):
         The value is the rank that has it, or None if it is divided among several ranks.
         """
         self.clear()
-        self._owners, self._changes = owners, {}
+        self._owners, self._admitted, self._changes = {**owners}, {}, {}
 
     def set_marked(self, is_marked: bool) -> None:
         """Let a :class:`Divided` represent the state of all ranks, or not."""
@@ -63,6 +64,20 @@ class DividedState(defaultdict[Any, State]):
             self[_MARK] = Divided()
         else:
             self.pop(_MARK, None)
+
+    def admit(self, key: torch.Tensor, own: State) -> None:
+        """Have the state of a tensor that this rank updates for the length of a step."""
+        if key in self._owners:
+            self._admitted[key] = self._owners.pop(key)
+        if own:
+            super().__setitem__(key, own)
+
+    def dismiss(self, key: torch.Tensor) -> State:
+        """Return the state of such a tensor, which isn't here afterwards."""
+        own: State = super().pop(key, {})
+        if key in self._admitted:
+            self._owners[key] = self._admitted.pop(key)
+        return own
 
     def take_changes(self) -> dict[torch.Tensor, State]:
         """Return what the program has put for parameters whose state is on several ranks.

@@ -22,9 +22,10 @@ from lockstep.nn import defer_gradients, finish_failed
 from lockstep.optim.divided import DividedState, State, without
 from lockstep.optim.flat import FlatParameters, shares_memory, with_memory_of_others
 from lockstep.optim.partial import state_to_come
+from lockstep.optim.repeats import Repeats
 from lockstep.optim.shard import MASTER, Shard, make_shards
 from lockstep.optim.state import StatePart, gather_state, parts_of_state, put_state
-from lockstep.optim.verdict import ELEMENTWISE
+from lockstep.optim.verdict import ELEMENTWISE, KNOWN
 from lockstep.optim.whole import whole_parameters
 
 _log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Division:
         shards: What this rank updates.
         parameters: For each group of the optimizer, its parameters.
         local: For each group, those that are not divided.
+        repeats: Updates that two ranks make, to compare them; none of a known class.
         state: The optimizer's state, once it has been set.
     """
 
@@ -91,6 +93,8 @@ class Division:
             defer_gradients(flat.in_order(), flat.bucket_kind)
         self.local = [[p for p in group["params"] if p in local] for group in groups]
         self.parameters = [[*group["params"]] for group in groups]
+        watched = [] if type(optimizer) in KNOWN else self.flats
+        self.repeats = Repeats(optimizer, watched, self.shards, number, options.master_dtype)
         self.state: DividedState
 
     def _left_whole(
@@ -158,6 +162,7 @@ class Division:
         own.set_marked(bool(whole))
         self.shards = [part for shard in self.shards for part in put_state(shard, whole, own)]
         self.state = self._optimizer.state = own
+        self.repeats.doubt()
 
     def whole_state(self) -> dict[Any, State]:
         """Return the state of all parameters. Every rank must call it; it blocks."""

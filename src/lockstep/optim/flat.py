@@ -111,9 +111,13 @@ class FlatParameters:
         """
         if not self.keeps_whole:
             return dict.fromkeys(self.parameters)
-        owners = [offset // self._layout.block for offset in self._layout.offsets]
-        own = self.group.rank()
-        return {p: r for p, r in zip(self.parameters, owners, strict=True) if r != own}
+        pairs = zip(self.parameters, self.whole_owners, strict=True)
+        return {p: owner for p, owner in pairs if owner != self.group.rank()}
+
+    @property
+    def whole_owners(self) -> list[int]:
+        """For each parameter the rank of ``group`` that updates it, if it is kept whole."""
+        return [offset // self._layout.block for offset in self._layout.offsets]
 
     def in_order(self) -> list[nn.Parameter]:
         """Return the parameters in the order of the memory."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TextIO, cast
 import torch
 from torch.optim import Optimizer
 
+from lockstep.optim.differences import difference, have_same_bits
 from lockstep.optim.generators import Generators
 from lockstep.optim.methods import methods_with_state, names_used
 from lockstep.optim.stand_ins import Copy, choose
@@ -238,12 +239,12 @@ class _Trial:
         gradients, before = self._gradients(), self._whole.values()
         self._step_whole(gradients)
         for old, p, gradient in zip(before, self._whole.stand_ins, gradients, strict=True):
-            if not _have_same_bits(old, p):
+            if not have_same_bits(old, p):
                 self._has_moved = True
                 self.updates_all |= gradient is None
         if self._num_steps <= _NUM_REPEATED:
             self._again.step(gradients, self._closure_of(self._again))
-            if not all(map(_have_same_bits, self._whole.stand_ins, self._again.stand_ins)):
+            if not all(map(have_same_bits, self._whole.stand_ins, self._again.stand_ins)):
                 raise _Refused("two equal copies of it take different steps, and so would ranks")
         for parts in self._divisions():
             for part in parts:
@@ -307,7 +308,7 @@ class _Trial:
                 f"with a part of the parameters it raises {_told(error)}, and with all it doesn't"
             ) from error
         for index, (old, p) in enumerate(zip(before, part.stand_ins, strict=True)):
-            if index not in part.owned and not _have_same_bits(old, p):
+            if index not in part.owned and not have_same_bits(old, p):
                 raise _Told("it changes parameters that aren't in its groups")
 
     def _compare(self, parts: Sequence[_Part]) -> None:
@@ -315,8 +316,8 @@ class _Trial:
         for owner in parts:
             for index in owner.owned:
                 own, expected = owner.stand_ins[index], self._whole.stand_ins[index]
-                if not _have_same_bits(own, expected):
-                    raise _Told(_difference(self._whole.optimizer, owner.optimizer))
+                if not have_same_bits(own, expected):
+                    raise _Told(difference(self._whole.optimizer, owner.optimizer))
                 for part in parts:
                     if part is not owner:
                         part.stand_ins[index].data.copy_(own.detach())
@@ -357,38 +358,6 @@ class _Closure:
         has_changed = [p._version for p in self._stand_ins] != self._versions
         self.is_misused |= self._num_calls > 1 or has_changed
         return torch.tensor(0.7, dtype=self._stand_ins[0].dtype, requires_grad=True) * 1.0
-
-
-def _have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = a.detach(), b.detach()
-    if a.shape != b.shape:
-        return False
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _difference(whole: Optimizer, part: Optimizer) -> str:
-    """Return why a part leaves other values, by the options that differ."""
-    expected, found = _numbers(whole), _numbers(part)
-    names = [name for name, value in expected.items() if value != found.get(name, value)]
-    if not names:
-        return "with a part of the parameters it updates them to other values than with all"
-    return f"{', '.join([*dict.fromkeys(names)][:3])} would differ between the ranks"
-
-
-def _numbers(optimizer: Optimizer) -> dict[str, float]:
-    """Return options and attributes that are numbers, as estimates for all parameters are."""
-    places = [
-        (f"group[{name!r}]" + f" of group {index}" * bool(index), value)
-        for index, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-    ]
-    places += [(f"its {name}", value) for name, value in vars(optimizer).items()]
-    return {
-        name: float(value)
-        for name, value in places
-        if isinstance(value, float | int)
-        or (isinstance(value, torch.Tensor) and value.numel() == 1)
-    }
 
 
 def _told(error: Exception) -> str:

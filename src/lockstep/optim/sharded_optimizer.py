@@ -75,7 +75,9 @@ def shard_optimizer(
     If they differ, as with Prodigy, whose estimate is one for all parameters, or if it draws random
     numbers or can't be tried, the optimizer is left undivided, with a warning that has the reason:
     each rank updates all parameters and has all of the state. Its steps draw the random numbers
-    that rank 0 draws, and then every rank has to take them; in join() they are refused.
+    that rank 0 draws, and then every rank has to take them; in join() they are refused. Where it is
+    divided, each rank also updates one or two small parameters of another rank, in memory of its
+    own, and ``step()`` raises a ModelError on every rank if these updates differ.
 
     ``optimizer.state`` holds this rank's part of the state: by parameter, or with torch's
     element-wise optimizers by tensors of the optimizer's own. To read other state there raises an

@@ -39,6 +39,14 @@ _PROGRESS = {
     "checkpoint.",
     Progress.DONE: "they are those of this step now.",
 }
+_WRONG = (
+    "{0} can't be divided among the ranks, which its trial has not shown: in step {1} since it was "
+    "sharded, its update of a parameter with equal values, gradients and state differs: {2}. "
+    "In earlier steps it didn't. This one is done, with the same parameters on every rank, but not "
+    "those of one process. Go on from a checkpoint from before, and leave it undivided: "
+    'shard_optimizer(optimizer, undivided="always"). If your program sets what differs, set it '
+    "alike on every rank."
+)
 
 
 @uncompiled
@@ -76,7 +84,7 @@ class Sharding:
         # During a step, the program's groups and their parameters; and the number of nested calls
         # of step(): a class may call that of its base class.
         self._replaced: tuple[list[dict[str, Any]], list[Any]] | None = None
-        self._depth = 0
+        self._depth = self._num_steps = 0
         # By process group, the number by which ranks announce a step in lockstep.join().
         self._numbers: dict[dist.ProcessGroup, int] = {}
         refresh_engines_of(p for group in optimizer.param_groups for p in group["params"])
@@ -139,8 +147,8 @@ class Sharding:
                     f"{method.__name__}() of a sharded {type(self._optimizer).__name__} is called "
                     "in join(), where ranks without data don't call it. Call it outside of join()."
                 )
-        self._begin_step()
         try:
+            self._begin_step()
             result = method(*args, **options)
             self._end_step()
         finally:
@@ -199,6 +207,7 @@ class Sharding:
             shard for flat in self._division.flats for shard in self._take_gradients(flat, parts)
         ]
         try:
+            self._division.repeats.begin(parts, self._division.state)
             for flat in self._division.flats:
                 flat.begin_update()
         except CollectiveFailed as error:
@@ -254,14 +263,20 @@ class Sharding:
             return
         for shard in self._division.shards:
             shard.write_values()
+        self._division.repeats.end()
         self._put_parameters_back()
         self._division.state.set_marked(True)
+        self._num_steps += 1
         try:
+            differs = self._division.repeats.compare()
             for flat in reversed(self._division.flats):  # as the next forward needs them
                 flat.publish(self._updated.pop(flat), self._tell_progress)
         except CollectiveFailed as error:
             self._tell_progress(error)
             raise
+        if differs:
+            kind = type(self._optimizer).__name__
+            raise ModelError(_WRONG.format(kind, self._num_steps, differs))
 
     def _tell_progress(self, error: CollectiveFailed) -> None:
         """Note in ``error`` how far the update of the parameters is."""
@@ -273,6 +288,7 @@ class Sharding:
         )
 
     def _put_parameters_back(self) -> None:
+        self._division.repeats.break_off()
         if self._replaced is not None:
             (groups, replaced), self._replaced = self._replaced, None
             self._optimizer.param_groups = groups

@@ -64,17 +64,17 @@ def gather_state(
                 else:
                     others[name] = value
             indices = [piece.parameter for piece in shard.pieces]
-            own.append((indices, _encoded(parts), _encoded(others)))
+            own.append((indices, encoded(parts), encoded(others)))
     payload, device = json.dumps(own).encode(), flat.parameters[0].device
     found: dict[int, State] = {}
     # State by element: index of the parameter, name and dtype.
     divided: set[tuple[int, Any, str]] = set()
     for answer in all_gather_bytes(flat.group, payload, device):
         for indices, encoded_parts, encoded_others in json.loads(answer):
-            parts = _decoded(encoded_parts)
+            parts = decoded(encoded_parts)
             divided |= {(index, *part) for index in indices for part in parts.items()}
             for index in indices:
-                found.setdefault(index, dict.fromkeys(parts) | _decoded(encoded_others))
+                found.setdefault(index, dict.fromkeys(parts) | decoded(encoded_others))
     # Under one name, parameters may have state of several dtypes, as of eight bits if they are big.
     for name, dtype in sorted({part[1:] for part in divided}, key=repr):
         memory = flat.new_memory(getattr(torch, dtype))
@@ -139,7 +139,7 @@ def put_state(
             return ""
         items = whole[parameters[index]].items()
         dtypes = {name: str(value.dtype) for name, value in items if name not in own}
-        return json.dumps([_encoded(dtypes), _encoded(own)])
+        return json.dumps([encoded(dtypes), encoded(own)])
 
     parts = shard.split(key, {}) if len(shard.pieces) > 1 else [shard]
     for part in parts:
@@ -164,27 +164,33 @@ def put_state(
     return parts
 
 
-def _encoded(state: State) -> list[Any]:
+def encoded(state: State) -> list[Any]:
     """Return ``state`` as JSON can represent it."""
     found = Collector()
-    encoded = found.encode(state, "state")
+    tree = found.encode(state, "state")
     tensors = {}
     for key, header in found.headers.items():
         elements = found.whole[key]
         data = base64.b64encode(bytes(bytes_of(elements.cpu()))).decode()
         tensors[key] = [*header, str(elements.device), data]
-    return [encoded, tensors]
+    return [tree, tensors]
 
 
-def _decoded(value: Any) -> Any:
-    encoded, tensors = value
+def decoded(value: Any, own: torch.device | None = None) -> Any:
+    """Return what :func:`encoded` has represented.
+
+    Tensors on a device of the kind of ``own`` are put there: other ranks have others of that kind.
+    """
+    tree, tensors = value
 
     def tensor_of(key: str) -> torch.Tensor:
         *parts, device, data = tensors[key]
+        if own is not None and torch.device(device).type == own.type:
+            device = own
         header, elements = Header(*parts), bytearray(base64.b64decode(data))
         flat = torch.empty(0, dtype=header.torch_dtype)
         if elements:
             flat = torch.frombuffer(elements, dtype=header.torch_dtype)
         return from_flat(flat.to(device), header)
 
-    return decode(encoded, tensor_of)
+    return decode(tree, tensor_of)

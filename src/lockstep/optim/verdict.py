@@ -32,6 +32,7 @@ ELEMENTWISE = {
 }
 # Those whose update of a parameter depends on nothing but the same of the parameter.
 _BY_PARAMETER = {torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam}
+KNOWN = ELEMENTWISE | _BY_PARAMETER
 
 # What to do where an optimizer can't be divided: leave it undivided, with a warning, or raise an
 # error. "always" divides none.
@@ -52,9 +53,9 @@ def judge(
     if undivided not in get_args(Undivided):
         raise ValueError(refusal("undivided", undivided, '"warn", "error" or "always"'))
     if undivided == "always":
-        is_known = type(optimizer) in ELEMENTWISE | _BY_PARAMETER
+        is_known = type(optimizer) in KNOWN
         return Verdict(Outcome.UNDIVIDED, may_draw=not is_known)
-    if type(optimizer) in ELEMENTWISE | _BY_PARAMETER:
+    if type(optimizer) in KNOWN:
         return Verdict(Outcome.DIVIDE)
     verdict, kind = _tried(optimizer, groups), type(optimizer).__name__
     told = f"{kind} can't be divided among the ranks: {verdict.reason}."

@@ -1,0 +1,333 @@
+"""Updates that a second rank repeats, to tell at once if they depend on the rank that makes them.
+
+The trial of an unknown class sees some dozens of steps on small stand-ins. Its update of a
+parameter may come to depend on others later, as when a norm over all of them crosses a threshold.
+So each rank also updates one or two small parameters of another rank, in memory of its own; and in
+each step both ranks have to get the same bits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.comm import bytes_of, device_of_facts, global_rank, start_all_reduce
+from lockstep.grad import name_of
+from lockstep.optim.differences import differing_names, have_same_bits, numbers_of
+from lockstep.optim.divided import DividedState, State
+from lockstep.optim.flat import FlatParameters
+from lockstep.optim.layout import Piece
+from lockstep.optim.shard import Part, Shard
+from lockstep.optim.state import decoded, encoded, put_state
+from lockstep.optim.uneven import gather_json
+from lockstep.optim.whole import WholeParameter
+
+# Larger parameters aren't repeated.
+_NUMEL = 16 * 1024
+
+
+class _Repeated(WholeParameter):
+    """A parameter of another rank that this rank updates too, in memory of its own."""
+
+    def __init__(
+        self, flat: FlatParameters, index: int, group: int, master_dtype: torch.dtype | None
+    ) -> None:
+        piece = Piece(index, 0, flat.parameters[index].numel())
+        super().__init__(flat, [piece], group, master_dtype)
+        self.values = self.values.clone()
+        self._state: State = {}  # between steps
+
+    def take_state(self, state: State) -> None:
+        """Go on from the ``state`` of its owner."""
+        own: dict[Any, State] = {}
+        self.values.copy_(self.parameter.detach())
+        put_state(self, {self.parameter: state} if state else {}, own)
+        self._state = own.get(self.tensor, {})
+
+    def begin(self, state: DividedState) -> None:
+        """Let the optimizer update it, from the values that this rank sees."""
+        self.values.copy_(self.parameter.detach())
+        self.read_values()
+        self.take_gradient()
+        state.admit(self.tensor, self._state)
+
+    def give_back(self, state: DividedState) -> None:
+        """Give the parameter its data back, and take its state."""
+        self._state = state.dismiss(self.tensor)
+        self.release()
+
+
+class _Pair:
+    """An update that two ranks make: the owner of a parameter, and one that repeats it.
+
+    Every rank has all pairs, so that all know what is followed and what differs.
+
+    Attributes:
+        parameter: The parameter.
+        shard: What this rank updates of it, if it is one of the two.
+        is_followed: Whether both have gone on from equal state.
+        updated: The values to which this rank has updated it.
+    """
+
+    def __init__(self, parameter: nn.Parameter, shard: WholeParameter | None) -> None:
+        self.parameter, self.shard = parameter, shard
+        self.is_followed = False
+        self.updated: torch.Tensor | None = None
+        self._is_unsure = False  # whether this rank's state may not be what the last step has left
+        self._start = self._end = 0
+        # On the owner, a digest of the state that the last step has left.
+        self._state: int | None = None
+        # With each loss, the number of steps without it afterwards doubles.
+        self._num_losses = self._num_waits = 0
+
+    @property
+    def repeated(self) -> _Repeated | None:
+        """What this rank repeats, if it does."""
+        return self.shard if isinstance(self.shard, _Repeated) else None
+
+    def is_due(self) -> bool:
+        """Whether the owner is to pass on its state before this step, which it counts."""
+        self._num_waits -= 1
+        return not self.is_followed and self._num_waits < 0
+
+    def lose(self) -> None:
+        """Note that the ranks' values, gradients or state may differ."""
+        self.is_followed = False
+        self._num_waits, self._num_losses = 2**self._num_losses - 1, self._num_losses + 1
+
+    def state_to_pass_on(self, state: DividedState) -> list[Any] | None:
+        """Return the owner's state, encoded; None if it has something that can't be."""
+        with suppress(TypeError):
+            return encoded((self.shard.state_in(state) if self.shard else None) or {})
+        return None
+
+    def follow(self, state: list[Any] | None) -> None:
+        """Go on from the owner's state."""
+        if state is None:
+            self.lose()
+            return
+        self.is_followed, self._is_unsure, self._state = True, False, None
+        if self.repeated is not None:
+            self.repeated.take_state(decoded(state, self.parameter.device))
+
+    def doubt(self) -> None:
+        """Note that this rank's state may not be what the last step has left."""
+        self._is_unsure = True
+
+    def begin(self, state: DividedState) -> None:
+        """Note what this rank starts from."""
+        if self.shard is None:
+            return
+        self._start = _digest([self.parameter, self.parameter.grad])
+        if self.repeated is not None:
+            self.repeated.begin(state)
+        elif self._state is not None and self._state != _digest(self.shard.state_in(state)):
+            self.doubt()  # the program has changed it, which it can on the owner alone
+
+    def end(self, state: DividedState) -> None:
+        """Note what this rank has updated."""
+        if self.shard is None:
+            return
+        if self.repeated is not None:
+            self.repeated.write_values()
+        else:
+            self._state = _digest(self.shard.state_in(state))
+        self.updated = self.shard.tensor.detach()
+        self._end = _digest(self.updated)
+
+    def digests(self) -> tuple[int, int, int]:
+        """Return what adds up to zeros over the ranks if both of them have the same."""
+        if self.shard is None:
+            return 0, 0, 0
+        sign = -1 if self.repeated is not None else 1
+        return self._is_unsure, sign * self._start, sign * self._end
+
+
+class Repeats:
+    """The updates that two ranks make, of an optimizer that updates whole parameters.
+
+    Every rank creates it, for memories that keep parameters whole; it blocks.
+
+    Args:
+        optimizer: The optimizer.
+        flats: The memories.
+        shards: What this rank owns of them.
+        groups: By parameter, the index of its group.
+        master_dtype: The dtype of values that are updated.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        flats: Sequence[FlatParameters],
+        shards: Sequence[Shard],
+        groups: Mapping[torch.Tensor, int],
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._pairs: dict[dist.ProcessGroup, list[_Pair]] = {}
+        # During a step, what is updated, and the optimizer's state.
+        self._updating: list[_Pair] = []
+        self._state = DividedState("")
+        owned = {shard.parameter: shard for shard in shards if isinstance(shard, WholeParameter)}
+        together: dict[dist.ProcessGroup, list[FlatParameters]] = defaultdict(list)
+        for flat in flats:
+            together[flat.group].append(flat)
+        for ranks, own in together.items():
+            machine = _machine(own[0].parameters[0].device)
+            found = gather_json(ranks, [machine, [_choose(flat, groups) for flat in own]])
+            pairs = self._pairs[ranks] = []
+            if any(each != machine for each, _ in found):
+                continue  # updates may differ in their last bits
+            chosen = found[0][1]  # rank 0's, as programs may train other parameters on each rank
+            for flat, indices in zip(own, chosen, strict=True):
+                for index in indices:
+                    parameter = flat.parameters[index]
+                    shard = owned.get(parameter)
+                    if (flat.group.rank() + 1) % flat.group.size() == flat.whole_owners[index]:
+                        shard = _Repeated(flat, index, groups[parameter], master_dtype)
+                    pairs.append(_Pair(parameter, shard))
+
+    def begin(self, parts: Sequence[Part], state: DividedState) -> None:
+        """Let the optimizer repeat updates, as part of ``parts``.
+
+        No rank may have begun to update parameters. Every rank must call it; it may block.
+        """
+        for ranks, pairs in self._pairs.items():
+            due = [(index, pair) for index, pair in enumerate(pairs) if pair.is_due()]
+            if due:
+                self._pass_on(ranks, due, state)
+        self._state = state
+        self._updating = [pair for pair in self._each() if pair.is_followed]
+        for pair in self._updating:
+            pair.begin(state)
+            if (repeated := pair.repeated) is not None:
+                parts[repeated.group].summed.append(repeated.tensor)
+
+    def end(self) -> None:
+        """Note what was updated, and give the parameters back."""
+        for pair in self._updating:
+            pair.end(self._state)
+        self._give_back()
+
+    def break_off(self) -> None:
+        """Give the parameters back after a step that has failed, if they aren't yet."""
+        if self._updating:
+            self._give_back()
+            self.doubt()
+
+    def _give_back(self) -> None:
+        updating, self._updating = self._updating, []
+        for pair in updating:
+            if pair.repeated is not None:
+                pair.repeated.give_back(self._state)
+
+    def doubt(self) -> None:
+        """Don't compare the next step, as this rank's state isn't what the last one has left."""
+        for pair in self._each():
+            pair.doubt()
+
+    def compare(self) -> str:
+        """Return how two ranks' updates of a parameter differ; nothing if none does.
+
+        Every rank must call it after :meth:`end`, and gets the same; it blocks.
+        """
+        told = ""
+        for ranks, pairs in self._pairs.items():
+            followed = [pair for pair in pairs if pair.is_followed]
+            if not followed:
+                continue
+            digests = [pair.digests() for pair in followed]
+            total = torch.tensor(digests, dtype=torch.int64, device=device_of_facts(ranks))
+            start_all_reduce(ranks, total).wait()
+            differing = []
+            for pair, (num_unsure, start, end) in zip(followed, total.tolist(), strict=True):
+                if num_unsure or start:
+                    pair.lose()
+                elif end:
+                    differing.append(pair)
+            if differing:
+                told = told or self._told(ranks, differing)
+        return told
+
+    def _each(self) -> Iterator[_Pair]:
+        return chain.from_iterable(self._pairs.values())
+
+    def _pass_on(
+        self, ranks: dist.ProcessGroup, due: Sequence[tuple[int, _Pair]], state: DividedState
+    ) -> None:
+        """Let those who repeat updates go on from the state of the owners."""
+        own = {
+            str(index): pair.state_to_pass_on(state)
+            for index, pair in due
+            if pair.shard is not None and pair.repeated is None
+        }
+        found: dict[str, Any] = {}
+        for each in gather_json(ranks, own):
+            found |= each
+        for index, pair in due:
+            pair.follow(found[str(index)])
+
+    def _told(self, ranks: dist.ProcessGroup, pairs: Sequence[_Pair]) -> str:
+        """Compare the updates themselves, whose digests differ. Every rank must call it."""
+        own = [encoded({"updated": pair.updated} if pair.shard else {}) for pair in pairs]
+        numbers, updates = zip(*gather_json(ranks, [numbers_of(self._optimizer), own]), strict=True)
+        for pair, *each in zip(pairs, *updates, strict=True):
+            found = {rank: decoded(own).get("updated") for rank, own in enumerate(each)}
+            first, *others = (rank for rank, updated in found.items() if updated is not None)
+            for other in others:
+                if not have_same_bits(found[first], found[other]):
+                    names = differing_names(numbers[first], numbers[other])
+                    of = f"ranks {global_rank(ranks, first)} and {global_rank(ranks, other)}"
+                    return f"{name_of(pair.parameter)} on {of}" + (
+                        f", between which {', '.join(names)} differ" if names else ""
+                    )
+        return ""
+
+
+def _choose(flat: FlatParameters, groups: Mapping[torch.Tensor, int]) -> list[int]:
+    """Return the indices of parameters to repeat: of each owner's, the smallest of two kinds."""
+    chosen: dict[int, dict[Any, int]] = defaultdict(dict)
+    if flat.group.size() == 1:
+        return []
+    for index in sorted(range(len(flat.parameters)), key=lambda i: flat.parameters[i].numel()):
+        parameter, own = flat.parameters[index], chosen[flat.whole_owners[index]]
+        kind = groups[parameter], parameter.dim() > 1
+        if parameter.requires_grad and 0 < parameter.numel() <= _NUMEL and len(own) < 2:
+            own.setdefault(kind, index)
+    return [index for own in chosen.values() for index in own.values()]
+
+
+def _machine(device: torch.device) -> list[Any]:
+    """Return what the last bits of an update may depend on."""
+    name = ""
+    if device.type != "cpu":
+        name = str(torch.get_device_module(device).get_device_name(device))
+    capability = torch.backends.cpu.get_cpu_capability()
+    return [str(torch.__version__), capability, torch.get_num_threads(), name]
+
+
+def _digest(value: Any) -> int:
+    """Return a digest of the bits of the tensors, and of other plain values, in ``value``."""
+    if isinstance(value, torch.Tensor):
+        dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+        elements = dense.contiguous().cpu()
+        return zlib.crc32(bytes_of(elements))
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple | deque):
+        is_plain = isinstance(value, int | float | str | bool)
+        return zlib.crc32(repr(value).encode()) if is_plain else 0
+    found = 0
+    for each in value:
+        found = found * 31 + _digest(each) & 0xFFFFFFFF
+    return found

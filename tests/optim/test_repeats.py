@@ -1,0 +1,259 @@
+"""A second rank repeats some updates of an unknown class: what parts later is told at that step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import lockstep
+from lockstep.errors import ModelError
+from lockstep.optim.sharded_optimizer import sharding_of
+from tests.nn.models import Digits, Unused
+from tests.optim.test_sharded_programs import check_same_bits, losses, train
+from tests.optim.test_whole_parameters import Plain
+from tests.ranks import run_ranks
+
+
+class Late(Plain):
+    """After as many steps as its trial doesn't take, it divides by a norm over all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            norms = [p.grad.norm() for p in group["params"] if p.grad is not None]
+            group["norm"] = torch.stack([torch.zeros(()), *norms]).norm().item()
+            for parameter in group["params"]:
+                self.update(parameter, group["lr"] / (group["norm"] if group["k"] > 35 else 1))
+
+
+class Threshold(Plain):
+    """It clips a norm over all, which in its trial is far lower."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([torch.zeros(()), *(p.grad.norm() for p in every)]).norm().item()
+        for parameter in every:
+            self.update(parameter, 0.1 / norm if norm > 1e9 else 0.1)
+
+
+class Inner(torch.optim.AdamW):
+    """It is known to nobody."""
+
+
+class Momentum(Plain):
+    """It has state of its own, with a list."""
+
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.update(parameter, group["lr"])
+
+    @torch.no_grad()
+    def update(self, parameter: nn.Parameter, lr: float) -> None:
+        if parameter.grad is not None:
+            state = self.state[parameter]
+            recent = state.setdefault("recent", [torch.zeros_like(parameter)])
+            state["num_steps"] = state.get("num_steps", 0) + 1
+            recent[0].mul_(0.9).add_(parameter.grad)
+            parameter.sub_(recent[0] / state["num_steps"], alpha=lr)
+
+
+def pairs_of(optimizer: Optimizer) -> list[Any]:
+    sharding: Any = sharding_of(optimizer)
+    return [*sharding._division.repeats._each()]
+
+
+@pytest.mark.parametrize(("size", "backend"), [(2, "shm"), (3, "threads"), (2, "gloo")])
+def test_an_update_that_parts_late_is_told_in_that_step(size: int, backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[Any]:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(Late(model.parameters()))
+        before = [p.data_ptr() for p in model.parameters()]
+        train(model, optimizer, rank, steps=35)
+        with pytest.raises(ModelError, match=r"Late can't be divided .* in step 36 ") as caught:
+            train(model, optimizer, rank, steps=1)
+        told = str(caught.value)
+        assert "group['norm'] differ" in told
+        assert 'undivided="always"' in told
+        assert [p.data_ptr() for p in model.parameters()] == before
+        return [told, [p.tolist() for p in model.parameters()]]
+
+    first, *others = run_ranks(size, body, backend=backend)
+    assert all(other == first for other in others)
+
+
+def test_a_threshold_that_real_gradients_cross_is_told() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(Threshold(model.parameters()))
+        train(model, optimizer, rank)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e8)
+        with pytest.raises(ModelError, match=r"Threshold can't be divided .* in step 4 "):
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
+def program_of(kind: Callable[[Any], Optimizer]) -> Any:
+    """Return a program that does what may confuse two ranks that are to make the same update."""
+
+    def program(model: nn.Module, shard: Any, rank: int) -> Any:
+        parameters = [*model.parameters()]
+        halves = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.02}]
+        optimizer = shard(kind(halves))
+        train(model, optimizer, rank)
+        for group in optimizer.param_groups:
+            group["lr"] /= 2
+        parameters[-1].requires_grad_(False)
+        train(model, optimizer, rank)
+        parameters[-1].requires_grad_(True)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, optimizer, rank)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.clamp_(-0.2, 0.2)
+        for loss in losses(model, rank, 2, 20):
+            optimizer.step(lambda loss=loss: (loss.backward(), loss)[1])
+            for parameter in parameters:
+                parameter.grad = None
+            optimizer.step()
+        model.more = nn.Parameter(torch.ones(3))
+        model.more.grad = torch.ones(3)
+        optimizer.add_param_group({"params": [model.more]})
+        train(model, optimizer, rank)
+        if sharding_of(optimizer) is not None:
+            assert any(pair.is_followed for pair in pairs_of(optimizer))
+        return len(optimizer.state_dict()["state"])
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [(Inner, "shm"), (Inner, "gloo"), (Momentum, "threads")]
+)
+def test_a_program_has_the_same_bits(kind: Any, backend: str) -> None:
+    check_same_bits(program_of(kind), Unused, backend=backend)
+
+
+def test_ranks_without_parameters_have_the_same_bits() -> None:
+    def program(model: nn.Module, shard: Any, rank: int) -> None:
+        train(model, shard(Inner([model.fc2.bias])), rank)
+
+    check_same_bits(program, size=3)
+
+
+@pytest.mark.parametrize("owner_alone", [True, False])
+def test_what_the_program_changes_on_one_rank_is_no_difference(owner_alone: bool) -> None:
+    """State or gradients that one rank changes are the program's matter; later both go on alike."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(Momentum(model.parameters()))
+        followed = []
+        for step in range(8):
+            if step == 3 and owner_alone:
+                for state in optimizer.state.values():
+                    for recent in state.get("recent", []):
+                        recent.zero_()
+            next(losses(model, rank, 1, step)).backward()
+            if step == 3 and rank and not owner_alone:
+                for parameter in model.parameters():
+                    parameter.grad.mul_(2)
+            optimizer.step()
+            optimizer.zero_grad()
+            followed.append([pair.is_followed for pair in pairs_of(optimizer)])
+        assert not any(followed[3])
+        assert all(map(all, [*followed[:3], *followed[4:]]))
+        for parameter in model.parameters():
+            assert sum(key is parameter for key in optimizer.state) <= 1
+
+    run_ranks(2, body)
+
+
+def test_a_step_that_has_failed_is_no_difference() -> None:
+    class Failing(Momentum):
+        fails = False
+
+        def update(self, parameter: nn.Parameter, lr: float) -> None:
+            super().update(parameter, lr)
+            if self.fails:
+                raise ArithmeticError
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(Failing(model.parameters()))
+        train(model, optimizer, rank)
+        keys = [*map(id, optimizer.state)]
+        optimizer.fails = True
+        with pytest.raises(ArithmeticError):
+            train(model, optimizer, rank, steps=1)
+        assert [*map(id, optimizer.state)][: len(keys) - 1] == keys[:-1]
+        optimizer.fails = False
+        train(model, optimizer, rank)
+        assert all(pair.is_followed for pair in pairs_of(optimizer))
+
+    run_ranks(2, body)
+
+
+def test_what_is_repeated_is_not_in_the_state_nor_saved(tmp_path: Path) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[str]:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(Momentum(model.parameters()))
+        train(model, optimizer, rank)
+        named = [*model.named_parameters()]
+        own = [name for name, p in named if any(key is p for key in optimizer.state)]
+        others = [p for name, p in named if name not in own]
+        with pytest.raises(ModelError, match=f"is on rank {1 - rank}"):
+            optimizer.state[others[-1]]
+        lockstep.save(tmp_path, process_group=group, optimizer=optimizer)
+        saved = copy.deepcopy(optimizer.state_dict()["state"])
+        train(model, optimizer, rank)
+        lockstep.load(tmp_path, process_group=group, optimizer=optimizer)
+        found = optimizer.state_dict()["state"]
+        torch.testing.assert_close(found, saved, rtol=0, atol=0)
+        train(model, optimizer, rank)
+        assert all(pair.is_followed for pair in pairs_of(optimizer))
+        return own
+
+    first, second = run_ranks(2, body)
+    assert sorted(first + second) == sorted(name for name, _ in Digits().named_parameters())
+
+
+def test_master_values_are_repeated() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits().bfloat16(), process_group=group)
+        optimizer = lockstep.shard_optimizer(
+            Late(model.parameters(), lr=0.01), master_dtype=torch.float32
+        )
+        train(model, optimizer, rank)
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(model, optimizer, rank, steps=32)
+        with pytest.raises(ModelError, match="in step 36 "):
+            train(model, optimizer, rank, steps=1)
+
+    run_ranks(2, body)
+
+
+def test_machines_whose_last_bits_may_differ_are_not_compared(monkeypatch: Any) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(Inner(model.parameters()))
+        assert not pairs_of(optimizer)
+        train(model, optimizer, rank)
+
+    capabilities = iter(["AVX2", "AVX512"])
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: next(capabilities))
+    run_ranks(2, body)
