@@ -7,8 +7,8 @@ shm. ::
     python -m tests.conformance.collectives                 # all
     python -m tests.conformance.collectives --only gather   # some by name, with tracebacks
 
-It ends with 1 if a test that passes over Gloo fails over shm and isn't in ``ON_PURPOSE``, or is
-there and passes.
+It ends with 1 if a test fails over shm that isn't in ``DIFFERENCES``, fails otherwise than is said
+there, or is there and passes.
 """
 
 from __future__ import annotations
@@ -24,51 +24,61 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
-import unittest
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+
+from tests.conformance.differences import (
+    Difference,
+    Differences,
+    Result,
+    conclude,
+    joined,
+    result_of,
+)
 
 WORLD_SIZE = 3
 TIMEOUT_SECONDS = 120
 
 _REFUSED = (
-    "torch's function refuses every backend but Gloo by its name; the group's own method works",
-    "only implemented for GLOO",
+    "torch's function refuses every backend but Gloo by its name; the group's own method works"
 )
-# Tests that pass over Gloo and not over shm: why that is meant to be so, and how they then fail.
-ON_PURPOSE = {
-    "test_monitored_barrier_gloo": _REFUSED,
-    "test_monitored_barrier_gloo_subgroup": _REFUSED,
-    "test_monitored_barrier_gloo_rank_0_timeout": (
-        "the same error, in other words",
-        "did not come to barrier() within the timeout of 0 s",
-    ),
-}
-
-
-class Result(NamedTuple):
-    """What came of a test.
-
-    Attributes:
-        outcome: ``"passed"``, ``"skipped"`` or ``"failed"``.
-        details: Why it was skipped, or the traceback of the first rank that failed.
-    """
-
-    outcome: str
-    details: str = ""
-
-    @property
-    def reason(self) -> str:
-        """The end of the traceback, in one line."""
-        lines = [line for line in self.details.splitlines() if line.strip()]
-        errors = [line for line in lines if line[0].isalpha() and ": " in line]
-        return (errors or lines or ["it said nothing"])[-1].strip()[:200]
+_NO_GPU = "it needs a GPU for each rank"
+_IN_ALL_TO_ALL = ("line 23 of _test_all_to_all_helper(): IndexError: list index out of range",)
+DIFFERENCES = Differences(
+    on_purpose={
+        "test_monitored_barrier_gloo": Difference(
+            _REFUSED, ("line 12: ValueError: monitored_barrier is only implemented for GLOO",)
+        ),
+        "test_monitored_barrier_gloo_subgroup": Difference(
+            _REFUSED, ("line 15: ValueError: monitored_barrier is only implemented for GLOO",)
+        ),
+        "test_monitored_barrier_gloo_rank_0_timeout": Difference(
+            "the same error, in other words",
+            ('line 6: AssertionError: "Rank 0 timed out',),
+        ),
+    },
+    untestable={
+        "test_SyncBatchNorm_process_group": Difference(
+            "it needs torchvision", ("line 8: NameError: name 'torchvision'",)
+        ),
+        "test_all_to_all_cuda": Difference(_NO_GPU, _IN_ALL_TO_ALL),
+        "test_all_to_all_cuda_complex": Difference(_NO_GPU, _IN_ALL_TO_ALL),
+        "test_all_to_all_full_group_cuda": Difference(_NO_GPU, _IN_ALL_TO_ALL),
+        "test_batch_isend_irecv_mixed_backend_err": Difference(
+            "it needs NCCL", ("line 7: RuntimeError: Distributed package doesn't have NCCL",)
+        ),
+        "test_batch_isend_irecv_op_err": Difference(
+            _NO_GPU, ("line 7: IndexError: list index out of range",)
+        ),
+        "test_new_subgroups_with_group_param": Difference(
+            "it needs four ranks", ("line 11: ValueError: Rank 3 is out of range.",)
+        ),
+    },
+)
 
 
 def load() -> ModuleType:
@@ -128,7 +138,6 @@ def run(tests: ModuleType, name: str, backend: str) -> Result:
 def be_rank(tests: ModuleType, name: str, backend: str, rank: int, folder: Path) -> None:
     """Run a test as one of its ranks, and leave in ``folder`` what came of it."""
     import torch.distributed as dist
-    from torch.testing._internal.common_distributed import TEST_SKIPS
 
     log = os.open(folder / f"log-{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
@@ -150,16 +159,8 @@ def be_rank(tests: ModuleType, name: str, backend: str, rank: int, folder: Path)
         case._barrier()
         if dist.is_initialized():
             dist.destroy_process_group()
-    except unittest.SkipTest as skip:
-        result = Result("skipped", str(skip))
-    except SystemExit as end:
-        skips = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
-        if end.code in skips:
-            result = Result("skipped", skips[end.code])
-        elif end.code not in (0, None):
-            result = Result("failed", f"SystemExit: {end.code}")
-    except BaseException:
-        result = Result("failed", traceback.format_exc())
+    except BaseException as end:
+        result = result_of(end, name)
     (folder / f"result-{rank}").write_bytes(pickle.dumps(tuple(result)))
     # A rank that fails keeps its connections, so that the others fail of themselves.
     if result.outcome == "failed":
@@ -168,7 +169,7 @@ def be_rank(tests: ModuleType, name: str, backend: str, rank: int, folder: Path)
 
 
 def judge(processes: dict[int, int], folder: Path) -> Result:
-    """Wait for the ranks, ending them when time is up; say how the first that failed did so."""
+    """Wait for the ranks, ending them when time is up, and return what came of the test."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     left = dict(processes)
     while left and time.monotonic() < deadline:
@@ -188,17 +189,12 @@ def judge(processes: dict[int, int], folder: Path) -> Result:
     for rank in range(WORLD_SIZE):
         path = folder / f"result-{rank}"
         if path.exists():
-            results.append((path.stat().st_mtime, Result(*pickle.loads(path.read_bytes()))))
+            results.append(Result(*pickle.loads(path.read_bytes())))
         else:
             log = (folder / f"log-{rank}").read_text(errors="replace")
             late = "did not end" if rank in left.values() else "was killed"
-            results.append(
-                (time.time(), Result("failed", f"{log}\nTimeoutError: rank {rank} {late}"))
-            )
-    failed = [(when, result) for when, result in results if result.outcome == "failed"]
-    if failed:
-        return min(failed, key=lambda found: found[0])[1]
-    return next((result for _, result in results if result.outcome == "skipped"), Result("passed"))
+            results.append(Result("failed", [f"rank {rank}: TimeoutError: it {late}"], log))
+    return joined(results)
 
 
 def main() -> int:
@@ -213,38 +209,28 @@ def main() -> int:
     from lockstep.comm.backends import register_backends
 
     register_backends()
-    counts: dict[str, Counter[str]] = {"gloo": Counter(), "shm": Counter()}
-    unexpected: list[str] = []
     names = names_of_tests(tests, only)
+    wrong = [] if only else DIFFERENCES.not_among(names)
+    counts: dict[str, Counter[str]] = {"gloo": Counter(), "shm": Counter()}
     print(f"{len(names)} tests of collectives, on {WORLD_SIZE} ranks", flush=True)
     for name in names:
         over_gloo = run(tests, name, "gloo")
+        over_shm = run(tests, name, "shm") if over_gloo.outcome != "skipped" else over_gloo
+        judgement = DIFFERENCES.judge(name, over_shm, over_gloo)
         counts["gloo"][over_gloo.outcome] += 1
-        if over_gloo.outcome == "skipped":
-            counts["shm"]["skipped"] += 1
-            continue
-        over_shm = run(tests, name, "shm")
-        counts["shm"][over_shm.outcome] += 1
-        why, how = ON_PURPOSE.get(name, ("", ""))
-        if (over_gloo.outcome, over_shm.outcome) == ("passed", "failed"):
-            is_meant = bool(why) and how in over_shm.details
-            print(f"{name}: fails over shm: {why if is_meant else over_shm.reason}")
-            unexpected += [] if is_meant else [name]
-        elif over_gloo.outcome == "failed":
-            print(f"{name}: fails over gloo, {over_shm.outcome} over shm: {over_gloo.reason}")
-        elif why:
-            print(f"{name}: {over_shm.outcome} over shm, but is among those that are meant to fail")
-            unexpected.append(name)
+        counts["shm"][judgement.kind] += 1
+        if not judgement.is_meant:
+            wrong.append(f"{name}: {judgement.told}")
+        if over_gloo.outcome == "failed":
+            print(f"{name}: fails over gloo: {' | '.join(over_gloo.errors)}")
+        if judgement.kind not in ("passed", "skipped"):
+            print(f"{name}: over shm: {judgement.kind}: {judgement.told}")
         if only and over_shm.outcome == "failed":
             print(over_shm.details)
         sys.stdout.flush()
     for backend, count in counts.items():
-        print(
-            f"{backend}: {count['passed']} passed, {count['failed']} failed, "
-            f"{count['skipped']} skipped"
-        )
-    print(f"not meant to be so: {', '.join(unexpected)}" if unexpected else "all as it is meant")
-    return bool(unexpected)
+        print(f"{backend}: " + ", ".join(f"{n} {kind}" for kind, n in count.most_common()))
+    return conclude(wrong)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ with torch's own class, too, can't be tested like that, and is counted apart. ::
     python -m tests.conformance.ddp --only no_sync      # some by name, with tracebacks
     python -m tests.conformance.ddp --wrapper torch     # torch's own class alone
 
-It ends with 1 if a test fails that isn't in ``ON_PURPOSE``.
+It ends with 1 if a test fails that isn't in ``DIFFERENCES``, fails otherwise than is said there, or
+is there and passes.
 """
 
 from __future__ import annotations
@@ -24,14 +25,22 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
-import unittest
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from tests.conformance.differences import (
+    Difference,
+    Differences,
+    Judgement,
+    Result,
+    conclude,
+    joined,
+    result_of,
+)
 
 WORLD_SIZE = 2
 TIMEOUT_SECONDS = 180
@@ -41,46 +50,191 @@ _STATIC = "a graph may change, and may be promised to be static at any time"
 _LOGGED = "what it tells of itself is other facts, under other names"
 _INSIDES = "asks for insides of torch's reducer"
 _WORDING = "the same error, of the same class, in other words"
+_CPU = "it asks for what a CPU in the place of a GPU has not"
 
-# Tests of what is different here: why, and how the test then fails.
-ON_PURPOSE = {
-    "test_ddp_broadcast_buffers_deprecation_warning": (
-        "broadcast_buffers is not deprecated: it takes policies",
-        "0 not greater than 0",
-    ),
-    "test_ddp_buffer_hook_allreduce": (
-        "a hook of buffers runs with the backward, wherever it was to run",
-        "not close",
-    ),
-    "test_ddp_build_debug_param_to_name_mapping": (_INSIDES, "_build_params_for_reducer"),
-    "test_ddp_build_debug_param_to_name_mapping_requires_grad": (
-        _INSIDES,
-        "_build_params_for_reducer",
-    ),
-    "test_ddp_comm_hook_logging": (_LOGGED, "BuiltinCommHookType.ALLREDUCE"),
-    "test_ddp_control_flow_different_across_ranks": (_INSIDES, "_get_local_used_map"),
-    "test_ddp_control_flow_same_across_ranks": (_INSIDES, "_get_local_used_map"),
-    "test_ddp_device_mesh_initialization": (_WORDING, "does not match"),
-    "test_ddp_logging_data_cpu": (_LOGGED, "_set_ddp_runtime_logging_sample_rate"),
-    "test_ddp_multiple_nested_unused_params_err_ignore_params": (_UNUSED, "was not raised"),
-    "test_ddp_multiple_nested_unused_params_error": (_UNUSED, "was not raised"),
-    "test_ddp_native_mixed_precision_ignored_params": (_INSIDES, "_mp_param"),
-    "test_ddp_profiling_torch_profiler": (
-        "the profiler sees no DistributedDataParallel.forward, and other collectives",
-        "Scalars are not equal",
-    ),
-    "test_ddp_python_error_logged": (_WORDING, "does not match"),
-    "test_ddp_sync_module_states": (_INSIDES, "broadcast_bucket_size"),
-    "test_ddp_uneven_inputs": (_INSIDES, "_authoritative_rank"),
-    "test_ddp_unused_params_rebuild_buckets_exception": (_UNUSED, "error not raised"),
-    "test_detect_ddp_is_actually_static": (_INSIDES, "_ddp_graph_static"),
-    "test_different_graph_across_ranks": (_LOGGED, "0 is not true"),
-    "test_invalid_static_graph": (_STATIC, "RuntimeError not raised"),
-    "test_skip_all_reduce_unused_parameters": (_LOGGED, "None is not 2"),
-    "test_static_graph_api_cpu": (_STATIC, "RuntimeError not raised"),
-    "test_sync_bn_logged": (_LOGGED, "True is not false"),
-    "test_ddp_uneven_inputs_stop_iteration_sync_bn": (_WORDING, "does not match"),
-}
+DIFFERENCES = Differences(
+    on_purpose={
+        "test_ddp_broadcast_buffers_deprecation_warning": Difference(
+            "broadcast_buffers is not deprecated: it takes policies",
+            ("line 29: AssertionError: 0 not greater than 0",),
+        ),
+        "test_ddp_buffer_hook_allreduce": Difference(
+            "a hook of buffers runs with the backward, wherever it was to run",
+            (
+                "line 4 of _verify_buffers_equal(): AssertionError: Tensor-likes are not close! "
+                "Mismatched elements: 2 / 2 (100.0%) Greatest absolute difference: 0.98554",
+            ),
+        ),
+        "test_ddp_build_debug_param_to_name_mapping": Difference(
+            _INSIDES,
+            (
+                "line 10: AttributeError: 'TwoLinLayerNet' object has no attribute "
+                "'_build_params_for_reducer'",
+            ),
+        ),
+        "test_ddp_build_debug_param_to_name_mapping_requires_grad": Difference(
+            _INSIDES,
+            ("line 25: AttributeError: 'Net' object has no attribute '_build_params_for_reducer'",),
+        ),
+        "test_ddp_comm_hook_logging": Difference(
+            _LOGGED,
+            (
+                "line 42: AssertionError: String comparison failed: 'allreduce_hook' != "
+                "'BuiltinCommHookType.ALLREDUCE'",
+            ),
+        ),
+        "test_ddp_control_flow_different_across_ranks": Difference(
+            _INSIDES,
+            (
+                "line 46: AttributeError: 'types.SimpleNamespace' object has no attribute "
+                "'_get_local_used_map'",
+            ),
+        ),
+        "test_ddp_control_flow_same_across_ranks": Difference(
+            _INSIDES,
+            (
+                "line 26: AttributeError: 'types.SimpleNamespace' object has no attribute "
+                "'_get_local_used_map'",
+            ),
+        ),
+        "test_ddp_device_mesh_initialization": Difference(
+            _WORDING, ('line 21: AssertionError: "Cannot specify both',)
+        ),
+        "test_ddp_logging_data_cpu": Difference(
+            _LOGGED,
+            (
+                "line 17 of _test_ddp_logging_data(): AttributeError: 'Net' object has no "
+                "attribute '_set_ddp_runtime_logging_sample_rate'",
+            ),
+        ),
+        "test_ddp_multiple_nested_unused_params_err_ignore_params": Difference(
+            _UNUSED,
+            (
+                "line 114 of _test_ddp_multiple_nested_unused_params_error(): AssertionError: "
+                "False is not true",
+            ),
+        ),
+        "test_ddp_multiple_nested_unused_params_error": Difference(
+            _UNUSED,
+            (
+                "line 114 of _test_ddp_multiple_nested_unused_params_error(): AssertionError: "
+                "False is not true",
+            ),
+        ),
+        "test_ddp_native_mixed_precision_ignored_params": Difference(
+            _INSIDES, ("line 31: AttributeError: 'Parameter' object has no attribute '_mp_param'",)
+        ),
+        "test_ddp_profiling_torch_profiler": Difference(
+            "the profiler sees no DistributedDataParallel.forward, and other collectives",
+            (
+                "line 78 of _test_ddp_profiling(): AssertionError: Scalars are not equal! "
+                "Expected 1 but got 0.",
+                "line 37 of _test_ddp_profiling(): AssertionError: Scalars are not equal! "
+                "Expected 6 but got 0.",
+            ),
+        ),
+        "test_ddp_python_error_logged": Difference(
+            _WORDING, ('line 16: AssertionError: "must be callable"',)
+        ),
+        "test_ddp_sync_module_states": Difference(
+            _INSIDES,
+            ("line 36: AttributeError: 'Linear' object has no attribute 'broadcast_bucket_size'",),
+        ),
+        "test_ddp_unused_params_rebuild_buckets_exception": Difference(
+            _UNUSED, ("line 45: AssertionError: True is not false",)
+        ),
+        "test_detect_ddp_is_actually_static": Difference(
+            _INSIDES,
+            (
+                "line 35: AttributeError: 'types.SimpleNamespace' object has no attribute "
+                "'_ddp_graph_static'",
+            ),
+        ),
+        "test_different_graph_across_ranks": Difference(
+            _LOGGED, ("line 10: AssertionError: 0 is not true",)
+        ),
+        "test_invalid_static_graph": Difference(
+            _STATIC, ("line 14: AssertionError: RuntimeError not raised",)
+        ),
+        "test_skip_all_reduce_unused_parameters": Difference(
+            _LOGGED, ("line 12: AssertionError: None mismatch: None is not 2",)
+        ),
+        "test_static_graph_api_cpu": Difference(
+            _STATIC, ("line 6: AssertionError: RuntimeError not raised",)
+        ),
+    },
+    untestable={
+        "test_DistributedDataParallel_SyncBatchNorm_half": Difference(
+            _CPU,
+            ("line 14: RuntimeError: Cannot access accelerator device when none is available.",),
+        ),
+        "test_ddp_device": Difference(
+            _CPU,
+            ("line 3 of tuple_and_list_validator(): AssertionError: None mismatch: None is not",),
+        ),
+        "test_ddp_hook_parity_post_localSGD": Difference(
+            _CPU,
+            (
+                "line 39 of _test_ddp_hook_parity(): ValueError: Default group size only takes "
+                "effect when CUDA is available.",
+            ),
+        ),
+        "test_ddp_hook_pickling_powerSGD": Difference(
+            "torch.load() refuses what the test has saved",
+            ("line 45 of _test_hook_pickling(): UnpicklingError: Weights only load failed.",),
+        ),
+        "test_ddp_logging_data_gpu": Difference(
+            _LOGGED,
+            (
+                "line 17 of _test_ddp_logging_data(): AttributeError: 'Net' object has no "
+                "attribute '_set_ddp_runtime_logging_sample_rate'",
+            ),
+        ),
+        "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none": Difference(
+            _INSIDES,
+            (
+                "line 40 of _test_ddp_native_mixed_precision(): AttributeError: 'Parameter' "
+                "object has no attribute '_mp_param'",
+            ),
+        ),
+        "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none": Difference(
+            _INSIDES,
+            (
+                "line 40 of _test_ddp_native_mixed_precision(): AttributeError: 'Parameter' "
+                "object has no attribute '_mp_param'",
+            ),
+        ),
+        "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none": Difference(
+            _INSIDES,
+            (
+                "line 40 of _test_ddp_native_mixed_precision(): AttributeError: 'Parameter' "
+                "object has no attribute '_mp_param'",
+            ),
+        ),
+        "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none": Difference(
+            _INSIDES,
+            (
+                "line 40 of _test_ddp_native_mixed_precision(): AttributeError: 'Parameter' "
+                "object has no attribute '_mp_param'",
+            ),
+        ),
+        "test_ddp_uneven_inputs": Difference(
+            _INSIDES,
+            (
+                "line 86 of _run_uneven_inputs_test(): AttributeError: 'BatchNormNet' object has "
+                "no attribute '_authoritative_rank'",
+            ),
+        ),
+        "test_ddp_uneven_inputs_stop_iteration_sync_bn": Difference(
+            _WORDING,
+            (
+                'line 47: AssertionError: "Detected at least',
+                'line 47: AssertionError: "Rank 1 exhausted',
+            ),
+        ),
+        "test_sync_bn_logged": Difference(_LOGGED, ("line 16: AssertionError: True is not false",)),
+    },
+)
 
 # (wrapper, transport): what is tried.
 RUNS = (("torch", "gloo"), ("lockstep", "gloo"), ("lockstep", "shm"))
@@ -96,7 +250,7 @@ def main() -> int:
     for wrapper, transport in RUNS:
         if options.wrapper in (None, wrapper):
             results[wrapper, transport] = run_apart(wrapper, transport, options.only)
-    return report(results, details=bool(options.only))
+    return report(results, is_whole=not options.only)
 
 
 def arguments() -> argparse.Namespace:
@@ -110,7 +264,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_apart(wrapper: str, transport: str, only: str) -> dict[str, Any]:
+def run_apart(wrapper: str, transport: str, only: str) -> dict[str, Result]:
     """In an interpreter of its own: torch's module reads the backend when it is imported."""
     print(f"{wrapper}'s DistributedDataParallel over {transport}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -126,39 +280,37 @@ def run_apart(wrapper: str, transport: str, only: str) -> dict[str, Any]:
         arguments = ["--wrapper", wrapper, "--transport", transport, "--into", str(into)]
         command = [sys.executable, "-m", "tests.conformance.ddp", *arguments, "--only", only]
         subprocess.run(command, env=environment, check=True)
-        found: dict[str, Any] = json.loads(into.read_text())
-        return found
+        return {name: Result(*fields) for name, fields in json.loads(into.read_text()).items()}
 
 
-def report(results: dict[tuple[str, str], dict[str, Any]], *, details: bool) -> int:
+def report(results: dict[tuple[str, str], dict[str, Result]], *, is_whole: bool) -> int:
+    """Print what came of each run, then what of it isn't as it is meant; return the exit code."""
     theirs = results.get(("torch", "gloo"), {})
-    num_unexpected = 0
-    for (wrapper, transport), outcomes in results.items():
+    wrong: list[str] = []
+    for (wrapper, transport), found in results.items():
         print(f"\n{wrapper}'s DistributedDataParallel over {transport}")
         counts: Counter[str] = Counter()
-        for name, result in outcomes.items():
-            outcome = result["outcome"]
-            if outcome == "failed" and wrapper != "torch":
-                if theirs.get(name, result)["outcome"] != "passed" and theirs:
-                    outcome = "can't be tested so: torch's own fails, too"
-                elif name in ON_PURPOSE and ON_PURPOSE[name][1] in result["reason"]:
-                    outcome = "differ on purpose"
-                else:
-                    num_unexpected += 1
-            counts[outcome] += 1
-            if outcome != "passed":
-                reason = ON_PURPOSE[name][0] if outcome == "differ on purpose" else result["reason"]
-                print(f"  {name}: {outcome}: {reason}")
-            if details and result.get("traceback"):
-                print(result["traceback"])
-        print("  " + ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common()))
-    return int(num_unexpected > 0)
+        for name, result in found.items():
+            judgement = Judgement(result.outcome, result.details or " | ".join(result.errors))
+            if wrapper == "lockstep":
+                judgement = DIFFERENCES.judge(name, result, theirs.get(name))
+            counts[judgement.kind] += 1
+            if not judgement.is_meant:
+                wrong.append(f"{name}, over {transport}: {judgement.told}")
+            if judgement.kind != "passed":
+                print(f"  {name}: {judgement.kind}: {judgement.told}")
+            if result.outcome == "failed" and not is_whole:
+                print(result.details)
+        print("  " + ", ".join(f"{number} {kind}" for kind, number in counts.most_common()))
+    if is_whole and theirs:
+        wrong += DIFFERENCES.not_among(theirs)
+    return conclude(wrong)
 
 
 # What follows runs in the interpreter of one wrapper and one transport.
 
 
-def run_all(options: argparse.Namespace) -> dict[str, Any]:
+def run_all(options: argparse.Namespace) -> dict[str, Result]:
     mark_tests_that_need_gpus()
     import torch.testing._internal.distributed.distributed_test as theirs
     from torch.testing._internal.common_utils import TestCase
@@ -175,7 +327,7 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
         if options.only in name:
             gpus = getattr(getattr(base, name), "needs_gpus", False)
             results[name] = run_test(theirs, Case, name, options, needs_gpus=gpus)
-            print("." if results[name]["outcome"] == "passed" else "x", end="", flush=True)
+            print("." if results[name].outcome == "passed" else "x", end="", flush=True)
     print()
     return results
 
@@ -215,7 +367,7 @@ def tests_of_wrapper(base: type, module: str) -> list[str]:
 
 def run_test(
     theirs: Any, case: Any, name: str, options: argparse.Namespace, *, needs_gpus: bool
-) -> dict[str, str]:
+) -> Result:
     """One test on two ranks, which are forked from here: to import torch takes longer."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TEMP_DIR"] = folder
@@ -225,11 +377,11 @@ def run_test(
         for rank in range(WORLD_SIZE):
             pid = os.fork()
             if not pid:
-                outcome = {"outcome": "failed", "reason": "ended early", "traceback": ""}
+                result = Result("failed", [f"rank {rank}: SystemExit: in the midst of the test"])
                 try:
-                    outcome = be_rank(theirs, case, name, options, rank, folder, needs_gpus)
+                    result = be_rank(theirs, case, name, options, rank, folder, needs_gpus)
                 finally:
-                    Path(folder, f"rank{rank}").write_text(json.dumps(outcome))
+                    Path(folder, f"rank{rank}").write_text(json.dumps(result))
                     os._exit(0)
             ranks.append(pid)
         deadline = time.monotonic() + TIMEOUT_SECONDS
@@ -239,22 +391,13 @@ def run_test(
         for pid in ranks:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        outcomes = []
+        results = []
         for rank in range(WORLD_SIZE):
             file = Path(folder, f"rank{rank}")
             text = file.read_text() if file.exists() else ""
-            missing = {"outcome": "failed", "reason": "a rank did not end, or died"}
-            outcomes.append(json.loads(text) if text else missing)
-    worst = sorted(
-        outcomes, key=lambda outcome: ("failed", "skipped", "passed").index(outcome["outcome"])
-    )
-    # Of two that failed, one often did so for the other's sake.
-    return max(
-        [outcome for outcome in worst if outcome["outcome"] == worst[0]["outcome"]],
-        key=lambda outcome: (
-            "Peer" not in outcome["reason"] and "did not end" not in outcome["reason"]
-        ),
-    )
+            missing = Result("failed", [f"rank {rank}: TimeoutError: it did not end, or died"])
+            results.append(Result(*json.loads(text)) if text else missing)
+    return joined(results)
 
 
 def be_rank(
@@ -265,7 +408,7 @@ def be_rank(
     rank: int,
     folder: str,
     needs_gpus: bool,
-) -> dict[str, str]:
+) -> Result:
     import torch
     import torch.distributed as dist
     from torch.testing._internal.common_utils import set_rng_seed
@@ -291,15 +434,9 @@ def be_rank(
         set_rng_seed()
         with the_cpu_as_gpu() if needs_gpus else contextlib.nullcontext():
             getattr(test, name)()
-        return {"outcome": "passed", "reason": ""}
-    except unittest.SkipTest as skip:
-        return {"outcome": "skipped", "reason": str(skip)}
-    except SystemExit as exit_:
-        return {"outcome": "skipped", "reason": f"exit code {exit_.code}"}
-    except BaseException as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        reason = f"{type(error).__name__}: {' '.join(lines)[:300]}"
-        return {"outcome": "failed", "reason": reason, "traceback": traceback.format_exc()}
+        return Result("passed")
+    except BaseException as end:
+        return result_of(end, name)
 
 
 def put_in_place(theirs: Any, wrapper: str, *, no_devices: bool) -> None:
