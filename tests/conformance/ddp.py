@@ -232,7 +232,6 @@ DIFFERENCES = Differences(
                 'line 47: AssertionError: "Rank 1 exhausted',
             ),
         ),
-        "test_sync_bn_logged": Difference(_LOGGED, ("line 16: AssertionError: True is not false",)),
     },
 )
 

@@ -439,14 +439,27 @@ def test_logging_data_has_what_torchs_has_under_the_same_names() -> None:
         "total_parameter_size_bytes",
         "bucket_cap_bytes",
         "broadcast_buffers",
+        "find_unused_parameters",
+        "gradient_as_bucket_view",
+        "static_graph",
+        "has_sync_bn",
+        "is_multi_device_module",
     )
 
     def body(world: lockstep.World) -> None:
-        ours, theirs = OurDDP(Counting()), TorchDDP(Counting())
-        for model in (ours, theirs):
-            model(parts(2)[world.rank]).sum().backward()
-        here, there = ours._get_ddp_logging_data(), theirs._get_ddp_logging_data()
-        for name in names:
-            assert here[name] == there[name], name
+        for options in (
+            {"gradient_as_bucket_view": False},
+            {"gradient_as_bucket_view": True, "static_graph": True},
+        ):
+            ours, theirs = (wrap(Counting(), **options) for wrap in (OurDDP, TorchDDP))
+            for model in (ours, theirs):
+                for _ in range(2):
+                    model(parts(2)[world.rank]).sum().backward()
+            here, there = ours._get_ddp_logging_data(), theirs._get_ddp_logging_data()
+            for name in names:
+                assert here[name] == there.get(name, 0), name
+        for kind in (nn.SyncBatchNorm, lockstep.SyncBatchNorm):
+            normed = OurDDP(nn.Sequential(nn.Linear(4, 3), kind(3)))
+            assert normed._get_ddp_logging_data()["has_sync_bn"]
 
     launch(body)

@@ -30,6 +30,7 @@ from lockstep.nn.join import DDPJoinHook, begin_joined_iteration
 from lockstep.nn.mixed_precision import MixedPrecision, check_precision, reduce_in_dtype
 from lockstep.nn.parallel_state import attach, release, state_of
 from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, check_bucket_cap, join
+from lockstep.nn.sync_batch_norm import SyncBatchNorm
 from lockstep.nn.wrapper import Wrapper
 from lockstep.torch_private import tree_map_only
 from lockstep.world import group_or_all, init
@@ -422,7 +423,7 @@ class DistributedDataParallel(
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         group, reducers = self.process_group, [engine.reducer for engine in self._engines]
-        parameters = self._parameters_in_step
+        parameters, sync_norms = self._parameters_in_step, SyncBatchNorm | nn.SyncBatchNorm
         return {
             "module_name": type(self.module).__name__,
             "world_size": group.size() if group is not None else 1,
@@ -436,6 +437,11 @@ class DistributedDataParallel(
             "comm_hook": next((r.comm_hook.name for r in reducers if r.comm_hook), None),
             "bucket_cap_bytes": self.bucket_bytes_cap,
             "broadcast_buffers": self.broadcast_buffers,
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "has_sync_bn": any(isinstance(part, sync_norms) for part in self.module.modules()),
+            "is_multi_device_module": len({parameter.device for parameter in parameters}) > 1,
         }
 
     # Conversions and copies
