@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -202,6 +203,16 @@ def test_a_checksum_is_of_all_that_is_in_a_batch() -> None:
     ]
     assert len({of_batch(value) for value in values}) == len(values)
     assert of_batch([1, (n for n in range(3))]) == ""
+
+
+def test_equal_batches_have_one_checksum_whichever_objects_are_in_them() -> None:
+    def make(text: str) -> list[Any]:
+        return [text, np.array([[text], [1, 2]], dtype=object)]
+
+    assert of_batch(make("one")) == of_batch(make("".join(["o", "ne"]))) != ""
+    circle: list[Any] = [torch.ones(1)]
+    circle.append(circle)
+    assert of_batch(circle) != ""
 
 
 def test_samples_of_several_ranks_are_told(tmp_path: Path) -> None:

@@ -13,6 +13,18 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 
+class Refusing(torch.autograd.Function):
+    """Fails in the backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("refused")
+
+
 class Digits(nn.Module):
     """The classic ConvNet, without dropout."""
 

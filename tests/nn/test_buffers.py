@@ -247,12 +247,13 @@ def test_tensors_of_every_form_are_kept_alike(form: str, kind: str, backend: Bac
     assert torch.equal(first, second)
 
 
-def test_a_buffer_of_which_there_is_a_view_follows() -> None:
-    class Viewing(Holding):
-        def __init__(self) -> None:
-            super().__init__(held=torch.zeros(4))
-            self.view = self.held[:2]
+class Viewing(Holding):
+    def __init__(self) -> None:
+        super().__init__(held=torch.zeros(4))
+        self.view = self.held[:2]
 
+
+def test_a_buffer_of_which_there_is_a_view_follows() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Viewing(), process_group=group)
         for step in range(3):
@@ -266,11 +267,6 @@ def test_a_buffer_of_which_there_is_a_view_follows() -> None:
 
 def test_a_backward_that_needs_an_earlier_value_of_a_view_is_refused() -> None:
     """As with torch's own wrapper: it would compute with what rank 0 holds by now."""
-
-    class Viewing(Holding):
-        def __init__(self) -> None:
-            super().__init__(held=torch.zeros(4))
-            self.view = self.held[:2]
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Viewing(), process_group=group)

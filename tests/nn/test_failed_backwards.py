@@ -13,19 +13,10 @@ from torch import nn
 import lockstep
 from lockstep.errors import CollectiveFailed
 from tests.counts import pairs
+from tests.nn.models import Refusing
 from tests.ranks import BACKENDS, Backend, run_ranks
 
 WHERE = pytest.mark.parametrize("backend", BACKENDS)
-
-
-class Refusing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError("refused")
 
 
 class Layers(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from tests.nn.models import build
+from tests.nn.models import Refusing, build
 from tests.ranks import run_ranks
 
 
@@ -335,16 +335,6 @@ def test_gradients_are_views_of_few_buffers() -> None:
         assert len({g.untyped_storage().data_ptr() for g in used}) == 1 < len(used)
 
     run_ranks(2, body)
-
-
-class Refusing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError("refused")
 
 
 def test_a_failed_backward_does_not_spoil_the_next() -> None:

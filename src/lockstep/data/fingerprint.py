@@ -75,14 +75,14 @@ class _Summary(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         """Return a description of tensors, arrays, functions and classes."""
-        if isinstance(value, torch.Tensor) or type(value).__module__ == "numpy":
-            return self._of_numbers(value)
-        if isinstance(value, types.FunctionType):
-            return value.__module__, value.__qualname__, repr([*_plain_values(value)])
         if isinstance(value, type):
             methods = [m for m in vars(value).values() if isinstance(m, types.FunctionType)]
             found = [pair for method in methods for pair in _plain_values(method)]
             return value.__module__, value.__qualname__, repr(found)
+        if isinstance(value, torch.Tensor) or type(value).__module__ == "numpy":
+            return self._of_numbers(value)
+        if isinstance(value, types.FunctionType):
+            return value.__module__, value.__qualname__, repr([*_plain_values(value)])
         return None
 
     def _of_numbers(self, value: Any) -> Any:

@@ -63,31 +63,6 @@ def _changed(x: Any, y: Any) -> Changed:
     return made
 
 
-class Stored(MutableMapping):
-    """Keeps items in a dict of its own, which a shallow copy would share."""
-
-    def __init__(self, **items: Any) -> None:
-        self._items = items
-
-    def __getitem__(self, name: str) -> Any:
-        return self._items[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._items[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._items[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    x = property(lambda self: self["x"])
-    y = property(lambda self: self["y"])
-
-
 class ReadOnly(Mapping):
     def __init__(self, items: Mapping[str, Any]) -> None:
         self._items = dict(items)
@@ -103,6 +78,19 @@ class ReadOnly(Mapping):
 
     x = property(lambda self: self["x"])
     y = property(lambda self: self["y"])
+
+
+class Stored(ReadOnly, MutableMapping):
+    """Keeps items in a dict of its own, which a shallow copy would share."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._items[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._items[name]
 
 
 class Slotted(dict):
