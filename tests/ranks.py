@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.threads.transport import join as join_threads
+from lockstep.launcher.threads import one_start_at_a_time
 
 Backend = Literal["threads", "gloo"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -100,10 +101,11 @@ def run_ranks(
         threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
         for rank in range(world_size)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_SECONDS)
+    with one_start_at_a_time():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_SECONDS)
     if stuck := [thread.name for thread in threads if thread.is_alive()]:
         faulthandler.dump_traceback()
         raise TimeoutError(f"{', '.join(stuck)} did not end within {TIMEOUT_SECONDS} s")

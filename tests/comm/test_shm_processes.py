@@ -14,7 +14,7 @@ pytestmark = pytest.mark.forks
 
 # Forks the ranks after torch is imported: that takes longer than most of what is tested.
 _PRELUDE = """
-import contextlib, gc, os, resource, signal, sys, threading, time
+import contextlib, gc, os, resource, signal, sys, threading, time, warnings
 from datetime import timedelta
 import torch, torch.distributed as dist
 from lockstep.comm.backends import register_backends
@@ -182,6 +182,7 @@ def test_a_forked_child_is_told_that_the_group_is_not_its_own(tmp_path: Path):
         # Another thread is in a collective, and has the locks, when the process forks.
         work = dist.all_reduce(torch.ones(5), async_op=True) if rank == 0 else None
         time.sleep(0.3)
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: there are threads
         child = os.fork()
         if child == 0:
             code = 1

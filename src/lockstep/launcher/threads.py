@@ -60,7 +60,7 @@ def run_threads(
     ]
     num_threads_before = torch.get_num_threads()
     try:
-        with _one_start_at_a_time():
+        with one_start_at_a_time():
             for thread in threads:
                 thread.start()
             failures = _wait_for_endings(ended, num_ranks)
@@ -86,7 +86,7 @@ def run_threads(
 
 
 @contextmanager
-def _one_start_at_a_time() -> Iterator[None]:
+def one_start_at_a_time() -> Iterator[None]:
     """Let one rank at a time start a process, such as a worker of a DataLoader.
 
     What libraries do around a fork may refuse another fork meanwhile: filelock on Python 3.12.
