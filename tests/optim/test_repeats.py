@@ -30,9 +30,10 @@ class Late(Plain):
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
             norms = [p.grad.norm() for p in group["params"] if p.grad is not None]
-            group["norm"] = torch.stack([torch.zeros(()), *norms]).norm().item()
+            if group["k"] > 35:
+                group["norm"] = torch.stack([torch.zeros(()), *norms]).norm().item()
             for parameter in group["params"]:
-                self.update(parameter, group["lr"] / (group["norm"] if group["k"] > 35 else 1))
+                self.update(parameter, group["lr"] / group.get("norm", 1))
 
 
 class Threshold(Plain):

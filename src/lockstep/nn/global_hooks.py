@@ -284,7 +284,9 @@ def receive_gradients(optimizer: Optimizer, engines: Collection[Engine]) -> None
                 "register_post_accumulate_grad_hook(), which is called when the gradient is the "
                 "mean over the ranks."
             )
-        if engine.num_backwards == engine.stepped_by.get(optimizer, engine.num_backwards_stepped):
+        stepped = engine.stepped_by.get(optimizer, engine.num_backwards_stepped)
+        # A class whose step calls that of its base class has called this before.
+        if engine.num_backwards == stepped and not _is_in_a_step():
             _take_part(engine)
 
 

@@ -21,11 +21,11 @@ from lockstep.grad import MIB, assign_buckets
 from lockstep.nn import defer_gradients, finish_failed
 from lockstep.optim.divided import DividedState, State, without
 from lockstep.optim.flat import FlatParameters, shares_memory, with_memory_of_others
+from lockstep.optim.known import ELEMENTWISE, KNOWN, updating_class
 from lockstep.optim.partial import state_to_come
 from lockstep.optim.repeats import Repeats
 from lockstep.optim.shard import MASTER, Shard, make_shards
 from lockstep.optim.state import StatePart, gather_state, parts_of_state, put_state
-from lockstep.optim.verdict import ELEMENTWISE, KNOWN
 from lockstep.optim.whole import whole_parameters
 
 _log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Division:
             defer_gradients(flat.in_order(), flat.bucket_kind)
         self.local = [[p for p in group["params"] if p in local] for group in groups]
         self.parameters = [[*group["params"]] for group in groups]
-        watched = [] if type(optimizer) in KNOWN else self.flats
+        watched = [] if updating_class(type(optimizer)) in KNOWN else self.flats
         self.repeats = Repeats(optimizer, watched, self.shards, number, options.master_dtype)
         self.state: DividedState
 

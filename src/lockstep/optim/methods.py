@@ -31,15 +31,15 @@ def names_used(kind: type[Optimizer], name: str) -> set[str]:
     while waiting:
         method = inspect.getattr_static(kind, waiting.pop(), None)
         if isinstance(method, FunctionType):
-            new = {*_names_in(_code_of(method))} - found
+            new = code_names(method) - found
             found |= new
             waiting += [each for each in new if not hasattr(Optimizer, each)]
     return found
 
 
-def _code_of(function: Any) -> CodeType:
-    code: CodeType = inspect.unwrap(function).__code__
-    return code
+def code_names(function: Any) -> set[str]:
+    """Return the names in the code of ``function``, and of the functions in it."""
+    return {*_names_in(inspect.unwrap(function).__code__)}
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer, SparseAdam
 
 from lockstep.optim.flat import elements_of
+from lockstep.optim.known import updating_class
 
 
 class PartialTensor(torch.Tensor):
@@ -100,7 +101,7 @@ def state_to_come(optimizer: Optimizer, group: int, tensor: torch.Tensor) -> dic
     trial.state = defaultdict(dict)
     try:
         with torch.no_grad():
-            inspect.unwrap(type(optimizer).step)(trial)
+            inspect.unwrap(updating_class(type(optimizer)).step)(trial)
     except Exception as error:
         raise TypeError(
             f"{type(optimizer).__name__}.step() can't be called without a closure and with "

@@ -12,10 +12,11 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TextIO, cast
 
 import torch
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from lockstep.optim.differences import difference, have_same_bits
 from lockstep.optim.generators import Generators
 from lockstep.optim.methods import methods_with_state, names_used
+from lockstep.optim.records import kept, records_of
 from lockstep.optim.stand_ins import Copy, choose
 
 # Rounding hides small differences: so more steps are taken in float64 than in the own dtype.
@@ -73,21 +75,23 @@ class _NotTried(Exception):
     """A copy can't take steps, for a reason."""
 
 
-def probe(optimizer: Optimizer) -> Verdict:
+def probe(optimizer: Optimizer, *, in_parts: bool = True) -> Verdict:
     """Try whether ranks that update a part of the parameters each would leave the same bits.
 
-    It takes no step of ``optimizer`` itself and changes nothing of it. The states of generators are
-    put back. It takes some hundredths of a second.
+    Or, if it isn't to take steps ``in_parts``, whether they take the same steps with all of the
+    parameters. It takes no step of ``optimizer`` itself and changes nothing of it. The states of
+    generators are put back, and lists and the like in which its class notes what it does. It takes
+    some hundredths of a second.
     """
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
     with _undisturbed(optimizer):
         fine = Verdict(Outcome.UNDIVIDED)
         if dtypes != {torch.float64}:
-            fine = _try(optimizer, torch.float64, _NUM_STEPS)
+            fine = _try(optimizer, torch.float64, _NUM_STEPS, in_parts)
         if fine.outcome is Outcome.REFUSE:
             return fine
         num_steps = _NUM_STEPS_IN_OWN_DTYPE if fine.outcome is Outcome.DIVIDE else _NUM_STEPS
-        own = _try(optimizer, None, num_steps)
+        own = _try(optimizer, None, num_steps, in_parts)
         if fine.reason and not fine.may_draw:  # told; and it may draw in its own dtype alone
             return fine._replace(may_draw=own.may_draw)
         return own._replace(updates_all=own.updates_all or fine.updates_all)
@@ -102,6 +106,7 @@ def _undisturbed(optimizer: Optimizer) -> Iterator[None]:
     try:
         with (
             Generators(optimizer).kept(),
+            kept(type(optimizer)),
             torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(action="ignore"),
             redirect_stdout(cast(Any, _Muted(sys.stdout))),
@@ -126,12 +131,14 @@ class _Muted:
         return getattr(self._stream, name)
 
 
-def _try(optimizer: Optimizer, dtype: torch.dtype | None, num_steps: int) -> Verdict:
+def _try(
+    optimizer: Optimizer, dtype: torch.dtype | None, num_steps: int, in_parts: bool
+) -> Verdict:
     """Try it with stand-ins of ``dtype``; with gradients for all if it needs them."""
     for leaves_out in True, False:
         trial = None
         try:
-            trial = _Trial(optimizer, dtype, leaves_out=leaves_out)
+            trial = _Trial(optimizer, dtype, leaves_out=leaves_out, in_parts=in_parts)
             trial.run(num_steps)
             return Verdict(Outcome.DIVIDE, updates_all=trial.updates_all)
         except _Refused as found:
@@ -164,6 +171,10 @@ class _Part:
         """Return the values of the stand-ins."""
         return [p.detach().clone() for p in self.stand_ins]
 
+    def records(self) -> dict[str, Any]:
+        """Return the options and attributes of the optimizer."""
+        return records_of(self.optimizer, self.stand_ins)
+
     def step(
         self, gradients: Sequence[torch.Tensor | None], closure: Callable[[], Any] | None
     ) -> None:
@@ -194,15 +205,21 @@ class _Trial:
     """
 
     def __init__(
-        self, optimizer: Optimizer, dtype: torch.dtype | None, *, leaves_out: bool
+        self,
+        optimizer: Optimizer,
+        dtype: torch.dtype | None,
+        *,
+        leaves_out: bool,
+        in_parts: bool,
     ) -> None:
         self._make = partial(Copy, optimizer, choose(optimizer), dtype)
-        self._kind, self._leaves_out = type(optimizer), leaves_out
+        self._kind, self._leaves_out, self._in_parts = type(optimizer), leaves_out, in_parts
         self._num_steps, self._takes_closure = 0, False
+        self._differs = ""  # what parts have noted otherwise
         self._has_moved = self._has_drawn = self.updates_all = False
         try:
             self._whole, self._again = _Part(self._make()), _Part(self._make())
-            every = self._whole.owned
+            every = self._whole.owned if in_parts else set[int]()
             thirds = [{index for index in every if index % 3 == rank} for rank in range(3)]
             self._parts = [_Part(self._make(), own) for own in thirds if own]
             self._other_parts = [
@@ -218,6 +235,8 @@ class _Trial:
             self._step()
         if not self._has_moved:
             raise _NotTried("its steps change nothing when it is tried")
+        if self._differs:
+            raise _Told(f"{self._differs} would differ between the ranks")
         tried = names_used(self._kind, "step")
         if methods := [name for name in methods_with_state(self._kind) if name not in tried]:
             for name in methods:
@@ -237,6 +256,7 @@ class _Trial:
 
     def _step(self) -> None:
         gradients, before = self._gradients(), self._whole.values()
+        records = self._whole.records()
         self._step_whole(gradients)
         for old, p, gradient in zip(before, self._whole.stand_ins, gradients, strict=True):
             if not have_same_bits(old, p):
@@ -250,6 +270,8 @@ class _Trial:
             for part in parts:
                 self._act(part, partial(part.step, gradients, self._closure_of(part)))
             self._compare(parts)
+        if 1 < self._num_steps <= _NUM_REPEATED:
+            self._differs = self._differs or self._differing_record(records)
 
     def _divisions(self) -> list[list[_Part]]:
         """Return the divisions of the stand-ins that are still tried."""
@@ -271,7 +293,7 @@ class _Trial:
             self._takes_closure, self._whole = True, _Part(self._make())
             self._step_whole(gradients)
             return
-        if closure is not None and closure.is_misused:
+        if closure is not None and closure.is_misused and self._in_parts:
             raise _Refused(
                 "it calls its closure several times in a step, or after it has changed parameters, "
                 "of which each rank would have a part. So don't shard it: with a parallel model, "
@@ -321,6 +343,18 @@ class _Trial:
                 for part in parts:
                     if part is not owner:
                         part.stand_ins[index].data.copy_(own.detach())
+
+    def _differing_record(self, before: Mapping[str, Any]) -> str:
+        """Return what parts have noted otherwise than both copies with all parameters in a step.
+
+        What is the same as ``before`` isn't of the step, such as the number of parameters.
+        """
+        expected, again = self._whole.records(), self._again.records()
+        for part in chain(*self._divisions()):
+            for name, found in part.records().items():
+                if found != expected.get(name) == again.get(name) != before.get(name):
+                    return name
+        return ""
 
     def _gradients(self) -> list[torch.Tensor | None]:
         """Return gradients mostly to one side, by which estimates of distances grow."""

@@ -70,10 +70,16 @@ def shard_optimizer(
     state, such as Schedule-Free's ``eval()`` and ``train()``, are divided as a step is: every rank
     must call them, and they block.
 
+    Where a class of the program calls the ``step()`` of torch's class that it is derived from, by
+    ``super()``, that step alone is divided. What comes before and after it, such as to clamp all
+    parameters, has all of them and of their gradients on every rank. (For that, the optimizer
+    becomes an instance of a class of the same name, derived from its own.)
+
     An optimizer of a class that isn't torch's is tried before: rank 0 lets copies of it take some
-    steps on small stand-ins of its parameters, all together and divided, and compares their bits.
-    If they differ, as with Prodigy, whose estimate is one for all parameters, or if it draws random
-    numbers or can't be tried, the optimizer is left undivided, with a warning that has the reason:
+    steps on small stand-ins of its parameters, all together and divided, and compares their bits
+    and what they note in attributes and options. If they differ, as with Prodigy, whose estimate is
+    one for all parameters, or if it draws random numbers or can't be tried, the optimizer is left
+    undivided, with a warning that has the reason:
     each rank updates all parameters and has all of the state. Its steps draw the random numbers
     that rank 0 draws, and then every rank has to take them; in join() they are refused. Where it is
     divided, each rank also updates one or two small parameters of another rank, in memory of its

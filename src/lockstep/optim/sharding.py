@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import (
     Step,
@@ -28,6 +29,7 @@ from lockstep.nn import finish_failed, refresh_engines_of
 from lockstep.optim.divided import State
 from lockstep.optim.division import Division, GroupsOf, Options
 from lockstep.optim.flat import FlatParameters, Progress
+from lockstep.optim.known import divide_base_step, known_base
 from lockstep.optim.methods import methods_with_state
 from lockstep.optim.shard import GroupsByShard, Part, Shard
 from lockstep.optim.state import StatePart, parts_of_state, stand_ins
@@ -84,13 +86,17 @@ class Sharding:
         # During a step, the program's groups and their parameters; and the number of nested calls
         # of step(): a class may call that of its base class.
         self._replaced: tuple[list[dict[str, Any]], list[Any]] | None = None
-        self._depth = self._num_steps = 0
+        self._depth, self._num_steps, self._is_announced = 0, 0, True
         # By process group, the number by which ranks announce a step in lockstep.join().
         self._numbers: dict[dist.ProcessGroup, int] = {}
         refresh_engines_of(p for group in optimizer.param_groups for p in group["params"])
         self._arrange(optimizer.state)
-        self._before = optimizer.register_step_pre_hook(self._before_step)
-        self._after = optimizer.register_step_post_hook(self._end_step)
+        self._own_hooks: tuple[RemovableHandle, ...] = ()
+        if (known := known_base(type(optimizer))) is not None:
+            divide_base_step(optimizer, known, self._step_of_base)
+        else:
+            before = optimizer.register_step_pre_hook(self._before_step)
+            self._own_hooks = before, optimizer.register_step_post_hook(self._end_step)
 
         @wraps(self._own_step)  # which a learning rate scheduler may have marked
         def step(_: Optimizer, *args: Any, **options: Any) -> Any:
@@ -127,14 +133,26 @@ class Sharding:
             self._arrange({key: own for key, own in whole.items() if own or key not in changes})
 
     def _step(self, *args: Any, **options: Any) -> Any:
+        self._is_announced = False
         if (args[0] if args else options.get("closure")) is None:
             self._announce_step()
         return self._take_step(*args, **options)
 
     def _announce_step(self) -> None:
+        self._is_announced = True
         for ranks, number in self._numbers.items():
             finish_failed(ranks)
             self._announce(ranks, number)
+
+    def _announce_own_closure(self, kind: str) -> None:
+        """Announce a step of a derived class that has called the closure itself."""
+        if any(join_state_of(ranks) is not None for ranks in self._numbers):
+            raise ModelError(
+                f"A step of {kind} calls its closure itself, in join(), where ranks without data "
+                "can't follow it. Let it pass the closure to super().step(), or let all ranks have "
+                "equally many batches, and leave out join()."
+            )
+        self._announce_step()
 
     def _run_as_step(self, method: MethodType, *args: Any, **options: Any) -> Any:
         """Call a method that uses the optimizer's state. Every rank must call it; it blocks."""
@@ -167,14 +185,29 @@ class Sharding:
         # first after it.
         pre: Any = self._optimizer._optimizer_step_pre_hooks
         post: Any = self._optimizer._optimizer_step_post_hooks
-        pre.move_to_end(self._before.id)
-        post.move_to_end(self._after.id, last=False)
+        if self._own_hooks:
+            before, after = self._own_hooks
+            pre.move_to_end(before.id)
+            post.move_to_end(after.id, last=False)
         self._depth = 0
         try:
             return self._own_step(*args, **options)
         finally:
             self._depth = 0
             self._put_parameters_back()
+
+    def _step_of_base(
+        self, step: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """Divide the step of a known class, which that of the program's class has called."""
+        args, options = self._before_step(self._optimizer, args, options) or (args, options)
+        try:
+            result = step(*args, **options)
+            self._end_step()
+        finally:
+            self._depth = 0
+            self._put_parameters_back()
+        return result
 
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
@@ -189,6 +222,8 @@ class Sharding:
         own, *given = args
         closure = given[0] if given else options.get("closure")
         if closure is None:
+            if not self._is_announced:
+                self._announce_own_closure(type(own).__name__)
             self._begin_step()
             return None
         with torch.enable_grad():
@@ -317,6 +352,7 @@ class Sharding:
         """Take a step along with ranks that still have data: with options and gradients of one."""
         take_options(self._optimizer, ranks, first)
         take_gradients(self._parameters_of(ranks), ranks, first)
+        self._is_announced = True
         self._take_step()
 
     def _parameters_of(self, ranks: dist.ProcessGroup) -> list[nn.Parameter]:

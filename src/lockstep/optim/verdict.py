@@ -6,33 +6,14 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lockstep.arguments import refusal
 from lockstep.errors import ModelError
+from lockstep.optim.known import KNOWN, known_base
 from lockstep.optim.probe import Outcome, Verdict, probe
 from lockstep.optim.uneven import gather_json
-
-# Optimizers whose update of an element depends on nothing but the element's value, gradient and
-# state, on options, and on the number of steps.
-ELEMENTWISE = {
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-}
-# Those whose update of a parameter depends on nothing but the same of the parameter.
-_BY_PARAMETER = {torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam}
-KNOWN = ELEMENTWISE | _BY_PARAMETER
 
 # What to do where an optimizer can't be divided: leave it undivided, with a warning, or raise an
 # error. "always" divides none.
@@ -44,8 +25,9 @@ def judge(
 ) -> Verdict:
     """Return whether to divide ``optimizer``, whose parameters have replicas on ``groups``.
 
-    An optimizer of a class that isn't known is tried, by rank 0 of each group. Rank 0 gives the
-    warning. Every rank must call it; it blocks.
+    An optimizer of a class that isn't known is tried, by rank 0 of each group; one that calls the
+    step of a known class only with all parameters, since what it does besides isn't divided. Rank 0
+    gives the warning. Every rank must call it; it blocks.
 
     Raises:
         ModelError: If it can't be used in either way, or can't be divided and that is an error.
@@ -53,8 +35,7 @@ def judge(
     if undivided not in get_args(Undivided):
         raise ValueError(refusal("undivided", undivided, '"warn", "error" or "always"'))
     if undivided == "always":
-        is_known = type(optimizer) in KNOWN
-        return Verdict(Outcome.UNDIVIDED, may_draw=not is_known)
+        return Verdict(Outcome.UNDIVIDED, may_draw=type(optimizer) not in KNOWN)
     if type(optimizer) in KNOWN:
         return Verdict(Outcome.DIVIDE)
     verdict, kind = _tried(optimizer, groups), type(optimizer).__name__
@@ -72,7 +53,9 @@ def judge(
 
 
 def _tried(optimizer: Optimizer, groups: Sequence[dist.ProcessGroup]) -> Verdict:
-    own = probe(optimizer) if any(ranks.rank() == 0 for ranks in groups) else None
+    own = None
+    if any(ranks.rank() == 0 for ranks in groups):
+        own = probe(optimizer, in_parts=known_base(type(optimizer)) is None)
     found = [Verdict(*gather_json(ranks, own)[0]) for ranks in groups]
     found = [each._replace(outcome=Outcome(each.outcome)) for each in found]
     return max(found, key=lambda each: [*Outcome].index(each.outcome))
